@@ -1,0 +1,66 @@
+# make demo | test | test-all | lint | typecheck | bench. Each makes .venv first, once.
+#
+#   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer)
+#   TORCH_INDEX=URL     an extra package index with CPU builds of torch (see the install page of pytorch.org); without
+#                       it pip takes the torch it finds, which on Linux may be the larger CUDA build: both work
+#   PY=/path/to/python  use this interpreter as it is, and make no .venv
+#   JOBS=4              test processes
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+JOBS ?= 2
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+ifdef PY
+READY :=
+else
+READY := $(STAMP)
+PY := $(VENV)/bin/python
+endif
+
+export OMP_NUM_THREADS = 1
+PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
+
+.PHONY: help demo test test-all lint typecheck bench clean
+help:
+	@sed -n '1,8s/^# \{0,1\}//p' Makefile
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "autopar needs Python 3.11 or newer: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed (on Debian: install python3-venv)"; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet --no-input -c constraints.txt setuptools
+	$(VENV)/bin/python -m pip install --quiet --no-input -c constraints.txt \
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	$(VENV)/bin/python -m pip install --quiet --no-input -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(PY) examples/train_gpt.py
+
+test: $(READY)
+	$(PYTEST) -m "not slow"
+
+test-all: $(READY)
+	$(PYTEST)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+
+# mypy reads the source tree by package name, so it is shown the tree as it installs.
+TYPED := build/typed
+typecheck: $(READY)
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/autopar
+	@ln -s $(CURDIR)/autopar/* $(TYPED)/autopar/
+	@for wing in passes costmodel codegen; do ln -s $(CURDIR)/$$wing $(TYPED)/autopar/$$wing; done
+	@ln -s $(CURDIR)/benchmarks $(CURDIR)/examples $(TYPED)/
+	cd $(TYPED) && $(if $(findstring /,$(firstword $(PY))),$(abspath $(PY)),$(PY)) -m mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p autopar -p benchmarks
+
+bench: $(READY)
+	$(PY) benchmarks/compile_time.py --quick
+	$(PY) benchmarks/step_time.py
+
+clean:
+	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,197 @@
+"""capture_program: model and example inputs in, Program out.
+
+Segments are traced in order; a segment whose signature was seen before reuses its template, so the work does not grow
+with depth. After differentiation the parameters that receive a gradient are compared with those of the eager model
+(run on fake tensors): a gradient that went missing is an error, never a silent zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.capture.differentiate import trace_template
+from autopar.capture.export import Exported, export_step
+from autopar.capture.fake import fake_mode
+from autopar.capture.fold import Segment, cut, signature
+from autopar.errors import CaptureError
+from autopar.ir.program import Buffer, Call, Parameter, Program, Template, ValueRef, op_name
+from autopar.ir.types import TensorType
+
+
+def capture_program(
+    model: nn.Module, inputs: Any, loss_fn: Any = None, targets: int = 0, batch_dims: Any = None
+) -> tuple[Program, Exported]:
+    """Capture, fold and differentiate. Raises CaptureError, InputError."""
+    mode = fake_mode()
+    exported = export_step(model, inputs, loss_fn, targets, mode)
+    with mode:
+        builder = _Builder(exported, model)
+        builder.run(mode)
+    return builder.program(batch_dims), exported
+
+
+class _Builder:
+    """State of one capture: templates by signature, where each captured value lives, which values carry gradients."""
+
+    def __init__(self, exported: Exported, model: nn.Module) -> None:
+        self.exported = exported
+        self.templates: dict[str, Template] = {}
+        self.by_signature: dict[Any, tuple[Template, list[bool]]] = {}
+        self.calls: list[Call] = []
+        self.where: dict[fx.Node, ValueRef] = {}
+        self.flows: dict[fx.Node, bool] = {}
+        named = dict(model.named_parameters(remove_duplicate=False))
+        aliases: dict[str, list[str]] = {}
+        for alias, name in exported.parameter_names.items():
+            if alias != name:
+                aliases.setdefault(name, []).append(alias)
+        self.parameters = {
+            name: Parameter(name, TensorType.of(p), p.requires_grad, tuple(aliases.get(name, ())))
+            for name, p in named.items()
+            if exported.parameter_names.get(name, name) == name
+        }
+        persistent = set(model.state_dict().keys())
+        self.buffers = {
+            name: Buffer(name, TensorType.of(b), name in persistent) for name, b in model.named_buffers()
+        }
+        for name, tensor in exported.constants.items():
+            self.buffers.setdefault(name, Buffer(name, TensorType.of(tensor), False))
+        self.inputs: list[tuple[str, TensorType]] = []
+        for node in exported.graph.nodes:
+            if node.op == "placeholder":
+                self._place(node)
+
+    def _place(self, node: fx.Node) -> None:
+        kind, what = self.exported.kinds[node.name]
+        if kind == "input":
+            self.where[node] = ValueRef("input", what)
+            self.inputs.append((self.exported.input_names[what], TensorType.of(node.meta["val"])))
+            self.flows[node] = False
+        elif kind in ("buffer", "constant"):
+            self.where[node] = ValueRef("buffer", name=what)
+            self.flows[node] = False
+        else:
+            self.flows[node] = self.parameters[what].trainable and self.exported.training
+
+    def run(self, mode: Any) -> None:
+        graph = self.exported.graph
+        output = graph.output_node()
+        _give_placeholders_a_node(graph, output)
+        results = {n for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
+        for segment in cut(graph, results):
+            if segment.writes:
+                self._add(segment, mode)
+
+    def _describe(self, node: fx.Node) -> Any:
+        return TensorType.of(node.meta["val"]), self._is_param(node), self.flows[node]
+
+    def _is_param(self, node: fx.Node) -> bool:
+        return node.op == "placeholder" and self.exported.kinds[node.name][0] == "param"
+
+    def _add(self, segment: Segment, mode: Any) -> None:
+        key = signature(segment, self._describe)
+        known = self.by_signature.get(key)
+        if known is None:
+            name = self._name(segment)
+            reads = [self._fake(r, mode) for r in segment.reads]
+            known = trace_template(
+                name, segment, reads, [self._is_param(r) for r in segment.reads], self.exported.training, mode
+            )
+            self.by_signature[key] = known
+            self.templates[name] = known[0]
+        template, flows = known
+        index = len(self.calls)
+        params = tuple(self.exported.kinds[r.name][1] for r in segment.reads if self._is_param(r))
+        values = tuple(self.where[r] for r in segment.reads if not self._is_param(r))
+        self.calls.append(Call(template.name, params, values, segment.path))
+        for i, write in enumerate(segment.writes):
+            self.where[write] = ValueRef("call", index, i)
+            self.flows[write] = flows[i]
+
+    def _fake(self, node: fx.Node, mode: Any) -> torch.Tensor:
+        value = node.meta["val"]
+        with mode:
+            made = torch.empty(value.shape, dtype=value.dtype)
+        return made.requires_grad_(self.flows[node])
+
+    def _name(self, segment: Segment) -> str:
+        path = segment.path.split("@")[0]
+        parts = [p for p in path.split(".") if not p.isdigit()]
+        stem = "_".join(parts) or ("step" if not self.templates else "part")
+        name, k = stem, 1
+        while name in self.templates:
+            name, k = f"{stem}_{k}", k + 1
+        return name
+
+    def program(self, batch_dims: Any) -> Program:
+        exported = self.exported
+        nodes = {n.name: n for n in exported.graph.nodes}
+        final = exported.graph.output_node().args[0]
+        names = [n.name for n in final]  # type: ignore[union-attr]
+        current = dict(zip(exported.output_names, names, strict=True))
+        outputs = tuple(self.where[nodes[current[o]]] for o in exported.outputs)
+        updates = {buffer: self.where[nodes[current[n]]] for buffer, n in exported.updates.items()}
+        self._check_gradients()
+        program = Program(
+            self.templates, tuple(self.calls), self.parameters, self.buffers, tuple(self.inputs), outputs, updates,
+            exported.training, tuple(_batch_dims(self.inputs, batch_dims)), structure=exported.output_structure,
+        )  # fmt: skip
+        object.__setattr__(program, "fingerprint", fingerprint(program))
+        return program
+
+    def _check_gradients(self) -> None:
+        if not self.exported.training:
+            return
+        got = {
+            call.params[slot]
+            for call in self.calls
+            for slot, grad in enumerate(self.templates[call.template].param_grads)
+            if grad is not None
+        }
+        missing = sorted(self.exported.eager_grads - got)
+        if missing:
+            raise CaptureError(
+                f"the captured program has no gradient for {', '.join(missing[:5])} where the eager model has one; "
+                "a custom autograd.Function or a detach inside the model was lost in capture"
+            )
+
+
+def _give_placeholders_a_node(graph: fx.Graph, output: fx.Node) -> None:
+    """Outputs that are inputs or parameters themselves become results of an op."""
+    results = list(output.args[0])  # type: ignore[arg-type]
+    with graph.inserting_before(output):
+        for i, value in enumerate(results):
+            if isinstance(value, fx.Node) and value.op == "placeholder":
+                made = graph.call_function(torch.ops.aten.alias.default, (value,))
+                made.meta = dict(value.meta)
+                results[i] = made
+    output.args = (tuple(results),)
+
+
+def _batch_dims(inputs: list[tuple[str, TensorType]], given: Any) -> list[int | None]:
+    dims: list[int | None] = []
+    for i, (name, type_) in enumerate(inputs):
+        dim: int | None = 0 if type_.shape else None
+        if isinstance(given, dict) and name in given:
+            dim = given[name]
+        elif isinstance(given, (list, tuple)) and i < len(given):
+            dim = given[i]
+        dims.append(dim)
+    return dims
+
+
+def fingerprint(program: Program) -> str:
+    """A hash of everything that a plan depends on: templates, calls, parameters, inputs."""
+    text: list[str] = []
+    for template in program.templates.values():
+        text.append(template.name)
+        for node in template.graph.nodes:
+            text.append(f"{node.name} {op_name(node.target)} {node.args} {node.kwargs} {node.meta.get('type')}")
+    text += [f"{c.template} {c.params} {c.inputs}" for c in program.calls]
+    text += [f"{p.name} {p.type} {p.trainable}" for p in program.parameters.values()]
+    text += [f"{name} {type_}" for name, type_ in program.inputs]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

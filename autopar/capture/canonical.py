@@ -1,0 +1,145 @@
+"""Canonicalize a traced template graph: fewer kinds of nodes, same values.
+
+Copies without effect vanish; every view that only regroups dims becomes `reshape`, every reordering `permute`, every
+full sum `sum.dim_IntList`; scalars lifted to tensors become `full`; equal nodes are merged; unused ones removed.
+Nothing writes in place here, so dropping a copy changes no value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import CaptureError
+from autopar.ir.types import TensorType
+
+aten = torch.ops.aten
+_COPIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default,
+           aten.contiguous.default, aten.lift_fresh.default, aten.lift.default}  # fmt: skip
+_REGROUP = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims,
+            aten.squeeze.default, aten.unsqueeze.default, aten.flatten.using_ints, aten.unflatten.int,
+            aten._reshape_alias.default, aten.view_as.default, aten.reshape_as.default}  # fmt: skip
+_REORDER = {aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.movedim.intlist}
+_CASTS = {aten._to_copy.default, aten.to.dtype, aten.type_as.default, aten.to.dtype_layout, aten.to.device,
+          aten.to.other}  # fmt: skip
+
+
+def canonicalize(module: fx.GraphModule) -> None:
+    """Rewrite `module.graph` in place and give every node `meta["type"]`."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            _constant(module, node)
+        elif node.op == "call_function" and node.meta.get("val") is None and not node.users:
+            graph.erase_node(node)  # assertions about metadata: shapes are fixed here
+        elif node.op == "call_function":
+            node.meta["type"] = _type_of(node.meta["val"])
+            _simplify(graph, node)
+        elif node.op == "placeholder":
+            node.meta["type"] = _type_of(node.meta["val"])
+    merge_equal(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _type_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorType.of(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_type_of(v) for v in value)
+    return None
+
+
+def _constant(module: fx.GraphModule, node: fx.Node) -> None:
+    value = getattr(module, str(node.target))
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise CaptureError(
+            f"a constant of shape {tuple(getattr(value, 'shape', ()))} was made while tracing a backward; register it "
+            "as a buffer of the module instead"
+        )
+    graph = module.graph
+    with graph.inserting_before(node):
+        made = graph.call_function(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype})
+    made.meta["type"] = TensorType(tuple(value.shape), value.dtype)
+    made.meta["val"] = value
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    node.target, node.args, node.kwargs = target, args, kwargs
+
+
+def _simplify(graph: fx.Graph, node: fx.Node) -> None:
+    type_ = node.meta["type"]
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or not isinstance(type_, TensorType):
+        if node.target in (aten.scalar_tensor.default,):
+            _replace(graph, node, aten.full.default, ([], node.args[0]), {"dtype": type_.dtype})
+        return
+    before = source.meta["type"]
+    same = before == type_
+    if source.op == "placeholder" and (node.target in _COPIES or same) and any(u.op == "output" for u in node.users):
+        _replace(graph, node, aten.clone.default, (source,), {})  # an output needs a producer of its own
+    elif node.target in _COPIES or (node.target in _CASTS and same) or (node.target in _REGROUP and same):
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    elif node.target in _REGROUP:
+        _replace(graph, node, aten.reshape.default, (source, list(type_.shape)), {})
+    elif node.target in _CASTS and before.shape == type_.shape:
+        _replace(graph, node, aten._to_copy.default, (source,), {"dtype": type_.dtype})
+    elif node.target in _REORDER:
+        order = _order(node, len(before.shape))
+        if order == list(range(len(order))):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        else:
+            _replace(graph, node, aten.permute.default, (source, order), {})
+    elif node.target is aten.expand.default and same:
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    elif node.target is aten.expand.default:
+        _replace(graph, node, aten.expand.default, (source, list(type_.shape)), {})
+    elif node.target is aten.sum.default:
+        _replace(graph, node, aten.sum.dim_IntList, (source, list(range(len(before.shape)))), dict(node.kwargs))
+
+
+def _order(node: fx.Node, rank: int) -> list[int]:
+    if node.target in (aten.t.default, aten.numpy_T.default):
+        return list(reversed(range(rank)))
+    if node.target is aten.transpose.int:
+        order = list(range(rank))
+        i, j = (int(a) % rank for a in node.args[1:3])  # type: ignore[arg-type]
+        order[i], order[j] = order[j], order[i]
+        return order
+    if node.target is aten.movedim.intlist:
+        moved = [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+        places = [int(d) % rank for d in node.args[2]]  # type: ignore[union-attr,arg-type]
+        rest = iter(d for d in range(rank) if d not in moved)
+        return [moved[places.index(i)] if i in places else next(rest) for i in range(rank)]
+    return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    """Common subexpressions: nodes with the same target and arguments become one (random sites are arguments)."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _freeze(arg: Any) -> Any:
+    if isinstance(arg, fx.Node):
+        return ("node", arg.name)
+    if isinstance(arg, (list, tuple)):
+        return tuple(_freeze(a) for a in arg)
+    if isinstance(arg, dict):
+        return tuple(sorted((k, _freeze(v)) for k, v in arg.items()))
+    return (type(arg).__name__, str(arg))

@@ -1,0 +1,202 @@
+"""Differentiate: trace one segment's forward and backward into one template graph.
+
+make_fx records the dialect's forward ops, then `torch.autograd.grad` of the segment's outputs with respect to the
+inputs and parameters that need it, the gradients of the outputs being placeholders (tangents). Nodes that depend on a
+tangent are backward: those that input gradients need are B, the others W.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta, set_current_meta
+
+from autopar.capture import functions
+from autopar.capture.canonical import canonicalize
+from autopar.capture.fold import Segment, module_path
+from autopar.errors import CaptureError
+from autopar.ir.call import bind
+from autopar.ir.program import RANDOM_OPS, Template, op_name
+from autopar.ops import losses as _losses  # noqa: F401  (registers lifts)
+from autopar.ops import wrappers
+from autopar.ops.lift import LIFT
+
+Tensor = torch.Tensor
+
+
+def trace_template(
+    name: str, segment: Segment, reads: Sequence[Tensor], is_param: Sequence[bool], training: bool, mode: FakeTensorMode
+) -> tuple[Template, list[bool]]:
+    """The template of `segment` and, per output, whether it carries a gradient.
+
+    `reads`: fake tensors for `segment.reads`, with requires_grad set where a gradient may flow.
+    """
+    wrappers.reset_sites()
+    leaves = [t.detach().requires_grad_(t.requires_grad and training) for t in reads]
+    with mode, torch.set_grad_enabled(training):
+        probe = _forward(segment, leaves)
+    flows = [bool(o.requires_grad) for o in probe]
+    tangents = [torch.empty_like(o, memory_format=torch.contiguous_format) if f else None
+                for o, f in zip(_fresh(probe, mode), flows, strict=True)]  # fmt: skip
+    wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
+    got: list[bool] = []
+
+    def joint(values: list[Tensor], grads_out: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        wrappers.reset_sites()
+        outs = _forward(segment, values)
+        heads = [o for o, f in zip(outs, flows, strict=True) if f]
+        grads: Sequence[Tensor | None] = []
+        if heads and wanted:
+            grads = torch.autograd.grad(heads, [values[i] for i in wanted], grads_out, allow_unused=True)
+        got[:] = [g is not None for g in grads] or [False] * len(wanted)
+        return [o.detach() for o in outs], [g for g in grads if g is not None]
+
+    with mode, torch.set_grad_enabled(training), preserve_node_meta():
+        traced = make_fx(joint, pre_dispatch=False, _error_on_data_dependent_ops=True)(
+            leaves, [t for t in tangents if t is not None]
+        )
+    template = _assemble(name, traced, segment, is_param, flows, wanted, got)
+    mark_input_gradients(template)
+    return template, flows
+
+
+def _fresh(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
+    with mode:
+        return [torch.empty(v.shape, dtype=v.dtype) for v in values]
+
+
+def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
+    """Run the segment's captured nodes through the lift table."""
+    env: dict[fx.Node, Any] = dict(zip(segment.reads, values, strict=True))
+    for node in segment.nodes:
+        args = fx.map_arg(node.args, lambda n: env[n])
+        kwargs = {k: v for k, v in fx.map_arg(node.kwargs, lambda n: env[n]).items() if k != "pin_memory"}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        try:
+            with set_current_meta(node):
+                env[node] = _apply(node.target, args, kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"cannot trace {node.target} at {source_of(node)}: {error}") from error
+    return [env[w] for w in segment.writes]
+
+
+def _apply(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if target is functions.OP:
+        return functions.run(args[0], list(args[1]))
+    return (LIFT.get(target) or target)(*args, **kwargs)
+
+
+def _assemble(
+    name: str, module: fx.GraphModule, segment: Segment, is_param: Sequence[bool], flows: Sequence[bool],
+    wanted: Sequence[int], got: Sequence[bool],
+) -> Template:  # fmt: skip
+    canonicalize(module)
+    graph = module.graph
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    reads, tangents = placeholders[: len(segment.reads)], placeholders[len(segment.reads) :]
+    output = graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    outs, grads = results[: len(flows)], results[len(flows) :]
+    _mark_phases(graph, tangents, outs)
+    taken: set[str] = {n.name for n in graph.nodes}
+    for node, read, param in zip(reads, segment.reads, is_param, strict=True):
+        _rename(node, read.name.removeprefix("p_model_").removeprefix("p_") if param else read.name, taken)
+    flowing = iter(tangents)
+    slots = [next(flowing) if f else None for f in flows]
+    for slot, write in zip(slots, segment.writes, strict=True):
+        if slot is not None:
+            _rename(slot, f"d_{write.name}", taken)
+    by_read: dict[int, fx.Node] = {}
+    flowing_grads = iter(grads)
+    for index, has in zip(wanted, got, strict=True):
+        if has:
+            by_read[index] = next(flowing_grads)
+    params = [i for i, p in enumerate(is_param) if p]
+    inputs = [i for i, p in enumerate(is_param) if not p]
+
+    def grad(i: int) -> str | None:
+        return by_read[i].name if i in by_read else None
+
+    return Template(
+        name, graph, tuple(reads[i].name for i in params), tuple(reads[i].name for i in inputs),
+        tuple(o.name for o in outs), tuple(s.name if s is not None else None for s in slots),
+        tuple(grad(i) for i in inputs), tuple(grad(i) for i in params),
+        any(_is_random(n) for n in graph.nodes),
+    )  # fmt: skip
+
+
+def _is_random(node: fx.Node) -> bool:
+    return (op_name(node.target) in RANDOM_OPS) and "site" in bind(node.target, node.args, node.kwargs) and (
+        bind(node.target, node.args, node.kwargs)["site"] != -1
+    )
+
+
+def _rename(node: fx.Node, name: str, taken: set[str]) -> None:
+    name = re.sub(r"\W", "_", name)
+    base, k = name, 1
+    while name in taken and name != node.name:
+        name, k = f"{base}_{k}", k + 1
+    taken.discard(node.name)
+    taken.add(name)
+    node._rename(name)
+    node.target = name
+
+
+def _mark_phases(graph: fx.Graph, tangents: Sequence[fx.Node], outs: Sequence[fx.Node]) -> None:
+    """Phase F or W, and source, of every node; `mark_input_gradients` then finds the B among the W."""
+    late = set(tangents)
+    for node in graph.nodes:
+        if any(n in late for n in node.all_input_nodes):
+            late.add(node)
+    forward = _ancestors(outs)
+    for node in graph.nodes:
+        node.meta["phase"] = "F" if node in forward or (node.op == "placeholder" and node not in late) else "W"
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["source"] = source_of(node) or next(
+                (n.meta["source"] for n in node.all_input_nodes if n.meta.get("source")), ""
+            )
+        else:
+            node.meta["source"] = ""
+
+
+def mark_input_gradients(template: Template) -> None:
+    """Nodes that gradients of inputs need are B; what is left of backward stays W."""
+    nodes = template.nodes
+    for node in _ancestors([nodes[g] for g in template.input_grads if g is not None]):
+        if node.meta["phase"] == "W":
+            node.meta["phase"] = "B"
+    for tangent in template.tangents:
+        if tangent is not None:
+            nodes[tangent].meta["phase"] = "B"
+
+
+def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def source_of(node: fx.Node) -> str:
+    """`layers.0.attn · model.py:12: code` of a captured node."""
+    path = module_path(node)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<") and "/autopar/capture/" not in f[0]]
+    if not own:
+        return path
+    file, line, code = own[-1]
+    return f"{path} · {file.rsplit('/', 1)[-1]}:{line}: {code.strip()}" if path else f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}"

@@ -1,0 +1,262 @@
+"""Capture: `torch.export` of model and loss under fake CPU tensors, as one flat graph of functional ATen training ops.
+
+The semantic ops (linear, attention, norms, losses) stay whole. Regions under `no_grad` are inlined with their results
+detached; in-place ops and buffer updates are made functional, buffer updates become outputs. What cannot be captured
+fails with the user's source line and the usual fix.
+"""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture import functions
+from autopar.capture.fake import fake_like, faked
+from autopar.capture.trees import flatten, rebuild
+from autopar.errors import CaptureError, InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index)."""
+
+    graph: fx.Graph
+    kinds: dict[str, tuple[str, Any]]
+    updates: dict[str, str]
+    outputs: tuple[str, ...]
+    output_structure: Any
+    input_structure: Any
+    input_names: tuple[str, ...]
+    training: bool
+    constants: dict[str, torch.Tensor]
+    eager_grads: frozenset[str]
+    parameter_names: dict[str, str]
+    output_names: tuple[str, ...]
+
+
+class _Step(nn.Module):
+    """The user's model and loss as one module over flat tensor leaves."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.structure = structure
+        self.targets = targets
+        self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = rebuild(self.structure, list(leaves))
+        args, kwargs, targets = split_inputs(value, self.targets, self.model)
+        out = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            loss = self.loss_fn(out, *targets)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
+            self._note({"training": True, "structure": None})
+            return (loss.reshape(()),)
+        loss = own_loss(out)
+        if loss is not None and loss.requires_grad:
+            self._note({"training": True, "structure": None})
+            return (loss.reshape(()),)
+        tensors, _, structure = flatten(out)
+        if not tensors:
+            raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
+        self._note({"training": False, "structure": structure})
+        return tuple(tensors)
+
+
+def split_inputs(value: Any, targets: int, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(args, kwargs, targets) of one batch: the last `targets` entries go to the loss."""
+    if isinstance(value, dict):
+        names = list(value)
+        cut = len(names) - targets
+        return (), {k: value[k] for k in names[:cut]}, tuple(value[k] for k in names[cut:])
+    cut = len(value) - targets
+    return tuple(value[:cut]), {}, tuple(value[cut:])
+
+
+def own_loss(out: Any) -> torch.Tensor | None:
+    if isinstance(out, torch.Tensor):
+        return out if out.ndim == 0 and out.is_floating_point() else None
+    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode: FakeTensorMode) -> Exported:
+    """Capture one step. Raises CaptureError or InputError."""
+    leaves, names, structure = flatten(inputs)
+    fakes = [fake_like(t.detach(), mode) for t in leaves]
+    seen: dict[str, Any] = {}
+    step = _Step(model, loss_fn, structure, targets, seen)
+    step.training = model.training
+    with faked(step, mode) as fake_names, functions.recording():
+        try:
+            exported = torch.export.export(step, tuple(fakes), strict=False)
+        except (CaptureError, InputError):
+            raise
+        except Exception as error:
+            raise _explain(error, model) from error
+        by_name = dict(step.named_parameters(remove_duplicate=False))
+        first = {name: fake_names[id(p)] for name, p in by_name.items()}
+        graph_module = exported.graph_module
+        _inline_regions(graph_module)
+        if _needs_functions(graph_module.graph):
+            exported = exported.run_decompositions({})
+        eager = _eager_grads(step, fakes, mode, fake_names) if seen["training"] else frozenset()
+    signature = exported.graph_signature
+    kinds = _kinds(signature, first)
+    outputs = exported.graph.output_node().args[0]
+    updates = {_strip(buffer): n for n, buffer in signature.buffers_to_mutate.items()}
+    users = tuple(signature.user_outputs)
+    constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    return Exported(
+        exported.graph, kinds, updates, users, seen["structure"], structure, tuple(names), seen["training"], constants,
+        frozenset(_strip(n) for n in eager), {_strip(k): _strip(v) for k, v in first.items()},
+        tuple(n.name for n in outputs),
+    )  # fmt: skip
+
+
+def _strip(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _kinds(signature: Any, first: dict[str, str]) -> dict[str, tuple[str, Any]]:
+    kinds: dict[str, tuple[str, Any]] = {}
+    index = 0
+    for spec in signature.input_specs:
+        kind = spec.kind.name
+        if kind == "PARAMETER":
+            kinds[spec.arg.name] = ("param", _strip(first[spec.target]))
+        elif kind == "BUFFER":
+            kinds[spec.arg.name] = ("buffer", _strip(spec.target))
+        elif kind == "CONSTANT_TENSOR":
+            kinds[spec.arg.name] = ("constant", _strip(spec.target))
+        else:
+            kinds[spec.arg.name] = ("input", index)
+            index += 1
+    return kinds
+
+
+def _eager_grads(step: nn.Module, fakes: list[torch.Tensor], mode: FakeTensorMode, names: dict[int, str]) -> frozenset[str]:
+    """Names of the parameters that get a gradient when the model runs eagerly (under fake tensors)."""
+    parameters = [p for p in step.parameters() if p.requires_grad]
+    with mode, torch.enable_grad():
+        (loss,) = step(*fakes)
+        if not loss.requires_grad:
+            raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
+        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return frozenset(names[id(p)] for p, g in zip(parameters, grads, strict=True) if g is not None)
+
+
+def _needs_functions(graph: fx.Graph) -> bool:
+    """Whether any op writes to its arguments or to buffers."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            if node.target._schema.is_mutable:
+                return True
+            if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+                return True
+    return False
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Replace grad-mode and autocast regions by their nodes; results of no_grad regions are detached."""
+    graph = module.graph
+    changed = False
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *args = node.args
+        elif name == "wrap_with_autocast":
+            _, _, enabled_cast, _, body, *args = node.args
+            if enabled_cast:
+                raise CaptureError(
+                    "the model enters torch.autocast; remove it and let Options choose the precision of the program"
+                )
+            enabled = True
+        else:
+            continue
+        inner = getattr(module, body.target)
+        _inline_regions(inner)
+        env = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True))
+        with graph.inserting_before(node):
+            for sub in inner.graph.nodes:
+                if sub.op == "call_function":
+                    made = graph.node_copy(sub, lambda n, env=env: env[n])
+                    made.meta["stack_trace"] = sub.meta.get("stack_trace") or node.meta.get("stack_trace")
+                    made.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                    env[sub] = made
+            (results,) = (n.args[0] for n in inner.graph.nodes if n.op == "output")
+            values = [env[r] for r in results]
+            if not enabled:
+                values = [_detached(graph, v, node) for v in values]
+        for user in list(node.users):
+            user.replace_all_uses_with(values[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        changed = True
+    if changed:
+        graph.eliminate_dead_code()
+        module.recompile()
+
+
+def _detached(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
+    made = graph.call_function(torch.ops.aten.detach.default, (value,))
+    made.meta = {**value.meta, "nn_module_stack": like.meta.get("nn_module_stack")}
+    return made
+
+
+_FIXES = (
+    (("data-dependent", "data dependent", "guardondatadependent", "unbacked", "dynamicoutputshape", "tolist", "_local_scalar_dense"),
+     "its shape or branch depends on the data. Use a static form: torch.where instead of if, masks instead of "
+     "boolean indexing or nonzero, and for expert routing topk with a fixed capacity or a grouped matmul"),
+)  # fmt: skip
+
+
+def user_frame(error: BaseException) -> str:
+    """`file:line in function: code` of the innermost frame outside torch and autopar, or ''."""
+    frames: list[traceback.FrameSummary] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        frames += [f for f in traceback.extract_tb(current.__traceback__) if _is_user(f.filename)]
+        current = current.__cause__ or current.__context__
+    if not frames:
+        return ""
+    frame = frames[-1]
+    code = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
+
+
+def _is_user(filename: str) -> bool:
+    path = filename.replace("\\", "/")
+    own = "/autopar/capture/" in path or "/autopar/api" in path
+    return not own and "/torch/" not in path and not path.startswith("<") and "/contextlib.py" not in path
+
+
+def _explain(error: Exception, model: nn.Module) -> Exception:
+    text = f"{type(error).__name__} {error}"
+    where = user_frame(error)
+    place = f" at {where}" if where else f" in {type(model).__name__}"
+    for signs, fix in _FIXES:
+        if any(s in text.lower() for s in signs):
+            return CaptureError(f"the model cannot be captured{place}: {fix}. ({_first_line(text)})")
+    if isinstance(error, TypeError) and "argument" in text:
+        return InputError(f"example inputs do not match {type(model).__name__}.forward: {_first_line(str(error))}")
+    return CaptureError(f"the model cannot be captured{place}: {_first_line(text)}")
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300]

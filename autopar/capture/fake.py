@@ -1,0 +1,59 @@
+"""A model with fake CPU parameters: shapes without memory.
+
+Real, meta and CUDA parameters alike become fake CPU tensors while a model is traced (a meta parameter with
+`F.cross_entropy` would silently lose its backward; a fake CUDA tensor aborts a CPU build), memoised by identity so that
+tied weights stay tied. The model is handed back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def fake_mode() -> FakeTensorMode:
+    """One mode per compilation; plain tensor attributes of modules are let in as constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake CPU tensor of the same shape, dtype and requires_grad."""
+    with mode:
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else made
+
+
+@contextmanager
+def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, str]]:
+    """Within the context the model's parameters and buffers are fake. Yields {id of fake tensor: first name}."""
+    memo: dict[int, torch.Tensor] = {}
+    names: dict[int, str] = {}
+    undo: list[tuple[nn.Module, dict[str, torch.Tensor], str, torch.Tensor]] = []
+    try:
+        for prefix, module in model.named_modules(remove_duplicate=True):
+            tables = ((module._parameters, True), (module._buffers, False))
+            for table, is_parameter in tables:
+                for name, tensor in list(table.items()):
+                    if tensor is None:
+                        continue
+                    fake = memo.setdefault(id(tensor), fake_like(tensor, mode))
+                    names.setdefault(id(fake), f"{prefix}.{name}" if prefix else name)
+                    undo.append((module, table, name, tensor))
+                    _put(module, table, name, fake, is_parameter)
+        yield names
+    finally:
+        for module, table, name, tensor in undo:
+            _put(module, table, name, tensor, isinstance(tensor, nn.Parameter))
+
+
+def _put(module: nn.Module, table: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
+    if is_parameter and isinstance(module, nn.RNNBase):
+        setattr(module, name, tensor)  # keeps the module's flat list of weights in step
+    else:
+        table[name] = tensor

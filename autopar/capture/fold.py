@@ -1,0 +1,124 @@
+"""Fold: cut the captured graph into segments and keep equal ones once.
+
+The graph is in topological order, so any cut into intervals is convex. Nodes that belong to a numbered child of a
+repeated container (`layers.0`, `layers.1`, …: read from `nn_module_stack`) form one segment per child; what lies
+between forms its own. Two segments are the same template when their ops, constants, shapes and wiring are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autopar.capture import functions
+from autopar.ir.program import is_getitem
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An interval of the captured graph: `nodes` in order, `reads` (outside nodes in first-use order), `writes`."""
+
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+    path: str
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost user module a node belongs to (`layers.0.attn`)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return _own(paths[-1]) if paths else ""
+
+
+def _own(path: str) -> str:
+    return "" if path == "model" else path.removeprefix("model.")
+
+
+def block_of(node: fx.Node, families: dict[str, int]) -> str:
+    """The outermost numbered child of a repeated container that the node belongs to, or ''."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for key, (path, _) in stack.items():
+        own = _own(path)
+        head, _, last = own.rpartition(".")
+        if last.isdigit() and families.get(head, 0) > 1:
+            use = key.rsplit("@", 1)[1] if "@" in key else ""
+            return f"{own}@{use}" if use else own
+    return ""
+
+
+def _is_block(cls: str) -> bool:
+    """Whether a module class may be a block: torch's own layers (a Linear, a ReLU) are too small to be one."""
+    return not cls.startswith("torch.nn.modules.") or cls.startswith(
+        ("torch.nn.modules.transformer.", "torch.nn.modules.container.")
+    )
+
+
+def repeated_containers(nodes: list[fx.Node]) -> dict[str, int]:
+    """Container path -> how many of its numbered children are of the most frequent class."""
+    classes: dict[str, dict[Any, set[str]]] = {}
+    for node in nodes:
+        for path, cls in (node.meta.get("nn_module_stack") or {}).values():
+            head, _, last = _own(path).rpartition(".")
+            if last.isdigit() and _is_block(str(cls)):
+                classes.setdefault(head, {}).setdefault(cls, set()).add(last)
+    return {head: max(len(s) for s in by_class.values()) for head, by_class in classes.items()}
+
+
+def cut(graph: fx.Graph, outputs: set[fx.Node]) -> list[Segment]:
+    """Segments in order; together they hold every op of the graph."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    families = repeated_containers(nodes)
+    groups: list[tuple[str, list[fx.Node]]] = []
+    for node in nodes:
+        block = block_of(node.args[0] if is_getitem(node) else node, families)  # type: ignore[arg-type]
+        if groups and (groups[-1][0] == block or is_getitem(node)):
+            groups[-1][1].append(node)
+        else:
+            groups.append((block, [node]))
+    return [_segment(tuple(members), outputs, block) for block, members in groups]
+
+
+def _segment(nodes: tuple[fx.Node, ...], outputs: set[fx.Node], block: str) -> Segment:
+    inside = set(nodes)
+    reads: dict[fx.Node, None] = {}
+    for node in nodes:
+        for read in node.all_input_nodes:
+            if read not in inside:
+                reads[read] = None
+    writes = tuple(n for n in nodes if n in outputs or any(u not in inside for u in n.users if u.op != "output"))
+    return Segment(nodes, tuple(reads), writes, block)
+
+
+def signature(segment: Segment, describe: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+    """Equal for segments that compute the same; `describe(read)` says what a read value is (type, kind, gradient)."""
+    number: dict[fx.Node, str] = {}
+    for i, read in enumerate(segment.reads):
+        number[read] = f"r{i}"
+    for i, node in enumerate(segment.nodes):
+        number[node] = f"n{i}"
+
+    def freeze(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return number[arg]
+        if isinstance(arg, (list, tuple)):
+            return tuple(freeze(a) for a in arg)
+        if isinstance(arg, dict):
+            return tuple(sorted((k, freeze(v)) for k, v in arg.items()))
+        return arg if isinstance(arg, (int, float, str, bool, type(None))) else str(arg)
+
+    def op(node: fx.Node) -> Any:
+        args = node.args
+        if node.target is functions.OP:
+            assert isinstance(args[0], int)
+            return str(node.target), functions.identity(args[0]), freeze(args[1:])
+        return str(node.target), freeze(args), freeze(node.kwargs), tuple(type(a).__name__ for a in args)
+
+    return (
+        tuple(describe(r) for r in segment.reads),
+        tuple(op(n) for n in segment.nodes),
+        tuple(number[w] for w in segment.writes),
+    )

@@ -1,0 +1,194 @@
+"""`autopar-estimate`: seconds and bytes of a training step for a transformer, a cluster and a plan; or the best plans.
+
+autopar-estimate --model llama3-8b --cluster dgx-h100 --nodes 4 --batch 128 --plan dp=8,tp=4
+autopar-estimate --config config.json --cluster cluster.yaml --batch 512 --search
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cluster import ClusterSpec
+from autopar.costmodel.search import SearchResult, search
+from autopar.costmodel.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.step import Estimate, estimate
+from autopar.errors import AutoparError, ConstraintError, InputError
+
+_LLAMA3: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gated_mlp": True}
+_GPT: dict[str, Any] = {"gated_mlp": False}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {**_GPT, "layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 50257, "seq_len": 1024},
+    "gpt3-175b": {**_GPT, "layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152, "vocab": 51200, "seq_len": 2048},
+    "llama3-8b": {**_LLAMA3, "layers": 32, "hidden": 4096, "heads": 32, "ffn": 14336},
+    "llama3-70b": {**_LLAMA3, "layers": 80, "hidden": 8192, "heads": 64, "ffn": 28672},
+    "llama3-405b": {**_LLAMA3, "layers": 126, "hidden": 16384, "heads": 128, "ffn": 53248},
+    "mixtral-8x7b": {
+        **_LLAMA3,
+        "layers": 32,
+        "hidden": 4096,
+        "heads": 32,
+        "ffn": 14336,
+        "vocab": 32000,
+        "seq_len": 4096,
+        "experts": 8,
+        "topk": 2,
+    },
+}
+
+
+def parse_plan(text: str) -> dict[str, int]:
+    """`dp=8,tp=4` as a dict. Raises ConstraintError."""
+    plan = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        if key.strip() not in ("dp", "tp", "pp", "cp", "ep", "vpp", "zero") or not value.strip().isdigit():
+            raise ConstraintError(
+                f"--plan: {part!r} is not one of dp, tp, pp, cp, ep, vpp, zero = number, e.g. dp=8,tp=4"
+            )
+        plan[key.strip()] = int(value)
+    return plan
+
+
+def read_model(args: argparse.Namespace) -> TransformerShape:
+    """The shape from --model or --config. Raises InputError."""
+    if args.config:
+        try:
+            config = json.loads(Path(args.config).read_text())
+        except (OSError, ValueError) as err:
+            raise InputError(f"{args.config}: cannot read the model config ({err})") from err
+        return TransformerShape.from_hf_config(config, args.seq_len)
+    if args.model not in MODELS:
+        raise InputError(f"unknown model {args.model!r}; known: {', '.join(MODELS)}; or use --config config.json")
+    fields = dict(MODELS[args.model])
+    if args.seq_len:
+        fields["seq_len"] = args.seq_len
+    return TransformerShape(**fields, name=args.model)
+
+
+def read_cluster(args: argparse.Namespace) -> ClusterSpec:
+    """A preset, or a file."""
+    if Path(args.cluster).suffix in (".json", ".yaml", ".yml"):
+        return ClusterSpec.from_file(args.cluster)
+    return ClusterSpec.preset(args.cluster, nodes=args.nodes)
+
+
+def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
+    """One estimate as tables."""
+    table = Table(title=f"{cluster.name}: {cluster.size} x {cluster.device(0).name}", show_header=False)
+    table.add_row("step", f"{e.step_time_s:.4g} s")
+    table.add_row("tokens/s per device", f"{e.tokens_per_s_per_device:,.0f}")
+    table.add_row("model FLOPs utilisation", f"{e.mfu:.1%}")
+    table.add_row("bubble", f"{e.bubble_fraction:.1%}")
+    for name, seconds in e.breakdown.items():
+        table.add_row(f"  {name.replace('_', ' ')}", f"{seconds:.4g} s  ({seconds / e.step_time_s:.1%})")
+    for kind, what in e.comm.items():
+        table.add_row(
+            f"{kind} communication", f"{what['total_s']:.4g} s, {what['exposed_share']:.1%} of the step exposed"
+        )
+    for kind, held in e.memory_bytes.items():
+        if held:
+            table.add_row(f"memory: {kind}", f"{held / 1e9:.2f} GB")
+    room = cluster.device(0).memory_bytes / 1e9
+    table.add_row("fits", f"{'yes' if e.fits else 'NO'} (device has {room:.1f} GB)")
+    console.print(table)
+
+
+def show_search(console: Console, result: SearchResult) -> None:
+    """The best plans as a table."""
+    table = Table(
+        title=f"{result.enumerated} plans: {result.out_of_memory} too large, {result.pruned} pruned by their bound, "
+        f"{result.timed} timed"
+    )
+    for name in ("step s", "MFU", "GB", "dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro", "recompute", "why"):
+        table.add_column(name, justify="left" if name in ("why", "recompute") else "right")
+    for c in result.best:
+        p, e = c.parallel, c.estimate
+        sizes = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.micro_batch)
+        held = f"{e.memory_bytes['reserved'] / 1e9:.1f}"
+        table.add_row(f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, sizes), c.recompute, c.reason)
+    console.print(table)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(
+        prog="autopar-estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--model", default="llama3-8b", help=f"one of {', '.join(MODELS)}")
+    p.add_argument("--config", help="a Hugging Face config.json instead of --model")
+    p.add_argument("--seq-len", type=int, help="sequence length (default: the model's)")
+    p.add_argument("--cluster", default="dgx-h100", help="a preset or a cluster file (YAML, JSON)")
+    p.add_argument("--nodes", type=int, default=1, help="nodes of the preset")
+    p.add_argument("--batch", type=int, required=True, help="sequences per step")
+    p.add_argument("--micro-batch", type=int, default=1)
+    p.add_argument("--plan", default="", help="e.g. dp=8,tp=4,pp=2,zero=1; dp fills what is left out")
+    p.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None)
+    p.add_argument("--recompute", default="none", choices=("none", "selective", "mlp", "full"))
+    p.add_argument("--precision", default="bf16", help="bf16, fp16, fp32, fp8, mxfp8, fp4")
+    p.add_argument("--schedule", default="1f1b")
+    p.add_argument("--kernels", default="fused", choices=("fused", "eager"))
+    p.add_argument("--offload", default="none", choices=("none", "activations", "optimizer"))
+    p.add_argument("--search", action="store_true", help="find the best plans")
+    p.add_argument("--json", action="store_true", help="print JSON")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line. Returns 0, or 2 with one line on stderr for what the user can fix."""
+    args = parser().parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        model, cluster = read_model(args), read_cluster(args)
+        precision = (
+            args.precision if args.precision == "mxfp8" else {"fp4": "float4"}.get(args.precision, args.precision)
+        )
+        if args.search:
+            result = search(model, cluster, batch=args.batch, precision=precision, kernels=args.kernels)
+            if args.json:
+                plans = [
+                    {
+                        "parallel": c.parallel.__dict__,
+                        "micro_batch": c.micro_batch,
+                        "recompute": c.recompute,
+                        "reason": c.reason,
+                        **c.estimate.to_dict(),
+                    }
+                    for c in result.best
+                ]
+                print(json.dumps(plans, indent=1))
+            else:
+                show_search(console, result)
+            return 0
+        sizes = parse_plan(args.plan)
+        rest = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+        sizes.setdefault("dp", max(1, cluster.size // rest))
+        sequence = sizes.get("tp", 1) > 1 if args.sequence_parallel is None else args.sequence_parallel
+        e = estimate(
+            model=model,
+            cluster=cluster,
+            parallel=ParallelConfig(**sizes, sequence_parallel=sequence),
+            batch=args.batch,
+            micro_batch=args.micro_batch,
+            recompute=args.recompute,
+            precision=precision,
+            schedule=args.schedule,
+            kernels=args.kernels,
+            offload=args.offload,
+        )
+        print(json.dumps(e.to_dict(), indent=1)) if args.json else show(console, e, cluster)
+    except AutoparError as err:
+        print(f"autopar-estimate: {err}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

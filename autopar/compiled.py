@@ -1,0 +1,237 @@
+"""A compiled program: its plan and predictions, its source, and the ways to run it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import running
+from autopar.capture.export import Exported
+from autopar.capture.trees import check_like, rebuild
+from autopar.cluster import ClusterSpec
+from autopar.codegen.directory import user_ops_source, write_directory
+from autopar.codegen.stage import stage_source
+from autopar.errors import InputError
+from autopar.ir.lowered import LoweredStage
+from autopar.ir.program import Program
+from autopar.options import Options
+from autopar.passes.account import Account, account
+from autopar.passes.check import check
+from autopar.passes.costs import Pricer
+from autopar.passes.lower import lower
+from autopar.passes.shard.planner import Candidate
+from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.rules import RuleBook
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model expects of a plan on one rank."""
+
+    step_time_s: float
+    peak_bytes: float
+    comm_time_s: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A baseline or runner-up."""
+
+    name: str
+    plan: Plan
+    predicted: Prediction
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Losses per step (training) or outputs per batch (inference), and the final full state."""
+
+    losses: tuple[torch.Tensor, ...]
+    outputs: tuple[Any, ...]
+    state: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
+
+    def _items(self) -> tuple[Any, ...]:
+        return self.losses or self.outputs
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items())
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items()[index]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Full parameters and buffers after the run."""
+        return self.state
+
+
+@dataclass(eq=False)
+class ParallelProgram:
+    """The result of `autopar.compile`. `timings`: seconds of capture, plan, lower, emit. `solver`: problem sizes, gap."""
+
+    plan: Plan
+    cluster: ClusterSpec
+    predicted: Prediction
+    alternatives: tuple[Alternative, ...]
+    timings: dict[str, float]
+    solver: dict[str, Any]
+    ir: Program = field(repr=False)
+    stages: tuple[LoweredStage, ...] = field(repr=False)
+    sources: tuple[str, ...] = field(repr=False)
+    options: Options = field(repr=False)
+    optimizer: Callable[..., torch.optim.Optimizer] | None = field(repr=False)
+    model: nn.Module = field(repr=False)
+    exported: Exported = field(repr=False)
+    rules: RuleBook = field(repr=False)
+    setting: Setting = field(repr=False)
+    example_inputs: Any = field(repr=False)
+    loss_fn: Any = field(repr=False, default=None)
+    targets: int = field(repr=False, default=0)
+    account: Account | None = field(repr=False, default=None)
+
+    @property
+    def training(self) -> bool:
+        return self.ir.training
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return dict(self.plan.stages[0].mesh.axes)
+
+    def stage_of(self, rank: int) -> int:
+        """Which stage a rank runs."""
+        if not 0 <= rank < self.plan.ranks:
+            raise InputError(f"rank {rank} does not exist, the program has ranks 0 to {self.plan.ranks - 1}")
+        for i, stage in enumerate(self.plan.stages):
+            if stage.mesh.offset <= rank < stage.mesh.offset + stage.mesh.size:
+                return i
+        raise InputError(f"rank {rank} belongs to no stage")
+
+    def source(self, rank: int = 0) -> str:
+        """The code that a rank runs."""
+        return self.sources[self.stage_of(rank)]
+
+    def report(self) -> str:
+        """The plan in words: mesh, predictions, collectives, storage, alternatives."""
+        from autopar.report import report
+
+        return report(self)
+
+    def save(self, directory: str | Path) -> Path:
+        """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights."""
+        return write_directory(self, Path(directory))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's parameters, buffers and captured constants by table name."""
+        found: dict[str, torch.Tensor] = {}
+        named = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
+        for name in (*self.ir.parameters, *self.ir.buffers):
+            tensor = named.get(name)
+            found[name] = (self.exported.constants[name] if tensor is None else tensor).detach()
+        return found
+
+    def leaves(self, batch: Any) -> list[torch.Tensor]:
+        """Tensor leaves of a batch built like the example inputs. Raises InputError when it is not."""
+        if isinstance(batch, torch.Tensor):
+            batch = (batch,)
+        if isinstance(batch, list):
+            batch = tuple(batch)
+        return check_like(batch, self.exported.input_structure, "the batch")
+
+    @cached_property
+    def module(self) -> Any:
+        """The emitted stage as a module of this process."""
+        extra = user_ops_source(self)
+        return running.stage_module(self.sources[0], "autopar_stage_0", {"user_ops": extra[1]} if extra else None)
+
+    def run(self, batches: Any, steps: int | None = None) -> RunResult:
+        """Run every rank in this process from the model's weights.
+
+        batches: an iterable of global batches (tuples or dicts like the example inputs). Training: `steps` optimizer
+        steps (default: one per batch), batches taken again from the first when they run out; losses come back.
+        Inference: one output per batch.
+        """
+        prepared = [self.leaves(b) for b in _batches(batches)]
+        if not prepared:
+            raise InputError("run needs at least one batch")
+        if self.training:
+            count = len(prepared) if steps is None else steps
+
+            def body(session: Any) -> Any:
+                losses = running.train(session, prepared, count)
+                return losses, {n: session.gather_full(n) for n in (*self.ir.parameters, *self.ir.buffers)}
+
+            losses, state = self._ranks(body)[0]
+            return RunResult(tuple(losses), (), state)
+        outputs = self._ranks(lambda session: [session.forward(list(b)) for b in prepared])[0]
+        return RunResult((), tuple(rebuild(self.exported.output_structure, o) for o in outputs))
+
+    def _ranks(self, body: Callable[[Any], Any]) -> list[Any]:
+        return running.run_ranks(self.module, self.mesh, self.weights(), self.optimizer, self.options.seed, body)
+
+    def with_plan(self, plan: Plan) -> ParallelProgram:
+        """The same program under another plan (no solving)."""
+        from autopar.passes.shard.replay import evaluate
+
+        pricer = Pricer(self.cluster, plan.stages[0].mesh)
+        solution = evaluate(self.ir, plan, pricer, self.rules, self.setting)
+        made = emit_program(
+            self.model, self.cluster, self.ir, self.exported, [Candidate(plan, solution, pricer)], self.rules, self.setting,
+            replace(self.options, microbatches=plan.microbatches), self.optimizer, self.example_inputs, self.loss_fn,
+            self.targets,
+        )  # fmt: skip
+        made.timings.update(capture_s=self.timings.get("capture_s", 0.0), plan_s=0.0)
+        return made
+
+
+def _batches(batches: Any) -> Iterable[Any]:
+    if isinstance(batches, (torch.Tensor, dict)):
+        return [batches]
+    if isinstance(batches, tuple) and batches and isinstance(batches[0], torch.Tensor):
+        return [batches]
+    return list(batches)
+
+
+def emit_program(
+    model: nn.Module, cluster: ClusterSpec, program: Program, exported: Exported, candidates: list[Candidate],
+    rules: RuleBook, setting: Setting, options: Options, optimizer: Any, inputs: Any, loss_fn: Any, targets: int,
+) -> ParallelProgram:  # fmt: skip
+    """Lower, check and emit the first candidate; the others become alternatives."""
+    best = candidates[0]
+    started = time.perf_counter()
+    stages = lower(program, best.plan, best.pricer, rules)
+    for stage in stages:
+        check(stage, rules)
+    lowered = time.perf_counter()
+    source = stage_source(stages[0], f"Stage 0 of {type(model).__name__} on {best.plan.stages[0].mesh}.")
+    emitted = time.perf_counter()
+    counted = account(stages[0], best.pricer, program, setting)
+    prediction = Prediction(best.solution.cost, counted.peak_bytes, counted.comm_time_s)
+    plan = replace(best.plan, predicted={
+        "step_time_s": prediction.step_time_s, "peak_bytes": prediction.peak_bytes, "comm_time_s": prediction.comm_time_s,
+    })  # fmt: skip
+    others = tuple(
+        Alternative(f"{c.plan.origin} {c.plan.stages[0].mesh}", c.plan, Prediction(c.solution.cost, c.solution.memory, 0.0))
+        for c in candidates[1:]
+    )
+    solution = best.solution
+    solver = {
+        "method": solution.method, "gap": solution.gap, "nodes_before": solution.before.get("nodes", 0),
+        "nodes_after": solution.after.get("nodes", 0), "variables_before": solution.before.get("variables", 0),
+        "variables_after": solution.after.get("variables", 0), "unknown_ops": list(rules.unknown),
+        "discovered_rules": dict(rules.discovered),
+    }  # fmt: skip
+    timings = {"capture_s": 0.0, "plan_s": 0.0, "lower_s": lowered - started, "emit_s": emitted - lowered}
+    return ParallelProgram(
+        plan, cluster, prediction, others, timings, solver, program, stages, (source,), options, optimizer, model, exported,
+        rules, setting, inputs, loss_fn, targets, counted,
+    )  # fmt: skip

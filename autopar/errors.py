@@ -1,0 +1,41 @@
+"""Named errors. Each message says what was wrong, where in the user's code, and what to do about it."""
+
+
+class AutoparError(Exception):
+    """Base of every error that a user of autopar can cause."""
+
+
+class InputError(AutoparError):
+    """The arguments of `compile` do not fit together (model, example inputs, loss, options)."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as a graph; the message names the source line and the usual fix."""
+
+
+class ClusterError(AutoparError):
+    """A cluster description is incomplete, inconsistent, or too small for what is asked."""
+
+
+class PlanError(AutoparError):
+    """A plan is corrupt, or belongs to another model or cluster."""
+
+
+class ConstraintError(AutoparError):
+    """A constraint matches nothing, or cannot be met on this mesh."""
+
+
+class InfeasibleError(AutoparError):
+    """Nothing fits: the message says what is short, by how much, and what would fit."""
+
+
+class ShardingError(AutoparError):
+    """A spec or strategy is not valid for a tensor or an op."""
+
+
+class CheckError(AutoparError):
+    """The checker found a lowered program that does not compute what the plan says (a bug in autopar)."""
+
+
+class EmitError(AutoparError):
+    """A program cannot be written to files (for example an optimizer that has no importable name)."""

@@ -1,0 +1,1 @@
+"""The nouns of the compiler: meshes, specs, rules, templates, programs. Data only; nothing here decides or runs."""

@@ -1,0 +1,69 @@
+"""A mesh is a named grid of ranks.
+
+Two devices as `Mesh.of(dp=2)`; eight as `Mesh.of(dp=2, tp=4)`. Ranks are numbered row-major over the axes, the last
+axis fastest, so the last axis lies on the closest (fastest) links. An *axis* is a mesh's; a *dim* is a tensor's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ordered axis names and sizes; `offset` is the first physical rank (stages own consecutive rank ranges)."""
+
+    axes: tuple[tuple[str, int], ...]
+    offset: int = 0
+
+    @staticmethod
+    def of(**sizes: int) -> Mesh:
+        """`Mesh.of(dp=2, tp=4)`."""
+        return Mesh(tuple(sizes.items()))
+
+    @staticmethod
+    def from_dict(sizes: Mapping[str, int]) -> Mesh:
+        return Mesh(tuple((str(k), int(v)) for k, v in sizes.items()))
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def size(self) -> int:
+        return math.prod(n for _, n in self.axes)
+
+    def product(self, axes: Iterable[str]) -> int:
+        """Number of ranks spanned by `axes`."""
+        return math.prod(self.sizes[a] for a in axes)
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours along `axis`."""
+        after = self.names.index(axis) + 1
+        return math.prod(n for _, n in self.axes[after:])
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Index of `rank` along each axis."""
+        local, where = rank - self.offset, {}
+        for name, size in reversed(self.axes):
+            where[name] = local % size
+            local //= size
+        return where
+
+    def group(self, axes: tuple[str, ...], rank: int | None = None) -> tuple[int, ...]:
+        """The ranks that share every other coordinate with `rank` (default: the first rank), `axes` major first."""
+        base = self.coordinate(self.offset if rank is None else rank)
+        ranks = [self.offset + sum(base[n] * self.stride(n) for n in self.names if n not in axes)]
+        for axis in axes:
+            ranks = [r + i * self.stride(axis) for r in ranks for i in range(self.sizes[axis])]
+        return tuple(ranks)
+
+    def __str__(self) -> str:
+        return "×".join(f"{name}={size}" for name, size in self.axes) or "one rank"

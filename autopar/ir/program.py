@@ -1,0 +1,262 @@
+"""The program being compiled: templates (distinct blocks, kept once) and the DAG of calls to them.
+
+A template's graph is one fx graph that holds forward and backward: placeholders are its parameters, inputs and
+tangents (gradients of its outputs); every node carries `meta["type"]` (TensorType, or a tuple of them), `meta["phase"]`
+("F" forward, "B" input gradients, "W" parameter gradients) and `meta["source"]` (module path and source line). A
+126-layer model is a handful of templates and some 130 calls; solvers and emission work per template.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from autopar.ir.call import OpCall, Operand, bind
+from autopar.ir.types import TensorType
+
+Phase = Literal["F", "B", "W"]
+RANDOM_OPS = frozenset(
+    {"autopar.dropout", "autopar.random_uniform", "autopar.random_normal", "autopar.attention",
+     "autopar.attention_grad", "autopar.attention_mask_grad"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ValueRef:
+    """Where a value at program level comes from: kind "input" (index), "buffer" (name) or "call" (call, output)."""
+
+    kind: Literal["input", "buffer", "call"]
+    index: int = 0
+    output: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter; tied names appear once, with the others as aliases."""
+
+    name: str
+    type: TensorType
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer or constant of the model; `persistent` ones are in its state dict."""
+
+    name: str
+    type: TensorType
+    persistent: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """One distinct block.
+
+    params, inputs: placeholder names. outputs: value names. tangents[i]: placeholder of the gradient of output i, or
+    None. input_grads[i], param_grads[i]: value names of gradients, or None.
+    """
+
+    name: str
+    graph: fx.Graph
+    params: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    tangents: tuple[str | None, ...]
+    input_grads: tuple[str | None, ...]
+    param_grads: tuple[str | None, ...]
+    random: bool = False
+
+    @cached_property
+    def nodes(self) -> dict[str, fx.Node]:
+        return {n.name: n for n in self.graph.nodes}
+
+    def type_of(self, value: str) -> TensorType:
+        """Type of the single tensor called `value`."""
+        type_ = self.nodes[value].meta["type"]
+        assert isinstance(type_, TensorType), f"{value} is not one tensor"
+        return type_
+
+    @cached_property
+    def ops(self) -> tuple[fx.Node, ...]:
+        """Op nodes in order, `getitem` left out: a value of a multi-result op belongs to the op."""
+        return tuple(n for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n))
+
+    @cached_property
+    def op_calls(self) -> dict[str, OpCall]:
+        return {n.name: op_call(n) for n in self.ops}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[tuple[fx.Node, int], ...]]:
+        """For every value the (op node, operand index) pairs that read it."""
+        found: dict[str, list[tuple[fx.Node, int]]] = {}
+        for node in self.ops:
+            for i, value in enumerate(operand_values(node)):
+                found.setdefault(value, []).append((node, i))
+        return {k: tuple(v) for k, v in found.items()}
+
+    @property
+    def differentiable(self) -> bool:
+        return any(t is not None for t in self.tangents)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a template: parameter names and input values in the template's order. `path`: module path."""
+
+    template: str
+    params: tuple[str, ...]
+    inputs: tuple[ValueRef, ...]
+    path: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A whole step: outputs[0] is the loss when `training`."""
+
+    templates: dict[str, Template]
+    calls: tuple[Call, ...]
+    parameters: dict[str, Parameter]
+    buffers: dict[str, Buffer]
+    inputs: tuple[tuple[str, TensorType], ...]
+    outputs: tuple[ValueRef, ...]
+    buffer_updates: dict[str, ValueRef]
+    training: bool
+    batch_dims: tuple[int | None, ...] = ()
+    fingerprint: str = ""
+    structure: Any = field(default=None, repr=False)
+
+    def template_of(self, call: Call) -> Template:
+        return self.templates[call.template]
+
+    def type_of(self, ref: ValueRef) -> TensorType:
+        if ref.kind == "input":
+            return self.inputs[ref.index][1]
+        if ref.kind == "buffer":
+            return self.buffers[ref.name].type
+        template = self.template_of(self.calls[ref.index])
+        return template.type_of(template.outputs[ref.output])
+
+    @cached_property
+    def multiplicity(self) -> dict[str, int]:
+        """Number of calls of each template."""
+        counts: dict[str, int] = {}
+        for call in self.calls:
+            counts[call.template] = counts.get(call.template, 0) + 1
+        return counts
+
+    @cached_property
+    def readers(self) -> dict[ValueRef, tuple[tuple[int, int], ...]]:
+        """For every value the (call, input slot) pairs that read it."""
+        found: dict[ValueRef, list[tuple[int, int]]] = {}
+        for i, call in enumerate(self.calls):
+            for j, ref in enumerate(call.inputs):
+                found.setdefault(ref, []).append((i, j))
+        return {k: tuple(v) for k, v in found.items()}
+
+    @cached_property
+    def backward_calls(self) -> frozenset[int]:
+        """Calls whose backward runs: a gradient of some output reaches them from the loss."""
+        if not self.training:
+            return frozenset()
+        reached: set[int] = set()
+        wanted: set[tuple[int, int]] = {(r.index, r.output) for r in self.outputs[:1] if r.kind == "call"}
+        for i in reversed(range(len(self.calls))):
+            template = self.template_of(self.calls[i])
+            if any((i, o) in wanted and t is not None for o, t in enumerate(template.tangents)):
+                reached.add(i)
+                for ref, grad in zip(self.calls[i].inputs, template.input_grads, strict=True):
+                    if ref.kind == "call" and grad is not None:
+                        wanted.add((ref.index, ref.output))
+        return frozenset(reached)
+
+    def gradients_of(self, name: str) -> Iterator[tuple[int, int]]:
+        """(call, param slot) pairs whose backward contributes to the gradient of parameter `name`."""
+        for i in sorted(self.backward_calls):
+            call = self.calls[i]
+            template = self.template_of(call)
+            for slot, param in enumerate(call.params):
+                if param == name and template.param_grads[slot] is not None:
+                    yield i, slot
+
+    @cached_property
+    def trained(self) -> tuple[str, ...]:
+        """Names of parameters that receive a gradient, in table order."""
+        got = {
+            call.params[slot]
+            for call in (self.calls[i] for i in self.backward_calls)
+            for slot, grad in enumerate(self.template_of(call).param_grads)
+            if grad is not None
+        }
+        return tuple(name for name in self.parameters if name in got) if self.training else ()
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def resolve(node: fx.Node) -> tuple[fx.Node, int]:
+    """(producing node, result index) of a value node."""
+    if is_getitem(node):
+        producer, index = node.args
+        assert isinstance(producer, fx.Node) and isinstance(index, int)
+        return producer, index
+    return node, 0
+
+
+def operand_nodes(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands of an op node in argument order (lists flattened)."""
+    found: list[fx.Node] = []
+
+    def visit(arg: Any) -> None:
+        if isinstance(arg, fx.Node):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            for a in arg:
+                visit(a)
+
+    for arg in (*node.args, *node.kwargs.values()):
+        visit(arg)
+    return found
+
+
+def operand_values(node: fx.Node) -> list[str]:
+    return [n.name for n in operand_nodes(node)]
+
+
+def result_types(node: fx.Node) -> tuple[TensorType | None, ...]:
+    type_ = node.meta["type"]
+    return type_ if isinstance(type_, tuple) else (type_,)
+
+
+def op_name(target: Any) -> str:
+    """`aten.add.Tensor`, `autopar.linear`."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target)
+        return name.removesuffix(".default") if name.startswith("autopar.") else name
+    return str(target)
+
+
+def op_call(node: fx.Node) -> OpCall:
+    """The op at `node` with types in place of tensors."""
+    operands = operand_nodes(node)
+    order = iter(range(len(operands)))
+
+    def place(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return Operand(next(order))
+        if isinstance(arg, (list, tuple)):
+            return [place(a) for a in arg]
+        return arg
+
+    args = tuple(place(a) for a in node.args)
+    kwargs = {k: place(v) for k, v in node.kwargs.items()}
+    types = tuple(n.meta["type"] for n in operands)
+    return OpCall(op_name(node.target), bind(node.target, args, kwargs), types, result_types(node))

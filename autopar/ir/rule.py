@@ -1,0 +1,215 @@
+"""A Rule says what sharding an op allows, as one line over *factors* (the indices of the op).
+
+    b s i, o i -> b s o        a linear layer: i is only in operands, so sharding it leaves the result partial (sum)
+    b s (h d!) -> b s h d!     splitting a view: only the major factor of a composite dim can be sharded
+    n v!, v! -> n v!           `!` marks a factor that must stay whole
+    b s h<max -> b s           a contracted factor that owes a max instead of a sum
+    .                          an operand or result dim of size one (or an operand without dims: write `1`)
+
+A *strategy* gives each mesh axis one choice: a factor to shard, `""` (every rank along the axis does the same work),
+or `~k` (linear group k: those operands may arrive as partial sums, and the results leave as partial sums). From rule
+and strategy follow the specs of operands and results, local shapes, and what is owed. Nothing else in the compiler
+needs to know the op.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autopar.errors import ShardingError
+from autopar.ir.mesh import Mesh
+from autopar.ir.spec import Spec
+
+Labels = tuple[tuple[str, ...], ...]
+Strategy = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """An op index. `whole`: may not be sharded. `reduce`: what a contracted, sharded factor leaves owed."""
+
+    size: int
+    whole: bool = False
+    reduce: str = "sum"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`operands[i]`, `results[i]`: per dim the factors it is made of, major first (None: not a tensor)."""
+
+    operands: tuple[Labels | None, ...]
+    results: tuple[Labels | None, ...]
+    factors: dict[str, Factor] = field(hash=False)
+    linear: tuple[frozenset[int], ...] = ()
+
+    @cached_property
+    def shardable(self) -> tuple[str, ...]:
+        """Factors that an axis may take: not whole, larger than one, and leading in every dim that contains them."""
+        blocked = {name for name, f in self.factors.items() if f.whole or f.size <= 1}
+        for labels in (*self.operands, *self.results):
+            for dim in labels or ():
+                real = [f for f in dim if self.factors[f].size > 1]
+                blocked.update(real[1:])
+        return tuple(name for name in self.factors if name not in blocked)
+
+    @cached_property
+    def contracted(self) -> frozenset[str]:
+        """Factors that occur in operands."""
+        return frozenset(f for labels in self.operands for dim in labels or () for f in dim)
+
+    def choices(self) -> tuple[str, ...]:
+        """What one mesh axis may choose."""
+        return (*self.shardable, "", *(f"~{k}" for k in range(len(self.linear))))
+
+    def allows(self, strategy: Strategy, mesh: Mesh) -> bool:
+        """Whether every choice exists and every sharded factor divides."""
+        parts: dict[str, int] = {}
+        for (_, size), choice in zip(mesh.axes, strategy, strict=True):
+            if choice not in self.choices():
+                return False
+            if choice and choice[0] != "~":
+                parts[choice] = parts.get(choice, 1) * size
+        return all(self.factors[f].size % n == 0 for f, n in parts.items())
+
+    def strategies(self, mesh: Mesh) -> list[Strategy]:
+        """Every valid strategy on `mesh` (axes of size one take no choice)."""
+        per_axis = [self.choices() if size > 1 else ("",) for _, size in mesh.axes]
+        return [s for s in itertools.product(*per_axis) if self.allows(s, mesh)]
+
+    def operand_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
+        """The spec in which operand `index` must arrive."""
+        labels = self.operands[index]
+        if labels is None:
+            return None
+        owed = tuple(
+            (axis, "sum")
+            for axis, choice in zip(mesh.names, strategy, strict=True)
+            if choice.startswith("~") and index in self.linear[int(choice[1:])]
+        )
+        return Spec(self._dims(labels, strategy, mesh), tuple(sorted(owed)))
+
+    def result_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
+        """The spec in which result `index` leaves."""
+        labels = self.results[index]
+        if labels is None:
+            return None
+        held = {f for dim in labels for f in dim}
+        owed = []
+        for axis, choice in zip(mesh.names, strategy, strict=True):
+            if choice.startswith("~"):
+                owed.append((axis, "sum"))
+            elif choice and choice not in held and choice in self.contracted:
+                owed.append((axis, self.factors[choice].reduce))
+        return Spec(self._dims(labels, strategy, mesh), tuple(sorted(owed)))
+
+    def work_parts(self, strategy: Strategy, mesh: Mesh) -> int:
+        """Over how many ranks the op's work is divided."""
+        return mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if c and c[0] != "~")
+
+    def _dims(self, labels: Labels, strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+        taken: dict[str, tuple[str, ...]] = {}
+        for axis, choice in zip(mesh.names, strategy, strict=True):
+            if choice and choice[0] != "~":
+                taken[choice] = (*taken.get(choice, ()), axis)
+        if not taken:
+            return ((),) * len(labels)
+        return tuple(next((taken[f] for f in dim if f in taken), ()) for dim in labels)
+
+    def whole(self) -> Rule:
+        """The same op with nothing sharded."""
+        factors = {k: replace(f, whole=True) for k, f in self.factors.items()}
+        return Rule(self.operands, self.results, factors, ())
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(self._side, self.operands))} -> {', '.join(map(self._side, self.results))}"
+
+    def _side(self, labels: Labels | None) -> str:
+        if labels is None:
+            return "1"
+        return " ".join(self._dim(d) for d in labels) or "1"
+
+    def _dim(self, dim: tuple[str, ...]) -> str:
+        marked = [f + ("!" if f not in self.shardable else "") for f in dim]
+        return "." if not dim else marked[0] if len(dim) == 1 else f"({' '.join(marked)})"
+
+
+_TOKEN = re.compile(r"\(|\)|\.|[A-Za-z_]\w*!?(?:<\w+)?")
+
+
+def parse_rule(
+    text: str,
+    operands: Iterable[tuple[int, ...] | None],
+    results: Iterable[tuple[int, ...] | None],
+    sizes: dict[str, int] | None = None,
+    linear: Iterable[Iterable[int]] = (),
+) -> Rule:
+    """Read a rule line for operands and results of these shapes; `sizes` gives factors of composite dims.
+
+    Raises ShardingError when the line does not fit the shapes.
+    """
+    known = dict(sizes or {})
+    whole: set[str] = set()
+    reduce: dict[str, str] = {}
+    left, _, right = text.partition("->")
+
+    def side(part: str, shapes: list[tuple[int, ...] | None]) -> tuple[Labels | None, ...]:
+        terms = [t.strip() for t in part.split(",")] if part.strip() else []
+        if len(terms) != len(shapes):
+            raise ShardingError(f"rule {text!r} names {len(terms)} tensors on one side, the op has {len(shapes)}")
+        return tuple(_term(t, s, text, known, whole, reduce) for t, s in zip(terms, shapes, strict=True))
+
+    in_labels = side(left, list(operands))
+    out_labels = side(right, list(results))
+    factors = {name: Factor(size, name in whole, reduce.get(name, "sum")) for name, size in known.items()}
+    used = {f for labels in (*in_labels, *out_labels) for dim in labels or () for f in dim}
+    return Rule(
+        in_labels, out_labels, {k: f for k, f in factors.items() if k in used}, tuple(frozenset(g) for g in linear)
+    )
+
+
+def _term(
+    term: str, shape: tuple[int, ...] | None, text: str, known: dict[str, int], whole: set[str], reduce: dict[str, str]
+) -> Labels | None:
+    if shape is None or term == "1":
+        return None if shape is None else ((),) * len(shape)
+    dims: list[tuple[str, ...]] = []
+    group: list[str] | None = None
+    for token in _TOKEN.findall(term):
+        if token == "(":
+            group = []
+        elif token == ")":
+            dims.append(tuple(group or ()))
+            group = None
+        elif token == ".":
+            dims.append(())
+        else:
+            name, _, reduction = token.partition("<")
+            if reduction:
+                reduce[name.rstrip("!")] = reduction
+            if name.endswith("!"):
+                name = name[:-1]
+                whole.add(name)
+            if group is None:
+                dims.append((name,))
+            else:
+                group.append(name)
+    if len(dims) != len(shape):
+        raise ShardingError(f"rule {text!r}: {term!r} has {len(dims)} dims, the tensor has shape {shape}")
+    for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+        if len(dim) == 1 and known.setdefault(dim[0], size) != size:
+            if size == 1:
+                dims[i] = ()
+                continue
+            raise ShardingError(f"rule {text!r}: factor {dim[0]} is {known[dim[0]]} and {size} at once")
+        product = 1
+        for f in dim:
+            if f not in known:
+                raise ShardingError(f"rule {text!r}: size of factor {f} in {term!r} is not given")
+            product *= known[f]
+        if dim and product != size:
+            raise ShardingError(f"rule {text!r}: {term!r} does not multiply to shape {shape}")
+    return tuple(dims)

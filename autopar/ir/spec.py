@@ -1,0 +1,113 @@
+"""A Spec says how one tensor lies on one mesh.
+
+Per tensor dim the tuple of mesh axes that shard it (major first), and the axes over which it is *partial*: every rank
+along such an axis holds a term, and their sum (or max, min) is the value. Two devices, a vector of 8:
+
+    f32[8]          both hold all 8 numbers
+    f32[8@dp]       each holds 4
+    f32[8] ~sum(dp) each holds 8 terms; adding them gives the value
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.errors import ShardingError
+from autopar.ir.mesh import Mesh
+from autopar.ir.types import TensorType
+
+REDUCTIONS = ("sum", "max", "min")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """`dims[i]`: axes sharding dim i, major first. `partial`: sorted (axis, reduction) pairs still owed."""
+
+    dims: tuple[tuple[str, ...], ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def replicated(rank: int) -> Spec:
+        return Spec(((),) * rank)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """Every axis that this spec uses (shards over or is partial over)."""
+        return frozenset(a for dim in self.dims for a in dim) | frozenset(a for a, _ in self.partial)
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.partial and not any(self.dims)
+
+    def shards(self, mesh: Mesh, dim: int) -> int:
+        return mesh.product(self.dims[dim])
+
+    def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+        """Shape held by one rank. Raises ShardingError where a dim does not divide."""
+        if not any(self.dims):
+            return tuple(shape)
+        local = []
+        for size, axes in zip(shape, self.dims, strict=True):
+            parts = mesh.product(axes)
+            if size % parts:
+                raise ShardingError(
+                    f"a dim of size {size} cannot be split over {'×'.join(f'{a}={mesh.sizes[a]}' for a in axes)}; "
+                    f"use axis sizes whose product divides {size}, or let the planner choose"
+                )
+            local.append(size // parts)
+        return tuple(local)
+
+    def divides(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
+        return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, self.dims, strict=True))
+
+    def local_bytes(self, type_: TensorType, mesh: Mesh) -> int:
+        parts = 1
+        for axes in self.dims:
+            parts *= mesh.product(axes)
+        return type_.nbytes // parts
+
+    def without_partial(self) -> Spec:
+        return Spec(self.dims)
+
+    def show(self, type_: TensorType | None = None) -> str:
+        """`f32[8@dp, 128, 4096@tp] ~sum(cp)`; without a type `[@dp, ., @tp] ~sum(cp)`."""
+        sizes = type_.shape if type_ is not None else ("",) * len(self.dims)
+        parts = [f"{n}@{'.'.join(axes)}" if axes else (str(n) or ".") for n, axes in zip(sizes, self.dims, strict=True)]
+        text = f"{type_.short_dtype if type_ else ''}[{', '.join(parts)}]"
+        for op in REDUCTIONS:
+            owed = [a for a, reduction in self.partial if reduction == op]
+            if owed:
+                text += f" ~{op}({','.join(owed)})"
+        return text
+
+    def __str__(self) -> str:
+        return self.show()
+
+
+_FORM = re.compile(r"^\w*\[(?P<dims>[^\]]*)\](?P<partial>( ~\w+\([\w,]+\))*)$")
+
+
+def parse_spec(text: str) -> Spec:
+    """Inverse of `Spec.show`, sizes and dtype ignored. Raises ShardingError on anything else."""
+    match = _FORM.match(text.strip())
+    if match is None:
+        raise ShardingError(f"{text!r} is no spec; write for example '[@dp, ., @tp] ~sum(cp)'")
+    body = match["dims"].strip()
+    dims = tuple(
+        tuple(part.split("@", 1)[1].split(".")) if "@" in part else () for part in (body.split(",") if body else ())
+    )
+    partial = []
+    for op, axes in re.findall(r"~(\w+)\(([\w,]+)\)", match["partial"]):
+        if op not in REDUCTIONS:
+            raise ShardingError(f"{text!r}: unknown reduction {op!r}; known are {', '.join(REDUCTIONS)}")
+        partial += [(axis, op) for axis in axes.split(",")]
+    return Spec(tuple(tuple(a.strip() for a in d) for d in dims), tuple(sorted(partial)))

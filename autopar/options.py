@@ -1,0 +1,49 @@
+"""Options: everything a user may force or bound; the defaults let the planner choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import InputError
+
+STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of one compilation.
+
+    microbatches: pieces the global batch is cut into along its batch dim; gradients accumulate, synchronised once.
+    mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks.
+    strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
+        (parameters sharded), "megatron" (parameters sharded over the last mesh axis only).
+    constraints: name pattern (shell wildcards) -> spec, such as {"*.q.weight": "[@tp, .]"}. Patterns match parameter
+        names (the spec is how the parameter is stored) and values as "template.value".
+    memory_fraction: share of device memory that a plan may use.
+    memory_bytes: limit per rank in bytes instead of the device's memory times memory_fraction.
+    solver_time_limit_s: seconds the solver may spend on one mesh.
+    seed: seed of every random number of the program (dropout).
+    batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
+    """
+
+    microbatches: int = 1
+    mesh: Mapping[str, int] | None = None
+    strategy: str = "auto"
+    constraints: Mapping[str, str] = field(default_factory=dict)
+    memory_fraction: float = 0.9
+    memory_bytes: float | None = None
+    solver_time_limit_s: float = 60.0
+    seed: int = 0
+    batch_dims: Any = None
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise InputError(f"Options.microbatches must be at least 1, it is {self.microbatches}")
+        if self.strategy not in STRATEGIES:
+            raise InputError(f"Options.strategy {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+        if not 0 < self.memory_fraction <= 1:
+            raise InputError(f"Options.memory_fraction must lie in (0, 1], it is {self.memory_fraction}")
+        if self.mesh is not None and any(int(n) < 1 for n in self.mesh.values()):
+            raise InputError(f"Options.mesh has an axis smaller than 1: {dict(self.mesh)}")

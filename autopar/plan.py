@@ -1,0 +1,149 @@
+"""Plan: decisions only. Small, JSON, hand-editable, diffable, replayable.
+
+Per stage: which calls, on which mesh of ranks, and per template a strategy for every op (`"dp=b tp=o"`: mesh axis =
+factor of the op's rule) and a spec for every decision point (`"x@save": "[@dp, ., .]"`), and per parameter how it is
+stored and how its gradient and optimizer state are (together: ZeRO 0–3). `lower(program, plan)` is a function of
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError, ShardingError
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Strategy
+from autopar.ir.spec import Spec, parse_spec
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TemplatePlan:
+    """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec."""
+
+    strategies: dict[str, Strategy]
+    specs: dict[str, Spec]
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """storage: how the parameter rests between steps. optimizer: gradient and optimizer state (refines storage)."""
+
+    storage: Spec
+    optimizer: Spec
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """calls: half-open range of call indices. mesh: axes over the stage's ranks, `mesh.offset` its first rank."""
+
+    calls: tuple[int, int]
+    mesh: Mesh
+    templates: dict[str, TemplatePlan]
+    parameters: dict[str, ParameterPlan]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the compiler decided. `origin` says who decided (solver, a baseline's name, random seed, a person)."""
+
+    program: str
+    cluster: str
+    ranks: int
+    stages: tuple[StagePlan, ...]
+    microbatches: int = 1
+    schedule: str = "none"
+    origin: str = "solver"
+    predicted: dict[str, float] = field(default_factory=dict, compare=False)
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "autopar_plan": VERSION, "program": self.program, "cluster": self.cluster, "ranks": self.ranks,
+            "microbatches": self.microbatches, "schedule": self.schedule, "origin": self.origin,
+            "predicted": self.predicted, "stages": [_stage_out(s) for s in self.stages],
+        }  # fmt: skip
+
+    @staticmethod
+    def from_dict(data: Any) -> Plan:
+        """Inverse of `to_dict`. Raises PlanError where anything is missing or malformed."""
+        try:
+            if data["autopar_plan"] != VERSION:
+                raise PlanError(f"this plan is of format {data['autopar_plan']}, this autopar reads {VERSION}; plan again")
+            return Plan(
+                str(data["program"]), str(data["cluster"]), int(data["ranks"]),
+                tuple(_stage_in(s) for s in data["stages"]), int(data["microbatches"]), str(data["schedule"]),
+                str(data["origin"]), dict(data["predicted"]),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError, ShardingError) as error:
+            raise PlanError(f"the plan is corrupt ({type(error).__name__}: {error}); compile again to write a new one") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read JSON. Raises PlanError when the file is missing or corrupt."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise PlanError(f"{path} is no JSON ({error}); compile again to write a new plan") from error
+        return Plan.from_dict(data)
+
+
+def show_strategy(strategy: Strategy, mesh: Mesh) -> str:
+    """`dp=b tp=o`; axes without a choice are left out."""
+    return " ".join(f"{axis}={choice}" for axis, choice in zip(mesh.names, strategy, strict=True) if choice)
+
+
+def parse_strategy(text: str, mesh: Mesh) -> Strategy:
+    """Inverse of `show_strategy`. Raises PlanError on an axis that the mesh does not have."""
+    given = dict(part.split("=", 1) for part in text.split())
+    unknown = set(given) - set(mesh.names)
+    if unknown:
+        raise PlanError(f"strategy {text!r} uses {', '.join(sorted(unknown))}, the mesh has {', '.join(mesh.names)}")
+    return tuple(given.get(axis, "") for axis in mesh.names)
+
+
+def _stage_out(stage: StagePlan) -> dict[str, Any]:
+    return {
+        "calls": list(stage.calls),
+        "mesh": dict(stage.mesh.axes),
+        "first_rank": stage.mesh.offset,
+        "templates": {
+            name: {
+                "strategies": {n: show_strategy(s, stage.mesh) for n, s in t.strategies.items()},
+                "specs": {n: s.show() for n, s in t.specs.items()},
+            }
+            for name, t in stage.templates.items()
+        },
+        "parameters": {
+            name: {"storage": p.storage.show(), "optimizer": p.optimizer.show()} for name, p in stage.parameters.items()
+        },
+    }
+
+
+def _stage_in(data: Any) -> StagePlan:
+    mesh = Mesh(tuple((str(k), int(v)) for k, v in data["mesh"].items()), int(data["first_rank"]))
+    templates = {
+        name: TemplatePlan(
+            {n: parse_strategy(s, mesh) for n, s in t["strategies"].items()},
+            {n: parse_spec(s) for n, s in t["specs"].items()},
+        )
+        for name, t in data["templates"].items()
+    }
+    parameters = {
+        name: ParameterPlan(parse_spec(p["storage"]), parse_spec(p["optimizer"])) for name, p in data["parameters"].items()
+    }
+    first, last = data["calls"]
+    return StagePlan((int(first), int(last)), mesh, templates, parameters)

@@ -1,0 +1,23 @@
+"""The runtime of emitted programs. It needs torch and nothing else, and is copied next to them as `autopar_runtime`."""
+
+from .comm import Comm, Group, Handle
+from .errors import CheckpointError, CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
+from .grads import GradEntry, GradStore
+from .rank import Rank
+from .session import Session
+from .threads import run_threads
+
+__all__ = [
+    "CheckpointError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Comm",
+    "GradEntry",
+    "GradStore",
+    "Group",
+    "Handle",
+    "Rank",
+    "RuntimeProgramError",
+    "Session",
+    "run_threads",
+]

@@ -1,0 +1,134 @@
+"""Scaled dot-product attention, forward and backward, without autograd.
+
+Layout (batch, heads, query, head_dim) against (batch, kv_heads, key, head_dim); several query heads may share one
+key/value head. Two paths: the fused kernel of torch where it applies (its log-sum-exp is what backward needs), and the
+plain formula where it does not (dropout, masks that need gradients, blocks of a sharded query).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import random as rng
+
+Tensor = torch.Tensor
+
+
+def _repeat(kv: Tensor, heads: int) -> Tensor:
+    groups = heads // kv.shape[1]
+    return kv if groups == 1 else kv.repeat_interleave(groups, dim=1)
+
+
+def _sum_groups(grad: Tensor, heads: int) -> Tensor:
+    if grad.shape[1] == heads:
+        return grad
+    return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(2)
+
+
+def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, offset: int) -> Tensor | None:
+    """Additive mask in q's dtype, causal triangle included (row r of the whole sequence sees keys <= r)."""
+    bias = None
+    if mask is not None:
+        bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+        bias = bias.to(q.dtype)
+    if causal:
+        row = torch.arange(offset, offset + q.shape[2], device=q.device).unsqueeze(1)
+        future = torch.arange(k.shape[2], device=q.device).unsqueeze(0) > row
+        triangle = torch.zeros(future.shape, dtype=q.dtype, device=q.device).masked_fill_(future, -math.inf)
+        bias = triangle if bias is None else bias + triangle
+    return bias
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, offset: int) -> bool:
+    square = q.shape[2] == k.shape[2] and offset == 0
+    same = q.dtype in (torch.float32, torch.float64, torch.bfloat16) and q.shape[-1] == v.shape[-1]
+    return q.device.type == "cpu" and p == 0.0 and same and (square or not causal) and min(q.numel(), k.numel()) > 0
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    scores = (q * scale) @ k.transpose(-1, -2)
+    return scores if bias is None else scores + bias
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """softmax out of scores and their log-sum-exp; rows that see nothing weigh nothing."""
+    return (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0) if lse.isinf().any() else scores.sub(lse.unsqueeze(-1)).exp_()
+
+
+def _drop(local: torch.Size, p: float, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None,
+          like: Tensor) -> Tensor:  # fmt: skip
+    keep = rng.keep_mask(tuple(local), p, key, shape, offsets, like.device)
+    return keep.to(like.dtype).mul_(1.0 / (1.0 - p))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, offset: int = 0,
+    key: int = 0, shape: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns (out: like q with v's head dim, lse: (batch, heads, query) float).
+
+    `offset`: first query row of this block (causal masks). `key`, `shape`, `offsets`: dropout on the weights.
+    """
+    keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    if _fused(q, k, v, p, causal, offset):
+        bias = _bias(mask, False, q, k, 0)
+        if bias is not None:
+            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, keys, values, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    scores = _scores(q, keys, scale, _bias(mask, causal, q, k, offset))
+    lse = torch.logsumexp(scores, -1)
+    weights = _weights(scores, lse)
+    if p > 0.0:
+        weights = weights * _drop(weights.shape, p, key, shape, offsets, weights)
+    return weights @ values, lse
+
+
+def attention_grad(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, p: float, causal: bool,
+    scale: float, offset: int = 0, key: int = 0, shape: tuple[int, ...] | None = None,
+    offsets: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    if _fused(q, k, v, p, causal, offset):
+        bias = _bias(mask, False, q, k, 0)
+        if bias is not None:
+            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, keys, values, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
+    weights, dscores, drop = _score_grad(g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets)
+    dv = (weights if drop is None else weights * drop).transpose(-1, -2) @ g
+    dq = (dscores @ keys) * scale
+    dk = dscores.transpose(-1, -2) @ (q * scale)
+    return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
+
+
+def attention_mask_grad(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, lse: Tensor, p: float, causal: bool,
+    scale: float, offset: int = 0, key: int = 0, shape: tuple[int, ...] | None = None,
+    offsets: tuple[int, ...] | None = None,
+) -> Tensor:  # fmt: skip
+    """Gradient of an additive mask, at full size (batch, heads, query, key)."""
+    keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
+    return _score_grad(g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets)[1]
+
+
+def _score_grad(
+    g: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, p: float,
+    causal: bool, scale: float, offset: int, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(weights before dropout, d scores, dropout factors)."""
+    weights = _weights(_scores(q, keys, scale, _bias(mask, causal, q, keys, offset)), lse.to(q.dtype))
+    dweights = g @ values.transpose(-1, -2)
+    drop = None
+    if p > 0.0:
+        drop = _drop(weights.shape, p, key, shape, offsets, weights)
+        dweights = dweights * drop
+    delta = (g * out).sum(-1, keepdim=True)
+    return weights, weights * (dweights - delta), drop

@@ -1,0 +1,331 @@
+"""Collectives over the named axes of a mesh: one rank's view of it.
+
+Ranks are numbered row-major over the mesh axes (the last axis is the fastest). A collective names one axis or a tuple
+of axes, major first; its group is the grid of these axes that contains the calling rank, and members are numbered
+major first in the order the axes are *named* (`("b", "a")` is not `("a", "b")`). With mesh dp=2, tp=2:
+
+    rank 2 = (dp=1, tp=0)   group of "tp": ranks 2, 3    group of "dp": ranks 0, 2    group of ("tp", "dp"): 0, 2, 1, 3
+
+Two layers: functional calls for emitted code (new contiguous results, inputs untouched, axes of total size 1 return
+the input itself), and `*_into` calls on contiguous buffers for the runtime's own buckets. `start_*` returns a Handle.
+A backend (threads.py, process.py) implements `_start` for a Call, and send/recv.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .errors import RuntimeProgramError
+
+Axes = str | tuple[str, ...]
+Step = tuple[Any, ...]
+T = TypeVar("T")
+U = TypeVar("U")
+
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda acc, x: torch.add(acc, x, out=acc),
+    "max": lambda acc, x: torch.maximum(acc, x, out=acc),
+    "min": lambda acc, x: torch.minimum(acc, x, out=acc),
+}
+
+
+class Handle(Generic[T]):
+    """A started collective. `wait()` gives its result, the same one every time."""
+
+    __slots__ = ("_result", "_wait")
+
+    def __init__(self, wait: Callable[[], T] | None, result: T | None = None) -> None:
+        self._wait = wait
+        self._result = result
+
+    def wait(self) -> T:
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            self._result = wait()
+        return self._result  # type: ignore[return-value]
+
+    def then(self, finish: Callable[[T], U]) -> Handle[U]:
+        return Handle(lambda: finish(self.wait()))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one collective in member order; `index` is the calling rank's place among them."""
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        return f"{'×'.join(self.axes)} (ranks {', '.join(map(str, self.ranks))})"
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective on contiguous buffers; n is the group size.
+
+    all_reduce: inp, out alike (may be the same); all_gather: out (n, *inp); reduce_scatter: inp (n, *out);
+    all_to_all: inp and out (n, *chunk); broadcast: inp of member `root` to every out; barrier: empty tensors.
+    """
+
+    kind: str
+    group: Group
+    out: Tensor
+    inp: Tensor
+    op: str = "sum"
+    root: int = 0
+    site: str = ""
+
+    def signature(self) -> tuple[Any, ...]:
+        """What must agree over all members of the group."""
+        return (self.kind, self.op, self.root, tuple(self.inp.shape), self.inp.dtype)
+
+    def describe(self) -> str:
+        shape = ", ".join(map(str, self.inp.shape))
+        what = f"{self.kind}[{self.op}]" if self.kind in ("all_reduce", "reduce_scatter") else self.kind
+        return f"{what} of {str(self.inp.dtype).removeprefix('torch.')}[{shape}]" + (
+            f" at {self.site}" if self.site else ""
+        )
+
+
+def mesh_index(mesh: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The position of a rank on every axis: rank 2 of {dp: 2, tp: 2} is {dp: 1, tp: 0}."""
+    position: dict[str, int] = {}
+    for axis, size in reversed(list(mesh.items())):
+        rank, position[axis] = divmod(rank, size)
+    return {axis: position[axis] for axis in mesh}
+
+
+def group_ranks(mesh: Mapping[str, int], rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Ranks that differ from `rank` on `axes` only, major first in the order the axes are named."""
+    here = mesh_index(mesh, rank)
+    ranks = []
+    for combination in itertools.product(*(range(mesh[axis]) for axis in axes)):
+        position = here | dict(zip(axes, combination, strict=True))
+        number = 0
+        for axis, size in mesh.items():
+            number = number * size + position[axis]
+        ranks.append(number)
+    return tuple(ranks)
+
+
+def front_chunks(x: Tensor, dim: int, n: int) -> Tensor:
+    """x cut into n chunks along dim, as a view (n, *chunk)."""
+    return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
+
+
+def join_chunks(chunks: Tensor, dim: int) -> Tensor:
+    """(n, *chunk) joined along dim: the inverse of front_chunks; contiguous, copied only when dim is not 0."""
+    return chunks.movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+class Comm(ABC):
+    """One rank's view of a mesh: who it is, and how it talks to the others."""
+
+    def __init__(self, rank: int, mesh: Mapping[str, int], device: torch.device | str = "cpu") -> None:
+        self.rank = rank
+        self.mesh: dict[str, int] = dict(mesh)
+        self.device = torch.device(device)
+        self.world_size = 1
+        for size in self.mesh.values():
+            self.world_size *= size
+        if not 0 <= rank < self.world_size:
+            raise RuntimeProgramError(f"rank {rank} is outside of the mesh {self.mesh} of {self.world_size} ranks")
+        self._position = mesh_index(self.mesh, rank)
+        self._groups: dict[Axes, Group] = {}
+
+    # ---- geometry
+
+    def group(self, axes: Axes) -> Group:
+        found = self._groups.get(axes)
+        if found is None:
+            names = (axes,) if isinstance(axes, str) else tuple(axes)
+            for name in names:
+                if name not in self.mesh:
+                    raise RuntimeProgramError(f"the mesh {self.mesh} has no axis {name!r}")
+            if len(set(names)) != len(names):
+                raise RuntimeProgramError(f"an axis is named twice in {names}")
+            real = tuple(name for name in names if self.mesh[name] > 1)
+            ranks = group_ranks(self.mesh, self.rank, real)
+            found = self._groups[axes] = Group(real, ranks, ranks.index(self.rank))
+        return found
+
+    def axis_size(self, axes: Axes) -> int:
+        return self.group(axes).size
+
+    def axis_index(self, axes: Axes) -> int:
+        return self.group(axes).index
+
+    def describe_rank(self) -> str:
+        place = ", ".join(f"{axis}={index}" for axis, index in self._position.items())
+        return f"rank {self.rank} of {self.world_size} ({place})"
+
+    # ---- functional collectives
+
+    def all_reduce(self, x: Tensor, axes: Axes, op: str = "sum", site: str = "") -> Tensor:
+        """The elementwise sum, max or min of every member's x."""
+        return self.start_all_reduce(x, axes, op, site).wait()
+
+    def all_gather(self, x: Tensor, dim: int, axes: Axes, site: str = "") -> Tensor:
+        """Every member's x, joined along dim in member order."""
+        return self.start_all_gather(x, dim, axes, site).wait()
+
+    def reduce_scatter(self, x: Tensor, dim: int, axes: Axes, op: str = "sum", site: str = "") -> Tensor:
+        """This member's chunk along dim of the reduced x."""
+        return self.start_reduce_scatter(x, dim, axes, op, site).wait()
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int, axes: Axes, site: str = "") -> Tensor:
+        """Whole along concat_dim, a chunk along split_dim; x is the other way round."""
+        return self.start_all_to_all(x, split_dim, concat_dim, axes, site).wait()
+
+    def broadcast(self, x: Tensor, axes: Axes, index: int = 0, site: str = "") -> Tensor:
+        """Member `index`'s x on every member (the others' x gives shape and dtype only)."""
+        group = self.group(axes)
+        if group.size == 1:
+            return x
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._start(Call("broadcast", group, out, x, root=index, site=site))()
+        return out
+
+    def barrier(self, axes: Axes | None = None, site: str = "") -> None:
+        """Return when every member (by default, every rank) has come here."""
+        group = self.group(tuple(self.mesh) if axes is None else axes)
+        if group.size > 1:
+            token = torch.zeros(1, device=self.device)
+            self._start(Call("all_reduce", group, token, token, site=site or "barrier"))()
+
+    def shard(self, x: Tensor, dim: int, axes: Axes) -> Tensor:
+        """This member's chunk of x along dim; nothing is sent."""
+        group = self.group(axes)
+        if group.size == 1:
+            return x
+        dim = self._check_split(x, dim, group, "shard")
+        size = x.shape[dim] // group.size
+        return x.narrow(dim, group.index * size, size).contiguous()
+
+    def start_all_reduce(self, x: Tensor, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
+        group = self.group(axes)
+        if group.size == 1:
+            return Handle(None, x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        return self._handle(Call("all_reduce", group, out, x, op, site=site), out)
+
+    def start_all_gather(self, x: Tensor, dim: int, axes: Axes, site: str = "") -> Handle[Tensor]:
+        group = self.group(axes)
+        if group.size == 1:
+            return Handle(None, x)
+        dim = self._check_dim(x, dim, "all_gather")
+        out = x.new_empty((group.size, *x.shape))
+        handle = self._handle(Call("all_gather", group, out, x.contiguous(), site=site), out)
+        return handle.then(lambda chunks: join_chunks(chunks, dim))
+
+    def start_reduce_scatter(self, x: Tensor, dim: int, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
+        group = self.group(axes)
+        if group.size == 1:
+            return Handle(None, x)
+        dim = self._check_split(x, dim, group, "reduce_scatter", site)
+        chunks = front_chunks(x, dim, group.size).contiguous()
+        out = x.new_empty(chunks.shape[1:])
+        return self._handle(Call("reduce_scatter", group, out, chunks, op, site=site), out)
+
+    def start_all_to_all(
+        self, x: Tensor, split_dim: int, concat_dim: int, axes: Axes, site: str = ""
+    ) -> Handle[Tensor]:
+        group = self.group(axes)
+        if group.size == 1:
+            return Handle(None, x)
+        concat_dim = self._check_dim(x, concat_dim, "all_to_all")
+        chunks = front_chunks(x, self._check_split(x, split_dim, group, "all_to_all", site), group.size).contiguous()
+        out = torch.empty_like(chunks)
+        handle = self._handle(Call("all_to_all", group, out, chunks, site=site), out)
+        return handle.then(lambda received: join_chunks(received, concat_dim))
+
+    # ---- collectives into given contiguous buffers
+
+    def start_all_reduce_into(self, buffer: Tensor, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
+        """Reduce `buffer` in place."""
+        group = self.group(axes)
+        if group.size == 1:
+            return Handle(None, buffer)
+        return self._handle(Call("all_reduce", group, buffer, buffer, op, site=site), buffer)
+
+    def start_all_gather_into(self, out: Tensor, x: Tensor, axes: Axes, site: str = "") -> Handle[Tensor]:
+        """out: (n, *x.shape); x may be its own row of out."""
+        group = self.group(axes)
+        return self._handle(Call("all_gather", group, out, x, site=site), out)
+
+    def start_reduce_scatter_into(
+        self, out: Tensor, x: Tensor, axes: Axes, op: str = "sum", site: str = ""
+    ) -> Handle[Tensor]:
+        """x: (n, *out.shape), untouched, must not change before the wait."""
+        group = self.group(axes)
+        return self._handle(Call("reduce_scatter", group, out, x, op, site=site), out)
+
+    # ---- the backend's part
+
+    @abstractmethod
+    def _start(self, call: Call) -> Callable[[], None]:
+        """Start the call; the returned function waits for it. The group has at least two members."""
+
+    @abstractmethod
+    def send(self, x: Tensor, peer_rank: int, tag: int = 0, site: str = "") -> None:
+        """Send x to a rank; returns without waiting for the receiver."""
+
+    @abstractmethod
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, peer_rank: int, tag: int = 0, site: str = "") -> Tensor:
+        """Receive a tensor from a rank; messages of one (sender, tag) arrive in the order sent."""
+
+    def run_step(self, x: Tensor, step: Step, site: str = "") -> Tensor:
+        """One step of a resharding path: (kind, axes) or (kind, axes, dim)."""
+        kind, axes, *rest = step
+        if kind == "all_reduce":
+            return self.all_reduce(x, axes, rest[0] if rest else "sum", site)
+        if kind == "reduce_scatter":
+            return self.reduce_scatter(x, rest[0], axes, site=site)
+        if kind == "all_gather":
+            return self.all_gather(x, rest[0], axes, site=site)
+        if kind == "all_to_all":
+            return self.all_to_all(x, rest[0], rest[1], axes, site=site)
+        if kind == "shard":
+            return self.shard(x, rest[0], axes)
+        raise RuntimeProgramError(f"unknown resharding step {step!r}")
+
+    # ---- small print
+
+    def _handle(self, call: Call, result: Tensor) -> Handle[Tensor]:
+        if call.op not in REDUCTIONS:
+            raise RuntimeProgramError(f"{call.describe()}: unknown reduction {call.op!r}; use sum, max or min")
+        wait = self._start(call)
+
+        def finish() -> Tensor:
+            wait()
+            return result
+
+        return Handle(finish)
+
+    def _check_dim(self, x: Tensor, dim: int, what: str) -> int:
+        if not -x.dim() <= dim < x.dim():
+            raise RuntimeProgramError(f"{what} along dim {dim} of a tensor of shape {tuple(x.shape)}")
+        return dim % x.dim()
+
+    def _check_split(self, x: Tensor, dim: int, group: Group, what: str, site: str = "") -> int:
+        dim = self._check_dim(x, dim, what)
+        if x.shape[dim] % group.size:
+            where = f" at {site}" if site else ""
+            raise RuntimeProgramError(
+                f"{what}{where}: dim {dim} of shape {tuple(x.shape)} cannot be split over {group}"
+            )
+        return dim

@@ -1,0 +1,19 @@
+"""Errors of running programs. They name the rank, the group, the collective and the place in the emitted code."""
+
+from __future__ import annotations
+
+
+class RuntimeProgramError(RuntimeError):
+    """A running program was used wrongly or cannot continue; the message says what to change."""
+
+
+class CollectiveMismatch(RuntimeProgramError):
+    """Ranks of one group called different collectives, or in different order, or with different shapes."""
+
+
+class CollectiveTimeout(RuntimeProgramError):
+    """A rank waited for others that did not come in time, or that can never come."""
+
+
+class CheckpointError(RuntimeProgramError):
+    """A checkpoint does not fit the program that loads it."""

@@ -1,0 +1,322 @@
+"""What `torchrun run.py` does: join the process group, load this rank's stage and its shard of the weights, train.
+
+    torchrun --nproc-per-node 4 out/run.py --steps 100 --data my_data.py:batches --save checkpoints
+
+`manifest.json` in the emitted directory says how many ranks and which stage file each of them runs. `load(directory)`
+gives the same program as an object for training loops of one's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import RuntimeProgramError
+from .layout import dtype_of
+from .process import TorchComm
+from .session import OptimizerFactory, Session
+
+USAGE_ERROR = 2
+
+
+class WrongWorldSize(RuntimeProgramError):
+    """The program was compiled for another number of ranks."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """manifest.json of an emitted directory."""
+
+    directory: Path
+    world_size: int
+    mesh: dict[str, int]
+    stages: tuple[str, ...]
+    stage_of_rank: tuple[int, ...]
+    training: bool
+    inputs: tuple[dict[str, Any], ...]
+    optimizer: dict[str, Any] | None = None
+    seed: int = 0
+    weights: str | None = None
+    microbatches: int = 1
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Manifest:
+        path = Path(directory) / "manifest.json"
+        try:
+            raw = json.loads(path.read_text())
+            return cls(
+                directory=Path(directory),
+                world_size=int(raw["world_size"]),
+                mesh={str(axis): int(size) for axis, size in raw["mesh"].items()},
+                stages=tuple(raw["stages"]),
+                stage_of_rank=tuple(raw["stage_of_rank"]),
+                training=bool(raw["training"]),
+                inputs=tuple(raw["inputs"]),
+                optimizer=raw.get("optimizer"),
+                seed=int(raw.get("seed", 0)),
+                weights=raw.get("weights"),
+                microbatches=int(raw.get("microbatches", 1)),
+            )
+        except FileNotFoundError as error:
+            raise RuntimeProgramError(f"{path} is missing: is {directory} a directory that autopar wrote?") from error
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise RuntimeProgramError(f"{path} is damaged ({type(error).__name__}: {error}); emit it again") from error
+
+    def check_world_size(self) -> None:
+        """Before any process group exists, so that all ranks say the same and none waits."""
+        actual = int(os.environ.get("WORLD_SIZE", "1"))
+        if actual != self.world_size:
+            raise WrongWorldSize(
+                f"this program was compiled for {self.world_size} ranks ({_axes(self.mesh)}), but WORLD_SIZE is "
+                f"{actual}; start it with: torchrun --nproc-per-node {self.world_size} {self.directory / 'run.py'}"
+            )
+
+    def optimizer_factory(self) -> OptimizerFactory | None:
+        if not self.training or self.optimizer is None:
+            return None
+        kind = getattr(importlib.import_module(self.optimizer["module"]), self.optimizer["name"])
+        return functools.partial(kind, **self.optimizer.get("kwargs", {}))
+
+
+class LoadedProgram:
+    """An emitted program inside a torchrun process: call it with a global batch for one step."""
+
+    def __init__(self, manifest: Manifest, session: Session) -> None:
+        self.manifest = manifest
+        self.session = session
+
+    def __call__(self, *batch: Tensor) -> Any:
+        """Training: this step's loss. Inference: the output, or the tuple of outputs."""
+        if self.session.training:
+            return self.session.train_step(batch)
+        outputs = self.session.forward(batch)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.session.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.session.load_state_dict(state)
+
+    def save(self, directory: str | Path) -> None:
+        from . import checkpoint
+
+        checkpoint.save(directory, self.session)
+
+    def resume(self, directory: str | Path) -> None:
+        from . import checkpoint
+
+        checkpoint.load(directory, self.session)
+
+
+def load(
+    directory: str | Path,
+    backend: str | None = None,
+    *,
+    weights: str | Path | None = None,
+    seed: int | None = None,
+    timeout_s: float = 600.0,
+    check: bool = False,
+) -> LoadedProgram:
+    """The program of an emitted directory on this rank, its weights loaded.
+
+    Joins the default process group, or makes it (nccl when there is a GPU per local rank, else gloo). Weights come
+    from `weights`, else from those emitted with the program; without either they are uninitialized until
+    load_state_dict or resume. Raises WrongWorldSize before any process group is made.
+    """
+    from . import checkpoint
+
+    manifest = Manifest.read(directory)
+    if dist.is_initialized():
+        store = None
+        if dist.get_world_size() != manifest.world_size:
+            raise WrongWorldSize(
+                f"this program was compiled for {manifest.world_size} ranks ({_axes(manifest.mesh)}), "
+                f"the process group has {dist.get_world_size()}"
+            )
+    else:
+        manifest.check_world_size()
+        store = _join(backend or _pick_backend(), timeout_s)
+    comm = TorchComm(manifest.mesh, timeout_s=timeout_s, store=store, check=check)
+    stage = load_stage(manifest.directory / manifest.stages[manifest.stage_of_rank[comm.rank]])
+    factory = manifest.optimizer_factory()
+    session = Session(stage, comm, factory, manifest.seed if seed is None else seed)
+    source = weights or (manifest.directory / manifest.weights if manifest.weights else None)
+    if source is not None:
+        checkpoint.load(source, session)
+    return LoadedProgram(manifest, session)
+
+
+def load_stage(path: Path) -> ModuleType:
+    """Import a stage file. It says `from autopar_runtime import …`, which is the package this module belongs to."""
+    package = __name__.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(package + "."):
+            sys.modules.setdefault("autopar_runtime" + name[len(package) :], module)
+    spec = importlib.util.spec_from_file_location(f"autopar_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise RuntimeProgramError(f"{path} is missing: was the directory copied whole?")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def random_batches(inputs: Sequence[Mapping[str, Any]], seed: int, first_step: int = 0) -> Iterator[list[Tensor]]:
+    """Endless global batches that depend on (seed, step) alone: integers below `high`, else standard normal."""
+    step = first_step
+    while True:
+        make = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        batch = []
+        for row in inputs:
+            dtype = dtype_of(row["dtype"])
+            shape = tuple(row["shape"])
+            if dtype == torch.bool:
+                batch.append(torch.ones(shape, dtype=dtype))
+            elif dtype.is_floating_point:
+                batch.append(torch.randn(shape, generator=make, dtype=torch.float32).to(dtype))
+            else:
+                batch.append(torch.randint(int(row.get("high") or 2), shape, generator=make, dtype=dtype))
+        yield batch
+        step += 1
+
+
+def user_batches(source: str, first_step: int = 0) -> Iterator[Sequence[Tensor]]:
+    """Global batches of `MODULE_OR_FILE:FUNCTION`, called again when they run out; skips to first_step."""
+    where, separator, name = source.rpartition(":")
+    if not separator:
+        raise RuntimeProgramError(f"--data {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
+    module = load_stage(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    function: Callable[[], Iterable[Any]] | None = getattr(module, name, None)
+    if function is None:
+        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
+    step = 0
+    while True:
+        before = step
+        for batch in function():
+            if step >= first_step:
+                yield tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)
+            step += 1
+        if step == before:
+            raise RuntimeProgramError(f"--data {source!r} gave no batch")
+
+
+def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
+    """The command line of run.py; its exit status. 2: wrong use (before any process group), 1: a rank failed."""
+    arguments = _parser().parse_args(argv)
+    try:
+        manifest = Manifest.read(directory)
+        manifest.check_world_size()
+    except RuntimeProgramError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return USAGE_ERROR
+    program: LoadedProgram | None = None
+    try:
+        program = load(
+            directory,
+            arguments.backend,
+            weights=arguments.weights,
+            seed=arguments.seed,
+            timeout_s=arguments.timeout,
+            check=arguments.check,
+        )
+        run(program, arguments)
+    except BaseException as error:
+        _die(error, program)
+    dist.destroy_process_group()
+    return 0
+
+
+def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
+    """Train (or infer) for `--steps` steps, rank 0 reporting."""
+    session, manifest = program.session, program.manifest
+    if arguments.resume:
+        program.resume(arguments.resume)
+    rank, first = session.comm.rank, session.rt.step
+    if arguments.data:
+        batches: Iterator[Sequence[Tensor]] = user_batches(arguments.data, first)
+    else:
+        seed = manifest.seed if arguments.seed is None else arguments.seed
+        batches = random_batches(manifest.inputs, seed, first)
+    if rank == 0:
+        print(f"{_axes(manifest.mesh)}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
+    for step in range(first + 1, first + arguments.steps + 1):
+        start = time.perf_counter()
+        result = program(*next(batches))
+        if rank == 0:
+            elapsed = time.perf_counter() - start
+            shown = f"loss {result.item():.6f}" if session.training else "done"
+            print(f"step {step}  {shown}  {elapsed * 1e3:.1f} ms", flush=True)
+        if arguments.save and arguments.save_every and step % arguments.save_every == 0:
+            program.save(arguments.save)
+    if arguments.save:
+        program.save(arguments.save)
+        if rank == 0:
+            print(f"saved {arguments.save}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="run.py", description="Run this program on the ranks torchrun started.")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
+    parser.add_argument("--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches; default: random")
+    parser.add_argument("--weights", help="checkpoint directory to start from, instead of the emitted weights")
+    parser.add_argument("--save", help="checkpoint directory to write at the end")
+    parser.add_argument("--save-every", type=int, default=0, help="also write it every so many steps")
+    parser.add_argument("--resume", help="checkpoint directory to continue from, of any mesh")
+    parser.add_argument("--seed", type=int, default=None, help="seed of random data and dropout")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl with GPUs, else gloo")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a collective may take (default: 600)")
+    parser.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
+    return parser
+
+
+def _pick_backend() -> str:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return "nccl" if dist.is_nccl_available() and 0 < local <= torch.cuda.device_count() else "gloo"
+
+
+def _join(backend: str, timeout_s: float) -> dist.Store:
+    timeout = timedelta(seconds=timeout_s)
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    prefixed = dist.PrefixStore("autopar", store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+    return dist.PrefixStore("autopar_notes", store)
+
+
+def _die(error: BaseException, program: LoadedProgram | None) -> None:
+    """Say what happened and end this process at once: joining the process group's threads could wait for others."""
+    rank = os.environ.get("RANK", "0")
+    if program is not None and isinstance(program.session.comm, TorchComm):
+        program.session.comm.leave_note(f"failed with {type(error).__name__}: {error}")
+    trace = "" if isinstance(error, RuntimeProgramError) else traceback.format_exc()
+    print(f"{trace}error on rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _axes(mesh: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"

@@ -1,0 +1,218 @@
+"""Local implementations of the ops that emitted programs use beyond plain torch.
+
+Each computes on one rank's block. Forward and backward are separate functions, because emitted programs run without
+autograd: the backward was derived when the program was compiled. Where an op must know which block of a sharded index
+it holds (embedding, loss, dropout, causal attention), the caller passes `offset`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from . import random as rng
+
+Tensor = torch.Tensor
+
+
+# --- contractions -----------------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+    """x: (..., i), w: (o, i) -> (..., o)."""
+    return F.linear(x, w, b)
+
+
+def linear_dx(g: Tensor, w: Tensor) -> Tensor:
+    """g: (..., o), w: (o, i) -> (..., i)."""
+    return torch.matmul(g, w)
+
+
+def linear_dw(g: Tensor, x: Tensor) -> Tensor:
+    """g: (..., o), x: (..., i) -> (o, i)."""
+    return g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Two-operand contraction."""
+    return torch.einsum(equation, a, b)
+
+
+# --- normalisation ----------------------------------------------------------------------------------------------------
+
+
+def _norm_dims(x: Tensor, ndim: int) -> list[int]:
+    return list(range(x.ndim - ndim, x.ndim))
+
+
+def rms_norm(x: Tensor, w: Tensor | None, eps: float, ndim: int) -> tuple[Tensor, Tensor]:
+    """Normalise the last `ndim` dims; returns (y, rstd with those dims kept as 1)."""
+    rstd = torch.rsqrt((x * x).mean(_norm_dims(x, ndim), keepdim=True) + eps)
+    y = x * rstd
+    return (y * w if w is not None else y), rstd
+
+
+def rms_norm_dx(g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
+    gw = g * w if w is not None else g
+    mean = (gw * x).mean(_norm_dims(x, ndim), keepdim=True)
+    return torch.addcmul(gw, x, mean * (rstd * rstd), value=-1).mul_(rstd)
+
+
+def norm_dw(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) -> Tensor:
+    """Gradient of the norm's weight: sum over the leading dims of g · (x - mean) · rstd."""
+    hat = (x - mean) * rstd if mean is not None else x * rstd
+    lead = list(range(x.ndim - ndim))
+    return hat.mul_(g).sum(lead) if lead else hat.mul_(g)
+
+
+def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (y, mean, rstd); the statistics keep the normalised dims as 1."""
+    y, mean, rstd = torch.native_layer_norm(x, x.shape[x.ndim - ndim :], w, b, eps)
+    return y, mean, rstd
+
+
+def layer_norm_dx(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
+    shape = list(x.shape[x.ndim - ndim :])
+    return torch.ops.aten.native_layer_norm_backward(g.contiguous(), x, shape, mean, rstd, w, None, [True, False, False])[0]
+
+
+# --- loss over a (possibly sharded) vocabulary -----------------------------------------------------------------------------
+
+
+def sumexp(x: Tensor, m: Tensor, dim: int) -> Tensor:
+    """sum over `dim` of exp(x - m); m has `dim` removed."""
+    m = torch.where(m.isinf(), torch.zeros_like(m), m)
+    return (x - m.unsqueeze(dim)).exp_().sum(dim)
+
+
+def pick(x: Tensor, index: Tensor, dim: int, offset: int = 0) -> Tensor:
+    """x[..., index, ...] along `dim`, 0 where the index lies outside this block; index has `dim` removed."""
+    local = index - offset
+    inside = (local >= 0) & (local < x.shape[dim])
+    value = x.gather(dim, local.where(inside, torch.zeros_like(local)).unsqueeze(dim)).squeeze(dim)
+    return value.where(inside, torch.zeros_like(value))
+
+
+def pick_grad(g: Tensor, index: Tensor, dim: int, size: int, offset: int = 0) -> Tensor:
+    """Backward of `pick`: g placed at `index` of a dim of `size` numbers, zeros elsewhere."""
+    local = index - offset
+    inside = (local >= 0) & (local < size)
+    shape = list(g.shape)
+    shape.insert(dim, size)
+    return g.new_zeros(shape).scatter_(
+        dim,
+        local.where(inside, torch.zeros_like(local)).unsqueeze(dim),
+        g.where(inside, torch.zeros_like(g)).unsqueeze(dim),
+    )
+
+
+def cross_entropy_grad(x: Tensor, lse: Tensor, index: Tensor, g: Tensor, dim: int, offset: int = 0) -> Tensor:
+    """d/dx of (lse - x[index]) · g:  (softmax(x) - onehot(index)) · g."""
+    local = index - offset
+    inside = (local >= 0) & (local < x.shape[dim])
+    dx = (x - lse.unsqueeze(dim)).exp_().mul_(g.unsqueeze(dim))
+    return dx.scatter_add_(
+        dim,
+        local.where(inside, torch.zeros_like(local)).unsqueeze(dim),
+        g.neg().where(inside, torch.zeros_like(g)).unsqueeze(dim),
+    )
+
+
+# --- embedding --------------------------------------------------------------------------------------------------------
+
+
+def embedding(w: Tensor, index: Tensor, offset: int | None = None) -> Tensor:
+    """Rows of w: (v, h) at `index`; with `offset`, rows outside this block are zero."""
+    if offset is None:
+        return F.embedding(index, w)
+    local = index - offset
+    inside = (local >= 0) & (local < w.shape[0])
+    rows = F.embedding(local.where(inside, torch.zeros_like(local)), w)
+    return rows * inside.unsqueeze(-1).to(rows.dtype)
+
+
+def embedding_grad(g: Tensor, index: Tensor, rows: int, padding: int, offset: int | None = None) -> Tensor:
+    """Gradient of the table: (rows, h); the row `padding` (-1: none) gets nothing."""
+    flat, where = g.reshape(-1, g.shape[-1]), index.reshape(-1)
+    keep = where != padding
+    if offset is not None:
+        where = where - offset
+        keep = keep & (where >= 0) & (where < rows)
+    where = where.where(keep, torch.zeros_like(where))
+    return g.new_zeros(rows, g.shape[-1]).index_add_(0, where, flat * keep.unsqueeze(-1).to(flat.dtype))
+
+
+# --- randomness -------------------------------------------------------------------------------------------------------
+
+
+def dropout(
+    x: Tensor, p: float, key: int, shape: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None
+) -> Tensor:
+    """Zero elements with probability p, scale the rest; its own backward when called with the same key."""
+    if p >= 1.0:
+        return torch.zeros_like(x)
+    keep = rng.keep_mask(tuple(x.shape), p, key, shape, offsets, x.device)
+    return (x * keep).mul_(1.0 / (1.0 - p))
+
+
+def random_uniform(
+    local: tuple[int, ...],
+    dtype: torch.dtype,
+    key: int,
+    shape: tuple[int, ...] | None = None,
+    offsets: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Uniform numbers for this rank's block."""
+    return rng.uniform(tuple(local), dtype, key, shape, offsets, device)
+
+
+def random_normal(
+    local: tuple[int, ...],
+    dtype: torch.dtype,
+    key: int,
+    shape: tuple[int, ...] | None = None,
+    offsets: tuple[int, ...] | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Standard normal numbers for this rank's block."""
+    return rng.normal(tuple(local), dtype, key, shape, offsets, device)
+
+
+# --- convolution ------------------------------------------------------------------------------------------------------
+
+
+def conv(
+    x: Tensor, w: Tensor, b: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+    transposed: bool, output_padding: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """x: (n, c, *spatial), w: (o, c/groups, *kernel)."""
+    return torch.ops.aten.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
+
+
+def conv_dx(
+    g: Tensor, w: Tensor, x_shape: list[int], stride: list[int], padding: list[int], dilation: list[int],
+    transposed: bool, output_padding: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    x = g.new_empty(1).expand(x_shape)
+    return torch.ops.aten.convolution_backward(
+        g, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
+    )[0]
+
+
+def conv_dw(
+    g: Tensor, x: Tensor, w_shape: list[int], stride: list[int], padding: list[int], dilation: list[int],
+    transposed: bool, output_padding: list[int], groups: int,
+) -> Tensor:  # fmt: skip
+    w = g.new_empty(1).expand(w_shape)
+    return torch.ops.aten.convolution_backward(
+        g, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [False, True, False]
+    )[1]
+
+
+# --- partial sums -----------------------------------------------------------------------------------------------------
+
+
+def only_first(x: Tensor, index: int) -> Tensor:
+    """x on the first rank along an axis, zeros on the others: a replicated value as a partial sum."""
+    return x if index == 0 else torch.zeros_like(x)

@@ -1,0 +1,51 @@
+"""One layer of a recurrent network (LSTM, GRU, tanh or relu RNN) in one direction, forward and backward.
+
+The backward recomputes the forward under local autograd: the layer's steps stay one op in the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import _VF
+
+Tensor = torch.Tensor
+
+
+def _run(mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], bias: bool) -> tuple[Tensor, ...]:
+    h0 = h0.unsqueeze(0)
+    if mode == "lstm":
+        assert c0 is not None
+        out, h, c = _VF.lstm(x, (h0, c0.unsqueeze(0)), weights, bias, 1, 0.0, False, False, False)
+        return out, h[0], c[0]
+    call = {"gru": _VF.gru, "rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu}[mode]
+    out, h = call(x, h0, weights, bias, 1, 0.0, False, False, False)
+    return out, h[0], torch.zeros_like(h[0])
+
+
+def rnn(
+    mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    b_hh: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """x: (time, batch, input), h0, c0: (batch, hidden) -> out: (time, batch, hidden), h, c: (batch, hidden)."""
+    weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
+    with torch.no_grad():
+        out, h, c = _run(mode, x, h0, c0, weights, b_ih is not None)
+    return out, h.clone(), c.clone()
+
+
+def rnn_grad(
+    mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    b_hh: Tensor | None, g_out: Tensor, g_h: Tensor, g_c: Tensor,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of x, h0, c0, w_ih, w_hh, b_ih, b_hh (zeros where an argument is absent)."""
+    inputs = [t.detach().requires_grad_() if t is not None else None for t in (x, h0, c0, w_ih, w_hh, b_ih, b_hh)]
+    leaves = [t for t in inputs if t is not None]
+    with torch.enable_grad():
+        weights = [t for t in inputs[3:] if t is not None]
+        assert inputs[0] is not None and inputs[1] is not None
+        out, h, c = _run(mode, inputs[0], inputs[1], inputs[2], weights, b_ih is not None)
+        heads, seeds = ([out, h, c], [g_out, g_h, g_c]) if mode == "lstm" else ([out, h], [g_out, g_h])
+        grads = iter(torch.autograd.grad(heads, leaves, seeds))
+    empty = (torch.zeros_like(h0), w_ih.new_zeros(w_ih.shape[0]), w_ih.new_zeros(w_ih.shape[0]))
+    fill = iter(empty[1:]) if c0 is not None else iter(empty)
+    return tuple(next(grads) if t is not None else next(fill) for t in inputs)

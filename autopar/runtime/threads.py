@@ -1,0 +1,270 @@
+"""Every rank as a thread of this process: the backend for tests, verification and laptops.
+
+A collective is a meeting: members post their Call in a slot (group, sequence number); the last one to come runs the
+whole collective over everyone's buffers, in member order, so results do not depend on timing. Because all ranks are
+known, a deadlock needs no timeout to be found: when every unfinished rank waits and no meeting is complete, nobody can
+ever come, and the report says who waits where.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .comm import REDUCTIONS, Call, Comm, mesh_index
+from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
+
+T = TypeVar("T")
+
+
+class _Aborted(BaseException):
+    """Unwinds a rank after another one failed. Not an Exception: user code must not swallow it."""
+
+
+class _Slot:
+    """One meeting of a group: the calls posted so far, and whether it is over."""
+
+    __slots__ = ("calls", "done", "missing", "number")
+
+    def __init__(self, size: int, number: int) -> None:
+        self.calls: list[Call | None] = [None] * size
+        self.missing = size
+        self.number = number
+        self.done = False
+
+
+class _World:
+    """What the rank threads share; every field is guarded by `lock`. A rank sleeps on its own bell."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.lock = threading.Lock()
+        self.deadline = time.monotonic() + timeout_s
+        self.timeout_s = timeout_s
+        self.world_size = world_size
+        self.slots: dict[tuple[tuple[int, ...], int], _Slot] = {}
+        self.mail: dict[tuple[int, int, int], deque[Tensor]] = {}
+        self.bells = [threading.Semaphore(0) for _ in range(world_size)]
+        self.running = set(range(world_size))
+        self.waiting: dict[int, tuple[object, Callable[[], str]]] = {}
+        self.failure: tuple[int, BaseException] | None = None
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Keep the first failure and wake everyone. Call with the lock held."""
+        if self.failure is None:
+            self.failure = (rank, error)
+        for sleeper in list(self.waiting):
+            self.wake(sleeper)
+
+    def wake(self, rank: int) -> None:
+        """Call with the lock held."""
+        del self.waiting[rank]
+        self.bells[rank].release()
+
+    def wait(self, rank: int, subject: object, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Sleep until done(); whoever makes it true wakes the ranks that wait for the subject."""
+        while True:
+            with self.lock:
+                if self.failure is not None:
+                    raise _Aborted
+                if done():
+                    return
+                self.waiting[rank] = (subject, what)
+                self.check_deadlock()
+            if not self.bells[rank].acquire(timeout=max(0.0, self.deadline - time.monotonic())):
+                with self.lock:
+                    if rank in self.waiting:
+                        late = f"rank {rank} waited until the run's limit of {self.timeout_s:g} s; {self.report()}"
+                        self.fail(rank, CollectiveTimeout(late))
+                self.bells[rank].acquire()
+
+    def check_deadlock(self) -> None:
+        if self.failure is None and self.waiting and len(self.waiting) == len(self.running):
+            self.fail(min(self.waiting), CollectiveTimeout(f"no rank can go on: {self.report()}"))
+
+    def report(self) -> str:
+        lines = [f"rank {rank} waits in {what()}" for rank, (_, what) in sorted(self.waiting.items())]
+        busy = sorted(self.running - set(self.waiting))
+        if busy:
+            lines.append(f"ranks {busy} are computing")
+        done = sorted(set(range(self.world_size)) - self.running)
+        if done:
+            lines.append(f"ranks {done} have finished")
+        return "; ".join(lines)
+
+
+class ThreadComm(Comm):
+    """One rank among the threads of a `run_threads` call."""
+
+    def __init__(self, rank: int, mesh: Mapping[str, int], world: _World) -> None:
+        super().__init__(rank, mesh)
+        self._world = world
+        self._next: dict[tuple[int, ...], int] = {}
+
+    def _start(self, call: Call) -> Callable[[], None]:
+        world, group = self._world, call.group
+        key = tuple(sorted(group.ranks))
+        number = self._next.get(key, 0)
+        self._next[key] = number + 1
+        with world.lock:
+            if world.failure is not None:
+                raise _Aborted
+            slot = world.slots.get((key, number))
+            if slot is None:
+                slot = world.slots[key, number] = _Slot(group.size, number)
+            else:
+                self._check_match(slot, call)
+            slot.calls[group.index] = call
+            slot.missing -= 1
+            last = slot.missing == 0
+            if last:
+                del world.slots[key, number]
+        if last:
+            execute([posted for posted in slot.calls if posted is not None])
+            with world.lock:
+                slot.done = True
+                slot.calls.clear()
+                for rank in group.ranks:
+                    if rank in world.waiting and world.waiting[rank][0] is slot:
+                        world.wake(rank)
+
+        def wait() -> None:
+            if not slot.done:
+                world.wait(self.rank, slot, lambda: slot.done, lambda: f"{call.describe()}, #{number} over {group}")
+
+        return wait
+
+    def _check_match(self, slot: _Slot, call: Call) -> None:
+        other = next(posted for posted in slot.calls if posted is not None)
+        if other.group.ranks == call.group.ranks and other.signature() == call.signature():
+            return
+        raise CollectiveMismatch(
+            f"collective #{slot.number} over {call.group}: rank {self.rank} calls {call.describe()}, "
+            f"rank {other.group.ranks[other.group.index]} calls {other.describe()} over {other.group}"
+        )
+
+    def send(self, x: Tensor, peer_rank: int, tag: int = 0, site: str = "") -> None:
+        message, world = x.detach().clone(memory_format=torch.contiguous_format), self._world
+        with world.lock:
+            if world.failure is not None:
+                raise _Aborted
+            world.mail.setdefault((self.rank, peer_rank, tag), deque()).append(message)
+            if peer_rank in world.waiting and world.waiting[peer_rank][0] is world.mail:
+                world.wake(peer_rank)
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, peer_rank: int, tag: int = 0, site: str = "") -> Tensor:
+        world, key = self._world, (peer_rank, self.rank, tag)
+        what = f"recv from rank {peer_rank}, tag {tag}" + (f" at {site}" if site else "")
+        world.wait(self.rank, world.mail, lambda: bool(world.mail.get(key)), lambda: what)
+        with world.lock:
+            message = world.mail[key].popleft()
+        if tuple(message.shape) != tuple(shape) or message.dtype != dtype:
+            raise CollectiveMismatch(
+                f"rank {self.rank}, {what}: expected {dtype}{list(shape)}, "
+                f"rank {peer_rank} sent {message.dtype}{list(message.shape)}"
+            )
+        return message
+
+
+def reduce_in_order(parts: list[Tensor], op: str, out: Tensor | None = None) -> Tensor:
+    """parts[0] op parts[1] op … in this order, into a new tensor or `out` (which may be no part but the first)."""
+    acc = parts[0].clone() if out is None else out.copy_(parts[0])
+    for part in parts[1:]:
+        REDUCTIONS[op](acc, part)
+    return acc
+
+
+@torch.no_grad()
+def execute(calls: list[Call]) -> None:
+    """Run one collective over the buffers of all its members, given in member order."""
+    kind, op = calls[0].kind, calls[0].op
+    if kind == "all_reduce":
+        result = reduce_in_order([call.inp for call in calls], op)
+        for call in calls:
+            call.out.copy_(result)
+    elif kind == "all_gather":
+        for call in calls:
+            for row, source in zip(call.out.unbind(0), calls, strict=True):
+                row.copy_(source.inp)
+    elif kind == "reduce_scatter":
+        for index, call in enumerate(calls):
+            reduce_in_order([source.inp[index] for source in calls], op, call.out)
+    elif kind == "all_to_all":
+        for index, call in enumerate(calls):
+            for row, source in zip(call.out.unbind(0), calls, strict=True):
+                row.copy_(source.inp[index])
+    elif kind == "broadcast":
+        for call in calls:
+            call.out.copy_(calls[calls[0].root].inp)
+    else:
+        raise RuntimeProgramError(f"unknown collective {kind!r}")
+
+
+def run_threads(world_size: int, mesh: Mapping[str, int], fn: Callable[[Comm], T], timeout_s: float = 600.0) -> list[T]:
+    """Call fn(comm) for every rank, each in its own thread; the results in rank order.
+
+    A failing rank ends the others at once and its own exception is raised here, with a note naming the rank. Raises
+    CollectiveMismatch when ranks disagree about a collective, CollectiveTimeout when ranks wait for each other forever
+    or the run takes longer than timeout_s. Each rank computes with one intra-op thread.
+    """
+    world = _World(world_size, timeout_s)
+    comms = [ThreadComm(rank, mesh, world) for rank in range(world_size)]
+    if comms and comms[0].world_size != world_size:
+        raise RuntimeProgramError(f"the mesh {dict(mesh)} has {comms[0].world_size} ranks, asked to run {world_size}")
+    results: dict[int, T] = {}
+
+    def body(rank: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            results[rank] = fn(comms[rank])
+        except _Aborted:
+            pass
+        except BaseException as error:
+            with world.lock:
+                world.fail(rank, error)
+        finally:
+            with world.lock:
+                world.running.discard(rank)
+                world.check_deadlock()
+
+    intra_op = torch.get_num_threads()
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+    try:
+        for thread in threads:
+            thread.start()
+        for rank, thread in enumerate(threads):
+            while thread.is_alive():
+                failed = world.failure is not None
+                thread.join(1.0 if failed else max(0.0, world.deadline + 1.0 - time.monotonic()))
+                if thread.is_alive() and (failed or time.monotonic() > world.deadline):
+                    with world.lock:
+                        world.fail(rank, CollectiveTimeout(_overtime(world, threads)))
+                    break
+    except BaseException as error:
+        with world.lock:
+            world.fail(0, error)
+        raise
+    finally:
+        torch.set_num_threads(intra_op)
+    if world.failure is not None:
+        rank, failure = world.failure
+        place = ", ".join(f"{axis}={index}" for axis, index in mesh_index(mesh, rank).items())
+        failure.add_note(f"raised by rank {rank} of {world_size} ({place})")
+        raise failure
+    return [results[rank] for rank in range(world_size)]
+
+
+def _overtime(world: _World, threads: list[threading.Thread]) -> str:
+    frames = sys._current_frames()
+    places = []
+    for rank, thread in enumerate(threads):
+        frame = frames.get(thread.ident or -1)
+        if thread.is_alive() and frame is not None and rank not in world.waiting:
+            places.append(f"rank {rank} is at {frame.f_code.co_filename}:{frame.f_lineno}")
+    return f"the run took longer than {world.timeout_s:g} s: {world.report()}" + "".join(f"; {p}" for p in places)

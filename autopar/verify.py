@@ -1,0 +1,323 @@
+"""`verify`: every rank in this process against the eager model on one device.
+
+The emitted files run as they are, with float dtypes replaced by the verification dtype (float64 by default), and so
+does the eager model, casts inside it included: what is left of a difference is a mistake, not rounding. Compared are
+the loss of each step, every gradient of the first step, and every parameter and buffer after the last one.
+
+Dropout draws from positions, not from torch's generator, so with dropout active the reference is the same program on
+one rank; that one is compared with the eager model with dropout switched off on both sides.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar import running
+from autopar.capture.trees import flatten
+from autopar.codegen.directory import user_ops_source
+from autopar.codegen.stage import stage_source
+from autopar.compiled import ParallelProgram
+from autopar.errors import InputError
+from autopar.ir.lowered import Function, Line, LoweredStage
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import RANDOM_OPS, op_name
+from autopar.passes.costs import Pricer
+from autopar.passes.lower import lower
+from autopar.passes.shard.planner import extract
+from autopar.passes.shard.problem import Problem
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """errors: relative error per tensor ("loss/0", "grad/…", "param/…", "buffer/…", "output/…")."""
+
+    errors: dict[str, float]
+    tolerance: float
+
+    @property
+    def max_error(self) -> float:
+        """The largest relative error (NaN where anything is NaN)."""
+        worst = 0.0
+        for e in self.errors.values():
+            if e != e:
+                return float("nan")
+            worst = max(worst, e)
+        return worst
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.errors) and self.max_error <= self.tolerance
+
+
+def verify(
+    program: ParallelProgram, model: nn.Module, batch: Any, *, steps: int = 2, dtype: torch.dtype = torch.float64
+) -> Verification:
+    """Compare `program` on all its ranks with `model` run eagerly over `steps` steps on one global batch."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"verify needs the eager model, an nn.Module, not {type(model).__name__}")
+    batch = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch) if isinstance(batch, list) else batch
+    leaves = [_cast(t, dtype) for t in program.leaves(batch)]
+    weights = {k: _cast(v, dtype) for k, v in _weights(program, model).items()}
+    if not _random(program):
+        ours = _ours(program, program.stages[0], program.mesh, leaves, weights, steps, dtype)
+        return Verification(compare(ours, _eager(program, model, batch, steps, dtype)), TOLERANCE[dtype])
+    one = one_rank(program)
+    alone = {axis: 1 for axis in program.mesh}
+    ours = _ours(program, program.stages[0], program.mesh, leaves, weights, steps, dtype)
+    errors = compare(ours, _ours(program, one, alone, leaves, weights, steps, dtype))
+    if _only_dropout(program):
+        still = _ours(program, without_dropout(one), alone, leaves, weights, steps, dtype)
+        with _no_dropout(model) as quiet:
+            against = compare(still, _eager(program, quiet, batch, steps, dtype))
+        errors |= {f"without dropout/{k}": v for k, v in against.items()}
+    return Verification(errors, TOLERANCE[dtype])
+
+
+def compare(ours: Values, reference: Values) -> dict[str, float]:
+    """Relative error per tensor; tensors that are zero at the scale of the largest of their kind use that scale."""
+    scales: dict[str, float] = {}
+    for name, value in reference.items():
+        kind = name.split("/")[0]
+        scales[kind] = max(scales.get(kind, 0.0), _largest(value))
+    errors = {}
+    for name, expected in reference.items():
+        if name not in ours:
+            errors[name] = float("inf")
+            continue
+        got = ours[name]
+        if got.shape != expected.shape:
+            errors[name] = float("inf")
+            continue
+        scale = _largest(expected)
+        whole = scales[name.split("/")[0]]
+        scale = whole if scale < 1e-10 * whole else scale
+        difference = _difference(got, expected)
+        errors[name] = difference / scale if scale > 0 else (0.0 if difference == 0 else float("inf"))
+    for name in ours.keys() - reference.keys():
+        errors[name] = float("inf")
+    return errors
+
+
+def _largest(x: torch.Tensor) -> float:
+    x = x.detach()
+    if not x.numel():
+        return 0.0
+    finite = x.double().abs() if not x.is_complex() else x.abs().double()
+    finite = finite[finite.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not a.numel():
+        return 0.0
+    a, b = (t.detach().double() if not t.is_complex() else t.detach() for t in (a, b))
+    same = (a == b) | (a.isnan() & b.isnan())
+    gap = (a - b).abs()
+    return float(torch.where(same, torch.zeros_like(gap), gap).max())
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.detach().to(dtype) if x.dtype in FLOATS else x.detach()
+
+
+def _weights(program: ParallelProgram, model: nn.Module) -> Values:
+    own = program.weights()
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    return {name: named[name].detach() if name in named else value for name, value in own.items()}
+
+
+def _random(program: ParallelProgram) -> bool:
+    return any(t.random for t in program.ir.templates.values())
+
+
+def _only_dropout(program: ParallelProgram) -> bool:
+    names = {op_name(n.target) for t in program.ir.templates.values() for n in t.ops}
+    return not names & {"autopar.random_uniform", "autopar.random_normal"}
+
+
+# --- our side -----------------------------------------------------------------------------------------------------------
+
+
+def one_rank(program: ParallelProgram) -> LoweredStage:
+    """The captured program on one rank."""
+    mesh = Mesh(tuple((axis, 1) for axis in program.mesh))
+    pricer = Pricer(program.cluster, mesh)
+    problem = Problem(program.ir, pricer, program.rules, program.setting)
+    plan = extract(problem, [0] * len(problem.graph.keys), program.cluster, program.options, "one rank")
+    return lower(program.ir, plan, pricer, program.rules)[0]
+
+
+def without_dropout(stage: LoweredStage) -> LoweredStage:
+    """The same lines with every dropout probability 0."""
+
+    def quiet(line: Line) -> Line:
+        if line.op not in RANDOM_OPS or "p" not in line.kwargs:
+            return line
+        return replace(line, kwargs={**line.kwargs, "p": 0.0})
+
+    def silence(f: Function | None) -> Function | None:
+        return None if f is None else replace(f, lines=tuple(map(quiet, f.lines)))
+
+    templates = {
+        name: replace(t, forward=silence(t.forward), backward=silence(t.backward)) for name, t in stage.templates.items()
+    }
+    return replace(stage, templates=templates)
+
+
+def _ours(
+    program: ParallelProgram, stage: LoweredStage, mesh: dict[str, int], leaves: Sequence[torch.Tensor], weights: Values,
+    steps: int, dtype: torch.dtype,
+) -> Values:  # fmt: skip
+    source = stage_source(stage, "verification", {f: dtype for f in FLOATS})
+    extra = user_ops_source(program)
+    module = running.stage_module(source, "autopar_verify", {"user_ops": extra[1]} if extra else None)
+
+    def body(session: Any) -> Values:
+        found: Values = {}
+        if not program.training:
+            for i, out in enumerate(session.forward(list(leaves))):
+                found[f"output/{i}"] = out
+            return found
+        for step in range(steps):
+            found[f"loss/{step}"] = session.train_step(list(leaves)).clone()
+            if step == 0:
+                found |= {f"grad/{n}": g for n, g in session.full_grads().items()}
+        found |= {f"param/{n}": session.gather_full(n) for n in program.ir.parameters}
+        found |= {f"buffer/{n}": session.gather_full(n) for n in program.ir.buffers if program.ir.buffers[n].persistent}
+        return found
+
+    every = running.run_ranks(
+        module, mesh, weights, program.optimizer if program.training else None, program.options.seed, body, dtype=dtype
+    )
+    worst = every[0]
+    for other in every[1:]:
+        for name, value in other.items():
+            if _difference(value, worst[name]) > 1e-6 * max(_largest(worst[name]), 1e-30):
+                worst = {**worst, name: torch.full_like(value, float("nan")) if value.is_floating_point() else value}
+    return worst
+
+
+# --- the eager side -------------------------------------------------------------------------------------------------------
+
+
+class _Promote(TorchDispatchMode):
+    """Every float dtype named in an op becomes `dtype`: a cast inside the model must not round."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in FLOATS:
+            kwargs["dtype"] = self.dtype
+        args = tuple(self.dtype if isinstance(a, torch.dtype) and a in FLOATS else a for a in args)
+        return func(*args, **kwargs)
+
+
+def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype) -> Values:
+    reference = copy.deepcopy(model).to(dtype)
+    reference.train(model.training)
+    inputs = _map(batch, lambda t: _cast(t, dtype))
+    from autopar.reference import loss_of, run_model
+
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _Promote(dtype):
+            if not program.training:
+                with torch.no_grad():
+                    out = run_model(reference, inputs)
+                return {f"output/{i}": t for i, t in enumerate(flatten(out)[0])}
+            found: Values = {}
+            named = dict(reference.named_parameters())
+            trained = [p for p in named.values() if p.requires_grad]
+            optimizer = program.optimizer(trained) if program.optimizer is not None else None
+            parts = program.plan.microbatches
+            for step in range(steps):
+                for p in trained:
+                    p.grad = None
+                total = 0.0
+                for piece in _pieces(inputs, parts, program):
+                    loss = loss_of(reference, piece, program.loss_fn, program.targets) / parts
+                    loss.backward()
+                    total = total + loss.detach()
+                found[f"loss/{step}"] = torch.as_tensor(total).clone()
+                if step == 0:
+                    found |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
+                if optimizer is not None:
+                    optimizer.step()
+            found |= {f"param/{n}": p.detach() for n, p in named.items()}
+            persistent = reference.state_dict().keys()
+            found |= {f"buffer/{n}": b for n, b in reference.named_buffers() if n in persistent}
+            return found
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _pieces(inputs: Any, parts: int, program: ParallelProgram) -> Iterator[Any]:
+    for k in range(parts):
+        if parts == 1:
+            yield inputs
+        else:
+            sizes = iter(program.ir.inputs)
+
+            def cut(t: torch.Tensor, k: int = k, sizes: Any = sizes) -> torch.Tensor:
+                type_ = next(sizes)[1]
+                return t if tuple(t.shape) == type_.shape else t.chunk(parts)[k]
+
+            yield _map(inputs, cut)
+
+
+def _map(value: Any, f: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return f(value)
+    if isinstance(value, dict):
+        return {k: _map(v, f) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(v, f) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map(v, f) for v in value)
+    return value
+
+
+class _Quiet(TorchFunctionMode):
+    """Dropout does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name and func is not F.scaled_dot_product_attention:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            kwargs = {k: (0.0 if k == "dropout_p" else v) for k, v in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _no_dropout(model: nn.Module) -> Iterator[nn.Module]:
+    quiet = copy.deepcopy(model)
+    quiet.train(model.training)
+    for module in quiet.modules():
+        if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
+            module.dropout = 0.0
+    with _Quiet():
+        yield quiet
+
+

@@ -1,0 +1,222 @@
+"""Lines of a lowered function as Python text.
+
+Common ops print as people write them (`a + b`, `x.reshape(…)`), every other torch op as `aten.<op>(…)`, autopar's own
+as calls into the small runtime. A value is deleted after its last use, a comment says which module and source line the
+following lines come from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopar.ir.call import schema_arguments
+from autopar.ir.lowered import Function, Line, Ref
+from autopar.ir.types import TensorType
+from autopar.ops.discover import target_of
+from autopar.ops.registry import Offset
+from autopar.passes.lower.template import Site
+
+Dtypes = Mapping[torch.dtype, torch.dtype]
+_BINARY = {"aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
+           "aten.add.Scalar": "+", "aten.sub.Scalar": "-", "aten.mul.Scalar": "*", "aten.div.Scalar": "/"}  # fmt: skip
+_METHODS = {"aten.reshape.default": "reshape", "aten.permute.default": "permute", "aten.expand.default": "expand"}
+_FACTORIES = ("aten.full.", "aten.zeros.", "aten.ones.", "aten.empty.", "aten.arange.", "aten.linspace.", "aten.eye.",
+              "aten.scalar_tensor.", "autopar.random_uniform", "autopar.random_normal", "aten.tril_indices.",
+              "aten.triu_indices.")  # fmt: skip
+_HOME = {"attention": "attention", "attention_grad": "attention", "attention_mask_grad": "attention", "rnn": "rnn",
+         "rnn_grad": "rnn"}  # fmt: skip
+_DROPPED = ("device", "layout", "pin_memory", "memory_format")
+
+
+class Printer:
+    """Prints lines; `dtypes` replaces dtypes in the text (verification runs a float32 program in float64)."""
+
+    def __init__(self, dtypes: Dtypes | None = None) -> None:
+        self.dtypes = dict(dtypes or {})
+
+    # --- values ---------------------------------------------------------------------------------------------------------
+
+    def value(self, x: Any) -> str:
+        """One argument as text."""
+        if isinstance(x, Ref):
+            return x.name
+        if isinstance(x, Offset):
+            return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}"
+        if isinstance(x, Site):
+            return f"rt.key(call, {x.number})"
+        if isinstance(x, torch.dtype):
+            return str(self.dtypes.get(x, x))
+        if isinstance(x, float) and not math.isfinite(x):
+            return f'float("{x}")'
+        if isinstance(x, list):
+            return f"[{', '.join(map(self.value, x))}]"
+        if isinstance(x, tuple):
+            return f"({', '.join(map(self.value, x))}{',' if len(x) == 1 else ''})"
+        if isinstance(x, (torch.device, torch.layout, torch.memory_format)):
+            return str(x) if not isinstance(x, torch.device) else "rt.device"
+        return repr(x)
+
+    def dtype(self, dtype: torch.dtype) -> str:
+        """Dtype name in tables, replaced like in code."""
+        return str(self.dtypes.get(dtype, dtype)).removeprefix("torch.")
+
+    # --- lines ----------------------------------------------------------------------------------------------------------
+
+    def expression(self, line: Line) -> str:
+        """Right-hand side of a line."""
+        op = line.op
+        if op.startswith("comm."):
+            return self._collective(line)
+        if op.startswith("autopar."):
+            return self._own(line)
+        if op.startswith(("aten.", "prims.")):
+            return self._aten(line)
+        return self._library(line)
+
+    def _collective(self, line: Line) -> str:
+        kind = line.op.removeprefix("comm.")
+        x, axis, *rest = line.args
+        if kind == "slice":
+            return f"rt.comm.shard({x}, {rest[0]}, {axis!r})"
+        if kind == "to_partial":
+            return f"ops.only_first({x}, rt.comm.axis_index({axis!r}))"
+        if kind == "all_reduce":
+            op = "" if rest[0] == "sum" else f", op={rest[0]!r}"
+            return f"rt.comm.all_reduce({x}, {axis!r}{op})"
+        if kind == "reduce_scatter":
+            op = "" if rest[1] == "sum" else f", op={rest[1]!r}"
+            return f"rt.comm.reduce_scatter({x}, {rest[0]}, {axis!r}{op})"
+        if kind == "all_gather":
+            return f"rt.comm.all_gather({x}, {rest[0]}, {axis!r})"
+        return f"rt.comm.all_to_all({x}, {rest[0]}, {rest[1]}, {axis!r})"
+
+    def _own(self, line: Line) -> str:
+        name = line.op.removeprefix("autopar.")
+        known = {n for n, _, _ in schema_arguments(target_of(line.op))}
+        args = [self.value(v) for k, v in line.kwargs.items() if k in known]
+        for k, v in line.kwargs.items():
+            if k not in known and v is not None and not (k == "offset" and v == 0):
+                args.append(f"{k}={self.value(v)}")
+        if "key" in line.kwargs and name == "dropout" or name.startswith("random_"):
+            args = [a for a in args if not a.startswith("key=")]
+            args.insert(2, self.value(line.kwargs["key"]))
+        if line.op.startswith(_FACTORIES):
+            args.append("device=rt.device")
+        return f"{_HOME.get(name, 'ops')}.{name}({', '.join(args)})"
+
+    def _aten(self, line: Line) -> str:
+        given = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
+        if line.op in _BINARY and given.get("alpha", 1) == 1:
+            left, right = given["self"], given["other"]
+            return f"{self.value(left)} {_BINARY[line.op]} {self.value(right)}"
+        if line.op in _METHODS:
+            size = next(v for k, v in given.items() if k in ("shape", "dims", "size"))
+            return f"{given['self']}.{_METHODS[line.op]}({', '.join(map(self.value, size)) or '()'})"
+        if line.op == "aten.neg.default":
+            return f"-{given['self']}"
+        if line.op == "aten.sum.dim_IntList" and given.get("dtype") is None:
+            keep = ", keepdim=True" if given.get("keepdim") else ""
+            return f"{given['self']}.sum({self.value(given['dim'])}{keep})"
+        if line.op == "aten._to_copy.default":
+            return f"{given['self']}.to({self.value(given['dtype'])})"
+        text = self._call(f"{line.op.removesuffix('.default')}", line.op, given)
+        if line.op.startswith(_FACTORIES):
+            return text[:-1] + (", " if not text.endswith("(") else "") + "device=rt.device)"
+        return text
+
+    def _call(self, function: str, op: str, given: dict[str, Any]) -> str:
+        target = target_of(op)
+        keyword_only = {a.name for a in target._schema.arguments if a.kwarg_only}
+        args: list[str] = []
+        named = False
+        for name, has_default, default in schema_arguments(target):
+            if name not in given:
+                continue
+            value = given[name]
+            if has_default and not isinstance(value, Ref) and value == default and type(value) is type(default):
+                named = True
+                continue
+            text = self.value(value)
+            args.append(f"{name}={text}" if named or name in keyword_only else text)
+        return f"{function}({', '.join(args)})"
+
+    def _library(self, line: Line) -> str:
+        namespace, name = line.op.split(".")[:2]
+        if namespace == "autopar_ops":
+            return f"user_ops.{name}({', '.join(self.value(v) for v in line.kwargs.values())})"
+        return self._call(f"torch.ops.{line.op.removesuffix('.default')}", line.op, line.kwargs)
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)
+
+
+def fuse_bias(function: Function) -> Function:
+    """`linear` whose result is only read by the addition of a vector becomes one `linear` with bias."""
+    uses: dict[str, int] = {}
+    for line in function.lines:
+        for name in line.reads():
+            uses[name] = uses.get(name, 0) + 1
+    kept = {n for n in function.returns if n}
+    made = {line.outs[0]: line for line in function.lines if line.op == "autopar.linear"}
+    ranks: dict[str, int] = {n: len(t.shape) for n, (t, _) in function.arg_types.items()}
+    fused: dict[str, Line] = {}
+    lines: list[Line] = []
+    for line in function.lines:
+        left, right = line.kwargs.get("self"), line.kwargs.get("other")
+        if (
+            line.op == "aten.add.Tensor" and line.kwargs.get("alpha", 1) == 1 and isinstance(left, Ref)
+            and isinstance(right, Ref) and left.name in made and uses[left.name] == 1 and left.name not in kept
+            and ranks.get(right.name) == 1 and len(line.types[0].shape if line.types[0] else ()) > 1
+        ):  # fmt: skip
+            base = made[left.name]
+            fused[left.name] = base
+            lines.append(Line(line.outs, "autopar.linear", (), {**base.kwargs, "b": right}, line.types, line.specs,
+                              line.phase, base.source, line.node))  # fmt: skip
+            continue
+        lines.append(line)
+        for out, type_ in zip(line.outs, line.types, strict=False):
+            if type_ is not None:
+                ranks[out] = len(type_.shape)
+    return Function(
+        function.name, function.args, tuple(x for x in lines if not (x.op == "autopar.linear" and x.outs[0] in fused)),
+        function.returns, function.arg_types,
+    )  # fmt: skip
+
+
+def body(function: Function, text_of: Callable[[Line], str], returned: set[str]) -> list[str]:
+    """Statements of a function, with source comments and a `del` after each last use."""
+    last: dict[str, int] = {}
+    for i, line in enumerate(function.lines):
+        for name in (*line.reads(), *line.outs):
+            last[name] = i
+    statements: list[str] = []
+    source = ""
+    for i, line in enumerate(function.lines):
+        if line.source and line.source != source:
+            source = line.source
+            statements.append(f"# {_one_line(source)}")
+        statements += text_of(line).splitlines()
+        dead = dict.fromkeys(n for n in (*line.reads(), *line.outs) if last[n] == i and n not in returned and n != "_")
+        if dead:
+            statements.append(f"del {', '.join(dead)}")
+    return statements
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text)[:110]
+
+
+def show_types(line: Line) -> str:
+    """`f32[8@dp, 128] ~sum(tp)` of what a line makes, for comments."""
+    shown = [s.show(t) for t, s in zip(line.types, line.specs, strict=False) if t is not None and s is not None]
+    return ", ".join(shown)
+
+
+def table_type(type_: TensorType, printer: Printer) -> str:
+    return f"shape={tuple(type_.shape)!r}, dtype={printer.dtype(type_.dtype)!r}"

@@ -1,0 +1,222 @@
+"""Seconds for a collective over some ranks of a cluster: the cheapest of ring, tree, hierarchical and in-switch.
+
+The textbook formulas come first, in the letters of the texts (S bytes, P ranks, B bytes/s, a seconds per hop);
+`collective_time_s` looks up how the ranks lie on the cluster's levels and takes the fastest algorithm.
+
+`nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
+(reduce_scatter), what one rank holds (all_to_all), the message (broadcast, p2p).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil, log2
+from typing import TYPE_CHECKING
+
+from autopar.costmodel.link import LinkLevel
+from autopar.errors import ClusterError
+
+if TYPE_CHECKING:
+    from autopar.cluster import ClusterSpec
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+
+
+def ring_all_reduce_s(S: float, P: int, B: float, a: float = 0.0) -> float:
+    """2(P-1)/P * S/B + 2(P-1) a."""
+    return 2 * (P - 1) * (S / (P * B) + a)
+
+
+def ring_half_s(S: float, P: int, B: float, a: float = 0.0) -> float:
+    """Reduce-scatter or all-gather: (P-1)/P * S/B + (P-1) a."""
+    return (P - 1) * (S / (P * B) + a)
+
+
+def tree_all_reduce_s(S: float, P: int, B: float, a: float = 0.0) -> float:
+    """Double binary tree, pipelined: 2 log2(P) a + 2 S/B."""
+    return 0.0 if P == 1 else 2 * ceil(log2(P)) * a + 2 * S / B
+
+
+def in_switch_all_reduce_s(S: float, P: int, B: float, a: float = 0.0) -> float:
+    """Switches reduce and multicast: each byte crosses a device's link once, S/B + 2 a."""
+    return 0.0 if P == 1 else S / B + 2 * a
+
+
+def all_to_all_s(S: float, P: int, B: float, a: float = 0.0) -> float:
+    """(P-1)/P * S/B + (P-1) a, S the bytes one rank holds."""
+    return (P - 1) * (S / (P * B) + a)
+
+
+def p2p_s(S: float, B: float, a: float = 0.0) -> float:
+    """a + S/B."""
+    return a + S / B
+
+
+def hierarchical_sum_s(S: float, P_local: int, B_local: float, P_cross: int, B_cross: float) -> float:
+    """The texts' simpler sum: an all-reduce inside the groups, then one across them, both on all S bytes."""
+    return ring_all_reduce_s(S, P_local, B_local) + ring_all_reduce_s(S, P_cross, B_cross)
+
+
+def compressed_s(S: float, S_small: float, B: float, pack_s: float, unpack_s: float) -> float:
+    """Seconds to pack, send the smaller message, and unpack."""
+    return pack_s + S_small / B + unpack_s
+
+
+def compression_speedup(p: float, C: float, delta: float) -> float:
+    """Amdahl: p the share of time in communication, C the ratio, delta the loss: 1 / ((1-p) + p / (C (1-delta)))."""
+    return 1 / ((1 - p) + p / (C * (1 - delta)))
+
+
+def aggregated_s(sizes: list[float], B: float, a: float) -> tuple[float, float]:
+    """(one message of all bytes, many messages): what a bucket saves is the launches, (n-1) a."""
+    return a + sum(sizes) / B, sum(a + S / B for S in sizes)
+
+
+@lru_cache(maxsize=65536)
+def shape_on_levels(
+    levels: tuple[LinkLevel, ...], ranks: tuple[int, ...]
+) -> tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]:
+    """How a group lies on the levels: (fan-out, level, level groups touched), innermost first, fan-outs above 1 only.
+
+    The product of the fan-outs is at least the number of ranks; uneven groups count by their largest.
+    """
+    shape = []
+    units = sorted(set(ranks))
+    unit_of = {r: r for r in units}
+    for level in levels:
+        members: dict[int, set[int]] = {}
+        for r in units:
+            members.setdefault(level.group_of(r), set()).add(unit_of[r])
+        fan = max(len(m) for m in members.values())
+        if fan > 1:
+            shape.append((fan, level, tuple(sorted(members))))
+        unit_of = {r: level.group_of(r) for r in units}
+        if len(members) == 1:
+            break
+    return tuple(shape)
+
+
+RAMP_BYTES = 12e6
+"""Message size at which half of a link's ramp is paid (fitted to collectives.json, one value for all links)."""
+
+
+def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tuple[float, float]:
+    """(seconds that grow with the bytes, seconds that do not) of the cheapest algorithm on one level.
+
+    The ramp grows with the bytes too, but saturates: ramp * log2(P) * S / (S + RAMP_BYTES).
+    """
+    a, depth = level.latency_s, ceil(log2(P))
+    ramp = level.ramp_s * depth * S / (S + RAMP_BYTES)
+    if level.mesh_links:
+        B *= min(1.0, (P - 1) / level.mesh_links)
+    if kind == "all_reduce":
+        options = [(2 * (P - 1) / P * S / B, 2 * (P - 1) * a), (2 * S / B, 2 * depth * a)]
+        if level.in_switch and P > 2:
+            options.append((S / (B * level.in_switch_efficiency / level.efficiency), 2 * a))
+        moved, fixed = min(options, key=sum)
+        return moved, fixed + 2 * ramp + level.base_s
+    if kind in ("all_gather", "reduce_scatter"):
+        return (P - 1) / P * S / B, min(P - 1, 4 * depth) * a + ramp + level.base_s
+    if kind == "all_to_all":
+        return (P - 1) / P * S / B, min(P - 1, 16) * a + ramp + level.base_s
+    return S / B, depth * a + level.base_s
+
+
+@lru_cache(maxsize=65536)
+def strided_shape(
+    levels: tuple[LinkLevel, ...], stride: int, count: int
+) -> tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]:
+    """`shape_on_levels` of the ranks 0, stride, 2 stride, ... without listing them (levels of equal groups)."""
+    shape, units, span = [], count, stride
+    for level in levels:
+        size = max(span, level.group_size)
+        inside = min(units, max(1, size // span))
+        if inside > 1:
+            shape.append((inside, level, (0,)))
+            units = -(-units // inside)
+        span = size
+        if units == 1:
+            break
+    return tuple(shape)
+
+
+def strided_time_s(
+    cluster: ClusterSpec, kind: str, nbytes: float, stride: int, count: int, *, concurrent: int = 1
+) -> float:
+    """Seconds of a collective over `count` ranks `stride` apart: the groups of a mesh axis."""
+    if count < 2 or nbytes <= 0:
+        return 0.0
+    return _on_shape_s(strided_shape(cluster.levels, stride, count), kind, nbytes, concurrent)
+
+
+def flat_ring_s(cluster: ClusterSpec, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
+    """One ring through all ranks at the pace of its slowest link."""
+    shape = shape_on_levels(cluster.levels, ranks)
+    if not shape:
+        return 0.0
+    P = len(set(ranks))
+    B = min(level.rate_Bps(groups) for _, level, groups in shape)
+    a = max(level.latency_s for _, level, _ in shape)
+    return ring_all_reduce_s(nbytes, P, B, a) if kind == "all_reduce" else ring_half_s(nbytes, P, B, a)
+
+
+def hierarchical_s(
+    cluster: ClusterSpec, kind: str, nbytes: float, ranks: tuple[int, ...], concurrent: int = 1
+) -> float:
+    """Level by level: reduce-scatter inside, all-reduce across on 1/P_local of the bytes, all-gather inside.
+
+    The levels work on different chunks at once, as NCCL's do, so the slowest one counts (the texts add them up). An
+    all_to_all loads every level with the bytes whose destination lies across it.
+    """
+    return _on_shape_s(shape_on_levels(cluster.levels, ranks), kind, nbytes, concurrent)
+
+
+Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]
+
+
+def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> float:
+    """Levels work on different chunks at the same time: the slowest level's bytes, plus every level's latency.
+
+    all_reduce on an inner level is a reduce-scatter and an all-gather; the next level carries 1/fan of the bytes.
+    """
+    slowest, latency, S, inner, P = 0.0, 0.0, nbytes, 1, 1
+    for fan, _, _ in shape:
+        P *= fan
+    for i, (fan, level, groups) in enumerate(shape):
+        B = level.rate_Bps(groups) / concurrent
+        if kind == "all_to_all":
+            moved, fixed = _one_level_s(kind, nbytes, fan, level, B)
+            moved = nbytes * (fan - 1) * inner / P / B
+        elif kind == "all_reduce" and i < len(shape) - 1:
+            moved, fixed = (2 * x for x in _one_level_s("reduce_scatter", S, fan, level, B))
+        elif kind in ("broadcast", "p2p"):
+            moved, fixed = _one_level_s(kind, nbytes, fan, level, B)
+        else:
+            moved, fixed = _one_level_s(kind, S, fan, level, B)
+        slowest = max(slowest, moved)
+        latency += fixed
+        S /= fan
+        inner *= fan
+    return slowest + latency
+
+
+@lru_cache(maxsize=262144)
+def _time_s(levels: tuple[LinkLevel, ...], kind: str, nbytes: float, ranks: tuple[int, ...], concurrent: int) -> float:
+    return _on_shape_s(shape_on_levels(levels, ranks), kind, nbytes, concurrent)
+
+
+def collective_time_s(
+    cluster: ClusterSpec, kind: str, nbytes: float, ranks: tuple[int, ...], *, concurrent: int = 1
+) -> float:
+    """Seconds for one collective by the fastest algorithm.
+
+    concurrent: how many such groups share each device's links at the same time. Raises ClusterError for an unknown
+    kind or a rank outside the cluster.
+    """
+    if kind not in KINDS:
+        raise ClusterError(f"unknown collective {kind!r}; known: {', '.join(KINDS)}")
+    if len(ranks) < 2 or nbytes <= 0:
+        return 0.0
+    if max(ranks) >= cluster.size or min(ranks) < 0:
+        raise ClusterError(f"rank {max(ranks)} is outside the cluster of {cluster.size} devices")
+    return _time_s(cluster.levels, kind, nbytes, ranks, concurrent)

@@ -1,0 +1,70 @@
+"""Seconds for one operation on one device: a roofline with an efficiency that depends on the operation's shape.
+
+    T = launch + max(flops / (peak * share), nbytes / (memory bandwidth * share_memory))
+
+The share of a matrix product m x n x k is `e / ((1 + d/m) (1 + d/n) (1 + d/k))`: e for large products, and small,
+narrow or thin ones lose it smoothly (d is the length at which one dim halves it). Attention loses by sequence length
+and head width in the same way.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from autopar.costmodel.device import DeviceSpec, dtype_bytes, dtype_name
+from autopar.errors import ClusterError
+
+OP_KINDS = ("matmul", "attention", "conv", "pointwise")
+
+ATTENTION_HALF_SEQ = 256.0
+ATTENTION_HALF_HEAD = 32.0
+
+
+def matmul_share(device: DeviceSpec, m: float, n: float, k: float, dtype: str = "bfloat16") -> float:
+    """Share of the peak that an (m, n, k) product reaches."""
+    curve = device.curve
+    d = curve.half_dim
+    peak_share = curve.matmul8 if dtype in ("float8", "mxfp8") else curve.matmul4 if dtype == "float4" else curve.matmul
+    return peak_share / ((1 + d / m) * (1 + d / n) * (1 + d / k))
+
+
+def matmul_time_s(device: DeviceSpec, m: float, n: float, k: float, dtype: str, launch: bool = False) -> float:
+    """Seconds of one product of (m, k) by (k, n); `launch` adds the launch overhead. mxfp8 runs at float8's peak."""
+    m, n, k = max(1.0, m), max(1.0, n), max(1.0, k)
+    name = "float8" if dtype == "mxfp8" else dtype
+    width = dtype_bytes(name)
+    compute = 2 * m * n * k / (device.peak(name) * matmul_share(device, m, n, k, dtype))
+    memory = (width * (m * k + k * n) + max(2.0, width) * m * n) / (device.memory_bandwidth_Bps * device.curve.memory)
+    return max(compute, memory) + (device.launch_overhead_s if launch else 0.0)
+
+
+def attention_share(device: DeviceSpec, seq: float, head: float, eager: bool = False) -> float:
+    """Share of the peak that flash attention reaches; `eager`: kernels of the generation before the device's own."""
+    share = device.curve.attention_eager if eager else device.curve.attention
+    return share / ((1 + ATTENTION_HALF_SEQ / seq) * (1 + ATTENTION_HALF_HEAD / head))
+
+
+@lru_cache(maxsize=262144)
+def op_time_s(
+    device: DeviceSpec, *, flops: float, nbytes: float, dtype: str, kind: str, shape: tuple[int, ...] | None = None
+) -> float:
+    """Seconds of one kernel.
+
+    kind: matmul (shape (m, n, k), or (batch, m, n, k)), attention (shape (seq, head width)), conv or pointwise.
+    Raises ClusterError for an unknown kind, and for a dtype the device has no arithmetic for (pointwise excepted).
+    """
+    curve = device.curve
+    if kind not in OP_KINDS:
+        raise ClusterError(f"unknown kind of operation {kind!r}; known: {', '.join(OP_KINDS)}")
+    memory_s = nbytes / (device.memory_bandwidth_Bps * curve.memory)
+    if kind == "pointwise":
+        return device.launch_overhead_s + memory_s
+    name = dtype_name(dtype)
+    if kind == "matmul":
+        m, n, k = shape[-3:] if shape else (1 << 20, 1 << 20, 1 << 20)
+        share = matmul_share(device, max(1, m), max(1, n), max(1, k), name)
+    elif kind == "attention":
+        share = attention_share(device, shape[-2], shape[-1]) if shape else curve.attention
+    else:
+        share = curve.conv
+    return device.launch_overhead_s + max(flops / (device.peak(name) * share), memory_s)

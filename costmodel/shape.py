@@ -1,0 +1,249 @@
+"""What a transformer is, as far as its cost goes: `TransformerShape`, and how it is cut: `ParallelConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from autopar.errors import ConstraintError, InputError
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """A decoder-only transformer.
+
+    ffn: width of a dense MLP; moe_ffn: of one expert. attention: "flash" or "materialised" (scores written to memory).
+    window: sliding window of every `window_every`-th layer, 0 for none. mla: DeepSeek's low-rank attention dims.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq_len: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    gated_mlp: bool = False
+    experts: int = 0
+    topk: int = 0
+    moe_ffn: int | None = None
+    shared_experts: int = 0
+    first_dense_layers: int = 0
+    mtp_layers: int = 0
+    attention: str = "flash"
+    window: int = 0
+    window_every: int = 2
+    tied_embeddings: bool = False
+    mla: tuple[int, ...] | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for what in ("layers", "hidden", "heads", "ffn", "vocab", "seq_len"):
+            value = getattr(self, what)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"TransformerShape: {what} must be a positive integer, got {value!r}")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise InputError(
+                f"TransformerShape: hidden={self.hidden} is no multiple of heads={self.heads}; "
+                "give head_dim if that is meant"
+            )
+        if self.experts and not 0 < self.topk <= self.experts:
+            raise InputError(f"TransformerShape: topk={self.topk} must be in 1..experts={self.experts}")
+        if self.attention not in ("flash", "materialised"):
+            raise InputError(f"TransformerShape: attention is 'flash' or 'materialised', got {self.attention!r}")
+
+    @property
+    def hd(self) -> int:
+        """Width of one head (of queries and keys)."""
+        if self.mla:
+            return self.mla[2] + self.mla[3]
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def q_width(self) -> int:
+        """Heads times head width."""
+        return self.heads * self.hd
+
+    @property
+    def v_width(self) -> int:
+        """Width of what attention returns."""
+        return self.heads * (self.mla[4] if self.mla else self.hd)
+
+    @property
+    def kv_width(self) -> int:
+        """Width of keys (and of values) that are projected."""
+        return (self.kv_heads or self.heads) * self.hd
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width of one expert."""
+        return self.moe_ffn or self.ffn
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers have experts."""
+        return self.layers - self.first_dense_layers if self.experts else 0
+
+    def attention_params(self) -> int:
+        """Weights of one layer's attention."""
+        h = self.hidden
+        if self.mla:
+            q_rank, kv_rank, nope, rope, v = self.mla
+            q = h * q_rank + q_rank * self.q_width
+            return q + h * (kv_rank + rope) + kv_rank * self.heads * (nope + v) + self.v_width * h
+        return h * (self.q_width + 2 * self.kv_width) + self.q_width * h
+
+    def mlp_params(self, width: int) -> int:
+        """Weights of one MLP."""
+        return (3 if self.gated_mlp else 2) * self.hidden * width
+
+    def layer_params(self, moe: bool, expert_share: float = 1.0) -> float:
+        """Weights of one layer; `expert_share` of the experts counted (1/ep: those on one rank)."""
+        norms = 2 * self.hidden
+        if not moe:
+            return self.attention_params() + self.mlp_params(self.ffn) + norms
+        experts = (self.experts * expert_share + self.shared_experts) * self.mlp_params(self.expert_ffn)
+        return self.attention_params() + experts + self.hidden * self.experts + norms
+
+    @property
+    def embedding_params(self) -> int:
+        """Weights of the embedding table."""
+        return self.vocab * self.hidden
+
+    @property
+    def params(self) -> float:
+        """All weights."""
+        body = (self.layers - self.moe_layers) * self.layer_params(False)
+        body += (self.moe_layers + self.mtp_layers * bool(self.experts)) * self.layer_params(bool(self.experts))
+        return body + self.embedding_params * (1 if self.tied_embeddings else 2)
+
+    def attended(self) -> float:
+        """Average keys a query sees, causal."""
+        full = self.seq_len / 2
+        if not self.window or self.window >= self.seq_len:
+            return full
+        return (full * (self.window_every - 1) + min(self.window, full)) / self.window_every
+
+    def flops_per_token(self, causal: bool = True) -> float:
+        """Model FLOPs of one token, forward and backward (3x forward); no recompute, input embedding not counted."""
+        active = self.layers * self.attention_params() + (self.layers - self.moe_layers) * self.mlp_params(self.ffn)
+        active += (
+            self.moe_layers * (self.topk + self.shared_experts) * self.mlp_params(self.expert_ffn)
+            if self.experts
+            else 0
+        )
+        keys = self.attended() if causal else self.seq_len
+        per_layer_attention = 2 * keys * (self.q_width + self.v_width)
+        heads = 1 + self.mtp_layers
+        return 3 * (2 * active + self.layers * per_layer_attention + heads * 2 * self.embedding_params)
+
+    @staticmethod
+    def from_hf_config(config: Mapping[str, Any], seq_len: int | None = None) -> TransformerShape:
+        """Reads a Hugging Face `config.json`. Raises InputError naming the first missing key."""
+
+        def get(*names: str, default: Any = None) -> Any:
+            for name in names:
+                if config.get(name) is not None:
+                    return config[name]
+            if default is None:
+                raise InputError(f"config.json has none of {', '.join(names)}; is it a decoder-only transformer?")
+            return default
+
+        hidden, heads = get("hidden_size", "n_embd", "d_model"), get("num_attention_heads", "n_head", "n_heads")
+        experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
+        mla = None
+        if config.get("kv_lora_rank"):
+            keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            mla = tuple(int(config.get(k) or hidden) for k in keys)
+        gated = config.get("model_type") not in ("gpt2", "gpt_neox", "opt", "bloom", "mpt", "gptj", "falcon", "phi")
+        return TransformerShape(
+            layers=get("num_hidden_layers", "n_layer", "n_layers"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=get("num_key_value_heads", default=heads),
+            head_dim=config.get("head_dim"),
+            ffn=get("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+            vocab=get("vocab_size"),
+            seq_len=seq_len or min(8192, get("max_position_embeddings", "n_positions", "max_seq_len", default=2048)),
+            gated_mlp=gated,
+            experts=experts,
+            topk=get("num_experts_per_tok", "moe_topk", default=2) if experts else 0,
+            moe_ffn=config.get("moe_intermediate_size"),
+            shared_experts=get("n_shared_experts", default=0),
+            first_dense_layers=get("first_k_dense_replace", default=0),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            mla=mla,
+            name=str(config.get("_name_or_path") or config.get("model_type") or ""),
+        )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many ways each kind of parallelism cuts. zero: 0 none, 1 optimizer, 2 +gradients, 3 +parameters.
+
+    ep: ranks (out of tp*cp*dp) that share the experts. shard_group: ranks over which ZeRO shards, None for all of dp.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp: int | None = None
+    sequence_parallel: bool = False
+    zero: int = 0
+    shard_group: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Devices needed."""
+        return prod((self.dp, self.tp, self.pp, self.cp))
+
+    @property
+    def V(self) -> int:
+        """Chunks per stage."""
+        return self.vpp or 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallelism inside an expert: tp while the expert groups fit beside it, else none."""
+        return self.tp if self.ep <= self.dp * self.cp else 1
+
+    def check(self, model: TransformerShape, ranks: int, batch: int, micro_batch: int) -> None:
+        """Raises ConstraintError, naming the sizes and a fix, when the plan does not fit model or cluster."""
+        for name in ("dp", "tp", "pp", "cp", "ep"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConstraintError(f"{name} must be a positive integer, got {getattr(self, name)!r}")
+        if self.ranks != ranks:
+            raise ConstraintError(
+                f"dp={self.dp} x tp={self.tp} x pp={self.pp} x cp={self.cp} = {self.ranks} ranks, but the cluster has "
+                f"{ranks}; with tp, pp, cp as they are dp would be {ranks / (self.tp * self.pp * self.cp):g}"
+            )
+        if model.heads % self.tp:
+            fits = [t for t in range(1, self.tp + 1) if model.heads % t == 0]
+            raise ConstraintError(
+                f"{model.heads} heads cannot be split over tp={self.tp}; the next smaller that fits: {fits[-1]}"
+            )
+        if self.pp * self.V > model.layers + 2:
+            raise ConstraintError(
+                f"{model.layers} layers cannot fill pp={self.pp} x vpp={self.V} = {self.pp * self.V} chunks; "
+                "lower pp or vpp"
+            )
+        if self.ep > 1 and not model.experts:
+            raise ConstraintError(f"ep={self.ep}, but the model has no experts; use ep=1")
+        if model.experts and model.experts % self.ep:
+            raise ConstraintError(
+                f"{model.experts} experts cannot be split over ep={self.ep}; use a divisor of {model.experts}"
+            )
+        if self.ep > 1 and (self.dp * self.cp * self.tp) % self.ep:
+            raise ConstraintError(f"ep={self.ep} must divide dp*cp*tp={self.dp * self.cp * self.tp}")
+        if batch % (self.dp * micro_batch):
+            raise ConstraintError(
+                f"batch={batch} is no multiple of dp*micro_batch={self.dp * micro_batch}; "
+                f"nearest: {max(1, round(batch / (self.dp * micro_batch))) * self.dp * micro_batch}"
+            )
+        if self.zero not in (0, 1, 2, 3):
+            raise ConstraintError(f"zero is 0, 1, 2 or 3, got {self.zero!r}")

@@ -1,0 +1,94 @@
+"""Emit conversions between specs as lines, each conversion of a value once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.ir.lowered import Line, Ref, RuntimeStep
+from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType
+from autopar.passes.costs import Pricer
+from autopar.passes.shard.reshard import Step
+
+_SUFFIX = {"all_gather": "gathered", "slice": "sliced", "all_to_all": "exchanged", "all_reduce": "reduced",
+           "reduce_scatter": "scattered", "to_partial": "masked"}  # fmt: skip
+
+
+class Names:
+    """Unique local names."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, int] = {}
+
+    def fresh(self, stem: str) -> str:
+        """`stem`, or `stem_2`, `stem_3`, … when taken."""
+        count = self._taken.get(stem, 0) + 1
+        self._taken[stem] = count
+        if count == 1:
+            return stem
+        name = f"{stem}_{count}"
+        return self.fresh(name) if name in self._taken else self._claim(name)
+
+    def _claim(self, name: str) -> str:
+        self._taken[name] = 1
+        return name
+
+
+class Converter:
+    """Appends conversion lines through `append`; equal conversions of one value are made once."""
+
+    def __init__(self, pricer: Pricer, names: Names, append: Callable[[Line], None]) -> None:
+        self.pricer, self.names, self.append = pricer, names, append
+        self._made: dict[tuple[str, Spec], str] = {}
+
+    def convert(self, name: str, stem: str, type_: TensorType, before: Spec, after: Spec, phase: str, source: str) -> str:
+        """Name of the value `name` (of spec `before`) in spec `after`."""
+        current, spec = name, before
+        for step, following in path(self.pricer, type_, before, after):
+            key = (current, following)
+            if key not in self._made:
+                made = self.names.fresh(f"{stem}_{_SUFFIX[step.kind]}")
+                self.append(
+                    Line((made,), f"comm.{step.kind}", (Ref(current), *_arguments(step)), {}, (type_,), (following,),
+                         phase, source, stem)
+                )  # fmt: skip
+                self._made[key] = made
+            current, spec = self._made[key], following
+        del spec
+        return current
+
+
+def path(pricer: Pricer, type_: TensorType, before: Spec, after: Spec) -> list[tuple[Step, Spec]]:
+    """The cheapest conversion, neighbouring all-reduces over several axes joined into one."""
+    if before == after:
+        return []
+    ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
+    return pricer.lattice(type_, ops).path(before, after)
+
+
+def _arguments(step: Step) -> tuple[object, ...]:
+    if step.kind == "all_to_all":
+        return step.axis, step.to_dim, step.dim
+    if step.kind in ("all_gather", "slice"):
+        return step.axis, step.dim
+    if step.kind == "reduce_scatter":
+        return step.axis, step.dim, step.op
+    return (step.axis, step.op) if step.kind == "all_reduce" else (step.axis,)
+
+
+def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | None:
+    """Steps in the runtime's tables, or None when one of them has no table form."""
+    found: list[RuntimeStep] = []
+    for step, _ in steps:
+        if step.kind == "slice":
+            found.append(("shard", (step.axis,), step.dim))
+        elif step.kind == "all_reduce":
+            if found and found[-1][0] == "all_reduce":
+                found[-1] = ("all_reduce", (*found[-1][1], step.axis))
+            else:
+                found.append(("all_reduce", (step.axis,)))
+        elif step.kind in ("all_gather", "reduce_scatter"):
+            found.append((step.kind, (step.axis,), step.dim))
+        else:
+            return None
+    return tuple(found)

@@ -1,0 +1,204 @@
+"""Lower one template: its ops on blocks, with a conversion wherever producer and consumer disagree.
+
+Decision points (`autopar.passes.values`) become conversions at their first reader. What backward reads is returned by
+the forward function in the spec the plan holds it in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from autopar.errors import PlanError, ShardingError
+from autopar.ir.call import bind
+from autopar.ir.lowered import Function, Line, LoweredTemplate, Ref
+from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, resolve, result_types
+from autopar.ir.spec import Spec
+from autopar.ops.registry import Block, find
+from autopar.passes.costs import Pricer
+from autopar.passes.lower.convert import Converter, Names
+from autopar.passes.shard.problem import value_names
+from autopar.passes.shard.rules import RuleBook
+from autopar.passes.values import flow, phase_is_late
+from autopar.plan import TemplatePlan
+
+
+class _Body:
+    """Lines of one function under construction, and where every value and hub is held in it."""
+
+    def __init__(self, owner: _TemplateLowering, late: bool) -> None:
+        self.owner, self.late = owner, late
+        self.lines: list[Line] = []
+        self.names = Names()
+        self.held: dict[str, tuple[str, Spec]] = {}
+        self.converter = Converter(owner.pricer, self.names, self.lines.append)
+
+    def argument(self, key: str, stem: str, spec: Spec) -> str:
+        name = self.names.fresh(stem)
+        self.held[key] = (name, spec)
+        return name
+
+    def hub(self, name: str, phase: str, source: str) -> tuple[str, Spec]:
+        """Local name and spec of a hub (or plain value), converted on first use."""
+        if name in self.held:
+            return self.held[name]
+        hub = self.owner.flow.hubs[name]
+        held, before = self.hub(hub.source or hub.value, phase, source)
+        wanted = self.owner.plan.specs[name]
+        made = self.converter.convert(held, hub.value, self.owner.template.type_of(hub.value), before, wanted, phase, source)
+        self.held[name] = (made, wanted)
+        return self.held[name]
+
+    def op(self, node: fx.Node) -> None:
+        owner = self.owner
+        call = owner.template.op_calls[node.name]
+        rule = owner.rules.rule(call)
+        strategy = owner.strategy(node.name)
+        if not rule.allows(strategy, owner.pricer.mesh):
+            raise PlanError(
+                f"{owner.template.name}.{node.name}: strategy {strategy} is not valid for the rule `{rule}` on mesh "
+                f"{owner.pricer.mesh}; possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
+            )
+        phase, source = node.meta["phase"], node.meta["source"]
+        operands: list[str] = []
+        for i, operand in enumerate(operand_nodes(node)):
+            held, spec = self.hub(owner.flow.reads[node.name, i] or operand.name, phase, source)
+            wanted = rule.operand_spec(i, strategy, owner.pricer.mesh)
+            assert wanted is not None
+            operands.append(
+                self.converter.convert(held, operand.name, call.operands[i], spec, wanted, phase, source)
+            )
+        block = Block(call, rule, strategy, owner.pricer.mesh)
+        definition = find(call.op)
+        changes = definition.localize(block) if definition is not None and definition.localize else {}
+        args = _arguments(node, operands, changes)
+        results = value_names(node)
+        count = len(call.results)
+        outs = tuple(self.names.fresh(results[i]) if i in results else "_" for i in range(count))
+        specs = tuple(rule.result_spec(i, strategy, owner.pricer.mesh) for i in range(count))
+        for i, value in results.items():
+            spec = specs[i]
+            assert spec is not None
+            self.held[value] = (outs[i], spec)
+        self.lines.append(Line(outs, call.op, (), args, result_types(node), specs, phase, source, node.name))
+
+
+def _arguments(node: fx.Node, operands: list[str], changes: dict[str, Any]) -> dict[str, Any]:
+    """Schema arguments with local names for tensors and the block's changes; random sites become keys."""
+    order = iter(operands)
+
+    def place(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return Ref(next(order))
+        if isinstance(arg, (list, tuple)):
+            return [place(a) for a in arg]
+        return arg
+
+    args = tuple(place(a) for a in node.args)
+    kwargs = {k: place(v) for k, v in node.kwargs.items()}
+    bound = bind(node.target, args, kwargs) | changes
+    if op_name(node.target) in RANDOM_OPS:
+        site = bound.pop("site")
+        if site != -1:
+            bound["key"] = Site(site)
+    return bound
+
+
+class Site:
+    """Place of a random op inside its template; emitted as a key of the current step, microbatch and call."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"Site({self.number})"
+
+
+class _TemplateLowering:
+    def __init__(self, template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook) -> None:
+        self.template, self.plan, self.pricer, self.rules = template, plan, pricer, rules
+        self.flow = flow(template)
+
+    def strategy(self, node: str) -> tuple[str, ...]:
+        try:
+            return self.plan.strategies[node]
+        except KeyError:
+            raise PlanError(f"the plan has no strategy for {self.template.name}.{node}; it is for another model") from None
+
+    def spec(self, name: str) -> Spec:
+        try:
+            return self.plan.specs[name]
+        except KeyError:
+            raise PlanError(f"the plan has no spec for {self.template.name}.{name}; it is for another model") from None
+
+
+def lower_template(template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool) -> LoweredTemplate:
+    """Forward and backward functions of a template under its plan. Raises PlanError."""
+    owner = _TemplateLowering(template, plan, pricer, rules)
+    try:
+        return _lower(owner, backward)
+    except ShardingError as error:
+        raise PlanError(f"template {template.name}: {error}") from error
+
+
+def _lower(owner: _TemplateLowering, backward: bool) -> LoweredTemplate:
+    template, fl = owner.template, owner.flow
+    forward = _Body(owner, late=False)
+    args: list[str] = []
+    for param in template.params:
+        if f"{param}@use" in fl.hubs:
+            args.append(forward.argument(f"{param}@use", param, owner.spec(f"{param}@use")))
+    for value in template.inputs:
+        args.append(forward.argument(value, value, owner.spec(value)))
+    for node in template.ops:
+        if not phase_is_late(node):
+            forward.op(node)
+    outputs = [forward.held[o] for o in template.outputs]
+    saved: list[tuple[str, str, Spec]] = []
+    if backward:
+        for value in template.nodes:
+            if value in fl.late and value not in template.params:
+                key = f"{value}@save" if f"{value}@save" in fl.hubs else value
+                name, spec = forward.hub(key, "F", "")
+                saved.append((key, name, spec))
+    types = {
+        a: (template.type_of(k.split("@")[0]), s) for k, (a, s) in forward.held.items() if a in args
+    }
+    front = Function(f"{template.name}_forward", tuple(args), tuple(forward.lines), tuple(n for n, _ in outputs), types)
+    late_params = tuple(i for i, p in enumerate(template.params) if f"{p}@late" in fl.hubs)
+    random = template.random
+    out_specs = tuple(s for _, s in outputs)
+    if not backward:
+        return LoweredTemplate(template.name, front, None, (), random, out_specs, (), (), late_params)
+    body = _Body(owner, late=True)
+    for key, name, spec in saved:
+        body.argument(key, name, spec)
+    back_args = [body.argument(f"{template.params[i]}@late", template.params[i], owner.spec(f"{template.params[i]}@late"))
+                 for i in late_params]  # fmt: skip
+    for tangent in template.tangents:
+        if tangent is not None:
+            back_args.append(body.argument(tangent, tangent, owner.spec(tangent)))
+    for node in template.ops:
+        if phase_is_late(node):
+            body.op(node)
+
+    def result(value: str | None) -> tuple[str | None, Spec | None]:
+        if value is None:
+            return None, None
+        if value in body.held:
+            return body.held[value]
+        return body.hub(value, "B", "")
+
+    input_grads = [result(g) for g in template.input_grads]
+    param_grads = [result(g) for g in template.param_grads]
+    types = {a: (template.type_of(k.split("@")[0]), s) for k, (a, s) in list(body.held.items())
+             if a in back_args or a in {body.held[key][0] for key, _, _ in saved}}  # fmt: skip
+    back = Function(
+        f"{template.name}_backward", tuple(back_args), tuple(body.lines),
+        tuple(n for n, _ in (*input_grads, *param_grads)), types,
+    )  # fmt: skip
+    return LoweredTemplate(
+        template.name, front, back, tuple(name for _, name, _ in saved), random, out_specs,
+        tuple(s for _, s in input_grads), tuple(s for _, s in param_grads), late_params,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Sharding: specs, their conversions, and the solver that chooses them."""

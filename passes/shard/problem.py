@@ -1,0 +1,396 @@
+"""The sharding problem of a whole program on one mesh, as one factor graph over templates.
+
+Variables: a strategy per op of each template; a spec per placeholder and hub (`autopar.passes.values`); a (storage,
+optimizer) pair of specs per group of parameters that share a template slot or are tied. Every call of a template shares
+its variables, so an edge counts as often as calls use it, and depth costs nothing. Every edge is priced, also those
+between calls, gradients going back between calls, batch slicing, parameter gathers, gradient reductions and the gather
+after the optimizer step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.call import OpCall
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_nodes, resolve
+from autopar.ir.rule import Rule
+from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType
+from autopar.passes.costs import Pricer
+from autopar.passes.shard.graph import FactorGraph, Key
+from autopar.passes.shard.rules import RuleBook
+from autopar.passes.values import Flow, flow
+
+Allowed = Callable[[Key, Any], bool]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the problem depends on beside program and mesh. `state_ratio`: optimizer state elements per parameter."""
+
+    microbatches: int = 1
+    state_ratio: float = 2.0
+    state_bytes: int = 4
+
+
+class Problem:
+    """Builds the factor graph; `allowed(key, state)` filters states (constraints, baselines), `given` fixes them."""
+
+    def __init__(
+        self, program: Program, pricer: Pricer, rules: RuleBook, setting: Setting, allowed: Allowed | None = None,
+        given: Callable[[Key], Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
+        self.setting = setting
+        self.given = given
+        self.allowed = allowed or (lambda key, state: True)
+        self.graph = FactorGraph()
+        self.flows: dict[str, Flow] = {name: flow(t) for name, t in program.templates.items()}
+        self._result_specs: dict[Key, list[list[Spec | None]]] = {}
+        self._operand_specs: dict[Key, list[list[Spec | None]]] = {}
+        self.groups = parameter_groups(program)
+        self._wanted: dict[tuple[str, str], dict[Spec, None]] = {}
+        for template in program.templates.values():
+            self._add_ops(template)
+        for template in program.templates.values():
+            self._add_hubs(template)
+            self._connect_inside(template)
+        self._connect_calls()
+        self._add_parameters()
+
+    # --- variables ------------------------------------------------------------------------------------------------------
+
+    def _add(self, key: Key, states: list[Any], cost: Callable[[Any], float], memory: Callable[[Any], float]) -> int:
+        kept = [self.given(key)] if self.given else [s for s in states if self.allowed(key, s)]
+        if not kept:
+            raise InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
+        return self.graph.add(
+            key, kept, np.array([cost(s) for s in kept]), np.array([memory(s) for s in kept])
+        )
+
+    def _add_ops(self, template: Template) -> None:
+        calls = self.program.multiplicity[template.name]
+        times = calls * self.setting.microbatches
+        fl = self.flows[template.name]
+        for node in template.ops:
+            call = template.op_calls[node.name]
+            rule = self.rules.rule(call)
+            strategies = [] if self.given else rule.strategies(self.mesh)
+            if self.given and not rule.allows(self.given(("op", template.name, node.name)), self.mesh):
+                raise PlanError(
+                    f"{template.name}.{node.name}: the plan's strategy does not fit the rule `{rule}` on mesh {self.mesh}; "
+                    f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
+                )
+            results = value_names(node)
+            held = [i for i, v in results.items() if v in fl.late and f"{v}@save" not in fl.hubs]
+
+            def memory(s: Any, call: OpCall = call, rule: Rule = rule, held: list[int] = held) -> float:
+                total = 0.0
+                for i in held:
+                    spec, type_ = rule.result_spec(i, s, self.mesh), call.results[i]
+                    if spec is not None and type_ is not None:
+                        total += spec.local_bytes(type_, self.mesh)
+                return total * calls
+
+            key = ("op", template.name, node.name)
+            self._add(key, strategies, lambda s, c=call, r=rule: times * self.pricer.op_s(c, r, s), memory)  # type: ignore[misc]
+            kept = self.graph.states[self.graph.index[key]]
+            self._result_specs[key] = [
+                [rule.result_spec(i, s, self.mesh) for s in kept] for i in range(len(call.results))
+            ]
+            self._operand_specs[key] = [
+                [rule.operand_spec(i, s, self.mesh) for s in kept] for i in range(len(call.operands))
+            ]
+            for (name, i), source in fl.reads.items():
+                if name == node.name:
+                    value = source.split("@")[0] if source else value_at(node, i)
+                    for spec in self._operand_specs[key][i]:
+                        if spec is not None:
+                            self._wanted.setdefault((template.name, value), {})[spec] = None
+
+    def _add_hubs(self, template: Template) -> None:
+        calls = self.program.multiplicity[template.name]
+        fl = self.flows[template.name]
+        owed = {t for t in template.tangents if t is not None}
+        params = set(template.params)
+        for name in (*template.inputs, *(t for t in template.tangents if t is not None)):
+            type_ = template.type_of(name)
+            specs = self._specs(template, name, partial=type_.is_float or name in owed)
+            counted = name in fl.late and f"{name}@save" not in fl.hubs
+            self._add(
+                ("at", template.name, name), specs, lambda s: 0.0,
+                lambda s, t=type_, c=counted: calls * s.local_bytes(t, self.mesh) if c else 0.0,
+            )  # type: ignore[misc]  # fmt: skip
+        for hub in fl.hubs.values():
+            type_ = template.type_of(hub.value)
+            specs = self._specs(template, hub.value, partial=hub.value not in params)
+            producer = resolve(template.nodes[hub.value])
+            if hub.kind == "save" and producer[0].op == "call_function":
+                key = ("op", template.name, producer[0].name)
+                own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
+                specs = list({**dict.fromkeys(specs), **own})
+            counted = hub.kind == "save"
+            self._add(
+                ("at", template.name, hub.name), specs, lambda s: 0.0,
+                lambda s, t=type_, c=counted: calls * s.local_bytes(t, self.mesh) if c else 0.0,
+            )  # type: ignore[misc]  # fmt: skip
+
+    def _specs(self, template: Template, value: str, partial: bool) -> list[Spec]:
+        wanted = self._wanted.get((template.name, value), {})
+        rank = len(template.type_of(value).shape)
+        found = dict.fromkeys([Spec.replicated(rank), *(s for s in wanted if partial or not s.partial)])
+        return list(found)
+
+    # --- edges ----------------------------------------------------------------------------------------------------------
+
+    def _source(self, template: Template, value: str) -> tuple[int, list[Spec | None]]:
+        """(variable, spec per state) of the producer of a value."""
+        node, index = resolve(template.nodes[value])
+        if node.op == "placeholder":
+            v = self.graph.index["at", template.name, value]
+            return v, self.graph.states[v]
+        key = ("op", template.name, node.name)
+        return self.graph.index[key], self._result_specs[key][index]
+
+    def _at(self, template: Template, hub: str) -> tuple[int, list[Spec | None]]:
+        v = self.graph.index["at", template.name, hub]
+        return v, self.graph.states[v]
+
+    def _conversion(self, type_: TensorType, before: list[Spec | None], after: list[Spec | None]) -> np.ndarray:
+        ops = {"sum"} | {op for s in (*before, *after) if s is not None for _, op in s.partial}
+        lattice = self.pricer.lattice(type_, tuple(sorted(ops)))
+        try:
+            rows = [lattice.index[s] for s in before if s is not None]
+            columns = [lattice.index[s] for s in after if s is not None]
+        except KeyError as error:
+            raise PlanError(
+                f"the plan's spec {error.args[0]} does not fit a tensor of shape {type_.shape} on mesh {self.mesh} (dims must "
+                "divide, and axes that share a dim stand in mesh order)"
+            ) from None
+        return lattice.costs[np.ix_(rows, columns)]
+
+    def _connect_inside(self, template: Template) -> None:
+        fl = self.flows[template.name]
+        times = self.program.multiplicity[template.name] * self.setting.microbatches
+        params = set(template.params)
+        for hub in fl.hubs.values():
+            if hub.value in params:
+                continue
+            u, before = self._at(template, hub.source) if hub.source else self._source(template, hub.value)
+            v, after = self._at(template, hub.name)
+            self.graph.connect(u, v, times * self._conversion(template.type_of(hub.value), before, after))
+        for (name, i), source in fl.reads.items():
+            key = ("op", template.name, name)
+            wanted = self._operand_specs[key][i]
+            value = value_at(template.nodes[name], i)
+            u, before = self._at(template, source) if source else self._source(template, value)
+            matrix = times * self._conversion(template.type_of(value), before, wanted)
+            self.graph.connect(u, self.graph.index[key], matrix)
+
+    def _connect_calls(self) -> None:
+        """Edges between calls (forward values, gradients back), from inputs and buffers, to outputs."""
+        counts: dict[tuple[Any, ...], int] = {}
+        for i, j, kind in call_edges(self.program):
+            counts[i, j, kind] = counts.get((i, j, kind), 0) + 1
+        times = self.setting.microbatches
+        for (source, target, kind), count in counts.items():
+            template, value = target
+            v, after = self._source(self.program.templates[template], value)
+            type_ = self.program.templates[template].type_of(value)
+            whole = Spec.replicated(len(type_.shape))
+            if kind == "read":
+                row = self._conversion(type_, [whole], after)[0]
+                self.graph.cost[v] = self.graph.cost[v] + times * count * row
+            elif kind == "whole":
+                column = self._conversion(type_, after, [whole])[:, 0]
+                self.graph.cost[v] = self.graph.cost[v] + times * count * column
+            elif kind == "settled":
+                settled = [s.without_partial() for s in after if s is not None]
+                paid = np.array([self.pricer.convert_s(type_, s, t) for s, t in zip(after, settled, strict=True) if s])
+                self.graph.cost[v] = self.graph.cost[v] + times * count * paid
+            else:
+                u, before = self._source(self.program.templates[source[0]], source[1])
+                self.graph.connect(u, v, times * count * self._conversion(type_, before, after))
+
+    # --- parameters -----------------------------------------------------------------------------------------------------
+
+    def _add_parameters(self) -> None:
+        trained = set(self.program.trained)
+        for name, group in self.groups.items():
+            parameter = self.program.parameters[group.names[0]]
+            train = any(n in trained for n in group.names)
+            states = storage_states(parameter.type, self.mesh, train)
+            count = len(group.names)
+            lattice = self.pricer.lattice(parameter.type)
+            step_s = self._optimizer_s(parameter.type)
+
+            def cost(s: tuple[Spec, Spec], t: bool = train, la: Any = lattice, o: Any = step_s, c: int = count) -> float:
+                return c * (_gather_s(la, s[1], s[0]) + o(s[1])) if t else 0.0
+
+            def memory(s: tuple[Spec, Spec], t: bool = train, ty: TensorType = parameter.type, c: int = count) -> float:
+                return c * self.parameter_bytes(ty, s, t)
+
+            v = self._add(("param", name), states, cost, memory)
+            kept = self.graph.states[v]
+            for template_name, slot in group.slots:
+                template = self.program.templates[template_name]
+                value = template.params[slot]
+                calls = self.program.multiplicity[template_name]
+                for kind in ("use", "late"):
+                    if f"{value}@{kind}" in self.flows[template_name].hubs:
+                        u, wanted = self._at(template, f"{value}@{kind}")
+                        pair = self._conversion(parameter.type, [s[0] for s in kept], wanted)
+                        self.graph.connect(v, u, calls * self.setting.microbatches * pair)
+                grad = template.param_grads[slot]
+                if grad is not None and train:
+                    u, before = self._source(template, grad)
+                    pair = self._conversion(template.type_of(grad), before, [s[1] for s in kept])
+                    self.graph.connect(u, v, calls * pair)
+
+    def parameter_bytes(self, type_: TensorType, state: tuple[Spec, Spec], trained: bool) -> float:
+        """Parameter, gradient and optimizer state of one parameter on one rank."""
+        stored = state[0].local_bytes(type_, self.mesh)
+        if not trained:
+            return stored
+        shard = state[1].local_bytes(type_, self.mesh)
+        elements = shard / type_.dtype.itemsize
+        return stored + shard + elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
+
+    def _optimizer_s(self, type_: TensorType) -> Callable[[Spec], float]:
+        touched = 3 + 2 * self.setting.state_ratio
+
+        def seconds(spec: Spec) -> float:
+            return touched * spec.local_bytes(type_, self.mesh) * self.pricer.copy_s
+
+        return seconds
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are stored alike: `names`, and the (template, slot) places that read them."""
+
+    names: tuple[str, ...]
+    slots: tuple[tuple[str, int], ...]
+
+
+def parameter_groups(program: Program) -> dict[str, Group]:
+    """Groups by first name: parameters linked through a shared template slot or a tie."""
+    parent: dict[Any, Any] = {}
+
+    def find(x: Any) -> Any:
+        parent.setdefault(x, x)
+        while parent[x] != x:
+            parent[x] = parent[parent[x]]
+            x = parent[x]
+        return x
+
+    for call in program.calls:
+        for slot, name in enumerate(call.params):
+            parent[find(("slot", call.template, slot))] = find(("name", name))
+    names: dict[Any, list[str]] = {}
+    slots: dict[Any, list[tuple[str, int]]] = {}
+    for item in list(parent):
+        if item[0] == "slot":
+            slots.setdefault(find(item), []).append((item[1], item[2]))
+    for name in program.parameters:
+        names.setdefault(find(("name", name)), []).append(name)
+    return {members[0]: Group(tuple(members), tuple(slots.get(root, ()))) for root, members in names.items()}
+
+
+def storage_states(type_: TensorType, mesh: Mesh, trained: bool) -> list[tuple[Spec, Spec]]:
+    """(storage, optimizer) pairs: every spec in mesh order, and every refinement of it for gradient and state."""
+    specs = _stored(type_, mesh)
+    if not trained:
+        return [(s, s) for s in specs]
+    return [(s, t) for s in specs for t in specs if _refines(t, s)]
+
+
+def _stored(type_: TensorType, mesh: Mesh) -> list[Spec]:
+    choices = [[None] if size == 1 else [None, *range(len(type_.shape))] for _, size in mesh.axes]
+    specs = []
+    for picked in itertools.product(*choices):
+        dims: list[tuple[str, ...]] = [()] * len(type_.shape)
+        for (axis, _), dim in zip(mesh.axes, picked, strict=True):
+            if dim is not None:
+                dims[dim] = (*dims[dim], axis)
+        spec = Spec(tuple(dims))
+        if spec.divides(type_.shape, mesh):
+            specs.append(spec)
+    return specs
+
+
+def _refines(fine: Spec, coarse: Spec) -> bool:
+    return all(f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True))
+
+
+def _gather_s(lattice: Any, before: Spec, after: Spec) -> float:
+    return float(lattice.costs[lattice.index[before], lattice.index[after]])
+
+
+def _sums_only(spec: Spec) -> bool:
+    return all(op == "sum" for _, op in spec.partial)
+
+
+def value_names(node: Any) -> dict[int, str]:
+    """Result index -> value name of an op node (results that nobody reads are left out)."""
+    if isinstance(node.meta["type"], tuple):
+        return {u.args[1]: u.name for u in node.users if is_getitem(u)}
+    return {0: node.name}
+
+
+def value_at(node: Any, operand: int) -> str:
+    """Name of the value that operand number `operand` of a node is."""
+    return operand_nodes(node)[operand].name
+
+
+Target = tuple[str, str]
+
+
+def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
+    """(source value, target value, kind) of every edge between calls, values named (template, value).
+
+    kind "value": forward or gradient edge; "read": from a replicated tensor (batch, buffer, gradient seed) to a
+    placeholder; "whole": an output that must end replicated; "settled": an output that must owe nothing.
+    """
+    edges: list[tuple[Target | None, Target, str]] = []
+
+    def producer(ref: ValueRef) -> Target | None:
+        if ref.kind != "call":
+            return None
+        template = program.template_of(program.calls[ref.index])
+        return template.name, template.outputs[ref.output]
+
+    for i, call in enumerate(program.calls):
+        template = program.template_of(call)
+        for slot, ref in enumerate(call.inputs):
+            target = (template.name, template.inputs[slot])
+            source = producer(ref)
+            edges.append((source, target, "value" if source else "read"))
+            grad = template.input_grads[slot]
+            if ref.kind == "call" and grad is not None and i in program.backward_calls:
+                owner = program.template_of(program.calls[ref.index])
+                tangent = owner.tangents[ref.output]
+                if tangent is not None:
+                    edges.append(((template.name, grad), (owner.name, tangent), "value"))
+    for i, ref in enumerate(program.outputs):
+        source = producer(ref)
+        if source is None:
+            continue
+        edges.append((None, source, "whole" if program.training else "settled"))
+        if program.training and i == 0:
+            owner = program.template_of(program.calls[ref.index])
+            tangent = owner.tangents[ref.output]
+            if tangent is not None:
+                edges.append((None, (owner.name, tangent), "read"))
+    for ref in program.buffer_updates.values():
+        source = producer(ref)
+        if source is not None:
+            edges.append((None, source, "whole"))
+    return edges

@@ -1,0 +1,46 @@
+"""The rules of every op of a program, found once: registered, discovered by experiment, or whole with a warning."""
+
+from __future__ import annotations
+
+import warnings
+
+from autopar.ir.call import OpCall
+from autopar.ir.rule import Rule
+from autopar.ops import rules_basic as _basic  # noqa: F401  (registers rules)
+from autopar.ops import rules_nn as _nn  # noqa: F401  (registers rules)
+from autopar.ops.discover import discover
+from autopar.ops.registry import find
+
+
+class RuleBook:
+    """Rules by op call; `unknown` lists ops that run whole, `discovered` those found by experiment."""
+
+    def __init__(self) -> None:
+        self._rules: dict[tuple[object, ...], Rule] = {}
+        self.unknown: list[str] = []
+        self.discovered: dict[str, str] = {}
+
+    def rule(self, call: OpCall) -> Rule:
+        """The rule of one op on these shapes."""
+        key = (call.op, repr(call.arguments), call.operands, call.results)
+        if key not in self._rules:
+            self._rules[key] = self._find(call)
+        return self._rules[key]
+
+    def _find(self, call: OpCall) -> Rule:
+        definition = find(call.op)
+        if definition is not None:
+            return definition.rule(call)
+        found = discover(call)
+        if found is not None and found.shardable:
+            self.discovered.setdefault(call.op, str(found))
+            return found
+        if call.op not in self.unknown:
+            self.unknown.append(call.op)
+            warnings.warn(
+                f"autopar has no sharding rule for {call.op} and found none by experiment; it runs whole on every rank. "
+                "Give it one with @autopar.register_op",
+                stacklevel=2,
+            )
+        whole = tuple(((),) * len(t.shape) for t in call.operands)
+        return Rule(whole, tuple(((),) * len(t.shape) if t is not None else None for t in call.results), {})

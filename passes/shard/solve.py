@@ -1,0 +1,145 @@
+"""Choose a state for every variable of a factor graph: reduce exactly, LP, branch; memory by price, then by row.
+
+1. Without the memory row, reduce and solve. If the optimum fits the budget it is the answer.
+2. Otherwise put a price on memory (Lagrange): each price needs one reduction and one small LP, gives a lower bound
+   and often a plan that fits; bisection finds the best price.
+3. If bound and plan are still apart, the ILP with memory as a row settles it within the time limit.
+
+When time runs out before any answer, a greedy pass (largest op first, cheapest next to what is decided) is the
+fallback; `Solution.method` says so. The gap reported is (cost - bound) / cost.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.ilp import Answer, solve_ilp
+from autopar.passes.shard.reduce import Reduced, reduce_graph, restore, start
+
+
+@dataclass(frozen=True)
+class Solution:
+    """choice: state per variable. cost in the graph's unit (s), memory in bytes; gap relative to a proven bound."""
+
+    choice: tuple[int, ...]
+    cost: float
+    memory: float
+    bound: float
+    method: str
+    before: dict[str, int]
+    after: dict[str, int]
+
+    @property
+    def gap(self) -> float:
+        """0 when proven optimal."""
+        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """No assignment fits: the least memory that any needs."""
+
+    least_bytes: float
+    choice: tuple[int, ...]
+
+
+def solve(graph: FactorGraph, budget: float | None = None, time_limit_s: float = 60.0) -> Solution | Shortage:
+    """Minimise cost subject to memory <= budget (bytes; None: no limit)."""
+    deadline = time.monotonic() + time_limit_s
+    free, bound, after = _priced(graph, 0.0, deadline)
+    method = "exact" if free is not None else "greedy"
+    choice = free if free is not None else greedy(graph)
+    if budget is None or graph.memory_of(choice) <= budget:
+        return _solution(graph, choice, bound, method, after)
+    least, _, _ = _priced(graph, None, deadline)
+    least = least if least is not None else greedy(graph, memory_only=True)
+    if graph.memory_of(least) > budget:
+        return Shortage(graph.memory_of(least), tuple(least))
+    best, bound = _by_price(graph, budget, choice, least, bound, deadline)
+    solution = _solution(graph, best, bound, "priced memory", after)
+    if solution.gap > 1e-3 and time.monotonic() < deadline:
+        r = reduce_graph(start(graph), with_memory=True)
+        if r.size["variables"] <= 400_000:
+            answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
+            if answer.chosen is not None:
+                found = restore(r, answer.chosen)
+                if graph.memory_of(found) <= budget * (1 + 1e-9) and graph.value(found) < solution.cost:
+                    best = found
+            lower = _total_bound(graph, r, answer)
+            solution = _solution(graph, best, max(bound, lower), "memory row", r.size)
+    return solution
+
+
+def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, after: dict[str, int]) -> Solution:
+    cost = graph.value(choice)
+    return Solution(tuple(choice), cost, graph.memory_of(choice), min(bound, cost), method, graph.size, after)
+
+
+def _priced(graph: FactorGraph, price: float | None, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
+    """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone."""
+    if price is None:
+        alone = FactorGraph(graph.keys, graph.states, [m.copy() for m in graph.memory], graph.memory, {}, graph.index)
+        return [int(np.argmin(m)) for m in alone.cost], 0.0, {}
+    r = reduce_graph(start(graph, price))
+    size = r.size
+    answer = solve_ilp(r, None, max(deadline - time.monotonic(), 1.0))
+    if answer.chosen is None:
+        return None, -float("inf"), size
+    return restore(r, answer.chosen), _total_bound(graph, r, answer, price), size
+
+
+def _total_bound(graph: FactorGraph, r: Reduced, answer: Answer, price: float = 0.0) -> float:
+    """Bound of the whole problem: what was eliminated without neighbours, plus the bound of the rest."""
+    settled = sum(float(cost[0]) for _, cost, near, _ in r.log if not near)
+    return settled + answer.bound
+
+
+def _by_price(
+    graph: FactorGraph, budget: float, cheap: list[int], small: list[int], bound: float, deadline: float
+) -> tuple[list[int], float]:
+    """Bisection on the price of a byte: (best assignment that fits, best lower bound)."""
+    best = small
+    span = graph.memory_of(cheap) - graph.memory_of(small)
+    high = max((graph.value(small) - graph.value(cheap)) / max(span, 1.0), 1e-15)
+    low = 0.0
+    for _ in range(24):
+        if time.monotonic() > deadline:
+            break
+        price = high if low == 0.0 and best is small else (low + high) / 2
+        choice, value, _ = _priced(graph, price, deadline)
+        if choice is None:
+            break
+        bound = max(bound, value - price * budget)
+        if graph.memory_of(choice) <= budget:
+            if graph.value(choice) < graph.value(best):
+                best = choice
+            high = price
+        else:
+            low = price
+            if price >= high:
+                high *= 4
+                continue
+        if graph.value(best) - bound <= 1e-4 * abs(graph.value(best)):
+            break
+    return best, bound
+
+
+def greedy(graph: FactorGraph, memory_only: bool = False) -> list[int]:
+    """Largest variable first, each at its cheapest next to what is already decided (the texts' heuristic fallback)."""
+    near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(graph.keys))}
+    for (u, v), m in graph.pairs.items():
+        near[u].append((v, m))
+        near[v].append((u, m.T))
+    order = sorted(near, key=lambda v: -float(graph.cost[v].max() - graph.cost[v].min()))
+    chosen: dict[int, int] = {}
+    for v in order:
+        total = graph.memory[v].copy() if memory_only else graph.cost[v].copy()
+        for u, m in near[v]:
+            if not memory_only:
+                total = total + (m[:, chosen[u]] if u in chosen else m.min(1))
+        chosen[v] = int(np.argmin(total))
+    return [chosen[v] for v in range(len(graph.keys))]

@@ -1,0 +1,155 @@
+"""Collectives: the texts' worked examples, the choice of algorithm, and the laws that must hold."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import ClusterSpec
+from autopar.costmodel import collective as c
+from autopar.errors import ClusterError
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+
+
+def two_levels(ranks: int = 32, node: int = 8, inner: float = 600e9, outer: float = 200e9, **how: float) -> ClusterSpec:
+    return ClusterSpec.homogeneous(
+        devices=ranks,
+        device="a100",
+        devices_per_node=node,
+        intra_bandwidth_Bps=inner,
+        inter_bandwidth_Bps=outer,
+        intra_latency_s=how.get("latency", 0.0),
+        inter_latency_s=how.get("latency", 0.0),
+        intra_efficiency=1.0,
+        inter_efficiency=1.0,
+    )
+
+
+def test_example_25_2_two_level_sum():
+    inner = c.ring_all_reduce_s(25e9, 8, 600e9)
+    outer = c.ring_all_reduce_s(25e9, 32, 200e9)
+    assert inner * 1e3 == pytest.approx(73, abs=0.5)
+    assert outer * 1e3 == pytest.approx(242, abs=0.5)
+    assert c.hierarchical_sum_s(25e9, 8, 600e9, 32, 200e9) * 1e3 == pytest.approx(315, abs=0.5)
+
+
+def test_example_9_1_is_6_125_seconds():
+    assert c.ring_all_reduce_s(350e9, 8, 100e9) == 6.125
+
+
+def test_example_25_5_compression_pays_1_22():
+    plain, small = 25e9 / 200e9, c.compressed_s(25e9, 0.5e9, 200e9, 0.05, 0.05)
+    assert plain == 0.125
+    assert small == pytest.approx(0.1025)
+    assert plain / small == pytest.approx(1.22, abs=0.005)
+    assert c.compression_speedup(0.5, 4, 0) == pytest.approx(1.6)
+
+
+def test_one_bucket_beats_many_messages():
+    one, many = c.aggregated_s([1e6] * 25, 25e9, 1e-5)
+    assert one < many
+    assert many - one == pytest.approx(24e-5)
+
+
+def test_a_cluster_with_plain_links_gives_the_ring_formula():
+    cluster = two_levels(8)
+    assert c.collective_time_s(cluster, "all_reduce", 1e9, tuple(range(8))) == pytest.approx(
+        c.ring_all_reduce_s(1e9, 8, 600e9)
+    )
+
+
+def test_worked_example_of_four_b200_nodes():
+    cluster = two_levels(32, 8, 740.64e9, 50e9)
+    shard_crossing = 2 * 3 / 4 * (2**32 / 8) / 50e9
+    assert shard_crossing * 1e3 == pytest.approx(16.1, abs=0.05)
+    time = c.collective_time_s(cluster, "all_reduce", 2**32, tuple(range(32)))
+    assert time == pytest.approx(shard_crossing)
+    assert time < c.flat_ring_s(cluster, "all_reduce", 2**32, tuple(range(32)))
+
+
+def test_small_messages_go_by_tree_and_large_ones_by_ring():
+    cluster = two_levels(64, 64, latency=5e-6)
+    ranks = tuple(range(64))
+    assert c.collective_time_s(cluster, "all_reduce", 1e3, ranks) == pytest.approx(
+        c.tree_all_reduce_s(1e3, 64, 600e9, 5e-6)
+    )
+    assert c.collective_time_s(cluster, "all_reduce", 1e12, ranks) == pytest.approx(
+        c.ring_all_reduce_s(1e12, 64, 600e9, 5e-6)
+    )
+
+
+def test_in_switch_reduction_beats_the_ring_on_hopper():
+    with_switch, without = (
+        ClusterSpec.preset("dgx-h100"),
+        ClusterSpec.homogeneous(devices=8, device="h100", in_switch=False),
+    )
+    ranks = tuple(range(8))
+    assert c.collective_time_s(with_switch, "all_reduce", 1e9, ranks) < c.collective_time_s(
+        without, "all_reduce", 1e9, ranks
+    )
+
+
+def test_two_of_eight_fully_meshed_devices_use_one_link():
+    cluster = ClusterSpec.preset("mi300x")
+    pair = c.collective_time_s(cluster, "all_reduce", 1e9, (0, 1))
+    assert pair > c.collective_time_s(cluster, "all_reduce", 1e9, tuple(range(8)))
+
+
+def test_strided_groups_equal_listed_ones():
+    cluster = ClusterSpec.preset("dgx-h100", nodes=8)
+    for stride, count in ((1, 8), (1, 16), (8, 8), (4, 16), (2, 32), (16, 4)):
+        ranks = tuple(range(0, stride * count, stride))
+        for kind in KINDS[:4]:
+            listed = c.collective_time_s(cluster, kind, 1e8, ranks)
+            assert c.strided_time_s(cluster, kind, 1e8, stride, count) == pytest.approx(listed), (kind, stride, count)
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    nbytes=st.floats(1, 1e11),
+    faster=st.floats(1, 10),
+    node=st.sampled_from([2, 4, 8]),
+    nodes=st.integers(1, 8),
+    outer=st.floats(1e9, 1e11),
+)
+def test_more_bandwidth_is_never_slower(kind, nbytes, faster, node, nodes, outer):
+    slow = two_levels(node * nodes, node, outer * 4, outer, latency=1e-6)
+    fast = two_levels(node * nodes, node, outer * 4 * faster, outer * faster, latency=1e-6)
+    ranks = tuple(range(node * nodes))
+    assert c.collective_time_s(fast, kind, nbytes, ranks) <= c.collective_time_s(slow, kind, nbytes, ranks) * (
+        1 + 1e-12
+    )
+
+
+@given(nbytes=st.floats(1, 1e11), node=st.sampled_from([2, 4, 8]), nodes=st.integers(2, 8), ratio=st.floats(1, 20))
+def test_hierarchical_is_never_slower_than_a_flat_ring(nbytes, node, nodes, ratio):
+    cluster = two_levels(node * nodes, node, 50e9 * ratio, 50e9, latency=2e-6)
+    ranks = tuple(range(node * nodes))
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        assert c.hierarchical_s(cluster, kind, nbytes, ranks) <= c.flat_ring_s(cluster, kind, nbytes, ranks) * (
+            1 + 1e-9
+        )
+
+
+@given(kind=st.sampled_from(KINDS), small=st.floats(1, 1e9), more=st.floats(1, 100))
+def test_more_bytes_are_never_faster(kind, small, more):
+    cluster = ClusterSpec.preset("dgx-a100", nodes=2)
+    ranks = tuple(range(16))
+    assert (
+        c.collective_time_s(cluster, kind, small, ranks)
+        <= c.collective_time_s(cluster, kind, small * more, ranks) + 1e-15
+    )
+
+
+def test_sharing_a_link_costs():
+    cluster = ClusterSpec.preset("dgx-a100", nodes=2)
+    alone = c.collective_time_s(cluster, "all_gather", 1e9, (0, 8))
+    assert c.collective_time_s(cluster, "all_gather", 1e9, (0, 8), concurrent=4) > 3 * alone
+
+
+def test_errors_name_the_mistake():
+    cluster = ClusterSpec.local(4)
+    with pytest.raises(ClusterError, match="unknown collective 'gossip'"):
+        c.collective_time_s(cluster, "gossip", 1, (0, 1))
+    with pytest.raises(ClusterError, match="rank 9 is outside"):
+        c.collective_time_s(cluster, "all_reduce", 1, (0, 9))

@@ -1,0 +1,100 @@
+"""Runs under torchrun for test_process.py: `python process_worker.py SCENARIO OUT`; results are saved per rank."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autopar.runtime import Session, checkpoint
+from autopar.runtime.process import TorchComm
+from tests.runtime import scenarios, stages
+
+TRAININGS = [(dp, tp, zero) for dp, tp in ((2, 2), (4, 1)) for zero in (0, 1, 3)]
+
+
+def agree(out: Path) -> dict[str, Any]:
+    """Four ranks: what the threads do, the processes do; then a checkpoint of (2, 2) with ZeRO-1 after two steps."""
+    comm = TorchComm(scenarios.MESH)
+    native = TorchComm(scenarios.MESH)
+    native.gloo = False  # the way that NCCL goes
+    got = {
+        "native": scenarios.collectives(native, dtypes=(torch.float64,)),
+        "collectives": scenarios.collectives(comm),
+        "checked": scenarios.collectives(TorchComm(scenarios.MESH, check=True), (8,)),
+        "gradients": scenarios.gradients(comm),
+    }
+    for dp, tp, zero in TRAININGS:
+        stage = stages.mlp(dp, tp, zero)
+        result = scenarios.train(TorchComm(stage.MESH), stage, 3)
+        session = result.pop("session")
+        got[f"train {dp} {tp} {zero}"] = result
+        if (dp, tp, zero) == (2, 2, 1):
+            checkpoint.save(out / "checkpoint", session)
+            state = session.state_dict()
+            got["placements"] = {name: str(getattr(value, "placements", None)) for name, value in state.items()}
+            again = Session(stage, session.comm, stages.adamw)
+            again.load_state_dict(state)
+            got["reloaded"] = {name: again.gather_full(name) for name in ("w1", "b2", "seen")}
+    return got
+
+
+def resume(out: Path) -> dict[str, Any]:
+    """Two ranks go on from the four ranks' checkpoint under other meshes and specs, and from full weights."""
+    got: dict[str, Any] = {}
+    for dp, tp, zero in ((1, 2, 0), (2, 1, 3), (1, 2, 1)):
+        stage = stages.mlp(dp, tp, zero)
+        session = Session(stage, TorchComm(stage.MESH), stages.adamw)
+        checkpoint.load(out / "checkpoint", session)
+        losses = [session.train_step(batch).item() for batch in stages.batches(5)[3:]]
+        weights = {name: session.gather_full(name) for name in ("w1", "w2", "b1", "b2", "seen")}
+        got[f"{dp} {tp} {zero}"] = {"losses": losses, "weights": weights}
+    stage = stages.mlp(2, 1, 3)
+    session = Session(stage, TorchComm(stage.MESH), stages.adamw)
+    checkpoint.load(out / "weights", session)
+    got["full"] = {"losses": [session.train_step(batch).item() for batch in stages.batches(2)]}
+    return got
+
+
+def caught(call: Any) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        return {"type": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
+    return {"type": "none", "message": "", "seconds": time.monotonic() - start}
+
+
+def disagree(out: Path) -> dict[str, Any]:
+    """Two ranks that call different things; each case on groups of its own."""
+    store = dist.FileStore(str(out / "store"), 2)
+    x, got = torch.ones(4), {}
+
+    def comm(case: str, **options: Any) -> TorchComm:
+        return TorchComm({"a": 2}, timeout_s=1.0, store=dist.PrefixStore(case, store), **options)
+
+    checked, late, silent = comm("checked", check=True), comm("late"), comm("silent")
+    first = dist.get_rank() == 0
+    wrong = lambda c: c.all_reduce(x, "a", site="A.py:1") if first else c.all_gather(x, 0, "a", site="B.py:2")  # noqa: E731
+    got["checked"] = caught(lambda: wrong(checked))
+    got["late"] = caught(lambda: wrong(late))
+    dist.barrier()
+    got["alone"] = caught(lambda: silent.all_reduce(x, "a", site="C.py:3") if first else time.sleep(0.1))
+    time.sleep(0 if first else 3)
+    return got
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    target = Path(sys.argv[2])
+    results = {"agree": agree, "resume": resume, "disagree": disagree}[sys.argv[1]](target)
+    torch.save(results, target / f"{sys.argv[1]}_{dist.get_rank()}.pt")
+    dist.destroy_process_group()

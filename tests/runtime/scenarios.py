@@ -1,0 +1,91 @@
+"""What both backends are asked to do, so that their answers can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime import GradEntry, GradStore, Session
+
+from . import stages
+
+MESH = {"a": 2, "b": 2}
+AXES = ("a", "b", ("a", "b"), ("b", "a"))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool)
+
+
+def value(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 4
+    return x.to(dtype) if dtype.is_floating_point else x.round().to(dtype)
+
+
+def collectives(comm: Any, sizes: tuple[int, ...] = (8, 256), dtypes: Any = DTYPES) -> dict[str, Tensor]:
+    """Every collective over every axis set; 8 × 8 goes the way of small messages, 256 × 256 that of large ones."""
+    got: dict[str, Tensor] = {}
+    for axes in AXES:
+        for size in sizes:
+            x = value(comm.rank, size, size)
+            got |= {
+                f"{axes} {size} sum": comm.all_reduce(x, axes, site="scenario"),
+                f"{axes} {size} max": comm.all_reduce(x, axes, op="max"),
+                f"{axes} {size} gather": comm.all_gather(x, 1, axes),
+                f"{axes} {size} gather0": comm.all_gather(x.t(), 0, axes),
+                f"{axes} {size} scatter": comm.reduce_scatter(x, 1, axes),
+                f"{axes} {size} scatter_min": comm.reduce_scatter(x, 0, axes, op="min"),
+                f"{axes} {size} swap": comm.all_to_all(x, 0, 1, axes),
+                f"{axes} {size} first": comm.broadcast(x, axes, index=1),
+            }
+        started = [comm.start_all_reduce(value(comm.rank + i, 4), axes) for i in range(5)]
+        gathers = [comm.start_all_gather(value(comm.rank + i, 4), 0, axes) for i in range(5)]
+        got |= {f"{axes} async gather {i}": handle.wait() for i, handle in enumerate(gathers)}
+        got |= {f"{axes} async sum {i}": handle.wait() for i, handle in reversed(list(enumerate(started)))}
+    for dtype in dtypes:
+        x = value(comm.rank, 8, dtype=dtype)
+        got[f"{dtype} gather"] = comm.all_gather(x, 0, "a")
+        got[f"{dtype} sum"] = comm.all_reduce(x, "a")
+        got[f"{dtype} max"] = comm.all_reduce(x, "a", op="max")
+        got[f"{dtype} scatter"] = comm.reduce_scatter(x, 0, "a")
+    peer = comm.rank ^ 1
+    for i in range(3):
+        comm.send(value(comm.rank + i, 3), peer, tag=i)
+    for i in (2, 0, 1):
+        got[f"message {i}"] = comm.recv((3,), torch.float64, peer, tag=i)
+    comm.barrier()
+    return got
+
+
+def gradients(comm: Any, bucket_bytes: int = 1 << 12, direct_bytes: int = 1 << 14) -> dict[str, Tensor]:
+    """Many gradients of all kinds through small buckets, two microbatches, two steps."""
+    table = {}
+    for i in range(6):
+        table[f"reduce{i}"] = GradEntry(1 + i % 2, (("all_reduce", ("a",)),))
+        table[f"scatter{i}"] = GradEntry(1, (("reduce_scatter", ("b",), i % 2),))
+        table[f"both{i}"] = GradEntry(1, (("all_reduce", ("a",)), ("reduce_scatter", ("b",), 1)))
+        table[f"local{i}"] = GradEntry(1, ())
+        table[f"cut{i}"] = GradEntry(1, (("shard", ("b",), 0), ("all_reduce", ("a",))))
+    store = GradStore(comm, table, 2, bucket_bytes, 1 << 10, direct_bytes, scale=0.5)
+    got: dict[str, Tensor] = {}
+    for step in range(2):
+        for microbatch in range(2):
+            for index, (name, entry) in enumerate(table.items()):
+                for part in range(entry.contributions):
+                    seed = comm.rank + 10 * index + 1000 * microbatch + 5 * part + step
+                    size = 64 if index % 3 == 0 else 8
+                    store.add(name, value(seed, size, size), owned=index % 2 == 0)
+        got |= {f"{name} {step}": grad.clone() for name, grad in store.finish().items()}
+    return got
+
+
+def train(comm: Any, stage: Any, steps: int, optimizer: Any = stages.adamw) -> dict[str, Any]:
+    session = Session(stage, comm, optimizer)
+    session.load_weights(stages.weights())
+    losses = [session.train_step(batch).item() for batch in stages.batches(steps)]
+    names = [*stage.PARAMETERS, *stage.BUFFERS]
+    return {
+        "losses": losses,
+        "grads": session.full_grads(),
+        "weights": {name: session.gather_full(name) for name in names},
+        "session": session,
+    }

@@ -1,0 +1,131 @@
+"""Gradients are accumulated, bucketed and reduced to the same sums whatever the bucket sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.runtime import GradEntry, GradStore, RuntimeProgramError, run_threads
+
+from . import scenarios
+
+
+def test_bucket_sizes_do_not_change_results():
+    runs = [
+        run_threads(4, scenarios.MESH, lambda comm, b=b, d=d: scenarios.gradients(comm, b, d), timeout_s=60)
+        for b, d in [(1, 1 << 30), (1 << 12, 1 << 14), (1 << 30, 1 << 30), (1 << 12, 1)]
+    ]
+    for other in runs[1:]:
+        for left, right in zip(runs[0], other, strict=True):
+            assert left.keys() == right.keys()
+            assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_gradient_is_the_scaled_sum_over_ranks_contributions_and_microbatches():
+    got = run_threads(4, scenarios.MESH, scenarios.gradients, timeout_s=60)
+    names = [f"{kind}{i}" for i in range(6) for kind in ("reduce", "scatter", "both", "local", "cut")]
+
+    def total(rank, name, step):
+        index, size = names.index(name), 64 if names.index(name) % 3 == 0 else 8
+        parts = 2 if name.startswith("reduce") and int(name[-1]) % 2 else 1
+        seeds = [rank + 10 * index + 1000 * m + 5 * p + step for m in range(2) for p in range(parts)]
+        return 0.5 * sum(scenarios.value(seed, size, size) for seed in seeds)
+
+    def check(rank, name, want):
+        torch.testing.assert_close(got[rank][f"{name} 1"], want, rtol=1e-12, atol=1e-12)
+
+    for rank in range(4):
+        a, b = divmod(rank, 2)
+        over_a = lambda name, b=b: total(b, name, 1) + total(2 + b, name, 1)  # noqa: E731
+        over_b = lambda name, a=a: total(2 * a, name, 1) + total(2 * a + 1, name, 1)  # noqa: E731
+        everyone = lambda name: sum(total(r, name, 1) for r in range(4))  # noqa: E731
+        for i in range(6):
+            check(rank, f"reduce{i}", over_a(f"reduce{i}"))
+            check(rank, f"scatter{i}", over_b(f"scatter{i}").chunk(2, i % 2)[b])
+            check(rank, f"both{i}", everyone(f"both{i}").chunk(2, 1)[b])
+            check(rank, f"local{i}", total(rank, f"local{i}", 1))
+            check(rank, f"cut{i}", over_a(f"cut{i}").chunk(2, 0)[b])
+
+
+def test_tensors_that_were_not_given_away_stay_as_they_are():
+    def body(comm):
+        store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", "a"),)), "y": GradEntry(2)}, direct_bytes=1)
+        g = torch.ones(4)
+        store.add("x", g)
+        store.add("y", g)
+        store.add("y", g)
+        grads = store.finish()
+        return g.tolist(), grads["x"].tolist(), grads["y"].tolist()
+
+    for kept, x, y in run_threads(2, {"a": 2}, body, timeout_s=30):
+        assert kept == [1.0] * 4
+        assert x == y == [2.0] * 4
+
+
+def test_owned_large_gradients_are_reduced_where_they_lie():
+    def body(comm):
+        store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", "a"),))}, direct_bytes=1)
+        g = torch.ones(4)
+        store.add("x", g, owned=True)
+        return store.finish()["x"].data_ptr() == g.data_ptr()
+
+    assert run_threads(2, {"a": 2}, body, timeout_s=30) == [True, True]
+
+
+def test_buckets_start_before_the_backward_ends():
+    started = []
+
+    def body(comm):
+        launch = comm._start
+        comm._start = lambda call: started.append(call.kind) or launch(call)
+        store = GradStore(
+            comm,
+            {f"g{i}": GradEntry(1, (("all_reduce", "a"),)) for i in range(8)},
+            bucket_bytes=128,
+            direct_bytes=1 << 20,
+        )
+        counts = []
+        for i in range(8):
+            store.add(f"g{i}", torch.ones(16))
+            counts.append(len(started))
+        store.finish()
+        return counts, len(started)
+
+    assert run_threads(1, {"a": 1}, body)[0] == ([0] * 8, 0)
+    counts, total = run_threads(2, {"a": 2}, body, timeout_s=30)[0]
+    assert counts[-1] > 0
+    assert total == 8
+
+
+def test_a_loss_travels_with_the_gradients():
+    started = []
+
+    def body(comm):
+        launch = comm._start
+        comm._start = lambda call: started.append(call.kind) or launch(call)
+        store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", "a"),))})
+        sums = []
+        for step in range(2):
+            loss = store.start_sum(torch.tensor(1.0 + comm.rank + step), "a")
+            store.add("x", torch.ones(4))
+            grads = store.finish()
+            sums.append((loss.wait(), grads["x"].sum().item()))
+        early = store.start_sum(torch.tensor(5.0), "a")
+        return [(loss.item(), grad) for loss, grad in sums], early.wait().item()
+
+    for got in run_threads(2, {"a": 2}, body, timeout_s=30):
+        assert got == ([(3.0, 8.0), (5.0, 8.0)], 10.0)
+    assert started == ["all_reduce"] * 6
+
+
+@pytest.mark.parametrize(
+    ("misuse", "words"),
+    [
+        (lambda store: store.add("z", torch.ones(1)), "no gradient entry for parameter 'z'"),
+        (lambda store: [store.add("x", torch.ones(1)) for _ in range(2)], "contribution 2 of 1"),
+        (lambda store: store.finish(), "'x': 0 of 1 contributions"),
+    ],
+)
+def test_miscounted_contributions_are_errors(misuse, words):
+    with pytest.raises(RuntimeProgramError, match=words):
+        run_threads(1, {"a": 1}, lambda comm: misuse(GradStore(comm, {"x": GradEntry(1)})))

@@ -1,0 +1,178 @@
+"""An emitted directory runs under torchrun with torch alone: run.py, manifest, checkpoints, and wrong use."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar.runtime
+from autopar.runtime import RuntimeProgramError, checkpoint, launch
+
+from . import stages
+from .test_process import torchrun
+
+RUN = """import pathlib, sys
+here = pathlib.Path(__file__).parent
+from autopar_runtime import launch
+assert "autopar" not in sys.modules
+if __name__ == "__main__":
+    sys.exit(launch.main(here))
+"""
+STAGE = """import autopar_runtime.comm
+import stages
+from autopar_runtime import Rank
+stage = stages.mlp(2, 1, zero={zero})
+globals().update(vars(stage))
+"""
+DATA = """import stages
+def batches():
+    return stages.batches(3)
+def failing():
+    import os
+    yield from stages.batches(1)
+    if os.environ["RANK"] == "1":
+        raise ValueError("no more data")
+    yield from stages.batches(2)
+"""
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the emitter writes, by hand: a ZeRO-3 MLP for two ranks."""
+    out = tmp_path_factory.mktemp("emitted")
+    shutil.copytree(Path(autopar.runtime.__file__).parent, out / "autopar_runtime")
+    shutil.copy(Path(__file__).with_name("stages.py"), out / "stages.py")
+    (out / "programs").mkdir()
+    (out / "programs" / "stage_0.py").write_text(STAGE.format(zero=3))
+    (out / "run.py").write_text(RUN)
+    (out / "data.py").write_text(DATA)
+    checkpoint.write_full(out / "weights", stages.weights())
+    manifest = {
+        "world_size": 2,
+        "mesh": {"dp": 2, "tp": 1},
+        "stages": ["programs/stage_0.py"],
+        "stage_of_rank": [0, 0],
+        "training": True,
+        "optimizer": {"module": "torch.optim", "name": "AdamW", "kwargs": {"lr": 1e-2}},
+        "seed": 3,
+        "weights": "weights",
+        "inputs": [{"shape": [8, 8], "dtype": "float64"}, {"shape": [8, 8], "dtype": "float64"}],
+    }
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    return out
+
+
+def losses(output: str) -> list[float]:
+    return [float(line.split("loss ")[1].split()[0]) for line in output.splitlines() if line.startswith("step ")]
+
+
+def test_run_trains_saves_and_resumes(emitted):
+    want, data = stages.reference(5)["losses"], f"{emitted / 'data.py'}:batches"
+    first = torchrun(2, emitted / "run.py", "--steps", 2, "--data", data, "--save", emitted / "saved")
+    assert first.returncode == 0, first.stderr
+    assert losses(first.stdout) == pytest.approx(want[:2], abs=1e-6)
+    second = torchrun(2, emitted / "run.py", "--steps", 1, "--data", data, "--resume", emitted / "saved", "--check")
+    assert second.returncode == 0, second.stderr
+    assert losses(second.stdout) == pytest.approx(want[2:3], abs=1e-6)
+    assert "step 3" in second.stdout
+    assert "Warning" not in second.stderr
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_error(emitted):
+    done = torchrun(2, emitted / "run.py", "--steps", 3, "--data", f"{emitted / 'data.py'}:failing", "--timeout", 20)
+    assert done.returncode == 1
+    assert "error on rank 1: ValueError: no more data" in done.stderr
+
+
+def start(emitted: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(emitted / "run.py"), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | environment, check=False
+    )
+
+
+ALONE = """import sys, torch
+sys.path.insert(0, sys.argv[2])
+import stages
+from autopar.runtime import launch
+program = launch.load(sys.argv[1])
+batches = stages.batches(3)
+first = [program(*batch).item() for batch in batches[:2]]
+state = {name: value.clone() if hasattr(value, "clone") else value for name, value in program.state_dict().items()}
+third = program(*batches[2]).item()
+again = launch.load(sys.argv[1])
+again.load_state_dict(state)
+assert abs(again(*batches[2]).item() - third) < 1e-12
+assert again.session.comm.world_size == 1
+try:
+    launch.load(sys.argv[2])
+except launch.WrongWorldSize as error:
+    assert "compiled for 2 ranks" in str(error) and "process group has 1" in str(error)
+else:
+    raise AssertionError
+torch.distributed.destroy_process_group()
+print(*first, third)
+"""
+
+
+def test_a_loaded_program_is_called_with_a_batch_and_gives_the_loss(emitted, tmp_path):
+    manifest = json.loads((emitted / "manifest.json").read_text())
+    manifest |= {"world_size": 1, "mesh": {"dp": 1, "tp": 1}, "stage_of_rank": [0], "stages": ["one.py"]}
+    manifest["weights"] = str(emitted / "weights")
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "one.py").write_text(STAGE.format(zero=0).replace("mlp(2, 1", "mlp(1, 1"))
+    command = [sys.executable, "-c", ALONE, str(tmp_path), str(emitted)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    want = stages.reference(3)["losses"]
+    assert [float(word) for word in done.stdout.split()] == pytest.approx(want, rel=1e-12)
+
+
+def test_a_wrong_world_size_ends_every_rank_with_the_same_message_before_they_meet(emitted):
+    ranks = [start(emitted, RANK=str(rank), WORLD_SIZE="4") for rank in (0, 3)]
+    assert [done.returncode for done in ranks] == [2, 2]
+    assert ranks[0].stderr == ranks[1].stderr
+    assert "compiled for 2 ranks (dp=2 × tp=1), but WORLD_SIZE is 4" in ranks[0].stderr
+    assert "torchrun --nproc-per-node 2" in ranks[0].stderr
+
+
+def test_a_damaged_directory_is_named(emitted, tmp_path):
+    with pytest.raises(RuntimeProgramError, match=r"manifest.json is missing"):
+        launch.Manifest.read(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"world_size": 2')
+    with pytest.raises(RuntimeProgramError, match="is damaged"):
+        launch.Manifest.read(tmp_path)
+    with pytest.raises(RuntimeProgramError, match="was the directory copied whole"):
+        launch.load_stage(tmp_path / "stage_0.py")
+
+
+def test_random_batches_depend_on_seed_and_step_alone():
+    rows = [{"shape": [4], "dtype": "int64", "high": 9}, {"shape": [2, 3], "dtype": "float32"}]
+    stream = launch.random_batches(rows, seed=1)
+    first, second = next(stream), next(stream)
+    assert first[0].max() < 9
+    assert first[1].dtype == torch.float32
+    again = next(launch.random_batches(rows, seed=1, first_step=1))
+    assert all(torch.equal(x, y) for x, y in zip(second, again, strict=True))
+    assert not torch.equal(first[1], second[1])
+    assert not torch.equal(first[1], next(launch.random_batches(rows, seed=2))[1])
+
+
+def test_data_sources_start_over_and_skip_to_the_step(tmp_path):
+    file = tmp_path / "numbers.py"
+    file.write_text("import torch\ndef three(): return [(torch.tensor(i),) for i in range(3)]\ndef none(): return []\n")
+    stream = launch.user_batches(f"{file}:three", first_step=2)
+    assert [next(stream)[0].item() for _ in range(4)] == [2, 0, 1, 2]
+    with pytest.raises(RuntimeProgramError, match="gave no batch"):
+        next(launch.user_batches(f"{file}:none"))
+    with pytest.raises(RuntimeProgramError, match="has no function 'four'"):
+        next(launch.user_batches(f"{file}:four"))
+    with pytest.raises(RuntimeProgramError, match="MODULE:FUNCTION"):
+        next(launch.user_batches("numbers"))

@@ -1,0 +1,44 @@
+"""Each example and benchmark runs as it stands, from any folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_script(script: str, *args: str, cwd: Path) -> str:
+    command = [sys.executable, str(ROOT / script), *args]
+    ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    return ran.stdout
+
+
+@pytest.mark.parametrize("script", ["quickstart.py", "plan_by_hand.py", "custom_op.py"])
+def test_example_runs(script: str, tmp_path: Path) -> None:
+    assert run_script(f"examples/{script}", cwd=tmp_path)
+
+
+def test_demo_trains_on_two_processes_and_equals_one_device(tmp_path: Path) -> None:
+    said = run_script("examples/train_gpt.py", "--ranks", "2", "--steps", "20", cwd=tmp_path)
+    assert "NOT EQUAL" not in said
+    assert (tmp_path / "out" / "gpt" / "run.py").exists()
+
+
+@pytest.mark.slow
+def test_step_time_benchmark_compares_equal_computations(tmp_path: Path) -> None:
+    result = json.loads(run_script("benchmarks/step_time.py", "--steps", "4", "--warmup", "1", cwd=tmp_path))
+    assert result["losses_agree"]
+    assert set(result["ratio_of_medians"]) == {"dp/ddp", "zero3/fsdp2"}
+
+
+@pytest.mark.slow
+def test_compile_time_benchmark_reports_every_case(tmp_path: Path) -> None:
+    results = json.loads(run_script("benchmarks/compile_time.py", "--quick", cwd=tmp_path))["results"]
+    assert len(results) == 3
+    assert not any("error" in case for case in results), results
