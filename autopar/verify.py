@@ -229,6 +229,26 @@ class _Promote(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+class _KeepEps(TorchFunctionMode):
+    """`rms_norm` without eps takes the eps of its dtype; the promoted model keeps that of the original dtype."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.rms_norm and (args[3] if len(args) > 3 else kwargs.get("eps")) is None:
+            args = args[:3]
+            kwargs["eps"] = self.eps
+        return func(*args, **kwargs)
+
+
+def _eps(model: nn.Module) -> float:
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return torch.finfo(dtype).eps
+
+
 def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype) -> Values:
     reference = copy.deepcopy(model).to(dtype)
     reference.train(model.training)
@@ -238,7 +258,7 @@ def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, d
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _Promote(dtype):
+        with _Promote(dtype), _KeepEps(_eps(model)):
             if not program.training:
                 with torch.no_grad():
                     out = run_model(reference, inputs)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from autopar.errors import CaptureError
+from autopar.ir.program import is_getitem, op_name
 from autopar.ir.types import TensorType
 
 aten = torch.ops.aten
@@ -41,7 +42,34 @@ def canonicalize(module: fx.GraphModule) -> None:
             node.meta["type"] = _type_of(node.meta["val"])
     merge_equal(graph)
     graph.eliminate_dead_code()
+    _name_values(graph)
     graph.lint()
+
+
+_RESULTS = {
+    "attention": ("attended", "lse"), "attention_grad": ("dq", "dk", "dv"), "rms_norm": ("normed", "rstd"),
+    "layer_norm": ("normed", "mean", "rstd"), "rnn": ("states", "h", "c"), "topk": ("top", "chosen"),
+    "max_pool2d_with_indices": ("pooled", "argmax"),
+}  # fmt: skip
+
+
+def _name_values(graph: fx.Graph) -> None:
+    """Readable names: `normed`, `rstd` for the results of a norm, no leading underscores."""
+    taken = {n.name for n in graph.nodes}
+    for node in graph.nodes:
+        if is_getitem(node):
+            producer, index = node.args
+            known = _RESULTS.get(op_name(producer.target).split(".")[1], ())
+            stem = known[index] if index < len(known) else f"{producer.name.lstrip('_')}_{index}"
+        elif node.op == "call_function" and node.name.startswith("_"):
+            stem = node.name.lstrip("_")
+        else:
+            continue
+        name, k = stem, 1
+        while name in taken:
+            name, k = f"{stem}_{k}", k + 1
+        taken.add(name)
+        node._rename(name)
 
 
 def _type_of(value: Any) -> Any:
@@ -81,17 +109,27 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         return
     before = source.meta["type"]
     same = before == type_
-    if source.op == "placeholder" and (node.target in _COPIES or same) and any(u.op == "output" for u in node.users):
+    without_effect = node.target in _COPIES or (same and (node.target in _CASTS or node.target in _REGROUP))
+    if source.op == "placeholder" and without_effect and any(u.op == "output" for u in node.users):
         _replace(graph, node, aten.clone.default, (source,), {})  # an output needs a producer of its own
-    elif node.target in _COPIES or (node.target in _CASTS and same) or (node.target in _REGROUP and same):
+    elif without_effect:
         node.replace_all_uses_with(source)
         graph.erase_node(node)
     elif node.target in _REGROUP:
-        _replace(graph, node, aten.reshape.default, (source, list(type_.shape)), {})
+        while source.target is aten.reshape.default:
+            source = source.args[0]  # type: ignore[assignment]
+        if source.meta["type"] == type_:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        else:
+            _replace(graph, node, aten.reshape.default, (source, list(type_.shape)), {})
     elif node.target in _CASTS and before.shape == type_.shape:
         _replace(graph, node, aten._to_copy.default, (source,), {"dtype": type_.dtype})
     elif node.target in _REORDER:
         order = _order(node, len(before.shape))
+        if source.target is aten.permute.default:
+            first: Any = source.args[1]
+            order, source = [first[d] for d in order], source.args[0]  # type: ignore[assignment]
         if order == list(range(len(order))):
             node.replace_all_uses_with(source)
             graph.erase_node(node)

@@ -109,7 +109,7 @@ def _assemble(
     _mark_phases(graph, tangents, outs)
     taken: set[str] = {n.name for n in graph.nodes}
     for node, read, param in zip(reads, segment.reads, is_param, strict=True):
-        _rename(node, read.name.removeprefix("p_model_").removeprefix("p_") if param else read.name, taken)
+        _rename(node, _local_name(read.name, segment.path), taken)
     flowing = iter(tangents)
     slots = [next(flowing) if f else None for f in flows]
     for slot, write in zip(slots, segment.writes, strict=True):
@@ -132,6 +132,12 @@ def _assemble(
         tuple(grad(i) for i in inputs), tuple(grad(i) for i in params),
         any(_is_random(n) for n in graph.nodes),
     )  # fmt: skip
+
+
+def _local_name(name: str, path: str) -> str:
+    """Name of a read value inside its template: no kind prefix, no path of the block."""
+    name = re.sub(r"^(p|b|c)_(model_)?", "", name)
+    return name.removeprefix(re.sub(r"\W", "_", path.split("@")[0]) + "_") if path else name
 
 
 def _is_random(node: fx.Node) -> bool:

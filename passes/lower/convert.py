@@ -89,6 +89,8 @@ def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | N
                 found.append(("all_reduce", (step.axis,)))
         elif step.kind in ("all_gather", "reduce_scatter"):
             found.append((step.kind, (step.axis,), step.dim))
+        elif step.kind == "all_to_all":
+            found.append(("all_to_all", (step.axis,), step.to_dim, step.dim))
         else:
             return None
     return tuple(found)
