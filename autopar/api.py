@@ -20,7 +20,9 @@ from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.options import Options
+from autopar.passes.account import account
 from autopar.passes.costs import Pricer
+from autopar.passes.lower import lower
 from autopar.passes.shard.planner import Candidate, candidate_meshes, solve_mesh
 from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
@@ -64,7 +66,7 @@ def compile(  # noqa: A001  (the public name)
         candidates = [_replayed(chosen, program, spec, setting, rules, options)]
         shortages: list[Any] = []
     else:
-        candidates, shortages = search(program, spec, rules, setting, options)
+        candidates, shortages = search_fitting(program, spec, rules, setting, options)
     planned = time.perf_counter()
     if not candidates:
         raise InfeasibleError(_infeasible(program, spec, shortages, setting, options))
@@ -76,11 +78,35 @@ def compile(  # noqa: A001  (the public name)
     return result
 
 
-def search(
+def search_fitting(
     program: Program, cluster: ClusterSpec, rules: RuleBook, setting: Setting, options: Options
 ) -> tuple[list[Candidate], list[tuple[str, Mesh, Shortage]]]:
+    """`search`, until the peak of the lowered program fits too.
+
+    The solver counts what rests and what backward waits for; what lives for a moment is known after lowering. Where
+    that breaks the limit, the solver gets a budget smaller by as much.
+    """
+    limit = memory_limit(cluster, options)
+    budget = limit
+    for _ in range(4):
+        candidates, shortages = search(program, cluster, rules, setting, options, budget)
+        if not candidates:
+            return candidates, shortages
+        best = candidates[0]
+        stage = lower(program, best.plan, best.pricer, rules)[0]
+        peak = account(stage, best.pricer, program, setting).peak_bytes
+        if peak <= limit:
+            return candidates, shortages
+        budget -= 1.02 * (peak - limit)
+        if budget <= 0:
+            break
+    return [], [(best.plan.origin, best.pricer.mesh, Shortage(peak, best.solution.choice)), *shortages]
+
+
+def search(
+    program: Program, cluster: ClusterSpec, rules: RuleBook, setting: Setting, options: Options, budget: float
+) -> tuple[list[Candidate], list[tuple[str, Mesh, Shortage]]]:
     """Plans that fit, best first, and what did not fit: the solver on every candidate mesh, and the baselines."""
-    budget = memory_limit(cluster, options)
     found: list[Candidate] = []
     short: list[tuple[str, Mesh, Shortage]] = []
     meshes = candidate_meshes(cluster, options)

@@ -6,6 +6,7 @@ live from their line to their last use; a template call adds the largest moment 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.ir.lowered import Function, Line, LoweredStage, Ref
@@ -72,66 +73,89 @@ def _is_view(line: Line) -> bool:
     return definition is not None and definition.free
 
 
-def _inside(function: Function, mesh: Mesh, kept: set[str]) -> tuple[float, float]:
-    """(largest bytes alive inside beyond the arguments, bytes of what is kept afterwards)."""
+@dataclass(frozen=True)
+class _Moment:
+    """What a function holds: `peak` bytes made inside, `kept` bytes of what it saves, outputs apart, `pinned` args."""
+
+    peak: float
+    kept: float
+    outputs: float
+    pinned: frozenset[str]
+
+
+def _roots(function: Function) -> dict[str, str]:
+    """The value whose memory a name shows: itself, or what it is a view of."""
+    root = {a: a for a in function.args}
+    for line in function.lines:
+        source = next(iter(line.reads()), None)
+        for out in line.outs:
+            root[out] = root.get(source, out) if source is not None and _is_view(line) else out
+    return root
+
+
+def _inside(function: Function, mesh: Mesh, saved: tuple[str, ...] = ()) -> _Moment:
+    root = _roots(function)
+    outputs = {root.get(n, n) for n in function.returns if n}
+    held = {root.get(n, n) for n in saved}
     last: dict[str, int] = {}
     for i, line in enumerate(function.lines):
         for name in (*line.reads(), *line.outs):
-            last[name] = i
+            last[root.get(name, name)] = i
     size: dict[str, float] = {}
     alive = peak = 0.0
     for i, line in enumerate(function.lines):
         for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
-            size[name] = 0.0 if _is_view(line) else _bytes(type_, spec, mesh)
-            alive += size[name]
+            if root[name] == name:
+                size[name] = _bytes(type_, spec, mesh)
+                alive += size[name]
         peak = max(peak, alive)
-        for name in {*line.reads(), *line.outs}:
-            if last[name] == i and name not in kept and name in size:
+        for name in {root.get(n, n) for n in (*line.reads(), *line.outs)}:
+            if last[name] == i and name not in outputs and name not in held and name in size:
                 alive -= size.pop(name)
-    return peak, sum(v for n, v in size.items() if n in kept)
+    kept = sum(v for n, v in size.items() if n in held and n not in outputs)
+    pinned = frozenset(a for a in function.args if a in held)
+    return _Moment(peak, kept, sum(v for n, v in size.items() if n in outputs), pinned)
 
 
 def _walk(stage: LoweredStage) -> float:
+    """Largest bytes alive during the step beyond what rests."""
     mesh = stage.mesh
-    inside = {}
-    for name, t in stage.templates.items():
-        outs = {n for n in t.forward.returns if n}
-        forward = _inside(t.forward, mesh, outs | set(t.saved))
-        out_bytes = sum(_line_bytes(t.forward, n, mesh) for n in outs)
-        back = (
-            _inside(t.backward, mesh, {n for n in t.backward.returns if n}) if t.backward is not None else (0.0, 0.0)
-        )
-        inside[name] = (forward[0], max(forward[1] - out_bytes, 0.0), back[0])
+    forward = {n: _inside(t.forward, mesh, t.saved) for n, t in stage.templates.items()}
+    back = {n: _inside(t.backward, mesh) for n, t in stage.templates.items() if t.backward is not None}
     lines = stage.step.lines
-    last: dict[str, int] = {}
+    root = _roots(stage.step)
+    uses = [{root.get(n, n) for n in (*line.reads(), *line.outs)} for line in lines]
+    pinned: dict[str, set[str]] = {}
+    for line in lines:
+        if line.op == "call.forward" and line.kwargs["keep"]:
+            template = stage.templates[line.args[0]]
+            values = template.forward.args[len(line.args[2]) :]
+            names = {root.get(ref.name, ref.name) for arg, ref in zip(values, line.args[3], strict=True)
+                     if arg in forward[line.args[0]].pinned}  # fmt: skip
+            outs = {o for o in line.outs[:-1]}
+            pinned[line.outs[-1]] = names | {o for o, n in zip(line.outs, template.forward.returns, strict=False)
+                                             if n in set(template.saved) and o in outs}  # fmt: skip
     for i, line in enumerate(lines):
-        for ref in (*line.reads(), *line.outs):
-            last[ref] = i
-    size: dict[str, float] = {n: _bytes(*stage.step.arg_types[n], mesh) for n in stage.step.args}
+        for name in line.reads():
+            uses[i] |= pinned.get(name, set())
+    last = {name: i for i, names in enumerate(uses) for name in names}
+    size = {n: _bytes(*stage.step.arg_types[n], mesh) for n in stage.step.args}
     alive = peak = sum(size.values())
     for i, line in enumerate(lines):
         if line.op == "call.forward":
-            peak = max(peak, alive + inside[line.args[0]][0])
+            peak = max(peak, alive + forward[line.args[0]].peak)
         elif line.op == "call.backward":
-            peak = max(peak, alive + inside[line.args[0]][2])
+            peak = max(peak, alive + back[line.args[0]].peak)
         for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
-            size[name] = 0.0 if _is_view(line) or line.op == "buffer.read" else _bytes(type_, spec, mesh)
-            if line.op == "call.forward" and type_ is None:
-                size[name] = inside[line.args[0]][1]
+            if root[name] != name or line.op == "buffer.read":
+                continue
+            size[name] = forward[line.args[0]].kept if line.op == "call.forward" and type_ is None else _bytes(type_, spec, mesh)
             alive += size[name]
         peak = max(peak, alive)
-        for name in {*line.reads(), *line.outs}:
-            if last.get(name) == i and name in size:
+        for name in uses[i]:
+            if last[name] == i and name in size:
                 alive -= size.pop(name)
     return peak
-
-
-def _line_bytes(function: Function, name: str, mesh: Mesh) -> float:
-    for line in function.lines:
-        if name in line.outs:
-            k = line.outs.index(name)
-            return 0.0 if _is_view(line) else _bytes(line.types[k], line.specs[k], mesh)
-    return 0.0
 
 
 def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[Collective]:
@@ -161,6 +185,9 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
             calls[line.args[0]] += 1
         elif line.op == "call.backward":
             back[line.args[0]] += 1
+        elif line.op == "grads.sum":
+            for axis in line.args[1]:
+                add("all_reduce", axis, "gradient bucket: loss", float(line.types[0].nbytes) if line.types[0] else 0.0, microbatches)
         elif line.op == "params.prefetch":
             for name, steps in line.args[1]:
                 _steps(add, f"gather {name}", stage.parameters[name].type, stage.parameters[name].storage, steps, mesh, microbatches)
@@ -175,9 +202,15 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
             _reductions(add, p, mesh)
             _steps(add, f"regather {p.name}", p.type, p.optimizer, p.regather, mesh, 1)
     return [
-        Collective(kind, axis, what, nbytes, times, times * pricer.collective_s(kind, nbytes, axis))
+        Collective(kind, axis, what, nbytes, times, times * _price(pricer, what)(kind, nbytes, axis))
         for (kind, axis, what, nbytes), times in found.items()
     ]
+
+
+def _price(pricer: Pricer, what: str) -> Callable[[str, float, str], float]:
+    """Parameters, gradients and the loss travel many in one message."""
+    together = what.startswith(("gather ", "regather ", "gradient "))
+    return pricer.bucketed_s if together else pricer.collective_s
 
 
 def _steps(add: object, what: str, type_: TensorType, start: Spec, steps: tuple[tuple[object, ...], ...], mesh: Mesh, times: int) -> None:

@@ -67,6 +67,12 @@ def _at(items: tuple[object, ...], i: int) -> object:
 def _derive(line: Line, mesh: Mesh, rules: RuleBook, known: dict[str, Typed], where: str) -> list[Spec | None] | None:
     if line.op.startswith("comm."):
         return [_collective(line, mesh, known, where)]
+    if line.op == "grads.sum":
+        source, axes = line.args
+        type_, spec = known[source.name]
+        if spec.partial != tuple((axis, "sum") for axis in axes) or any(spec.dims):
+            raise CheckError(f"{where}: {source.name} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone")
+        return [spec.without_partial()]
     if line.op.split(".")[0] in ("call", "params", "grads", "buffer"):
         return None
     reads = [known[n] for n in line.reads()]

@@ -18,6 +18,9 @@ from autopar.ops.registry import find
 from autopar.passes.shard.reshard import Lattice
 
 
+BUCKET_BYTES = 8 << 20  # of gradients that the runtime reduces in one message
+
+
 class Pricer:
     """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only."""
 
@@ -26,7 +29,7 @@ class Pricer:
         self.device = cluster.device(mesh.offset)
         self.copy_s = 1.0 / self.device.memory_bandwidth_Bps
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
-        self._lattices: dict[tuple[TensorType, tuple[str, ...]], Lattice] = {}
+        self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
         self._ops: dict[tuple[object, ...], float] = {}
 
@@ -37,11 +40,18 @@ class Pricer:
             self._collectives[key] = collective.collective_time_s(self.cluster, kind, nbytes, self._groups[axis])
         return self._collectives[key]
 
-    def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",)) -> Lattice:
-        """Conversions of one tensor type; `ops`: reductions that may be owed."""
-        key = (type_, ops)
+    def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
+        """Seconds of nbytes inside a larger message: gradients, parameters and the loss travel together."""
+        if nbytes >= BUCKET_BYTES:
+            return self.collective_s(kind, nbytes, axis)
+        return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
+
+    def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
+        """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message."""
+        key = (type_, ops, bucketed)
         if key not in self._lattices:
-            self._lattices[key] = Lattice(type_, self.mesh, self.collective_s, self.copy_s, ops)
+            price = self.bucketed_s if bucketed else self.collective_s
+            self._lattices[key] = Lattice(type_, self.mesh, price, self.copy_s, ops)
         return self._lattices[key]
 
     def convert_s(self, type_: TensorType, before: Spec, after: Spec) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Callable
 
 from autopar.ir.lowered import Line, Ref, RuntimeStep
@@ -14,14 +16,18 @@ _SUFFIX = {"all_gather": "gathered", "slice": "sliced", "all_to_all": "exchanged
            "reduce_scatter": "scattered", "to_partial": "masked"}  # fmt: skip
 
 
+_USED = ("rt", "call", "saved", "inputs", "torch", "aten", "ops", "attention", "rnn", "user_ops", *keyword.kwlist)
+
+
 class Names:
-    """Unique local names."""
+    """Unique local names, none of which the emitted files use for something else."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, int] = {}
+        self._taken: dict[str, int] = dict.fromkeys(_USED, 1)
 
     def fresh(self, stem: str) -> str:
-        """`stem`, or `stem_2`, `stem_3`, … when taken."""
+        """`stem` as an identifier, or `stem_2`, `stem_3`, … when taken."""
+        stem = re.sub(r"\W", "_", stem).lstrip("0123456789_") or "x"
         count = self._taken.get(stem, 0) + 1
         self._taken[stem] = count
         if count == 1:
@@ -58,12 +64,12 @@ class Converter:
         return current
 
 
-def path(pricer: Pricer, type_: TensorType, before: Spec, after: Spec) -> list[tuple[Step, Spec]]:
-    """The cheapest conversion, neighbouring all-reduces over several axes joined into one."""
+def path(pricer: Pricer, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False) -> list[tuple[Step, Spec]]:
+    """The cheapest conversion; bucketed: of a value that travels in one message with others."""
     if before == after:
         return []
     ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
-    return pricer.lattice(type_, ops).path(before, after)
+    return pricer.lattice(type_, ops, bucketed).path(before, after)
 
 
 def _arguments(step: Step) -> tuple[object, ...]:

@@ -21,6 +21,7 @@ from autopar.passes.shard.rules import RuleBook
 from autopar.plan import Plan, StagePlan
 
 Held = tuple[str, Spec]
+MAKE_NEW = ("autopar.linear_dw", "autopar.conv_dw", "autopar.embedding_grad")
 
 
 def lower(program: Program, plan: Plan, pricer: Pricer, rules: RuleBook) -> tuple[LoweredStage, ...]:
@@ -72,7 +73,7 @@ class _StageLowering:
             first = next(iter(specs))
             steps = None
             if len(specs) == 1 and first is not None:
-                steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, first, target))
+                steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, first, target, bucketed=True))
             found[name] = (len(places), steps or (), None if steps is not None else target)
         return found
 
@@ -88,7 +89,7 @@ class _StageLowering:
             if wanted is None:
                 continue
             storage = self.stage.parameters[name].storage
-            steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, storage, wanted))
+            steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, storage, wanted, bucketed=True))
             if steps is None:
                 raise PlanError(f"parameter {name}: no gather leads from {storage} to {wanted}")
             found.append((name, template.params[slot], steps, storage, wanted))
@@ -205,12 +206,23 @@ class _StageLowering:
 
     def _outputs(self) -> list[Held]:
         outputs = []
-        for ref in self.program.outputs:
+        for i, ref in enumerate(self.program.outputs):
             name, spec = self._value(ref)
             type_ = self.program.type_of(ref)
             wanted = Spec.replicated(len(type_.shape)) if self.program.training else spec.without_partial()
+            if self.program.training and i == 0 and _owes_sums_only(spec):
+                outputs.append((self._sum_loss(name, spec, type_), wanted))
+                continue
             outputs.append((self.converter.convert(name, name, type_, spec, wanted, "F", "output"), wanted))
         return outputs
+
+    def _sum_loss(self, name: str, spec: Spec, type_: TensorType) -> str:
+        """The loss, its sum over the axes that owe one sent beside the gradients."""
+        made = self.names.fresh(f"{name}_reduced")
+        axes = tuple(axis for axis, _ in spec.partial)
+        whole = Spec.replicated(len(type_.shape))
+        self.lines.append(Line((made,), "grads.sum", (Ref(name), axes), types=(type_,), specs=(whole,), source="loss"))
+        return made
 
     def _updates(self) -> None:
         for buffer, ref in self.program.buffer_updates.items():
@@ -296,17 +308,27 @@ class _StageLowering:
             if target is not None:
                 type_ = self.program.parameters[name].type
                 grad_name = self.converter.convert(grad_name, grad_name, type_, spec, target, "W", call.path)
-            self.lines.append(Line((), "grads.add", (name, Ref(grad_name)), phase="W", source=call.path))
+            owned = grad_name in results and self._fresh(template.name, len(template.inputs) + slot)
+            self.lines.append(Line((), "grads.add", (name, Ref(grad_name)), {"owned": owned}, phase="W", source=call.path))
         for slot, ref in enumerate(call.inputs):
             spec = lowered.input_grads[slot]
             if results[slot] != "_" and spec is not None:
                 self._reach(ref, (results[slot], spec), call.path)
 
+    def _fresh(self, template: str, result: int) -> bool:
+        """Is this result of a template's backward a tensor of its own, that nobody else holds?"""
+        function = self.templates[template].backward
+        assert function is not None
+        name = function.returns[result]
+        maker = next((line.op for line in function.lines if name in line.outs), "")
+        readers = sum(name in line.reads() for line in function.lines)
+        return maker in MAKE_NEW and not readers and function.returns.count(name) == 1
+
     def _stored(self) -> dict[str, StoredParameter]:
         stored = {}
         for name, parameter in self.program.parameters.items():
             planned = self.stage.parameters[name]
-            regather = runtime_steps(path(self.pricer, parameter.type, planned.optimizer, planned.storage))
+            regather = runtime_steps(path(self.pricer, parameter.type, planned.optimizer, planned.storage, bucketed=True))
             if regather is None:
                 raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
             count, steps, _ = self.contributions.get(name, (0, (), None))
@@ -314,3 +336,7 @@ class _StageLowering:
                 name, parameter.type, planned.storage, planned.optimizer, parameter.trainable, regather, count, steps
             )
         return stored
+
+
+def _owes_sums_only(spec: Spec) -> bool:
+    return bool(spec.partial) and not any(spec.dims) and all(op == "sum" for _, op in spec.partial)

@@ -1,8 +1,8 @@
 """From a program and a cluster to Plans: candidate meshes, the solver on each, baselines, constraints.
 
-Baselines are the same problem with fewer choices allowed (pure data parallel: parameters whole; ZeRO-3: parameters
-sharded as far as they divide; Megatron: sharded over one axis), so the unrestricted optimum on the same mesh is never
-predicted worse.
+Baselines are the same problem with fewer choices allowed (pure data parallel: parameters whole, ops split by the batch
+alone; ZeRO-3: the same with parameters stored sharded as far as they divide; Megatron: sharded over one axis), so the
+unrestricted optimum on the same mesh is never predicted worse.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from autopar.ir.program import Program
 from autopar.ir.spec import Spec, parse_spec
 from autopar.options import Options
 from autopar.passes.costs import Pricer
+from autopar.passes.shard.batch import batch_factors
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.problem import Allowed, Problem, Setting
 from autopar.passes.shard.rules import RuleBook
@@ -55,11 +56,12 @@ def candidate_meshes(cluster: ClusterSpec, options: Options) -> list[Mesh]:
     return meshes
 
 
-def baseline_filter(strategy: str, program: Program, mesh: Mesh) -> Allowed | None:
-    """Which parameter states a baseline allows."""
+def baseline_filter(strategy: str, program: Program, mesh: Mesh, rules: RuleBook) -> Allowed | None:
+    """Which parameter states and which op strategies a baseline allows."""
     if strategy == "auto":
         return None
     last = mesh.names[-1]
+    batch = batch_factors(program, rules) if strategy in ("dp", "zero1", "zero3") else None
 
     def sharded_axes(spec: Spec) -> set[str]:
         return {a for dim in spec.dims for a in dim}
@@ -69,6 +71,8 @@ def baseline_filter(strategy: str, program: Program, mesh: Mesh) -> Allowed | No
         return max((size for _, size in mesh.axes for n in shape if n % size == 0), default=1)
 
     def allowed(key: Key, state: Any) -> bool:
+        if key[0] == "op" and batch is not None:
+            return all(not choice or choice[0] == "~" or choice in batch[key[1], key[2]] for choice in state)
         if key[0] != "param":
             return True
         storage, optimizer = state
@@ -145,7 +149,7 @@ def build_problem(
     filters = [
         f
         for f in (
-            baseline_filter(strategy, program, pricer.mesh),
+            baseline_filter(strategy, program, pricer.mesh, rules),
             _by_group(program, constraint_filter(program, pricer.mesh, options.constraints)),
         )
         if f is not None
@@ -181,7 +185,7 @@ def solve_mesh(
 ) -> Candidate | Shortage:
     """Best plan on one mesh under a strategy, or how much memory it falls short."""
     problem = build_problem(program, pricer, rules, setting, options, strategy)
-    solution = solve(problem.graph, budget, options.solver_time_limit_s)
+    solution = solve(problem.graph, budget, options.solver_time_limit_s, tie_price=0.02 * pricer.copy_s)
     if isinstance(solution, Shortage):
         return solution
     origin = "solver" if strategy == "auto" else strategy

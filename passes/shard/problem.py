@@ -23,6 +23,7 @@ from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_
 from autopar.ir.rule import Rule
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
+from autopar.ops.registry import find
 from autopar.passes.costs import Pricer
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.rules import RuleBook
@@ -90,6 +91,8 @@ class Problem:
                 )
             results = value_names(node)
             held = [i for i, v in results.items() if v in fl.late and f"{v}@save" not in fl.hubs]
+            if shows_held(template, node, fl):
+                held = []
 
             def memory(s: Any, call: OpCall = call, rule: Rule = rule, held: list[int] = held) -> float:
                 total = 0.0
@@ -136,7 +139,7 @@ class Problem:
                 key = ("op", template.name, producer[0].name)
                 own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
                 specs = list({**dict.fromkeys(specs), **own})
-            counted = hub.kind == "save"
+            counted = hub.kind == "save" and not shows_held(template, producer[0], fl)
             self._add(
                 ("at", template.name, hub.name), specs, lambda s: 0.0,
                 lambda s, t=type_, c=counted: calls * s.local_bytes(t, self.mesh) if c else 0.0,
@@ -163,9 +166,11 @@ class Problem:
         v = self.graph.index["at", template.name, hub]
         return v, self.graph.states[v]
 
-    def _conversion(self, type_: TensorType, before: list[Spec | None], after: list[Spec | None]) -> np.ndarray:
+    def _conversion(
+        self, type_: TensorType, before: list[Spec | None], after: list[Spec | None], bucketed: bool = False
+    ) -> np.ndarray:
         ops = {"sum"} | {op for s in (*before, *after) if s is not None for _, op in s.partial}
-        lattice = self.pricer.lattice(type_, tuple(sorted(ops)))
+        lattice = self.pricer.lattice(type_, tuple(sorted(ops)), bucketed)
         try:
             rows = [lattice.index[s] for s in before if s is not None]
             columns = [lattice.index[s] for s in after if s is not None]
@@ -208,8 +213,8 @@ class Problem:
             if kind == "read":
                 row = self._conversion(type_, [whole], after)[0]
                 self.graph.cost[v] = self.graph.cost[v] + times * count * row
-            elif kind == "whole":
-                column = self._conversion(type_, after, [whole])[:, 0]
+            elif kind in ("whole", "loss"):
+                column = self._conversion(type_, after, [whole], bucketed=kind == "loss")[:, 0]
                 self.graph.cost[v] = self.graph.cost[v] + times * count * column
             elif kind == "settled":
                 settled = [s.without_partial() for s in after if s is not None]
@@ -228,7 +233,7 @@ class Problem:
             train = any(n in trained for n in group.names)
             states = storage_states(parameter.type, self.mesh, train)
             count = len(group.names)
-            lattice = self.pricer.lattice(parameter.type)
+            lattice = self.pricer.lattice(parameter.type, bucketed=True)
             step_s = self._optimizer_s(parameter.type)
 
             def cost(s: tuple[Spec, Spec], t: bool = train, la: Any = lattice, o: Any = step_s, c: int = count) -> float:
@@ -246,12 +251,12 @@ class Problem:
                 for kind in ("use", "late"):
                     if f"{value}@{kind}" in self.flows[template_name].hubs:
                         u, wanted = self._at(template, f"{value}@{kind}")
-                        pair = self._conversion(parameter.type, [s[0] for s in kept], wanted)
+                        pair = self._conversion(parameter.type, [s[0] for s in kept], wanted, bucketed=True)
                         self.graph.connect(v, u, calls * self.setting.microbatches * pair)
                 grad = template.param_grads[slot]
                 if grad is not None and train:
                     u, before = self._source(template, grad)
-                    pair = self._conversion(template.type_of(grad), before, [s[1] for s in kept])
+                    pair = self._conversion(template.type_of(grad), before, [s[1] for s in kept], bucketed=True)
                     self.graph.connect(u, v, calls * pair)
 
     def parameter_bytes(self, type_: TensorType, state: tuple[Spec, Spec], trained: bool) -> float:
@@ -338,6 +343,14 @@ def _sums_only(spec: Spec) -> bool:
     return all(op == "sum" for _, op in spec.partial)
 
 
+def shows_held(template: Template, node: Any, fl: Flow) -> bool:
+    """Whether a node is a view of a value that is held for backward anyway."""
+    if node.op != "call_function":
+        return False
+    definition = find(template.op_calls[node.name].op)
+    return definition is not None and definition.free and value_at(node, 0) in fl.late
+
+
 def value_names(node: Any) -> dict[int, str]:
     """Result index -> value name of an op node (results that nobody reads are left out)."""
     if isinstance(node.meta["type"], tuple):
@@ -357,7 +370,8 @@ def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
     """(source value, target value, kind) of every edge between calls, values named (template, value).
 
     kind "value": forward or gradient edge; "read": from a replicated tensor (batch, buffer, gradient seed) to a
-    placeholder; "whole": an output that must end replicated; "settled": an output that must owe nothing.
+    placeholder; "whole": an output that must end replicated ("loss": summed beside the gradients); "settled": an output
+    that must owe nothing.
     """
     edges: list[tuple[Target | None, Target, str]] = []
 
@@ -383,7 +397,7 @@ def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
         source = producer(ref)
         if source is None:
             continue
-        edges.append((None, source, "whole" if program.training else "settled"))
+        edges.append((None, source, ("whole" if i else "loss") if program.training else "settled"))
         if program.training and i == 0:
             owner = program.template_of(program.calls[ref.index])
             tangent = owner.tangents[ref.output]

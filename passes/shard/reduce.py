@@ -38,6 +38,12 @@ class Reduced:
         return {"nodes": len(self.cost), "variables": sum(len(c) for c in self.cost.values()) + pairs}
 
 
+def copy_of(r: Reduced) -> Reduced:
+    """An independent working copy (arrays are shared, they are never written in place)."""
+    near = {v: dict(ms) for v, ms in r.near.items()}
+    return Reduced(dict(r.cost), dict(r.memory), dict(r.alive), near, list(r.log), r.constant_memory)
+
+
 def start(graph: FactorGraph, price: float = 0.0) -> Reduced:
     """A working copy whose costs include `price` · memory."""
     near: dict[int, dict[int, np.ndarray]] = {v: {} for v in range(len(graph.keys))}
@@ -86,11 +92,12 @@ def _drop_dominated(r: Reduced, v: int, with_memory: bool) -> bool:
     if not out.any():
         return False
     kept = kept[~out]
-    _keep(r, v, kept)
+    keep_states(r, v, kept)
     return True
 
 
-def _keep(r: Reduced, v: int, kept: np.ndarray) -> None:
+def keep_states(r: Reduced, v: int, kept: np.ndarray) -> None:
+    """Keep only these states (positions) of a variable."""
     r.cost[v], r.memory[v], r.alive[v] = r.cost[v][kept], r.memory[v][kept], r.alive[v][kept]
     for u, m in r.near[v].items():
         r.near[v][u] = m[kept]

@@ -6,8 +6,7 @@ import warnings
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
-from autopar.ops import rules_basic as _basic  # noqa: F401  (registers rules)
-from autopar.ops import rules_nn as _nn  # noqa: F401  (registers rules)
+from autopar.ops import rules as _rules  # noqa: F401  (registers rules)
 from autopar.ops.discover import discover
 from autopar.ops.registry import find
 

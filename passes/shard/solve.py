@@ -18,7 +18,13 @@ import numpy as np
 
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.ilp import Answer, solve_ilp
-from autopar.passes.shard.reduce import Reduced, reduce_graph, restore, start
+from autopar.passes.shard.messages import Bounds, bound
+from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, start
+
+
+_LARGE = 5_000  # binary variables from which message passing comes before the ILP
+_FEW = 12  # states per variable that the first exact solve of a large problem looks at
+_CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,18 @@ class Shortage:
     choice: tuple[int, ...]
 
 
-def solve(graph: FactorGraph, budget: float | None = None, time_limit_s: float = 60.0) -> Solution | Shortage:
-    """Minimise cost subject to memory <= budget (bytes; None: no limit)."""
+def solve(
+    graph: FactorGraph, budget: float | None = None, time_limit_s: float = 60.0, tie_price: float = 0.0
+) -> Solution | Shortage:
+    """Minimise cost subject to memory <= budget (bytes; None: no limit).
+
+    tie_price: a small price per byte that decides between equally fast plans (a parameter that every use slices for
+    free is as fast whole as sharded). The reported cost is without it, the gap is that of the priced objective.
+    """
     deadline = time.monotonic() + time_limit_s
-    free, bound, after = _priced(graph, 0.0, deadline)
+    free, bound, after = _priced(graph, tie_price, deadline)
+    if free is not None:
+        bound -= tie_price * graph.memory_of(free)
     method = "exact" if free is not None else "greedy"
     choice = free if free is not None else greedy(graph)
     if budget is None or graph.memory_of(choice) <= budget:
@@ -80,51 +94,98 @@ def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, 
 
 
 def _priced(graph: FactorGraph, price: float | None, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
-    """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone."""
+    """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone.
+
+    Large problems: message passing bounds and prunes, an exact solve over the likeliest states gives a plan, and only
+    what bound and plan leave open goes to the ILP.
+    """
     if price is None:
         alone = FactorGraph(graph.keys, graph.states, [m.copy() for m in graph.memory], graph.memory, {}, graph.index)
         return [int(np.argmin(m)) for m in alone.cost], 0.0, {}
     r = reduce_graph(start(graph, price))
     size = r.size
+    if size["variables"] <= _LARGE:
+        return _exact(graph, r, deadline)
+    known = bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
+    lower = _settled(r) + known.lower
+    choice = _promising(graph, r, known, deadline)
+    upper = graph.value(choice) + price * graph.memory_of(choice)
+    if upper - lower <= _CLOSED * abs(upper):
+        return choice, lower, size
+    _prune(r, known, upper - lower)
+    r = reduce_graph(r)
+    if r.size["variables"] > 100 * _LARGE:
+        return choice, lower, size
+    found, proven, _ = _exact(graph, r, deadline)
+    if found is not None and graph.value(found) + price * graph.memory_of(found) <= upper:
+        return found, max(lower, proven), r.size
+    return choice, max(lower, min(proven, upper)), r.size
+
+
+def _exact(graph: FactorGraph, r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
     answer = solve_ilp(r, None, max(deadline - time.monotonic(), 1.0))
     if answer.chosen is None:
-        return None, -float("inf"), size
-    return restore(r, answer.chosen), _total_bound(graph, r, answer, price), size
+        return None, -float("inf"), r.size
+    return restore(r, answer.chosen), _settled(r) + answer.bound, r.size
+
+
+def _promising(graph: FactorGraph, r: Reduced, known: Bounds, deadline: float) -> list[int]:
+    """The exact optimum over the few states that the bound likes best: nearly always the optimum of all."""
+    few = copy_of(r)
+    for v, extra in known.extra.items():
+        order = np.argsort(extra, kind="stable")[:_FEW]
+        near = [s for s in order if extra[s] <= 1e-3 * abs(known.lower) + extra[order[0]]]
+        kept = sorted({*map(int, near), known.chosen[v]})
+        keep_states(few, v, np.array(kept))
+    found, _, _ = _exact(graph, reduce_graph(few), deadline)
+    return found if found is not None else restore(r, known.chosen)
+
+
+def _prune(r: Reduced, known: Bounds, slack: float) -> None:
+    """Drop states that add more to the bound than there is between bound and best assignment."""
+    for v, extra in known.extra.items():
+        kept = np.nonzero(extra <= slack * (1 + 1e-9))[0]
+        if 0 < len(kept) < len(extra):
+            keep_states(r, v, kept)
 
 
 def _total_bound(graph: FactorGraph, r: Reduced, answer: Answer, price: float = 0.0) -> float:
     """Bound of the whole problem: what was eliminated without neighbours, plus the bound of the rest."""
-    settled = sum(float(cost[0]) for _, cost, near, _ in r.log if not near)
-    return settled + answer.bound
+    return _settled(r) + answer.bound
+
+
+def _settled(r: Reduced) -> float:
+    """Cost of the variables that were eliminated without neighbours."""
+    return sum(float(cost[0]) for _, cost, near, _ in r.log if not near)
 
 
 def _by_price(
     graph: FactorGraph, budget: float, cheap: list[int], small: list[int], bound: float, deadline: float
 ) -> tuple[list[int], float]:
-    """Bisection on the price of a byte: (best assignment that fits, best lower bound)."""
-    best = small
-    span = graph.memory_of(cheap) - graph.memory_of(small)
-    high = max((graph.value(small) - graph.value(cheap)) / max(span, 1.0), 1e-15)
-    low = 0.0
-    for _ in range(24):
-        if time.monotonic() > deadline:
+    """Walk down the convex hull of (memory, cost): (best assignment that fits, best lower bound).
+
+    `over` is too large, `under` fits. The price at which both cost the same shows either a better assignment between
+    them, which replaces one, or that there is none: then the hull is found, and with it the best bound.
+    """
+    over, under, best = cheap, small, small
+    for _ in range(40):
+        span = graph.memory_of(over) - graph.memory_of(under)
+        rise = graph.value(under) - graph.value(over)
+        if span <= 0 or rise <= 0 or time.monotonic() > deadline:
             break
-        price = high if low == 0.0 and best is small else (low + high) / 2
+        price = rise / span
         choice, value, _ = _priced(graph, price, deadline)
         if choice is None:
             break
         bound = max(bound, value - price * budget)
-        if graph.memory_of(choice) <= budget:
-            if graph.value(choice) < graph.value(best):
-                best = choice
-            high = price
-        else:
-            low = price
-            if price >= high:
-                high *= 4
-                continue
-        if graph.value(best) - bound <= 1e-4 * abs(graph.value(best)):
+        fits = graph.memory_of(choice) <= budget
+        if fits and graph.value(choice) < graph.value(best):
+            best = choice
+        level = graph.value(over) + price * graph.memory_of(over)
+        found = graph.value(choice) + price * graph.memory_of(choice)
+        if found >= level - 1e-7 * abs(level) or graph.value(best) - bound <= 1e-4 * abs(graph.value(best)):
             break
+        over, under = (over, choice) if fits else (choice, under)
     return best, bound
 
 

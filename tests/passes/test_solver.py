@@ -1,0 +1,118 @@
+"""The solver against brute force: same optimum, with and without a memory row, on every path it can take."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.passes.shard import solve as solver
+from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.messages import bound
+from autopar.passes.shard.reduce import reduce_graph, restore, start
+from autopar.passes.shard.solve import Shortage, Solution, greedy, solve
+
+
+def random_graph(seed: int, nodes: int = 6, states: int = 3, density: float = 0.5, ties: bool = False) -> FactorGraph:
+    rng = np.random.default_rng(seed)
+
+    def numbers(*shape: int) -> np.ndarray:
+        return rng.integers(0, 4, shape).astype(float) if ties else rng.random(shape)
+
+    graph = FactorGraph()
+    for v in range(nodes):
+        n = int(rng.integers(1, states + 1))
+        graph.add(("v", str(v)), list(range(n)), numbers(n), 1 + rng.integers(0, 5, n).astype(float))
+    for u, v in itertools.combinations(range(nodes), 2):
+        if rng.random() < density:
+            graph.connect(u, v, numbers(len(graph.states[u]), len(graph.states[v])))
+    return graph
+
+
+def brute_force(graph: FactorGraph, budget: float | None) -> float | None:
+    best = None
+    for choice in itertools.product(*(range(len(s)) for s in graph.states)):
+        if budget is None or graph.memory_of(list(choice)) <= budget:
+            value = graph.value(list(choice))
+            best = value if best is None else min(best, value)
+    return best
+
+
+@given(st.integers(0, 10_000), st.booleans(), st.sampled_from([0.2, 0.5, 0.9]))
+def test_solver_finds_the_brute_force_optimum(seed: int, ties: bool, density: float) -> None:
+    graph = random_graph(seed, density=density, ties=ties)
+    solution = solve(graph)
+    assert isinstance(solution, Solution)
+    assert solution.cost == pytest.approx(brute_force(graph, None), abs=1e-9)
+    assert solution.gap <= 1e-6
+
+
+@given(st.integers(0, 10_000), st.booleans())
+def test_message_passing_path_finds_the_same_optimum(seed: int, ties: bool) -> None:
+    graph = random_graph(seed, ties=ties)
+    large, solver._LARGE = solver._LARGE, 0
+    try:
+        solution = solve(graph)
+    finally:
+        solver._LARGE = large
+    assert isinstance(solution, Solution)
+    assert solution.cost == pytest.approx(brute_force(graph, None), rel=2e-6, abs=1e-9)
+
+
+@given(st.integers(0, 10_000), st.floats(0.0, 1.0))
+def test_memory_row_is_kept_and_the_optimum_under_it_is_found(seed: int, share: float) -> None:
+    graph = random_graph(seed)
+    least = sum(float(m.min()) for m in graph.memory)
+    most = sum(float(m.max()) for m in graph.memory)
+    budget = least + share * (most - least)
+    solution = solve(graph, budget)
+    assert isinstance(solution, Solution)
+    assert solution.memory <= budget * (1 + 1e-9)
+    expected = brute_force(graph, budget)
+    assert expected is not None
+    assert solution.cost == pytest.approx(expected, rel=1.1e-3)
+    assert solution.bound <= expected + 1e-9
+
+
+@given(st.integers(0, 10_000))
+def test_too_little_memory_is_a_shortage_that_says_the_least(seed: int) -> None:
+    graph = random_graph(seed)
+    least = sum(float(m.min()) for m in graph.memory)
+    result = solve(graph, least - 0.5)
+    assert isinstance(result, Shortage)
+    assert result.least_bytes == least
+
+
+@given(st.integers(0, 10_000), st.booleans())
+def test_reduction_keeps_the_optimum(seed: int, ties: bool) -> None:
+    graph = random_graph(seed, nodes=5, ties=ties)
+    reduced = reduce_graph(start(graph))
+    assert sum(map(len, reduced.cost.values())) <= sum(map(len, graph.cost))
+    best = min(
+        graph.value(restore(reduced, dict(zip(reduced.cost, chosen, strict=True))))
+        for chosen in itertools.product(*(range(len(c)) for c in reduced.cost.values()))
+    )
+    assert best == pytest.approx(brute_force(graph, None), abs=1e-9)
+
+
+@given(st.integers(0, 10_000))
+def test_message_bounds_enclose_the_optimum_and_never_prune_it(seed: int) -> None:
+    graph = random_graph(seed, nodes=6, density=0.8)
+    reduced = start(graph)
+    found = bound(reduced, 50, float("inf"))
+    optimum = brute_force(graph, None)
+    assert optimum is not None
+    assert found.lower <= optimum + 1e-9 <= found.upper + 2e-9
+    left = [reduced.alive[v] for v in range(len(graph.keys))]
+    assert min(graph.value(list(c)) for c in itertools.product(*left)) == pytest.approx(optimum, abs=1e-9)
+
+
+@given(st.integers(0, 10_000))
+def test_greedy_fallback_is_a_full_assignment(seed: int) -> None:
+    graph = random_graph(seed)
+    choice = greedy(graph)
+    assert len(choice) == len(graph.keys)
+    assert graph.value(choice) >= solve(graph).cost - 1e-9  # type: ignore[union-attr]
