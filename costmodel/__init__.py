@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.costmodel.inference import InferenceEstimate, estimate_inference
+    from autopar.costmodel.predict import predict
     from autopar.costmodel.rows import estimate_row
     from autopar.costmodel.shape import ParallelConfig, TransformerShape
     from autopar.costmodel.step import Estimate, estimate
@@ -19,6 +20,7 @@ __all__ = [
     "estimate",
     "estimate_inference",
     "estimate_row",
+    "predict",
 ]
 
 _HOME = {
@@ -29,6 +31,7 @@ _HOME = {
     "estimate_inference": "inference",
     "ParallelConfig": "shape",
     "TransformerShape": "shape",
+    "predict": "predict",
 }
 
 

@@ -187,7 +187,7 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
             back[line.args[0]] += 1
         elif line.op == "grads.sum":
             for axis in line.args[1]:
-                add("all_reduce", axis, "gradient bucket: loss", float(line.types[0].nbytes) if line.types[0] else 0.0, microbatches)
+                add("all_reduce", axis, "loss", float(line.types[0].nbytes) if line.types[0] else 0.0, microbatches)
         elif line.op == "params.prefetch":
             for name, steps in line.args[1]:
                 _steps(add, f"gather {name}", stage.parameters[name].type, stage.parameters[name].storage, steps, mesh, microbatches)
@@ -209,7 +209,7 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
 
 def _price(pricer: Pricer, what: str) -> Callable[[str, float, str], float]:
     """Parameters, gradients and the loss travel many in one message."""
-    together = what.startswith(("gather ", "regather ", "gradient "))
+    together = what.startswith(("gather ", "regather ", "gradient ")) or what == "loss"
     return pricer.bucketed_s if together else pricer.collective_s
 
 

@@ -18,7 +18,7 @@ from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.costs import Pricer
 from autopar.passes.lower.convert import Converter, Names
-from autopar.passes.shard.problem import value_names
+from autopar.passes.shard.structure import value_names
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.values import flow, phase_is_late
 from autopar.plan import TemplatePlan

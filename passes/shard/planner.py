@@ -25,6 +25,7 @@ from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.problem import Allowed, Problem, Setting
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.solve import Shortage, Solution, solve
+from autopar.passes.shard.structure import parameter_groups
 from autopar.plan import ParameterPlan, Plan, StagePlan, TemplatePlan
 
 
@@ -167,8 +168,6 @@ def _by_group(program: Program, f: Allowed | None) -> Allowed | None:
     """Pins of any member of a parameter group apply to the group's variable (named by its first member)."""
     if f is None:
         return None
-    from autopar.passes.shard.problem import parameter_groups
-
     groups = parameter_groups(program)
 
     def allowed(key: Key, state: Any) -> bool:

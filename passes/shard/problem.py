@@ -9,7 +9,6 @@ after the optimizer step.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,14 @@ import numpy as np
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_nodes, resolve
+from autopar.ir.program import Program, Template, resolve
 from autopar.ir.rule import Rule
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.ops.registry import find
 from autopar.passes.costs import Pricer
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.structure import call_edges, parameter_groups, shows_held, storage_states, value_at, value_names
 from autopar.passes.values import Flow, flow
 
 Allowed = Callable[[Key, Any], bool]
@@ -277,134 +276,9 @@ class Problem:
         return seconds
 
 
-@dataclass(frozen=True)
-class Group:
-    """Parameters that are stored alike: `names`, and the (template, slot) places that read them."""
-
-    names: tuple[str, ...]
-    slots: tuple[tuple[str, int], ...]
-
-
-def parameter_groups(program: Program) -> dict[str, Group]:
-    """Groups by first name: parameters linked through a shared template slot or a tie."""
-    parent: dict[Any, Any] = {}
-
-    def find(x: Any) -> Any:
-        parent.setdefault(x, x)
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    for call in program.calls:
-        for slot, name in enumerate(call.params):
-            parent[find(("slot", call.template, slot))] = find(("name", name))
-    names: dict[Any, list[str]] = {}
-    slots: dict[Any, list[tuple[str, int]]] = {}
-    for item in list(parent):
-        if item[0] == "slot":
-            slots.setdefault(find(item), []).append((item[1], item[2]))
-    for name in program.parameters:
-        names.setdefault(find(("name", name)), []).append(name)
-    return {members[0]: Group(tuple(members), tuple(slots.get(root, ()))) for root, members in names.items()}
-
-
-def storage_states(type_: TensorType, mesh: Mesh, trained: bool) -> list[tuple[Spec, Spec]]:
-    """(storage, optimizer) pairs: every spec in mesh order, and every refinement of it for gradient and state."""
-    specs = _stored(type_, mesh)
-    if not trained:
-        return [(s, s) for s in specs]
-    return [(s, t) for s in specs for t in specs if _refines(t, s)]
-
-
-def _stored(type_: TensorType, mesh: Mesh) -> list[Spec]:
-    choices = [[None] if size == 1 else [None, *range(len(type_.shape))] for _, size in mesh.axes]
-    specs = []
-    for picked in itertools.product(*choices):
-        dims: list[tuple[str, ...]] = [()] * len(type_.shape)
-        for (axis, _), dim in zip(mesh.axes, picked, strict=True):
-            if dim is not None:
-                dims[dim] = (*dims[dim], axis)
-        spec = Spec(tuple(dims))
-        if spec.divides(type_.shape, mesh):
-            specs.append(spec)
-    return specs
-
-
-def _refines(fine: Spec, coarse: Spec) -> bool:
-    return all(f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True))
-
-
 def _gather_s(lattice: Any, before: Spec, after: Spec) -> float:
     return float(lattice.costs[lattice.index[before], lattice.index[after]])
 
 
 def _sums_only(spec: Spec) -> bool:
     return all(op == "sum" for _, op in spec.partial)
-
-
-def shows_held(template: Template, node: Any, fl: Flow) -> bool:
-    """Whether a node is a view of a value that is held for backward anyway."""
-    if node.op != "call_function":
-        return False
-    definition = find(template.op_calls[node.name].op)
-    return definition is not None and definition.free and value_at(node, 0) in fl.late
-
-
-def value_names(node: Any) -> dict[int, str]:
-    """Result index -> value name of an op node (results that nobody reads are left out)."""
-    if isinstance(node.meta["type"], tuple):
-        return {u.args[1]: u.name for u in node.users if is_getitem(u)}
-    return {0: node.name}
-
-
-def value_at(node: Any, operand: int) -> str:
-    """Name of the value that operand number `operand` of a node is."""
-    return operand_nodes(node)[operand].name
-
-
-Target = tuple[str, str]
-
-
-def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
-    """(source value, target value, kind) of every edge between calls, values named (template, value).
-
-    kind "value": forward or gradient edge; "read": from a replicated tensor (batch, buffer, gradient seed) to a
-    placeholder; "whole": an output that must end replicated ("loss": summed beside the gradients); "settled": an output
-    that must owe nothing.
-    """
-    edges: list[tuple[Target | None, Target, str]] = []
-
-    def producer(ref: ValueRef) -> Target | None:
-        if ref.kind != "call":
-            return None
-        template = program.template_of(program.calls[ref.index])
-        return template.name, template.outputs[ref.output]
-
-    for i, call in enumerate(program.calls):
-        template = program.template_of(call)
-        for slot, ref in enumerate(call.inputs):
-            target = (template.name, template.inputs[slot])
-            source = producer(ref)
-            edges.append((source, target, "value" if source else "read"))
-            grad = template.input_grads[slot]
-            if ref.kind == "call" and grad is not None and i in program.backward_calls:
-                owner = program.template_of(program.calls[ref.index])
-                tangent = owner.tangents[ref.output]
-                if tangent is not None:
-                    edges.append(((template.name, grad), (owner.name, tangent), "value"))
-    for i, ref in enumerate(program.outputs):
-        source = producer(ref)
-        if source is None:
-            continue
-        edges.append((None, source, ("whole" if i else "loss") if program.training else "settled"))
-        if program.training and i == 0:
-            owner = program.template_of(program.calls[ref.index])
-            tangent = owner.tangents[ref.output]
-            if tangent is not None:
-                edges.append((None, (owner.name, tangent), "read"))
-    for ref in program.buffer_updates.values():
-        source = producer(ref)
-        if source is not None:
-            edges.append((None, source, "whole"))
-    return edges

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import autopar.runtime
-from autopar.runtime import RuntimeProgramError, checkpoint, launch
+from autopar.runtime import RuntimeProgramError, batches, checkpoint, launch
 
 from . import stages
 from .test_process import torchrun
@@ -155,24 +155,38 @@ def test_a_damaged_directory_is_named(emitted, tmp_path):
 
 def test_random_batches_depend_on_seed_and_step_alone():
     rows = [{"shape": [4], "dtype": "int64", "high": 9}, {"shape": [2, 3], "dtype": "float32"}]
-    stream = launch.random_batches(rows, seed=1)
+    stream = batches.random_batches(rows, seed=1)
     first, second = next(stream), next(stream)
     assert first[0].max() < 9
     assert first[1].dtype == torch.float32
-    again = next(launch.random_batches(rows, seed=1, first_step=1))
+    again = next(batches.random_batches(rows, seed=1, first_step=1))
     assert all(torch.equal(x, y) for x, y in zip(second, again, strict=True))
     assert not torch.equal(first[1], second[1])
-    assert not torch.equal(first[1], next(launch.random_batches(rows, seed=2))[1])
+    assert not torch.equal(first[1], next(batches.random_batches(rows, seed=2))[1])
 
 
 def test_data_sources_start_over_and_skip_to_the_step(tmp_path):
     file = tmp_path / "numbers.py"
     file.write_text("import torch\ndef three(): return [(torch.tensor(i),) for i in range(3)]\ndef none(): return []\n")
-    stream = launch.user_batches(f"{file}:three", first_step=2)
+    stream = batches.user_batches(f"{file}:three", first_step=2)
     assert [next(stream)[0].item() for _ in range(4)] == [2, 0, 1, 2]
     with pytest.raises(RuntimeProgramError, match="gave no batch"):
-        next(launch.user_batches(f"{file}:none"))
+        next(batches.user_batches(f"{file}:none"))
     with pytest.raises(RuntimeProgramError, match="has no function 'four'"):
-        next(launch.user_batches(f"{file}:four"))
+        next(batches.user_batches(f"{file}:four"))
     with pytest.raises(RuntimeProgramError, match="MODULE:FUNCTION"):
-        next(launch.user_batches("numbers"))
+        next(batches.user_batches("numbers"))
+    with pytest.raises(RuntimeProgramError, match="No module named 'no_such_data'"):
+        next(batches.user_batches("no_such_data:three"))
+
+
+def test_a_batch_is_taken_as_tuple_list_or_mapping_in_any_order():
+    x, y = torch.zeros(2), torch.ones(2)
+    for batch in ((x, y), [x, y], {"1": y, "0": x}):
+        assert [t.sum().item() for t in batches.leaves(batch, ["0", "1"])] == [0, 2]
+    nested = {"mask": y, "extra": y, "ids": {"a": x}}
+    assert [t.sum().item() for t in batches.leaves(nested, ["ids.a", "mask"])] == [0, 2]
+    with pytest.raises(RuntimeProgramError, match=r"takes 2: ids, mask; missing ids"):
+        batches.leaves({"mask": y}, ["ids", "mask"])
+    with pytest.raises(RuntimeProgramError, match=r"a batch of 1 tensors \(0\), the program takes 2"):
+        batches.leaves(x, ["0", "1"])

@@ -1,0 +1,352 @@
+"""Random small calls of the semantic ops: contractions, attention, norms, losses, images, indexing, transforms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.ops import dialect as d
+from tests.ops.execution import Case
+from tests.ops.generators import Draw, aten, call, makes, overload
+
+# --- contractions -----------------------------------------------------------------------------------------------------
+
+
+@makes("autopar.linear", "autopar.linear_dx", "autopar.linear_dw")
+def _linear(draw: Draw, name: str) -> Case:
+    lead, i, o = draw.shape(1, 3), draw.size(), draw.size()
+    x, w, g = draw.f(*lead, i), draw.f(o, i), draw.f(*lead, o)
+    if name == "autopar.linear":
+        return call(d.linear, x, w)
+    return call(d.linear_dx, g, w) if name.endswith("dx") else call(d.linear_dw, g, x)
+
+
+@makes("autopar.einsum")
+def _einsum(draw: Draw, _: str) -> Case:
+    sizes = {c: draw.size() for c in "abij"}
+    left, right, out = draw.pick(
+        ("ai", "ij", "aj"), ("abi", "abj", "abij"), ("abi", "ij", "baj"), ("ij", "ji", ""), ("abi", "bj", "aij"),
+    )  # fmt: skip
+    a, b = draw.f(*(sizes[c] for c in left)), draw.f(*(sizes[c] for c in right))
+    return call(d.einsum, f"{left},{right}->{out}", a, b)
+
+
+@makes("aten.mm", "aten.bmm")
+def _mm(draw: Draw, name: str) -> Case:
+    lead = [draw.size()] if name == "aten.bmm" else []
+    i, k, j = draw.size(), draw.size(), draw.size()
+    return call(overload(name), draw.f(*lead, i, k), draw.f(*lead, k, j))
+
+
+@makes("aten.dot", "aten.vdot")
+def _dot(draw: Draw, name: str) -> Case:
+    k = draw.size()
+    make = draw.pick(draw.f, draw.c)
+    return call(overload(name), make(k), make(k))
+
+
+# --- attention, recurrence ----------------------------------------------------------------------------------------------
+
+
+def attention_arguments(draw: Draw, float_mask: bool = False) -> tuple[Any, ...]:
+    """(q, k, v, mask, p, causal, scale, site)."""
+    b, kv, repeat, s = draw.pick(2, 1, 4), draw.pick(2, 1, 4), draw.pick(1, 2), draw.pick(4, 2, 6)
+    causal = draw.pick(True, False)
+    t = s if causal and draw.pick(True, False) else draw.pick(4, 3, 6)
+    e = draw.pick(4, 3)
+    q, k, v = draw.f(b, kv * repeat, s, 4), draw.f(b, kv, t, 4), draw.f(b, kv, t, e)
+    mask = None
+    kind = "float" if float_mask else draw.pick("none", "bool", "float")
+    if kind != "none":
+        shape = [draw.pick(1, n) for n in (b, kv * repeat, s)]
+        mask = draw.f(*shape, t) if kind == "float" else draw.b(*shape, t) | (torch.arange(t) == 0)
+    p, site = draw.pick((0.0, -1), (0.4, 3))
+    return q, k, v, mask, p, causal, 0.5, site
+
+
+@makes("autopar.attention", "autopar.attention_grad", "autopar.attention_mask_grad")
+def _attention(draw: Draw, name: str) -> Case:
+    q, k, v, mask, *config = attention_arguments(draw, name.endswith("mask_grad"))
+    if name == "autopar.attention":
+        return call(d.attention, q, k, v, mask, *config)
+    out, lse = d.attention(q, k, v, mask, *config)
+    op = d.attention_mask_grad if name.endswith("mask_grad") else d.attention_grad
+    return call(op, draw.f(*out.shape), q, k, v, mask, out, lse, *config)
+
+
+@makes("autopar.rnn", "autopar.rnn_grad")
+def _rnn(draw: Draw, name: str) -> Case:
+    mode = draw.pick("lstm", "gru", "rnn_tanh", "rnn_relu")
+    gates = {"lstm": 4, "gru": 3}.get(mode, 1)
+    t, b, i, h = draw.pick(2, 3), draw.size(), draw.pick(2, 4), draw.pick(2, 4)
+    x, h0 = draw.f(t, b, i), draw.f(b, h)
+    c0 = draw.f(b, h) if mode == "lstm" else None
+    biases = (draw.f(gates * h), draw.f(gates * h)) if draw.pick(True, False) else (None, None)
+    args = (mode, x, h0, c0, draw.f(gates * h, i), draw.f(gates * h, h), *biases)
+    if name == "autopar.rnn":
+        return call(d.rnn, *args)
+    return call(d.rnn_grad, *args, draw.f(t, b, h), draw.f(b, h), draw.f(b, h))
+
+
+# --- norms, loss, embedding ----------------------------------------------------------------------------------------------
+
+
+@makes("autopar.rms_norm", "autopar.rms_norm_dx", "autopar.layer_norm", "autopar.layer_norm_dx", "autopar.norm_dw")
+def _norm(draw: Draw, name: str) -> Case:
+    x = draw.f(*draw.shape(1, 3))
+    ndim = draw.pick(1, min(2, x.ndim))
+    own = x.shape[x.ndim - ndim :]
+    w = draw.f(*own) if draw.pick(True, False) else None
+    if name == "autopar.rms_norm":
+        return call(d.rms_norm, x, w, 1e-5, ndim)
+    if name == "autopar.layer_norm":
+        return call(d.layer_norm, x, w, draw.f(*own) if w is not None else None, 1e-5, ndim)
+    g = draw.f(*x.shape)
+    _, mean, rstd = d.layer_norm(x, w, None, 1e-5, ndim)
+    if name == "autopar.rms_norm_dx":
+        return call(d.rms_norm_dx, g, x, rstd, w, ndim)
+    if name == "autopar.layer_norm_dx":
+        return call(d.layer_norm_dx, g, x, mean, rstd, w, ndim)
+    return call(d.norm_dw, g, x, draw.pick(mean, None), rstd, ndim)
+
+
+@makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad")
+def _loss(draw: Draw, name: str) -> Case:
+    x = draw.f(*draw.shape(1, 3))
+    dim = draw.pick(*range(x.ndim))
+    row = x.amax(dim)
+    index = draw.i(x.shape[dim], *row.shape)
+    if name == "autopar.sumexp":
+        return call(d.sumexp, x, row, dim)
+    if name == "autopar.pick":
+        return call(d.pick, x, index, dim)
+    if name == "autopar.pick_grad":
+        return call(d.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
+    return call(d.cross_entropy_grad, x, x.logsumexp(dim), index, draw.f(*row.shape), dim)
+
+
+@makes("autopar.embedding", "autopar.embedding_grad")
+def _embedding(draw: Draw, name: str) -> Case:
+    v, h = draw.size(), draw.size()
+    index = draw.i(v, *draw.shape(1, 2))
+    if name == "autopar.embedding":
+        return call(d.embedding, draw.f(v, h), index)
+    return call(d.embedding_grad, draw.f(*index.shape, h), index, v, draw.pick(-1, 0, v - 1))
+
+
+# --- images ----------------------------------------------------------------------------------------------------------------
+
+
+@makes("autopar.conv", "autopar.conv_dx", "autopar.conv_dw")
+def _conv(draw: Draw, name: str) -> Case:
+    rank, groups, transposed = draw.pick(1, 2), draw.pick(1, 2, 4), draw.pick(False, True)
+    c, o = groups * draw.pick(1, 2, 3), groups * draw.pick(1, 2, 3)
+    x = draw.f(draw.size(), c, *(draw.pick(5, 6) for _ in range(rank)))
+    w = draw.f(*((c, o // groups) if transposed else (o, c // groups)), *(draw.pick(1, 2, 3) for _ in range(rank)))
+    stride = [draw.pick(1, 2)] * rank
+    config = (stride, [draw.pick(0, 1)] * rank, [draw.pick(1, 2)] * rank, transposed,
+              [draw.pick(0, 1) if transposed and stride[0] == 2 else 0] * rank, groups)  # fmt: skip
+    if name == "autopar.conv":
+        return call(d.conv, x, w, draw.f(o) if draw.pick(True, False) else None, *config)
+    g = draw.f(*d.conv(x, w, None, *config).shape)
+    if name == "autopar.conv_dx":
+        return call(d.conv_dx, g, w, list(x.shape), *config)
+    return call(d.conv_dw, g, x, list(w.shape), *config)
+
+
+def _image(draw: Draw, rank: int) -> torch.Tensor:
+    lead = [draw.size()] if draw.pick(True, True, False) else []
+    return draw.f(*lead, draw.size(), *([4] * rank))
+
+
+@makes(*(f"aten.{n}" for r in (2, 3) for n in (
+    f"max_pool{r}d_with_indices", f"max_pool{r}d_with_indices_backward", f"avg_pool{r}d", f"avg_pool{r}d_backward",
+    f"_adaptive_avg_pool{r}d", f"_adaptive_avg_pool{r}d_backward", f"adaptive_max_pool{r}d",
+    f"adaptive_max_pool{r}d_backward")))  # fmt: skip
+def _pool(draw: Draw, name: str) -> Case:
+    rank = int(name[name.index("pool") + 4])
+    x = _image(draw, rank)
+    forward = overload(name.removesuffix("_backward"))
+    adaptive = "adaptive" in name
+    args: tuple[Any, ...] = ([2] * rank,) if adaptive else ([2] * rank, [draw.pick(1, 2)] * rank)
+    if not name.endswith("_backward"):
+        return call(forward, x, *args)
+    out = forward(x, *args)
+    if "max" in name and adaptive:
+        return call(overload(name), draw.f(*out[0].shape), x, out[1])
+    if "max" in name:
+        return call(overload(name), draw.f(*out[0].shape), x, *args, [0] * rank, [1] * rank, False, out[1])
+    if adaptive:
+        return call(overload(name), draw.f(*out.shape), x)
+    return call(overload(name), draw.f(*out.shape), x, *args, [0] * rank, False, True, None)
+
+
+@makes(*(f"aten.upsample_{m}{r}d{b}" for m, r in (
+    ("linear", 1), ("nearest", 1), ("bilinear", 2), ("nearest", 2), ("bicubic", 2), ("trilinear", 3), ("nearest", 3))
+    for b in ("", "_backward")))  # fmt: skip
+def _upsample(draw: Draw, name: str) -> Case:
+    rank = int(name.removesuffix("_backward")[-2])
+    x = draw.f(draw.size(), draw.size(), *([3] * rank))
+    corners = () if "nearest" in name else (draw.pick(False, True),)
+    if not name.endswith("_backward"):
+        return call(overload(name), x, [5] * rank, *corners)
+    return call(overload(name), draw.f(*x.shape[:2], *([5] * rank)), [5] * rank, list(x.shape), *corners)
+
+
+@makes("aten.pixel_shuffle", "aten.pixel_unshuffle")
+def _pixels(draw: Draw, name: str) -> Case:
+    return call(overload(name), draw.f(draw.size(), draw.size(), 8, 4, 4), 2)
+
+
+@makes("aten.glu", "aten.glu_backward")
+def _glu(draw: Draw, name: str) -> Case:
+    x = draw.f(*(2 * n for n in draw.shape(1, 3)))
+    dim = draw.dim(x.ndim)
+    y = aten.glu(x, dim)
+    return call(aten.glu.default, x, dim) if name == "aten.glu" else call(aten.glu_backward.default, draw.f(*y.shape), x, dim)
+
+
+@makes("aten.im2col", "aten.col2im")
+def _columns(draw: Draw, name: str) -> Case:
+    x = _image(draw, 2)
+    config = ([2, 2], [1, 1], [draw.pick(0, 1)] * 2, [draw.pick(1, 2)] * 2)
+    if name == "aten.im2col":
+        return call(aten.im2col.default, x, *config)
+    return call(aten.col2im.default, draw.f(*aten.im2col(x, *config).shape), [4, 4], *config)
+
+
+@makes("aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward")
+def _grid(draw: Draw, name: str) -> Case:
+    rank = 2 if "2d" in name else 3
+    n, c = draw.size(), draw.size()
+    x, grid = draw.f(n, c, *([4] * rank)), draw.f(n, *([3] * rank), rank)
+    config = (draw.pick(0, 1), draw.pick(0, 1), draw.pick(False, True))
+    if not name.endswith("_backward"):
+        return call(overload(name), x, grid, *config)
+    return call(overload(name), draw.f(n, c, *([3] * rank)), x, grid, *config, draw.pick([True, True], [False, True]))
+
+
+# --- indexing --------------------------------------------------------------------------------------------------------------
+
+
+@makes("aten.gather", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
+def _along(draw: Draw, name: str) -> Case:
+    x = draw.f(*draw.shape(1, 3))
+    dim = draw.dim(x.ndim)
+    shape = [draw.size() if i == dim % x.ndim else draw.pick(n, n, max(n // 2, 1)) for i, n in enumerate(x.shape)]
+    if name == "aten.gather":
+        return call(aten.gather.default, x, dim, draw.i(x.shape[dim], *shape))
+    if name in ("aten.scatter",):
+        shape[dim] = draw.pick(1, x.shape[dim])
+        index = torch.stack([torch.arange(shape[dim])] * (draw.i(9, *shape).numel() // shape[dim]), 0)
+        rest = [n for i, n in enumerate(shape) if i != dim % x.ndim]
+        index = index.reshape(*rest, shape[dim]).movedim(-1, dim).contiguous()
+        if draw.pick(True, False):
+            return call(aten.scatter.value, x, dim, index, 2.0)
+        return call(aten.scatter.src, x, dim, index, draw.f(*shape))
+    index, source = draw.i(x.shape[dim], *shape), draw.f(*shape)
+    if name == "aten.scatter_add":
+        return call(aten.scatter_add.default, x, dim, index, source)
+    return call(aten.scatter_reduce.two, x, dim, index, source, draw.pick("sum", "amax", "mean", "prod"),
+                include_self=draw.pick(True, False))  # fmt: skip
+
+
+@makes("aten.index_select", "aten.index_add", "aten.index_copy", "aten.index_fill")
+def _index_along(draw: Draw, name: str) -> Case:
+    x = draw.f(*draw.shape(1, 3))
+    dim = draw.dim(x.ndim)
+    n = x.shape[dim]
+    index = torch.randperm(n)[: draw.pick(1, n)] if name == "aten.index_copy" else draw.i(n, draw.size())
+    if name == "aten.index_select":
+        return call(aten.index_select.default, x, dim, index)
+    if name == "aten.index_fill":
+        return call(aten.index_fill.int_Scalar, x, dim, index, 1.5)
+    source = draw.f(*(len(index) if i == dim % x.ndim else m for i, m in enumerate(x.shape)))
+    return call(overload(name), x, dim, index, source)
+
+
+@makes("aten.index", "aten._unsafe_index", "aten.index_put", "aten._unsafe_index_put")
+def _index(draw: Draw, name: str) -> Case:
+    x = draw.f(*draw.shape(1, 3))
+    shape = draw.shape(1, 2)
+    if name == "aten.index" and draw.pick(False, False, True):
+        return call(aten.index.Tensor, x, [draw.b(x.shape[0])])
+    where = draw.dims(x.ndim)
+    own = [[draw.pick(1, n) for n in shape] if len(where) > 1 else shape for _ in where]
+    indices = [draw.i(x.shape[i], *s) for i, s in zip(where, own, strict=True)]
+    entries = [indices[where.index(i)] if i in where else None for i in range(max(where) + 1)]
+    if "put" not in name:
+        return call(overload(name, "Tensor"), x, entries)
+    values = draw.f(*aten.index.Tensor(x, entries).shape)
+    values = draw.pick(values, values[:1], draw.f())
+    return call(overload(name), x, entries, values, True)
+
+
+@makes("aten.histc")
+def _histc(draw: Draw, _: str) -> Case:
+    return call(aten.histc.default, draw.f(*draw.shape(1, 2)), 5, *draw.pick((-1.0, 1.0), (0, 0)))
+
+
+@makes("aten.bucketize", "aten.searchsorted")
+def _search(draw: Draw, name: str) -> Case:
+    lead, n, m = draw.shape(1, 2), draw.size(), draw.size()
+    if name == "aten.bucketize":
+        return call(aten.bucketize.Tensor, draw.f(*lead), draw.f(n).sort()[0])
+    table = draw.f(*lead, n) if draw.pick(True, False) else draw.f(n)
+    if draw.pick(True, False):
+        return call(aten.searchsorted.Tensor, table.sort(-1)[0], draw.f(*lead, m))
+    return call(aten.searchsorted.Tensor, table, draw.f(*lead, m), sorter=table.argsort(-1))
+
+
+@makes("aten.masked_scatter", "aten.masked_scatter_backward")
+def _masked(draw: Draw, name: str) -> Case:
+    x = draw.f(*draw.shape(1, 2))
+    mask = draw.b(*x.shape)
+    if name == "aten.masked_scatter":
+        return call(aten.masked_scatter.default, x, mask, draw.f(*x.shape))
+    return call(aten.masked_scatter_backward.default, x, mask, list(x.shape))
+
+
+# --- transforms ----------------------------------------------------------------------------------------------------------
+
+
+@makes("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r")
+def _fft(draw: Draw, name: str) -> Case:
+    shape = draw.shape(1, 3)
+    dims = draw.dims(len(shape))
+    if name == "aten._fft_r2c":
+        return call(aten._fft_r2c.default, draw.f(*shape), dims, 0, draw.pick(True, False))
+    if name == "aten._fft_c2c":
+        return call(aten._fft_c2c.default, draw.c(*shape), dims, 0, True)
+    return call(aten._fft_c2r.default, draw.c(*shape), dims, 0, max(2 * shape[dims[-1]] - 2, 1))
+
+
+@makes("aten.view_as_real", "aten.view_as_complex")
+def _complex(draw: Draw, name: str) -> Case:
+    shape = draw.shape()
+    return call(overload(name), draw.c(*shape) if name.endswith("real") else draw.f(*shape, 2))
+
+
+@makes("aten._euclidean_dist", "aten._cdist_forward")
+def _distances(draw: Draw, name: str) -> Case:
+    lead = draw.shape(1, 2) if draw.pick(True, False) else []
+    a, b = draw.f(*lead, draw.size(), 3), draw.f(*lead, draw.size(), 3)
+    return call(overload(name), a, b, *((2.0, None) if name == "aten._cdist_forward" else ()))
+
+
+@makes("aten._weight_norm_interface", "aten._weight_norm_interface_backward")
+def _weight_norm(draw: Draw, name: str) -> Case:
+    v = draw.f(*draw.shape(2, 3))
+    dim = draw.pick(0, v.ndim - 1)
+    g = draw.f(*(n if i == dim else 1 for i, n in enumerate(v.shape)))
+    if name == "aten._weight_norm_interface":
+        return call(overload(name), v, g, dim)
+    return call(overload(name), draw.f(*v.shape), v, g, aten._weight_norm_interface(v, g, dim)[1], dim)
+
+
+@makes("aten.linalg_solve_triangular")
+def _solve(draw: Draw, name: str) -> Case:
+    lead, n, r, left = draw.shape(1, 2), draw.pick(3, 4), draw.size(), draw.pick(True, False)
+    a = draw.f(*lead, n, n).triu() + 4 * torch.eye(n, dtype=torch.float64)
+    return call(overload(name), a, draw.f(*lead, *((n, r) if left else (r, n))), upper=True, left=left)

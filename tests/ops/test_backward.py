@@ -1,0 +1,321 @@
+"""The dialect's own backward ops give what torch's autograd gives, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.ops import lift, losses, wrappers
+from autopar.runtime import attention as att
+from autopar.runtime import ops
+from autopar.runtime import random as rng
+
+assert losses
+aten = torch.ops.aten
+
+
+def f(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def assert_equal_gradients(ours: Callable[..., Any], theirs: Callable[..., Any], *leaves: Tensor) -> None:
+    """Values and gradients of a random projection agree to 1e-11."""
+    got, expected = ours(*leaves), theirs(*leaves)
+    gots, expecteds = ([t] if isinstance(t, Tensor) else [x for x in t if x is not None] for t in (got, expected))
+    seeds = [torch.randn_like(t) for t in expecteds]
+    for one, other in zip(gots, expecteds, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    wanted = [t for t in leaves if t.requires_grad]
+    ours_grads = torch.autograd.grad(gots, wanted, seeds)
+    theirs_grads = torch.autograd.grad(expecteds, wanted, seeds)
+    for one, other in zip(ours_grads, theirs_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+# --- contractions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(lead: tuple[int, ...], bias: bool) -> None:
+    more = (f(5),) if bias else ()
+    assert_equal_gradients(lift.LIFT[aten.linear.default], F.linear, f(*lead, 4), f(5, 4), *more)
+
+
+@pytest.mark.parametrize("a, b", [((4,), (4,)), ((4,), (4, 5)), ((3, 4), (4,)), ((3, 4), (4, 5)), ((2, 3, 4), (4, 5)),
+                                  ((3, 4), (2, 4, 5)), ((2, 1, 3, 4), (6, 4, 5)), ((1, 3, 4), (2, 4, 5))])  # fmt: skip
+def test_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    assert_equal_gradients(lift.LIFT[aten.matmul.default], torch.matmul, f(*a), f(*b))
+
+
+@pytest.mark.parametrize("equation", ["bik,bkj->bij", "bhid,bhjd->bhij", "ij,ji->", "ik,kj", "ii,ij->j", "...i,ij->...j",
+                                      "bi,bj->i", "bhi,ij->bj", "ij->ji", "bi,ij,bj->b"])  # fmt: skip
+def test_einsum(equation: str) -> None:
+    sizes = {c: n for c, n in zip("bhijkd", (2, 3, 4, 4, 6, 7), strict=True)}
+    terms = equation.replace("...", "bh").split("->")[0].split(",")
+    leaves = [f(*(sizes[c] for c in term)) for term in terms]
+    assert_equal_gradients(
+        lambda *xs: lift.LIFT[aten.einsum.default](equation, xs), lambda *xs: torch.einsum(equation, *xs), *leaves
+    )
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape, normed", [((3, 4), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((4,), 1)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_and_rms_norm(shape: tuple[int, ...], normed: int, affine: bool) -> None:
+    own = list(shape[len(shape) - normed :])
+    w, b = ((f(*own), f(*own)) if affine else ())[:2] or (None, None)
+    rms = [t for t in (f(*shape), w) if t is not None]
+    assert_equal_gradients(
+        lambda x, *w: lift.LIFT[aten.rms_norm.default](x, own, *w), lambda x, *w: F.rms_norm(x, own, *w), *rms
+    )
+    leaves = [t for t in (f(*shape), w, b) if t is not None]
+    assert_equal_gradients(
+        lambda x, *p: lift.LIFT[aten.layer_norm.default](x, own, *p), lambda x, *p: F.layer_norm(x, own, *p), *leaves
+    )
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 6, 5), (2, 6, 3, 3)])
+def test_batch_and_group_norm(shape: tuple[int, ...]) -> None:
+    leaves = f(*shape), f(6), f(6)
+    assert_equal_gradients(
+        lambda x, w, b: lift.LIFT[aten.batch_norm.default](x, w, b, None, None, True, 0.1, 1e-5, True),
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True), *leaves,
+    )  # fmt: skip
+    assert_equal_gradients(lambda x, w, b: lift.LIFT[aten.group_norm.default](x, 3, w, b),
+                           lambda x, w, b: F.group_norm(x, 3, w, b), *leaves)  # fmt: skip
+    mean, var = torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
+    assert_equal_gradients(
+        lambda x, w, b: lift.LIFT[aten.batch_norm.default](x, w, b, mean, var, False, 0.1, 1e-5, True),
+        lambda x, w, b: F.batch_norm(x, mean, var, w, b, False), *leaves,
+    )  # fmt: skip
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shape", [(6, 5), (2, 5, 3), (5,)])
+def test_cross_entropy(reduction: str, smoothing: float, weighted: bool, shape: tuple[int, ...]) -> None:
+    target = torch.randint(0, 5, shape[:1] + shape[2:] if len(shape) > 1 else ())
+    if target.ndim:
+        target.view(-1)[0] = -100
+    weight = torch.rand(5, dtype=torch.float64) if weighted else None
+    code = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    assert_equal_gradients(
+        lambda x: lift.LIFT[aten.cross_entropy_loss.default](x, target, weight, code, -100, smoothing),
+        lambda x: F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing), f(*shape),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_cross_entropy_gradient_of_a_block_of_the_vocabulary(parts: int) -> None:
+    x, index, g = f(6, 8), torch.randint(0, 8, (6,)), torch.randn(6, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(F.cross_entropy(x, index, reduction="none"), x, g)
+    n = 8 // parts
+    blocks = x.detach().split(n, 1)
+    lse = x.detach().logsumexp(1)
+    got = [ops.cross_entropy_grad(b, lse, index, g, 1, offset=i * n) for i, b in enumerate(blocks)]
+    torch.testing.assert_close(torch.cat(got, 1), expected, rtol=1e-12, atol=1e-12)
+    picked = sum(ops.pick(b, index, 1, offset=i * n) for i, b in enumerate(blocks))
+    torch.testing.assert_close(lse - picked, F.cross_entropy(x, index, reduction="none"), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name, extra", [
+    ("mse_loss", ()), ("l1_loss", ()), ("smooth_l1_loss", ()), ("huber_loss", ()), ("kl_div", ()),
+    ("binary_cross_entropy_with_logits", ()), ("binary_cross_entropy", ()),
+])  # fmt: skip
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_pointwise_losses(name: str, extra: tuple[Any, ...], reduction: str) -> None:
+    target = torch.rand(3, 4, dtype=torch.float64)
+    x = f(3, 4)
+    squash = torch.sigmoid if name == "binary_cross_entropy" else torch.clone
+    code = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    target_op = getattr(aten, name).default
+    keyword = {"reduction": code}
+    assert_equal_gradients(lambda t: lift.LIFT[target_op](squash(t), target, **keyword),
+                           lambda t: getattr(F, name)(squash(t), target, reduction=reduction), x)  # fmt: skip
+
+
+# --- embedding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", [None, 0, 3, -1])
+def test_embedding(padding: int | None) -> None:
+    index = torch.tensor([[0, 3, 3], [7, 2, 0]])
+    raw = -1 if padding is None else padding % 8
+    assert_equal_gradients(lambda w: lift.LIFT[aten.embedding.default](w, index, raw),
+                           lambda w: F.embedding(index, w, padding), f(8, 4))  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", [-1, 0, 5])
+def test_embedding_gradient_of_blocks_of_rows(padding: int) -> None:
+    w, index = f(8, 4), torch.randint(0, 8, (3, 5))
+    out = F.embedding(index, w, padding if padding >= 0 else None)
+    g = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, w, g)
+    got = [ops.embedding_grad(g, index, 2, padding, offset=start) for start in range(0, 8, 2)]
+    torch.testing.assert_close(torch.cat(got), expected, rtol=1e-12, atol=1e-12)
+    parts = [ops.embedding(block, index, offset=2 * i) for i, block in enumerate(w.detach().split(2))]
+    torch.testing.assert_close(sum(parts), out.detach(), rtol=0, atol=0)
+
+
+# --- convolution ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("stride, padding, dilation", [(1, 0, 1), (2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolution(rank: int, groups: int, stride: int, padding: int, dilation: int, transposed: bool) -> None:
+    x, w, b = f(2, 4, *([6] * rank)), f(*((4, 8 // groups) if transposed else (8, 4 // groups)), *([3] * rank)), f(8)
+    if transposed:
+        name = f"conv_transpose{rank}d"
+        op = getattr(aten, name).input if rank > 1 else aten.conv_transpose1d.default
+        args: tuple[Any, ...] = (stride, padding, stride - 1, groups, dilation)
+    else:
+        name, op, args = f"conv{rank}d", getattr(aten, f"conv{rank}d").default, (stride, padding, dilation, groups)
+    assert_equal_gradients(lambda *t: lift.LIFT[op](*t, *args), lambda *t: getattr(F, name)(*t, *args), x, w, b)
+
+
+@pytest.mark.parametrize("kernel, padding", [(3, "same"), (4, "same"), (3, "valid")])
+def test_convolution_with_named_padding(kernel: int, padding: str) -> None:
+    assert_equal_gradients(lambda x, w: lift.LIFT[aten.conv2d.padding](x, w, None, 1, padding),
+                           lambda x, w: F.conv2d(x, w, None, 1, padding), f(2, 3, 6, 6), f(4, 3, kernel, kernel))  # fmt: skip
+
+
+# --- recurrence -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize("layers, bidirectional, bias, batch_first", [
+    (1, False, True, False), (2, True, True, True), (2, False, False, False), (1, True, False, True),
+])  # fmt: skip
+def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, batch_first: bool) -> None:
+    ways = 2 if bidirectional else 1
+    gates = {"lstm": 4, "gru": 3}.get(mode, 1)
+    params = []
+    for layer in range(layers):
+        for _ in range(ways):
+            params += [f(gates * 5, 3 if layer == 0 else 5 * ways), f(gates * 5, 5)]
+            params += [f(gates * 5), f(gates * 5)] if bias else []
+    hidden = [f(layers * ways, 2, 5) for _ in range(2 if mode == "lstm" else 1)]
+    x = f(2, 4, 3) if batch_first else f(4, 2, 3)
+    config = (bias, layers, 0.0, True, bidirectional, batch_first)
+    op = getattr(aten, mode).input
+
+    def split(*t: Tensor) -> tuple[Any, ...]:
+        state = t[1 : 1 + len(hidden)]
+        return t[0], (list(state) if mode == "lstm" else state[0]), list(t[1 + len(hidden) :])
+
+    assert_equal_gradients(lambda *t: lift.LIFT[op](*split(*t), *config), lambda *t: op(*split(*t), *config),
+                           x, *hidden, *params)  # fmt: skip
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, drop: Tensor | None = None,
+                    scale: float | None = None) -> Tensor:  # fmt: skip
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1), -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    weights = torch.where(weights.isnan(), 0.0, weights)
+    return (weights if drop is None else weights * drop) @ v
+
+
+ATTENTION = lift.LIFT[aten.scaled_dot_product_attention.default]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "learned"])
+@pytest.mark.parametrize("heads, kv", [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("s, t, e", [(5, 5, 4), (3, 6, 4), (4, 4, 3)])
+def test_attention(causal: bool, mask: str, heads: int, kv: int, s: int, t: int, e: int) -> None:
+    leaves = [f(2, heads, s, 4), f(2, kv, t, 4), f(2, kv, t, e)]
+    if mask == "bool":
+        leaves.append(torch.rand(2, 1, s, t) < 0.7)
+        leaves[-1][..., 0] = True
+    elif mask != "none":
+        leaves.append(f(1, heads, s, t) if mask == "learned" else f(2, 1, s, t).detach())
+    assert_equal_gradients(
+        lambda q, k, v, *m: ATTENTION(q, k, v, *(m or (None,)), 0.0, causal, enable_gqa=True),
+        lambda q, k, v, *m: plain_attention(q, k, v, *(m or (None,)), causal), *leaves,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 2, 3)])
+def test_attention_of_any_number_of_batch_dims(lead: tuple[int, ...]) -> None:
+    assert_equal_gradients(ATTENTION, F.scaled_dot_product_attention, *(f(*lead, 4, 4) for _ in range(3)))
+
+
+@pytest.mark.parametrize("e", [4, 3])
+def test_attention_rows_that_see_nothing_are_zero_and_give_no_gradient(e: int) -> None:
+    mask = torch.rand(2, 1, 5, 6) < 0.5
+    mask[:, :, 2] = False
+    leaves = f(2, 2, 5, 4), f(2, 2, 6, 4), f(2, 2, 6, e)
+    out = ATTENTION(*leaves, mask)
+    assert (out[:, :, 2] == 0).all()
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(g.isfinite().all() for g in grads)
+    safe = mask.clone()
+    safe[:, :, 2] = True
+    rows = torch.arange(5) != 2
+    expected = torch.autograd.grad(plain_attention(*leaves, safe, False)[:, :, rows].sum(), leaves)
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_with_dropout_draws_by_position_and_backward_draws_the_same(causal: bool) -> None:
+    p, key = 0.4, 11
+    keep = rng.keep_mask((2, 4, 5, 5), p, key).double() / (1 - p)
+    assert_equal_gradients(lambda q, k, v: wrappers.Attention.apply(q, k, v, None, p, causal, 0.5, key),
+                           lambda q, k, v: plain_attention(q, k, v, None, causal, keep, 0.5),
+                           f(2, 4, 5, 4), f(2, 2, 5, 4), f(2, 2, 5, 4))  # fmt: skip
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_attention_on_blocks_of_queries_knows_where_they_start(p: float) -> None:
+    q, k, v = f(2, 2, 6, 4), f(2, 2, 6, 4), f(2, 2, 6, 4)
+    keep = rng.keep_mask((2, 2, 6, 6), p, 3).double() / (1 - p)
+    expected = plain_attention(q, k, v, None, True, keep, 0.5)
+    g = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, (q, k, v), g)
+    outs, dqs, dk, dv = [], [], 0.0, 0.0
+    for start in (0, 3):
+        where = {"offset": start, "key": 3, "shape": (2, 2, 6, 6), "offsets": (0, 0, start, 0)}
+        block, grad = q.detach()[:, :, start : start + 3], g[:, :, start : start + 3]
+        out, lse = att.attention(block, k.detach(), v.detach(), None, p, True, 0.5, **where)
+        dq, dk_part, dv_part = att.attention_grad(
+            grad, block, k.detach(), v.detach(), None, out, lse, p, True, 0.5, **where
+        )
+        outs.append(out)
+        dqs.append(dq)
+        dk, dv = dk + dk_part, dv + dv_part
+    torch.testing.assert_close(torch.cat(outs, 2), expected.detach(), rtol=1e-11, atol=1e-11)
+    for one, other in zip((torch.cat(dqs, 2), dk, dv), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+# --- dropout ------------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_its_own_backward() -> None:
+    x = f(4, 6)
+    keep = rng.keep_mask((4, 6), 0.3, 5).double() / 0.7
+    assert_equal_gradients(lambda t: wrappers.Dropout.apply(t, 0.3, 5), lambda t: t * keep, x)

@@ -1,0 +1,56 @@
+"""Every rule is tested by execution: random shapes, run on shards, recombine, equal to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.ops import rules
+from autopar.ops.registry import OPS
+from tests.ops import generators_nn
+from tests.ops.execution import MESHES, check_case
+from tests.ops.generators import GENERATORS, Draw
+
+assert rules
+assert generators_nn
+NEVER_SHARDED = {"aten.arange", "aten.linspace", "aten.eye", "aten.scalar_tensor", "aten.tril_indices",
+                 "aten.triu_indices", "aten.masked_scatter", "aten.masked_scatter_backward"}  # fmt: skip
+every_op = pytest.mark.parametrize("op", sorted(GENERATORS))
+
+
+def sweep(op: str, examples: int) -> int:
+    """Number of strategies tried."""
+    tried = 0
+
+    @settings(max_examples=examples)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        nonlocal tried
+        draw = Draw(data)
+        tried += check_case(GENERATORS[op](draw), draw.pick(*MESHES), data.draw(st.integers(0, 99)))
+
+    check()
+    return tried
+
+
+@every_op
+def test_shards_of_the_op_recombine_to_the_whole(op: str) -> None:
+    assert bool(sweep(op, 12)) == (op not in NEVER_SHARDED)
+
+
+@pytest.mark.slow
+@every_op
+def test_shards_of_the_op_recombine_to_the_whole_at_length(op: str) -> None:
+    sweep(op, 400)
+
+
+def test_every_op_in_the_table_is_exercised() -> None:
+    ours = {op for op in OPS if op.split(".")[0] in ("aten", "autopar", "pointwise")}
+    assert ours == set(GENERATORS)
+
+
+@pytest.mark.parametrize("op", sorted(o for o in OPS if o.startswith("aten.")))
+def test_every_op_in_the_table_exists(op: str) -> None:
+    assert hasattr(torch.ops.aten, op.removeprefix("aten."))
