@@ -32,7 +32,7 @@ from autopar.plan import Plan
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 
-def compile(  # noqa: A001  (the public name)
+def compile(
     model: nn.Module,
     cluster: ClusterSpec | str | Path,
     example_inputs: Any,
@@ -52,6 +52,9 @@ def compile(  # noqa: A001  (the public name)
     Raises InputError, CaptureError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
     options = options or Options()
+    given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
+    if given is not None and options.microbatches == 1:
+        options = replace(options, microbatches=given.microbatches)
     spec = as_cluster(cluster)
     _check_model(model, loss_fn, optimizer)
     inputs, targets = split_example(model, example_inputs, loss_fn)
@@ -61,9 +64,8 @@ def compile(  # noqa: A001  (the public name)
     captured = time.perf_counter()
     rules = RuleBook()
     setting = Setting(options.microbatches, *optimizer_state(optimizer, program))
-    if plan is not None:
-        chosen = plan if isinstance(plan, Plan) else Plan.load(plan)
-        candidates = [_replayed(chosen, program, spec, setting, rules, options)]
+    if given is not None:
+        candidates = [_replayed(given, program, spec, setting, rules, options)]
         shortages: list[Any] = []
     else:
         candidates, shortages = search_fitting(program, spec, rules, setting, options)
@@ -214,7 +216,9 @@ def _target_count(loss_fn: Any) -> int:
         parameters = list(inspect.signature(target).parameters.values())
     except (TypeError, ValueError):
         return 1
-    required = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    required = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
     return max(len(required) - 1, 0)
 
 
@@ -286,12 +290,16 @@ def optimizer_state(optimizer: OptimizerFactory | None, program: Program) -> tup
         made = optimizer([probe])
         made.step()
     except Exception as error:
-        raise InputError(f"the optimizer factory cannot make a working optimizer: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"the optimizer factory cannot make a working optimizer: {type(error).__name__}: {error}"
+        ) from error
     state = [v for v in made.state.get(probe, {}).values() if isinstance(v, torch.Tensor) and v.shape == probe.shape]
     return float(len(state)), max((v.dtype.itemsize for v in state), default=0)
 
 
-def _replayed(plan: Plan, program: Program, cluster: ClusterSpec, setting: Setting, rules: RuleBook, options: Options) -> Candidate:
+def _replayed(
+    plan: Plan, program: Program, cluster: ClusterSpec, setting: Setting, rules: RuleBook, options: Options
+) -> Candidate:
     from autopar.passes.shard.replay import evaluate
 
     if plan.program != program.fingerprint:
@@ -300,7 +308,14 @@ def _replayed(plan: Plan, program: Program, cluster: ClusterSpec, setting: Setti
             "the example inputs changed; compile again without plan="
         )
     if plan.ranks != cluster.size:
-        raise PlanError(f"this plan is for {plan.ranks} ranks, the cluster has {cluster.size}; compile again without plan=")
+        raise PlanError(
+            f"this plan is for {plan.ranks} ranks, the cluster has {cluster.size}; compile again without plan="
+        )
+    if plan.cluster != cluster.fingerprint():
+        raise PlanError(
+            f"this plan is for another cluster (plan {plan.cluster}, given {cluster.fingerprint()}): devices or links differ; "
+            f"compile again without plan=, or, to run it here all the same, write {cluster.fingerprint()!r} as the plan's cluster"
+        )
     if plan.microbatches != options.microbatches:
         raise PlanError(
             f"this plan has {plan.microbatches} microbatches, Options ask for {options.microbatches}; set "
@@ -311,7 +326,9 @@ def _replayed(plan: Plan, program: Program, cluster: ClusterSpec, setting: Setti
     return Candidate(replace(plan, predicted={"step_time_s": solution.cost}), solution, pricer)
 
 
-def _infeasible(program: Program, cluster: ClusterSpec, shortages: list[Any], setting: Setting, options: Options) -> str:
+def _infeasible(
+    program: Program, cluster: ClusterSpec, shortages: list[Any], setting: Setting, options: Options
+) -> str:
     """What is short, by how much, what would fit."""
     limit = memory_limit(cluster, options)
     if not shortages:

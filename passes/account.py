@@ -57,7 +57,9 @@ def _resting(stage: LoweredStage, setting: Setting) -> dict[str, float]:
         if p.contributions and stage.training:
             shard = p.optimizer.local_bytes(p.type, mesh)
             gradients += shard
-            optimizer += shard / p.type.dtype.itemsize * setting.state_ratio * max(setting.state_bytes, p.type.dtype.itemsize)
+            optimizer += (
+                shard / p.type.dtype.itemsize * setting.state_ratio * max(setting.state_bytes, p.type.dtype.itemsize)
+            )
     buffers = float(sum(t.nbytes for t in stage.buffers.values()))
     return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
 
@@ -69,7 +71,9 @@ def _bytes(type_: TensorType | None, spec: Spec | None, mesh: Mesh) -> float:
 def _is_view(line: Line) -> bool:
     if line.op.startswith("comm."):
         return line.op == "comm.slice"
-    definition = find(line.op) if "." in line.op and not line.op.startswith(("call.", "params.", "grads.", "buffer.")) else None
+    definition = (
+        find(line.op) if "." in line.op and not line.op.startswith(("call.", "params.", "grads.", "buffer.")) else None
+    )
     return definition is not None and definition.free
 
 
@@ -132,7 +136,7 @@ def _walk(stage: LoweredStage) -> float:
             values = template.forward.args[len(line.args[2]) :]
             names = {root.get(ref.name, ref.name) for arg, ref in zip(values, line.args[3], strict=True)
                      if arg in forward[line.args[0]].pinned}  # fmt: skip
-            outs = {o for o in line.outs[:-1]}
+            outs = set(line.outs[:-1])
             pinned[line.outs[-1]] = names | {o for o, n in zip(line.outs, template.forward.returns, strict=False)
                                              if n in set(template.saved) and o in outs}  # fmt: skip
     for i, line in enumerate(lines):
@@ -149,7 +153,9 @@ def _walk(stage: LoweredStage) -> float:
         for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
             if root[name] != name or line.op == "buffer.read":
                 continue
-            size[name] = forward[line.args[0]].kept if line.op == "call.forward" and type_ is None else _bytes(type_, spec, mesh)
+            size[name] = (
+                forward[line.args[0]].kept if line.op == "call.forward" and type_ is None else _bytes(type_, spec, mesh)
+            )
             alive += size[name]
         peak = max(peak, alive)
         for name in uses[i]:
@@ -178,8 +184,8 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
             for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
                 known[name] = _bytes(type_, spec, mesh)
 
-    calls = {name: 0 for name in stage.templates}
-    back = {name: 0 for name in stage.templates}
+    calls = dict.fromkeys(stage.templates, 0)
+    back = dict.fromkeys(stage.templates, 0)
     for line in stage.step.lines:
         if line.op == "call.forward":
             calls[line.args[0]] += 1
@@ -190,9 +196,22 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
                 add("all_reduce", axis, "loss", float(line.types[0].nbytes) if line.types[0] else 0.0, microbatches)
         elif line.op == "params.prefetch":
             for name, steps in line.args[1]:
-                _steps(add, f"gather {name}", stage.parameters[name].type, stage.parameters[name].storage, steps, mesh, microbatches)
+                _steps(
+                    add,
+                    f"gather {name}",
+                    stage.parameters[name].type,
+                    stage.parameters[name].storage,
+                    steps,
+                    mesh,
+                    microbatches,
+                )
     for name, t in stage.templates.items():
-        count(t.forward.lines, name, calls[name] * microbatches, {n: _bytes(*ts, mesh) for n, ts in t.forward.arg_types.items()})
+        count(
+            t.forward.lines,
+            name,
+            calls[name] * microbatches,
+            {n: _bytes(*ts, mesh) for n, ts in t.forward.arg_types.items()},
+        )
         if t.backward is not None:
             known = {n: _bytes(*ts, mesh) for n, ts in t.backward.arg_types.items()}
             count(t.backward.lines, name, back[name] * microbatches, known)
@@ -213,7 +232,15 @@ def _price(pricer: Pricer, what: str) -> Callable[[str, float, str], float]:
     return pricer.bucketed_s if together else pricer.collective_s
 
 
-def _steps(add: object, what: str, type_: TensorType, start: Spec, steps: tuple[tuple[object, ...], ...], mesh: Mesh, times: int) -> None:
+def _steps(
+    add: object,
+    what: str,
+    type_: TensorType,
+    start: Spec,
+    steps: tuple[tuple[object, ...], ...],
+    mesh: Mesh,
+    times: int,
+) -> None:
     held = float(start.local_bytes(type_, mesh))
     for kind, axes, *_ in steps:
         for axis in axes:  # type: ignore[attr-defined]

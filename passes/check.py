@@ -38,7 +38,9 @@ def check(stage: LoweredStage, rules: RuleBook) -> None:
     for p in stage.parameters.values():
         for fine, coarse in zip(p.optimizer.dims, p.storage.dims, strict=True):
             if fine[: len(coarse)] != coarse:
-                raise CheckError(f"parameter {p.name}: optimizer spec {p.optimizer} does not refine storage {p.storage}")
+                raise CheckError(
+                    f"parameter {p.name}: optimizer spec {p.optimizer} does not refine storage {p.storage}"
+                )
 
 
 def _function(function: Function, mesh: Mesh, rules: RuleBook, known: dict[str, Typed]) -> dict[str, Typed]:
@@ -48,7 +50,8 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, known: dict[str, 
                 raise CheckError(f"{function.name}: {line.op} reads {name} before it is made")
         derived = _derive(line, mesh, rules, known, function.name)
         for i, out in enumerate(line.outs):
-            type_, spec = _at(line.types, i), _at(line.specs, i)
+            type_ = line.types[i] if i < len(line.types) else None
+            spec = line.specs[i] if i < len(line.specs) else None
             if derived is not None and spec is not None and derived[i] != spec:
                 raise CheckError(
                     f"{function.name}: {out} = {line.op} gives {derived[i]}, lowering says {spec} (from {line.source})"
@@ -60,10 +63,6 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, known: dict[str, 
     return known
 
 
-def _at(items: tuple[object, ...], i: int) -> object:
-    return items[i] if i < len(items) else None
-
-
 def _derive(line: Line, mesh: Mesh, rules: RuleBook, known: dict[str, Typed], where: str) -> list[Spec | None] | None:
     if line.op.startswith("comm."):
         return [_collective(line, mesh, known, where)]
@@ -71,7 +70,9 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, known: dict[str, Typed], wh
         source, axes = line.args
         type_, spec = known[source.name]
         if spec.partial != tuple((axis, "sum") for axis in axes) or any(spec.dims):
-            raise CheckError(f"{where}: {source.name} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone")
+            raise CheckError(
+                f"{where}: {source.name} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone"
+            )
         return [spec.without_partial()]
     if line.op.split(".")[0] in ("call", "params", "grads", "buffer"):
         return None
@@ -85,7 +86,9 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, known: dict[str, Typed], wh
             if axes and lead is None:
                 raise CheckError(f"{where}: operand {i} of {line.op} is sharded where the rule `{rule}` forbids it")
             if lead is not None and taken.setdefault(lead, axes) != axes:
-                raise CheckError(f"{where}: operands of {line.op} disagree about factor {lead}: {taken[lead]} and {axes}")
+                raise CheckError(
+                    f"{where}: operands of {line.op} disagree about factor {lead}: {taken[lead]} and {axes}"
+                )
         for axis, _ in spec.partial:
             owed.setdefault(axis, set()).add(i)
     for labels, out in zip(rule.results, line.specs, strict=True):

@@ -17,7 +17,6 @@ from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import find
 from autopar.passes.shard.reshard import Lattice
 
-
 BUCKET_BYTES = 8 << 20  # of gradients that the runtime reduces in one message
 
 
@@ -66,7 +65,7 @@ class Pricer:
         definition = find(call.op)
         if definition is not None and definition.free:
             return 0.0
-        parts = {f: 1 for f in rule.factors}
+        parts = dict.fromkeys(rule.factors, 1)
         for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
             if choice in parts:
                 parts[choice] *= size
@@ -109,5 +108,3 @@ def _shape(kind: str, groups: tuple[tuple[str, ...], ...], rule: Rule, parts: di
 
 def _computable(dtype: str) -> str:
     return dtype if dtype in ("float64", "float32", "bfloat16", "float16") else "float32"
-
-

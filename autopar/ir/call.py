@@ -47,7 +47,7 @@ class OpCall:
         return tuple(t.shape if t is not None else None for t in self.results)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def schema_arguments(target: torch._ops.OpOverload) -> tuple[tuple[str, bool, Any], ...]:
     """(name, has default, default) of every argument of an operator."""
     return tuple((a.name, a.has_default_value(), a.default_value) for a in target._schema.arguments)

@@ -206,7 +206,8 @@ def resolve(node: fx.Node) -> tuple[fx.Node, int]:
     """(producing node, result index) of a value node."""
     if is_getitem(node):
         producer, index = node.args
-        assert isinstance(producer, fx.Node) and isinstance(index, int)
+        assert isinstance(producer, fx.Node)
+        assert isinstance(index, int)
         return producer, index
     return node, 0
 

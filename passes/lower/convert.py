@@ -47,7 +47,9 @@ class Converter:
         self.pricer, self.names, self.append = pricer, names, append
         self._made: dict[tuple[str, Spec], str] = {}
 
-    def convert(self, name: str, stem: str, type_: TensorType, before: Spec, after: Spec, phase: str, source: str) -> str:
+    def convert(
+        self, name: str, stem: str, type_: TensorType, before: Spec, after: Spec, phase: str, source: str
+    ) -> str:
         """Name of the value `name` (of spec `before`) in spec `after`."""
         current, spec = name, before
         for step, following in path(self.pricer, type_, before, after):
@@ -64,7 +66,9 @@ class Converter:
         return current
 
 
-def path(pricer: Pricer, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False) -> list[tuple[Step, Spec]]:
+def path(
+    pricer: Pricer, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False
+) -> list[tuple[Step, Spec]]:
     """The cheapest conversion; bucketed: of a value that travels in one message with others."""
     if before == after:
         return []

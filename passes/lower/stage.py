@@ -73,7 +73,9 @@ class _StageLowering:
             first = next(iter(specs))
             steps = None
             if len(specs) == 1 and first is not None:
-                steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, first, target, bucketed=True))
+                steps = runtime_steps(
+                    path(self.pricer, self.program.parameters[name].type, first, target, bucketed=True)
+                )
             found[name] = (len(places), steps or (), None if steps is not None else target)
         return found
 
@@ -140,11 +142,16 @@ class _StageLowering:
                 self._prefetch(backward[position + 1], True)
             self._backward(index)
         types = {n: (t, s) for n, t, s in self.input_rows}
-        step = Function("step", tuple(n for n, _, _ in self.input_rows), tuple(self.lines), tuple(n for n, _ in outputs), types)
+        step = Function(
+            "step", tuple(n for n, _, _ in self.input_rows), tuple(self.lines), tuple(n for n, _ in outputs), types
+        )
         return LoweredStage(
             self.stage.mesh, self.templates, step, self._stored(),
             {name: b.type for name, b in self.program.buffers.items()}, tuple(self.input_rows),
-            tuple((name, self.program.type_of(ref), spec) for (name, spec), ref in zip(outputs, self.program.outputs, strict=True)),
+            tuple(
+                (name, self.program.type_of(ref), spec)
+                for (name, spec), ref in zip(outputs, self.program.outputs, strict=True)
+            ),
             self.program.training, self.plan.microbatches,
         )  # fmt: skip
 
@@ -301,25 +308,27 @@ class _StageLowering:
                  {}, tuple(types), specs, "B", call.path)
         )  # fmt: skip
         for slot, name in enumerate(call.params):
-            grad_name, spec = results[len(template.inputs) + slot], lowered.param_grads[slot]
-            if grad_name == "_" or spec is None:
+            grad_name, arrived = results[len(template.inputs) + slot], lowered.param_grads[slot]
+            if grad_name == "_" or arrived is None:
                 continue
             _, _, target = self.contributions[name]
             if target is not None:
                 type_ = self.program.parameters[name].type
-                grad_name = self.converter.convert(grad_name, grad_name, type_, spec, target, "W", call.path)
+                grad_name = self.converter.convert(grad_name, grad_name, type_, arrived, target, "W", call.path)
             owned = grad_name in results and self._fresh(template.name, len(template.inputs) + slot)
-            self.lines.append(Line((), "grads.add", (name, Ref(grad_name)), {"owned": owned}, phase="W", source=call.path))
+            self.lines.append(
+                Line((), "grads.add", (name, Ref(grad_name)), {"owned": owned}, phase="W", source=call.path)
+            )
         for slot, ref in enumerate(call.inputs):
-            spec = lowered.input_grads[slot]
-            if results[slot] != "_" and spec is not None:
-                self._reach(ref, (results[slot], spec), call.path)
+            left = lowered.input_grads[slot]
+            if results[slot] != "_" and left is not None:
+                self._reach(ref, (results[slot], left), call.path)
 
     def _fresh(self, template: str, result: int) -> bool:
         """Is this result of a template's backward a tensor of its own, that nobody else holds?"""
         function = self.templates[template].backward
         assert function is not None
-        name = function.returns[result]
+        name = function.returns[result] or ""
         maker = next((line.op for line in function.lines if name in line.outs), "")
         readers = sum(name in line.reads() for line in function.lines)
         return maker in MAKE_NEW and not readers and function.returns.count(name) == 1
@@ -328,7 +337,9 @@ class _StageLowering:
         stored = {}
         for name, parameter in self.program.parameters.items():
             planned = self.stage.parameters[name]
-            regather = runtime_steps(path(self.pricer, parameter.type, planned.optimizer, planned.storage, bucketed=True))
+            regather = runtime_steps(
+                path(self.pricer, parameter.type, planned.optimizer, planned.storage, bucketed=True)
+            )
             if regather is None:
                 raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
             count, steps, _ = self.contributions.get(name, (0, (), None))

@@ -13,13 +13,13 @@ from torch import fx
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.call import bind
 from autopar.ir.lowered import Function, Line, LoweredTemplate, Ref
-from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, resolve, result_types
+from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, result_types
 from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.costs import Pricer
 from autopar.passes.lower.convert import Converter, Names
-from autopar.passes.shard.structure import value_names
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.structure import value_names
 from autopar.passes.values import flow, phase_is_late
 from autopar.plan import TemplatePlan
 
@@ -46,7 +46,9 @@ class _Body:
         hub = self.owner.flow.hubs[name]
         held, before = self.hub(hub.source or hub.value, phase, source)
         wanted = self.owner.plan.specs[name]
-        made = self.converter.convert(held, hub.value, self.owner.template.type_of(hub.value), before, wanted, phase, source)
+        made = self.converter.convert(
+            held, hub.value, self.owner.template.type_of(hub.value), before, wanted, phase, source
+        )
         self.held[name] = (made, wanted)
         return self.held[name]
 
@@ -66,9 +68,7 @@ class _Body:
             held, spec = self.hub(owner.flow.reads[node.name, i] or operand.name, phase, source)
             wanted = rule.operand_spec(i, strategy, owner.pricer.mesh)
             assert wanted is not None
-            operands.append(
-                self.converter.convert(held, operand.name, call.operands[i], spec, wanted, phase, source)
-            )
+            operands.append(self.converter.convert(held, operand.name, call.operands[i], spec, wanted, phase, source))
         block = Block(call, rule, strategy, owner.pricer.mesh)
         definition = find(call.op)
         changes = definition.localize(block) if definition is not None and definition.localize else {}
@@ -78,9 +78,9 @@ class _Body:
         outs = tuple(self.names.fresh(results[i]) if i in results else "_" for i in range(count))
         specs = tuple(rule.result_spec(i, strategy, owner.pricer.mesh) for i in range(count))
         for i, value in results.items():
-            spec = specs[i]
-            assert spec is not None
-            self.held[value] = (outs[i], spec)
+            made = specs[i]
+            assert made is not None
+            self.held[value] = (outs[i], made)
         self.lines.append(Line(outs, call.op, (), args, result_types(node), specs, phase, source, node.name))
 
 
@@ -124,7 +124,9 @@ class _TemplateLowering:
         try:
             return self.plan.strategies[node]
         except KeyError:
-            raise PlanError(f"the plan has no strategy for {self.template.name}.{node}; it is for another model") from None
+            raise PlanError(
+                f"the plan has no strategy for {self.template.name}.{node}; it is for another model"
+            ) from None
 
     def spec(self, name: str) -> Spec:
         try:
@@ -133,7 +135,9 @@ class _TemplateLowering:
             raise PlanError(f"the plan has no spec for {self.template.name}.{name}; it is for another model") from None
 
 
-def lower_template(template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool) -> LoweredTemplate:
+def lower_template(
+    template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool
+) -> LoweredTemplate:
     """Forward and backward functions of a template under its plan. Raises PlanError."""
     owner = _TemplateLowering(template, plan, pricer, rules)
     try:
@@ -162,9 +166,7 @@ def _lower(owner: _TemplateLowering, backward: bool) -> LoweredTemplate:
                 key = f"{value}@save" if f"{value}@save" in fl.hubs else value
                 name, spec = forward.hub(key, "F", "")
                 saved.append((key, name, spec))
-    types = {
-        a: (template.type_of(k.split("@")[0]), s) for k, (a, s) in forward.held.items() if a in args
-    }
+    types = {a: (template.type_of(k.split("@")[0]), s) for k, (a, s) in forward.held.items() if a in args}
     front = Function(f"{template.name}_forward", tuple(args), tuple(forward.lines), tuple(n for n, _ in outputs), types)
     late_params = tuple(i for i, p in enumerate(template.params) if f"{p}@late" in fl.hubs)
     random = template.random

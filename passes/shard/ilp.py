@@ -66,10 +66,9 @@ def _build(r: Reduced, budget: float | None) -> _Model:
     equalities = 0
     for (u, v, m), at in zip(edges, offsets, strict=True):
         grid = at + np.arange(m.size).reshape(m.shape)
-        for axis, w in ((0, u), (1, v)):
-            n = m.shape[axis]
-            ids = grid if axis == 0 else grid.T
-            rows.append(np.repeat(row + np.arange(n), ids.shape[1]))
+        for ids, w in ((grid, u), (grid.T, v)):
+            n = len(ids)
+            rows.append(np.repeat(row + np.arange(n), ids.size // n))
             cols.append(ids.ravel())
             vals.append(np.ones(ids.size))
             rows.append(row + np.arange(n))

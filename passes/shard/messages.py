@@ -152,6 +152,4 @@ def _decode(r: Reduced, messages: dict[tuple[int, int], np.ndarray], order: list
 
 def _value(r: Reduced, chosen: dict[int, int]) -> float:
     total = sum(float(c[chosen[v]]) for v, c in r.cost.items())
-    return total + sum(
-        float(m[chosen[u], chosen[v]]) for u, near in r.near.items() for v, m in near.items() if u < v
-    )
+    return total + sum(float(m[chosen[u], chosen[v]]) for u, near in r.near.items() for v, m in near.items() if u < v)

@@ -120,7 +120,9 @@ def constraint_filter(program: Program, mesh: Mesh, constraints: Any) -> Allowed
                 pins[key] = spec
         if not matched:
             names = ", ".join(list(program.parameters)[:4])
-            raise ConstraintError(f"constraint pattern {pattern!r} matches no parameter and no value; parameters are {names}, …")
+            raise ConstraintError(
+                f"constraint pattern {pattern!r} matches no parameter and no value; parameters are {names}, …"
+            )
 
     def allowed(key: Key, state: Any) -> bool:
         if key[0] == "param":
@@ -179,8 +181,14 @@ def _by_group(program: Program, f: Allowed | None) -> Allowed | None:
 
 
 def solve_mesh(
-    program: Program, cluster: ClusterSpec, pricer: Pricer, rules: RuleBook, setting: Setting, options: Options,
-    strategy: str, budget: float | None,
+    program: Program,
+    cluster: ClusterSpec,
+    pricer: Pricer,
+    rules: RuleBook,
+    setting: Setting,
+    options: Options,
+    strategy: str,
+    budget: float | None,
 ) -> Candidate | Shortage:
     """Best plan on one mesh under a strategy, or how much memory it falls short."""
     problem = build_problem(program, pricer, rules, setting, options, strategy)

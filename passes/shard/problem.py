@@ -17,7 +17,6 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.call import OpCall
-from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Template, resolve
 from autopar.ir.rule import Rule
 from autopar.ir.spec import Spec
@@ -25,7 +24,14 @@ from autopar.ir.types import TensorType
 from autopar.passes.costs import Pricer
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.rules import RuleBook
-from autopar.passes.shard.structure import call_edges, parameter_groups, shows_held, storage_states, value_at, value_names
+from autopar.passes.shard.structure import (
+    call_edges,
+    parameter_groups,
+    shows_held,
+    storage_states,
+    value_at,
+    value_names,
+)
 from autopar.passes.values import Flow, flow
 
 Allowed = Callable[[Key, Any], bool]
@@ -71,9 +77,7 @@ class Problem:
         kept = [self.given(key)] if self.given else [s for s in states if self.allowed(key, s)]
         if not kept:
             raise InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
-        return self.graph.add(
-            key, kept, np.array([cost(s) for s in kept]), np.array([memory(s) for s in kept])
-        )
+        return self.graph.add(key, kept, np.array([cost(s) for s in kept]), np.array([memory(s) for s in kept]))
 
     def _add_ops(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
@@ -126,10 +130,7 @@ class Problem:
             type_ = template.type_of(name)
             specs = self._specs(template, name, partial=type_.is_float or name in owed)
             counted = name in fl.late and f"{name}@save" not in fl.hubs
-            self._add(
-                ("at", template.name, name), specs, lambda s: 0.0,
-                lambda s, t=type_, c=counted: calls * s.local_bytes(t, self.mesh) if c else 0.0,
-            )  # type: ignore[misc]  # fmt: skip
+            self._add(("at", template.name, name), specs, _nothing, self._held(type_, calls if counted else 0))
         for hub in fl.hubs.values():
             type_ = template.type_of(hub.value)
             specs = self._specs(template, hub.value, partial=hub.value not in params)
@@ -139,10 +140,11 @@ class Problem:
                 own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
                 specs = list({**dict.fromkeys(specs), **own})
             counted = hub.kind == "save" and not shows_held(template, producer[0], fl)
-            self._add(
-                ("at", template.name, hub.name), specs, lambda s: 0.0,
-                lambda s, t=type_, c=counted: calls * s.local_bytes(t, self.mesh) if c else 0.0,
-            )  # type: ignore[misc]  # fmt: skip
+            self._add(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
+
+    def _held(self, type_: TensorType, times: int) -> Callable[[Spec], float]:
+        """Bytes that a value of this type keeps until backward, over all calls."""
+        return lambda spec: times * spec.local_bytes(type_, self.mesh) if times else 0.0
 
     def _specs(self, template: Template, value: str, partial: bool) -> list[Spec]:
         wanted = self._wanted.get((template.name, value), {})
@@ -235,7 +237,9 @@ class Problem:
             lattice = self.pricer.lattice(parameter.type, bucketed=True)
             step_s = self._optimizer_s(parameter.type)
 
-            def cost(s: tuple[Spec, Spec], t: bool = train, la: Any = lattice, o: Any = step_s, c: int = count) -> float:
+            def cost(
+                s: tuple[Spec, Spec], t: bool = train, la: Any = lattice, o: Any = step_s, c: int = count
+            ) -> float:
                 return c * (_gather_s(la, s[1], s[0]) + o(s[1])) if t else 0.0
 
             def memory(s: tuple[Spec, Spec], t: bool = train, ty: TensorType = parameter.type, c: int = count) -> float:
@@ -265,7 +269,9 @@ class Problem:
             return stored
         shard = state[1].local_bytes(type_, self.mesh)
         elements = shard / type_.dtype.itemsize
-        return stored + shard + elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
+        return (
+            stored + shard + elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
+        )
 
     def _optimizer_s(self, type_: TensorType) -> Callable[[Spec], float]:
         touched = 3 + 2 * self.setting.state_ratio
@@ -278,6 +284,10 @@ class Problem:
 
 def _gather_s(lattice: Any, before: Spec, after: Spec) -> float:
     return float(lattice.costs[lattice.index[before], lattice.index[after]])
+
+
+def _nothing(state: object) -> float:
+    return 0.0
 
 
 def _sums_only(spec: Spec) -> bool:

@@ -29,7 +29,9 @@ class Reduced:
     memory: dict[int, np.ndarray]
     alive: dict[int, np.ndarray]
     near: dict[int, dict[int, np.ndarray]]
-    log: list[tuple[int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]], np.ndarray]] = field(default_factory=list)
+    log: list[tuple[int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]], np.ndarray]] = field(
+        default_factory=list
+    )
     constant_memory: float = 0.0
 
     @property

@@ -91,7 +91,9 @@ def step_cost(step: Step, before: Spec, type_: TensorType, mesh: Mesh, cost: Col
 class Lattice:
     """All specs of one tensor type on one mesh, the cost of every conversion and its path."""
 
-    def __init__(self, type_: TensorType, mesh: Mesh, cost: CollectiveCost, copy_s: float, ops: tuple[str, ...]) -> None:
+    def __init__(
+        self, type_: TensorType, mesh: Mesh, cost: CollectiveCost, copy_s: float, ops: tuple[str, ...]
+    ) -> None:
         self.type, self.mesh = type_, mesh
         self.specs = _canonical(type_.shape, mesh, ops)
         self.index = {spec: i for i, spec in enumerate(self.specs)}

@@ -21,7 +21,6 @@ from autopar.passes.shard.ilp import Answer, solve_ilp
 from autopar.passes.shard.messages import Bounds, bound
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, start
 
-
 _LARGE = 5_000  # binary variables from which message passing comes before the ILP
 _FEW = 12  # states per variable that the first exact solve of a large problem looks at
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven

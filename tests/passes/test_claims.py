@@ -61,7 +61,9 @@ def two_nodes(per_node: int = 8) -> ClusterSpec:
     return ClusterSpec.preset("dgx-a100", nodes=2) if per_node == 8 else ClusterSpec.local(2 * per_node)
 
 
-def transformer(cluster: ClusterSpec, batch: int, dim: int = 4096, layers: int = 2, **options: object) -> ParallelProgram:
+def transformer(
+    cluster: ClusterSpec, batch: int, dim: int = 4096, layers: int = 2, **options: object
+) -> ParallelProgram:
     with torch.device("meta"):
         model = Transformer(layers, dim, 32)
     ids = torch.empty(batch, 512, dtype=torch.long, device="meta")
@@ -100,7 +102,8 @@ def test_small_convolutional_net_is_pure_data_parallel() -> None:
     stage = program.plan.stages[0]
     assert all(p.storage.is_replicated for p in stage.parameters.values())
     convs = [s for n, s in stage.templates["step"].strategies.items() if n.startswith("conv") and "_d" not in n]
-    assert convs and all(set(s) == {"n"} for s in convs)
+    assert convs
+    assert all(set(s) == {"n"} for s in convs)
 
 
 def test_short_memory_shards_storage() -> None:
