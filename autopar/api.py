@@ -16,7 +16,8 @@ from autopar.capture import capture_program
 from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.compiled import ParallelProgram, Prediction, emit_program
-from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.errors import ConstraintError, InfeasibleError, InputError, PlanError
+from autopar.inputs import check_batch_dims, check_options, check_plan, most_targets
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.options import Options
@@ -28,6 +29,7 @@ from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.solve import Shortage
 from autopar.plan import Plan
+from autopar.report import size_text
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
@@ -51,13 +53,15 @@ def compile(
 
     Raises InputError, CaptureError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
-    options = options or Options()
+    options = Options() if options is None else options
+    check_options(options, plan)
     given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
     if given is not None and options.microbatches == 1:
         options = replace(options, microbatches=given.microbatches)
     spec = as_cluster(cluster)
     _check_model(model, loss_fn, optimizer)
     inputs, targets = split_example(model, example_inputs, loss_fn)
+    candidate_meshes(spec, options)
     _check_batch(inputs, spec, options)
     started = time.perf_counter()
     program, exported = capture_program(model, _microbatch(inputs, options), loss_fn, targets, options.batch_dims)
@@ -120,7 +124,7 @@ def search(
         for strategy in strategies:
             try:
                 result = solve_mesh(program, cluster, pricer, rules, setting, options, strategy, budget)
-            except InfeasibleError:
+            except (InfeasibleError, ConstraintError):
                 if strategy == options.strategy:
                     raise
                 continue
@@ -195,7 +199,8 @@ def split_example(model: nn.Module, inputs: Any, loss_fn: Any) -> tuple[Any, int
             raise InputError(f"example inputs do not match {name}.forward{signature}: {error}") from error
         return inputs, targets
     targets = _target_count(loss_fn) if loss_fn is not None else 0
-    options = [targets] if loss_fn is None else [targets, *range(targets + 1, len(inputs) + 1)]
+    options = [targets] if loss_fn is None else range(targets, min(most_targets(loss_fn), len(inputs)) + 1)
+    problem: Exception | str = f"the loss takes {targets} targets"
     for count in options:
         try:
             signature.bind(*inputs[: len(inputs) - count])
@@ -226,6 +231,7 @@ def _check_batch(inputs: Any, cluster: ClusterSpec, options: Options) -> None:
     leaves, names, _ = flatten(inputs)
     if not leaves:
         raise InputError("example_inputs hold no tensor")
+    check_batch_dims(options.batch_dims, leaves, names)
     dp = int((options.mesh or {}).get("dp", 1))
     if options.strategy in ("dp", "zero1", "zero3") and options.mesh is None:
         dp = cluster.size
@@ -302,11 +308,6 @@ def _replayed(
 ) -> Candidate:
     from autopar.passes.shard.replay import evaluate
 
-    if plan.program != program.fingerprint:
-        raise PlanError(
-            f"this plan is for another model (plan {plan.program}, model {program.fingerprint}): the model, its shapes or "
-            "the example inputs changed; compile again without plan="
-        )
     if plan.ranks != cluster.size:
         raise PlanError(
             f"this plan is for {plan.ranks} ranks, the cluster has {cluster.size}; compile again without plan="
@@ -321,6 +322,12 @@ def _replayed(
             f"this plan has {plan.microbatches} microbatches, Options ask for {options.microbatches}; set "
             f"Options(microbatches={plan.microbatches})"
         )
+    if plan.program != program.fingerprint:
+        raise PlanError(
+            f"this plan is for another model (plan {plan.program}, model {program.fingerprint}): the model, its shapes or "
+            "the example inputs changed; compile again without plan="
+        )
+    check_plan(plan, program)
     pricer = Pricer(cluster, plan.stages[0].mesh)
     solution = evaluate(program, plan, pricer, rules, setting)
     return Candidate(replace(plan, predicted={"step_time_s": solution.cost}), solution, pricer)
@@ -341,10 +348,10 @@ def _infeasible(
     while need * ranks / fit > limit and fit < ranks * 1024:
         fit *= 2
     return (
-        f"nothing fits in {limit / 1e9:.3g} GB per rank: the smallest plan ({strategy} on {mesh}) needs {need / 1e9:.3g} GB, "
-        f"{(need - limit) / 1e9:.3g} GB too much (parameters {total / 1e9:.3g} GB in all, with gradients and optimizer "
-        f"state {total * (2 + setting.state_ratio) / 1e9:.3g} GB). About {fit} such ranks, a smaller batch, or "
-        f"{need / 1e9:.3g} GB per rank would do"
+        f"nothing fits in {size_text(limit)} per rank: the smallest plan ({strategy} on {mesh}) needs {size_text(need)}, "
+        f"{size_text(need - limit)} too much (parameters {size_text(total)} in all, with gradients and optimizer state "
+        f"{size_text(total * (2 + setting.state_ratio))}). About {fit} such ranks, a smaller batch, or {size_text(need)} per "
+        "rank would do"
     )
 
 

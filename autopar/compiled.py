@@ -145,7 +145,16 @@ class ParallelProgram:
             batch = (batch,)
         if isinstance(batch, list):
             batch = tuple(batch)
-        return check_like(batch, self.exported.input_structure, "the batch")
+        leaves = check_like(batch, self.exported.input_structure, "the batch")
+        parts = self.plan.microbatches
+        for leaf, (name, type_), dim in zip(leaves, self.ir.inputs, self.ir.batch_dims, strict=True):
+            whole = tuple(n * parts if i == dim else n for i, n in enumerate(type_.shape))
+            if tuple(leaf.shape) not in (type_.shape, whole):
+                raise InputError(
+                    f"the batch: input {name} has shape {tuple(leaf.shape)}, the program was compiled for {whole}; pass "
+                    "batches of that shape, or compile again with an example of the new one"
+                )
+        return leaves
 
     @cached_property
     def module(self) -> Any:
@@ -198,6 +207,8 @@ def _batches(batches: Any) -> Iterable[Any]:
         return [batches]
     if isinstance(batches, tuple) and batches and isinstance(batches[0], torch.Tensor):
         return [batches]
+    if not isinstance(batches, Iterable):
+        raise InputError(f"run needs batches built like the example inputs, not {type(batches).__name__}")
     return list(batches)
 
 
@@ -220,7 +231,9 @@ def emit_program(
         "step_time_s": prediction.step_time_s, "peak_bytes": prediction.peak_bytes, "comm_time_s": prediction.comm_time_s,
     })  # fmt: skip
     others = tuple(
-        Alternative(f"{c.plan.origin} {c.plan.stages[0].mesh}", c.plan, Prediction(c.solution.cost, c.solution.memory, 0.0))
+        Alternative(
+            f"{c.plan.origin} {c.plan.stages[0].mesh}", c.plan, Prediction(c.solution.cost, c.solution.memory, 0.0)
+        )
         for c in candidates[1:]
     )
     solution = best.solution

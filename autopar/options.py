@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from autopar.errors import InputError
@@ -39,6 +40,18 @@ class Options:
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
+        for name in ("mesh", "constraints"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise InputError(f"Options.{name} must be a dict, it is a {type(value).__name__}")
+        for name, kind in (("microbatches", int), ("memory_fraction", Real), ("solver_time_limit_s", Real), ("seed", int)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise InputError(f"Options.{name} must be a number, it is {value!r}")
+        if self.solver_time_limit_s <= 0 or (self.memory_bytes is not None and self.memory_bytes <= 0):
+            raise InputError("Options.solver_time_limit_s and Options.memory_bytes must be positive")
+        if self.mesh is not None and not all(isinstance(n, int) for n in self.mesh.values()):
+            raise InputError(f"Options.mesh maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {dict(self.mesh)}")
         if self.microbatches < 1:
             raise InputError(f"Options.microbatches must be at least 1, it is {self.microbatches}")
         if self.strategy not in STRATEGIES:

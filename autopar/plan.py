@@ -74,16 +74,26 @@ class Plan:
     @staticmethod
     def from_dict(data: Any) -> Plan:
         """Inverse of `to_dict`. Raises PlanError where anything is missing or malformed."""
+        if not isinstance(data, dict) or not isinstance(data.get("stages", [0]), list) or not data.get("stages", [0]):
+            raise PlanError(
+                "the plan is corrupt: it must be a JSON object with a list of stages; compile again to write a new one"
+            )
         try:
             if data["autopar_plan"] != VERSION:
-                raise PlanError(f"this plan is of format {data['autopar_plan']}, this autopar reads {VERSION}; plan again")
+                raise PlanError(
+                    f"this plan is of format {data['autopar_plan']}, this autopar reads {VERSION}; plan again"
+                )
             return Plan(
                 str(data["program"]), str(data["cluster"]), int(data["ranks"]),
                 tuple(_stage_in(s) for s in data["stages"]), int(data["microbatches"]), str(data["schedule"]),
                 str(data["origin"]), dict(data["predicted"]),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError, AttributeError, ShardingError) as error:
-            raise PlanError(f"the plan is corrupt ({type(error).__name__}: {error}); compile again to write a new one") from error
+        except KeyError as error:
+            raise PlanError(f"the plan is corrupt: {error} is missing; compile again to write a new one") from error
+        except (TypeError, ValueError, AttributeError, ShardingError) as error:
+            raise PlanError(
+                f"the plan is corrupt ({type(error).__name__}: {error}); compile again to write a new one"
+            ) from error
 
     def save(self, path: str | Path) -> None:
         """Write JSON."""
@@ -108,6 +118,8 @@ def show_strategy(strategy: Strategy, mesh: Mesh) -> str:
 
 def parse_strategy(text: str, mesh: Mesh) -> Strategy:
     """Inverse of `show_strategy`. Raises PlanError on an axis that the mesh does not have."""
+    if not isinstance(text, str) or not all("=" in part for part in text.split()):
+        raise PlanError(f"{text!r} is no strategy; write axis=factor per mesh axis, such as 'dp=b tp=o', or ''")
     given = dict(part.split("=", 1) for part in text.split())
     unknown = set(given) - set(mesh.names)
     if unknown:
@@ -143,7 +155,8 @@ def _stage_in(data: Any) -> StagePlan:
         for name, t in data["templates"].items()
     }
     parameters = {
-        name: ParameterPlan(parse_spec(p["storage"]), parse_spec(p["optimizer"])) for name, p in data["parameters"].items()
+        name: ParameterPlan(parse_spec(p["storage"]), parse_spec(p["optimizer"]))
+        for name, p in data["parameters"].items()
     }
     first, last = data["calls"]
     return StagePlan((int(first), int(last)), mesh, templates, parameters)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import running
-from autopar.capture.trees import flatten
+from autopar.capture.trees import flatten, rebuild
 from autopar.codegen.directory import user_ops_source
 from autopar.codegen.stage import stage_source
 from autopar.compiled import ParallelProgram
@@ -69,14 +69,15 @@ def verify(
     """Compare `program` on all its ranks with `model` run eagerly over `steps` steps on one global batch."""
     if not isinstance(model, nn.Module):
         raise InputError(f"verify needs the eager model, an nn.Module, not {type(model).__name__}")
-    batch = (batch,) if isinstance(batch, torch.Tensor) else tuple(batch) if isinstance(batch, list) else batch
-    leaves = [_cast(t, dtype) for t in program.leaves(batch)]
+    given = program.leaves(batch)
+    batch = rebuild(program.exported.input_structure, given)
+    leaves = [_cast(t, dtype) for t in given]
     weights = {k: _cast(v, dtype) for k, v in _weights(program, model).items()}
     if not _random(program):
         ours = _ours(program, program.stages[0], program.mesh, leaves, weights, steps, dtype)
         return Verification(compare(ours, _eager(program, model, batch, steps, dtype)), TOLERANCE[dtype])
     one = one_rank(program)
-    alone = {axis: 1 for axis in program.mesh}
+    alone = dict.fromkeys(program.mesh, 1)
     ours = _ours(program, program.stages[0], program.mesh, leaves, weights, steps, dtype)
     errors = compare(ours, _ours(program, one, alone, leaves, weights, steps, dtype))
     if _only_dropout(program):
@@ -169,11 +170,12 @@ def without_dropout(stage: LoweredStage) -> LoweredStage:
             return line
         return replace(line, kwargs={**line.kwargs, "p": 0.0})
 
-    def silence(f: Function | None) -> Function | None:
-        return None if f is None else replace(f, lines=tuple(map(quiet, f.lines)))
+    def silence(f: Function) -> Function:
+        return replace(f, lines=tuple(map(quiet, f.lines)))
 
     templates = {
-        name: replace(t, forward=silence(t.forward), backward=silence(t.backward)) for name, t in stage.templates.items()
+        name: replace(t, forward=silence(t.forward), backward=silence(t.backward) if t.backward is not None else None)
+        for name, t in stage.templates.items()
     }
     return replace(stage, templates=templates)
 
@@ -182,7 +184,7 @@ def _ours(
     program: ParallelProgram, stage: LoweredStage, mesh: dict[str, int], leaves: Sequence[torch.Tensor], weights: Values,
     steps: int, dtype: torch.dtype,
 ) -> Values:  # fmt: skip
-    source = stage_source(stage, "verification", {f: dtype for f in FLOATS})
+    source = stage_source(stage, "verification", dict.fromkeys(FLOATS, dtype))
     extra = user_ops_source(program)
     module = running.stage_module(source, "autopar_verify", {"user_ops": extra[1]} if extra else None)
 
@@ -225,8 +227,14 @@ class _Promote(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in FLOATS:
             kwargs["dtype"] = self.dtype
-        args = tuple(self.dtype if isinstance(a, torch.dtype) and a in FLOATS else a for a in args)
-        return func(*args, **kwargs)
+        written = {i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None}
+        return func(*(self._promoted(a) if i not in written else a for i, a in enumerate(args)), **kwargs)
+
+    def _promoted(self, a: Any) -> Any:
+        """Also tensors that the model does not own, such as class weights inside a loss function."""
+        if isinstance(a, torch.dtype) and a in FLOATS:
+            return self.dtype
+        return _cast(a, self.dtype) if isinstance(a, torch.Tensor) and a.dtype in FLOATS else a
 
 
 class _KeepEps(TorchFunctionMode):
@@ -250,8 +258,10 @@ def _eps(model: nn.Module) -> float:
 
 
 def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype) -> Values:
-    reference = copy.deepcopy(model).to(dtype)
+    reference = _copy(model).to(dtype)
     reference.train(model.training)
+    loss_fn = program.loss_fn
+    loss_fn = _copy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
     inputs = _map(batch, lambda t: _cast(t, dtype))
     from autopar.reference import loss_of, run_model
 
@@ -271,12 +281,12 @@ def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, d
             for step in range(steps):
                 for p in trained:
                     p.grad = None
-                total = 0.0
+                total = torch.zeros(())
                 for piece in _pieces(inputs, parts, program):
-                    loss = loss_of(reference, piece, program.loss_fn, program.targets) / parts
+                    loss = loss_of(reference, piece, loss_fn, program.targets) / parts
                     loss.backward()
                     total = total + loss.detach()
-                found[f"loss/{step}"] = torch.as_tensor(total).clone()
+                found[f"loss/{step}"] = total.clone()
                 if step == 0:
                     found |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
                 if optimizer is not None:
@@ -287,6 +297,16 @@ def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, d
             return found
     finally:
         torch.set_default_dtype(previous)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A deep copy; tensors that a module computed from its parameters (old weight_norm) are copied as values."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+    return copy.deepcopy(model, memo)
 
 
 def _pieces(inputs: Any, parts: int, program: ParallelProgram) -> Iterator[Any]:
@@ -332,7 +352,7 @@ class _Quiet(TorchFunctionMode):
 
 @contextmanager
 def _no_dropout(model: nn.Module) -> Iterator[nn.Module]:
-    quiet = copy.deepcopy(model)
+    quiet = _copy(model)
     quiet.train(model.training)
     for module in quiet.modules():
         if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):

@@ -36,14 +36,18 @@ def write_directory(program: Any, directory: Path) -> Path:
     optimizer = optimizer_entry(program.optimizer) if program.training else None
     directory.mkdir(parents=True, exist_ok=True)
     program.plan.save(directory / "plan.json")
+    for name in ("stages", "ranks", "weights"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    (directory / "user_ops.py").unlink(missing_ok=True)
     for name in ("stages", "ranks"):
-        (directory / name).mkdir(exist_ok=True)
+        (directory / name).mkdir()
     for i, source in enumerate(program.sources):
         (directory / "stages" / f"stage_{i}.py").write_text(source)
     for rank in range(min(program.plan.ranks, 1024)):
         mesh = program.plan.stages[program.stage_of(rank)].mesh
+        where = mesh.coordinate(rank)
         (directory / "ranks" / f"rank_{rank}.py").write_text(
-            render("rank.py.j2", rank=rank, stage=program.stage_of(rank), coordinates=mesh.coordinate(rank))
+            render("rank.py.j2", rank=rank, stage=program.stage_of(rank), coordinates={a: where[a] for a in mesh.names})
         )
     home = Path(inspect.getfile(runtime)).parent
     target = directory / "autopar_runtime"
@@ -100,7 +104,6 @@ def _weights(program: Any, directory: Path) -> str | None:
         return None
     from autopar.runtime.checkpoint import write_full
 
-    shutil.rmtree(directory / "weights", ignore_errors=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         write_full(directory / "weights", {name: w.detach().cpu() for name, w in weights.items()})
@@ -157,16 +160,22 @@ def facts(program: Any) -> dict[str, Any]:
     """What `autopar-dump` shows, as plain data."""
     stage = program.stages[0]
     return {
-        "torch": torch.__version__, "python": sys.version.split()[0], "training": program.training,
+        "autopar_program": 1, "torch": torch.__version__, "python": sys.version.split()[0], "training": program.training,
         "mesh": program.mesh, "ranks": program.plan.ranks, "origin": program.plan.origin, "solver": program.solver,
         "predicted": program.plan.predicted, "timings": program.timings,
         "memory": program.account.resting_bytes, "peak_bytes": program.account.peak_bytes,
         "alternatives": [{"name": a.name, "step_time_s": a.predicted.step_time_s, "peak_bytes": a.predicted.peak_bytes}
                          for a in program.alternatives],
+        "microbatches": program.plan.microbatches, "model": type(program.model).__name__, "cluster": program.cluster.name,
+        "inputs": {n: s.show(t) for n, t, s in stage.inputs}, "outputs": {n: s.show(t) for n, t, s in stage.outputs},
         "calls": [{"template": c.template, "path": c.path} for c in program.ir.calls],
         "templates": {
             name: {
+                "arguments": {n: s.show(y) for n, (y, s) in t.forward.arg_types.items()},
+                "results": [n for n in t.forward.returns if n], "saved": list(t.saved),
                 "forward": [_line(line) for line in t.forward.lines],
+                "backward_arguments": {n: s.show(y) for n, (y, s) in _arguments(t.backward)},
+                "backward_results": [n for n in t.backward.returns if n] if t.backward is not None else [],
                 "backward": [_line(line) for line in t.backward.lines] if t.backward is not None else [],
             }
             for name, t in stage.templates.items()
@@ -175,10 +184,15 @@ def facts(program: Any) -> dict[str, Any]:
         "collectives": [vars(c) for c in program.account.collectives],
         "parameters": {
             p.name: {"stored": p.storage.show(p.type), "gradient_and_optimizer": p.optimizer.show(p.type),
-                     "trained": p.contributions > 0, "local_bytes": p.storage.local_bytes(p.type, stage.mesh)}
+                     "trained": p.contributions > 0, "local_bytes": p.storage.local_bytes(p.type, stage.mesh),
+                     "reduction": [list(step) for step in p.reduce]}
             for p in stage.parameters.values()
         },
     }  # fmt: skip
+
+
+def _arguments(function: Any) -> list[tuple[str, Any]]:
+    return [(n, function.arg_types[n]) for n in function.args] if function is not None else []
 
 
 def _line(line: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Printer:
         for k, v in line.kwargs.items():
             if k not in known and v is not None and not (k == "offset" and v == 0):
                 args.append(f"{k}={self.value(v)}")
-        if "key" in line.kwargs and name == "dropout" or name.startswith("random_"):
+        if ("key" in line.kwargs and name == "dropout") or name.startswith("random_"):
             args = [a for a in args if not a.startswith("key=")]
             args.insert(2, self.value(line.kwargs["key"]))
         if line.op.startswith(_FACTORIES):

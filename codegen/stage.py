@@ -9,6 +9,7 @@ import jinja2
 from autopar.codegen.printer import Dtypes, Printer, body, fuse_bias, show_types
 from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate, Ref
 from autopar.ir.spec import Spec
+from autopar.ops.discover import target_of
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("autopar.codegen", "templates"), trim_blocks=True, lstrip_blocks=True,
@@ -69,8 +70,9 @@ def _targets(line: Line) -> str:
 
 
 def _is_list(op: str) -> bool:
-    """Ops whose one result comes in a list."""
-    return op.split(".")[1] in ("split", "split_with_sizes", "unbind", "chunk", "tensor_split", "unsafe_split")
+    """Whether the op returns its results in a list, which may have one entry."""
+    returns = target_of(op)._schema.returns if "." in op and not op.startswith("comm.") else []
+    return len(returns) == 1 and str(returns[0].type).startswith("List")
 
 
 def _signature(function: Function) -> list[str]:
@@ -129,7 +131,10 @@ def _step(stage: LoweredStage, printer: Printer) -> dict[str, Any]:
         if kind == "params.take":
             return f"{', '.join(line.outs)}{',' if len(line.outs) == 1 else ''} = rt.take({line.args[0]!r})"
         if kind == "grads.add":
-            return f"rt.grads.add({line.args[0]!r}, {line.args[1].name})"
+            owned = ", owned=True" if line.kwargs.get("owned") else ""
+            return f"rt.grads.add({line.args[0]!r}, {line.args[1].name}{owned})"
+        if kind == "grads.sum":
+            return f"{line.outs[0]} = rt.grads.start_sum({line.args[0].name}, {line.args[1]!r})  # {show_types(line)}"
         if kind == "grads.seed":
             (type_,) = line.args
             return f"{line.outs[0]} = torch.ones({type_.shape!r}, dtype={printer.value(type_.dtype)}, device=rt.device)"

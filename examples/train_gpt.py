@@ -145,6 +145,7 @@ def main() -> None:
         f"  {len(result.errors)} tensors compared (loss, gradients, parameters after two steps); "
         f"largest relative error {result.max_error:.1e} in {worst}: {'equal' if result.ok else 'NOT EQUAL'}",
         highlight=False,
+        soft_wrap=True,
     )
     if not (result.ok and last < first):
         raise SystemExit("the demo did not do what it should")

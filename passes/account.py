@@ -227,8 +227,8 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
 
 
 def _price(pricer: Pricer, what: str) -> Callable[[str, float, str], float]:
-    """Parameters, gradients and the loss travel many in one message."""
-    together = what.startswith(("gather ", "regather ", "gradient ")) or what == "loss"
+    """Gradients, updated parameters and the loss travel many in one message."""
+    together = what.startswith(("regather ", "gradient ")) or what == "loss"
     return pricer.bucketed_s if together else pricer.collective_s
 
 

@@ -40,7 +40,7 @@ class Pricer:
         return self._collectives[key]
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
-        """Seconds of nbytes inside a larger message: gradients, parameters and the loss travel together."""
+        """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together."""
         if nbytes >= BUCKET_BYTES:
             return self.collective_s(kind, nbytes, axis)
         return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES

@@ -17,9 +17,9 @@ def batches(program: Path) -> list[Any]:
 
 
 def full(program: Any) -> dict[str, torch.Tensor]:
-    """Full tensors from a state of DTensors."""
+    """Full tensors from a state of DTensors, copied (those of replicated ones are the program's own memory)."""
     state = program.state_dict()
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in state.items()}
+    return {k: v.full_tensor().clone() if hasattr(v, "full_tensor") else v for k, v in state.items()}
 
 
 def train(directory: Path, out: Path) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class _Builder:
         self.calls: list[Call] = []
         self.where: dict[fx.Node, ValueRef] = {}
         self.flows: dict[fx.Node, bool] = {}
+        self.reach: set[fx.Node] = set()
         named = dict(model.named_parameters(remove_duplicate=False))
         aliases: dict[str, list[str]] = {}
         for alias, name in exported.parameter_names.items():
@@ -55,9 +56,7 @@ class _Builder:
             if exported.parameter_names.get(name, name) == name
         }
         persistent = set(model.state_dict().keys())
-        self.buffers = {
-            name: Buffer(name, TensorType.of(b), name in persistent) for name, b in model.named_buffers()
-        }
+        self.buffers = {name: Buffer(name, TensorType.of(b), name in persistent) for name, b in model.named_buffers()}
         for name, tensor in exported.constants.items():
             self.buffers.setdefault(name, Buffer(name, TensorType.of(tensor), False))
         self.inputs: list[tuple[str, TensorType]] = []
@@ -82,6 +81,7 @@ class _Builder:
         output = graph.output_node()
         _give_placeholders_a_node(graph, output)
         results = {n for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
+        self.reach = _reach_loss(output, self.exported)
         for segment in cut(graph, results):
             if segment.writes:
                 self._add(segment, mode)
@@ -93,14 +93,13 @@ class _Builder:
         return node.op == "placeholder" and self.exported.kinds[node.name][0] == "param"
 
     def _add(self, segment: Segment, mode: Any) -> None:
-        key = signature(segment, self._describe)
+        pulled = [w in self.reach for w in segment.writes]
+        key = signature(segment, self._describe), tuple(pulled)
         known = self.by_signature.get(key)
         if known is None:
             name = self._name(segment)
             reads = [self._fake(r, mode) for r in segment.reads]
-            known = trace_template(
-                name, segment, reads, [self._is_param(r) for r in segment.reads], self.exported.training, mode
-            )
+            known = trace_template(name, segment, reads, [self._is_param(r) for r in segment.reads], pulled, mode)
             self.by_signature[key] = known
             self.templates[name] = known[0]
         template, flows = known
@@ -135,28 +134,28 @@ class _Builder:
         current = dict(zip(exported.output_names, names, strict=True))
         outputs = tuple(self.where[nodes[current[o]]] for o in exported.outputs)
         updates = {buffer: self.where[nodes[current[n]]] for buffer, n in exported.updates.items()}
-        self._check_gradients()
         program = Program(
             self.templates, tuple(self.calls), self.parameters, self.buffers, tuple(self.inputs), outputs, updates,
             exported.training, tuple(_batch_dims(self.inputs, batch_dims)), structure=exported.output_structure,
         )  # fmt: skip
+        self._check_gradients(program)
         object.__setattr__(program, "fingerprint", fingerprint(program))
         return program
 
-    def _check_gradients(self) -> None:
-        if not self.exported.training:
+    def _check_gradients(self, program: Program) -> None:
+        if not program.training:
             return
-        got = {
-            call.params[slot]
-            for call in self.calls
-            for slot, grad in enumerate(self.templates[call.template].param_grads)
-            if grad is not None
-        }
-        missing = sorted(self.exported.eager_grads - got)
-        if missing:
+        got = set(program.trained)
+        if missing := sorted(self.exported.eager_grads - got):
             raise CaptureError(
-                f"the captured program has no gradient for {', '.join(missing[:5])} where the eager model has one; "
-                "a custom autograd.Function or a detach inside the model was lost in capture"
+                f"the captured program has no gradient for {', '.join(missing[:5])} where the eager model has one: an op "
+                "between it and the loss lost its backward in capture. Write that op with torch ops, or register it with "
+                "@autopar.register_op"
+            )
+        if surplus := sorted(got - self.exported.eager_grads):
+            raise CaptureError(
+                f"the captured program has a gradient for {', '.join(surplus[:5])} where the eager model has none: a detach "
+                "was lost in capture. Freeze these parameters with requires_grad_(False) if they are not to be trained"
             )
 
 
@@ -170,6 +169,21 @@ def _give_placeholders_a_node(graph: fx.Graph, output: fx.Node) -> None:
                 made.meta = dict(value.meta)
                 results[i] = made
     output.args = (tuple(results),)
+
+
+def _reach_loss(output: fx.Node, exported: Exported) -> set[fx.Node]:
+    """Nodes from which a gradient may flow: the loss reads them, and not behind a detach. Empty in inference."""
+    if not exported.training:
+        return set()
+    names = dict(zip(exported.output_names, output.args[0], strict=True))  # type: ignore[arg-type]
+    stack: list[fx.Node] = [names[exported.outputs[0]]]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(() if node.target is torch.ops.aten.detach.default else node.all_input_nodes)
+    return seen
 
 
 def _batch_dims(inputs: list[tuple[str, TensorType]], given: Any) -> list[int | None]:

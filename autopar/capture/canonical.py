@@ -37,6 +37,7 @@ def canonicalize(module: fx.GraphModule) -> None:
             graph.erase_node(node)  # assertions about metadata: shapes are fixed here
         elif node.op == "call_function":
             node.meta["type"] = _type_of(node.meta["val"])
+            _say_dtype(node)
             _simplify(graph, node)
         elif node.op == "placeholder":
             node.meta["type"] = _type_of(node.meta["val"])
@@ -96,6 +97,19 @@ def _constant(module: fx.GraphModule, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+def _node(arg: Any) -> fx.Node:
+    assert isinstance(arg, fx.Node)
+    return arg
+
+
+def _say_dtype(node: fx.Node) -> None:
+    """Ops that make a tensor from nothing name its dtype, which must not follow a default of the running process."""
+    type_, schema = node.meta["type"], getattr(node.target, "_schema", None)
+    if isinstance(type_, TensorType) and schema is not None and not node.all_input_nodes:
+        if any(a.name == "dtype" and a.kwarg_only for a in schema.arguments) and node.kwargs.get("dtype") is None:
+            node.kwargs = {**node.kwargs, "dtype": type_.dtype}
+
+
 def _replace(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     node.target, node.args, node.kwargs = target, args, kwargs
 
@@ -117,7 +131,7 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
     elif node.target in _REGROUP:
         while source.target is aten.reshape.default:
-            source = source.args[0]  # type: ignore[assignment]
+            source = _node(source.args[0])
         if source.meta["type"] == type_:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -129,7 +143,7 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         order = _order(node, len(before.shape))
         if source.target is aten.permute.default:
             first: Any = source.args[1]
-            order, source = [first[d] for d in order], source.args[0]  # type: ignore[assignment]
+            order, source = [first[d] for d in order], _node(source.args[0])
         if order == list(range(len(order))):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -140,8 +154,26 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
     elif node.target is aten.expand.default:
         _replace(graph, node, aten.expand.default, (source, list(type_.shape)), {})
+    elif node.target is aten.copy.default:
+        _copied(graph, node, type_)
     elif node.target is aten.sum.default:
         _replace(graph, node, aten.sum.dim_IntList, (source, list(range(len(before.shape)))), dict(node.kwargs))
+
+
+def _copied(graph: fx.Graph, node: fx.Node, type_: TensorType) -> None:
+    """`copy(self, source)` is the source in the shape and dtype of self."""
+    source: Any = node.args[1]
+    before = source.meta["type"]
+    if before == type_:
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    elif before.dtype == type_.dtype:
+        _replace(graph, node, aten.expand.default, (source, list(type_.shape)), {})
+    else:
+        with graph.inserting_before(node):
+            cast = graph.call_function(aten._to_copy.default, (source,), {"dtype": type_.dtype})
+        cast.meta = {**node.meta, "type": TensorType(before.shape, type_.dtype)}
+        _replace(graph, node, aten.expand.default, (cast, list(type_.shape)), {})
 
 
 def _order(node: fx.Node, rank: int) -> list[int]:

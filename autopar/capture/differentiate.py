@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta, set_current_meta
 
 from autopar.capture import functions
 from autopar.capture.canonical import canonicalize
+from autopar.capture.explain import first_line, user_frame
 from autopar.capture.fold import Segment, module_path
 from autopar.errors import CaptureError
 from autopar.ir.call import bind
 from autopar.ir.program import RANDOM_OPS, Template, op_name
 from autopar.ops import losses as _losses  # noqa: F401  (registers lifts)
+from autopar.ops import plain as _plain  # noqa: F401
 from autopar.ops import wrappers
 from autopar.ops.lift import LIFT
 
@@ -31,17 +34,20 @@ Tensor = torch.Tensor
 
 
 def trace_template(
-    name: str, segment: Segment, reads: Sequence[Tensor], is_param: Sequence[bool], training: bool, mode: FakeTensorMode
-) -> tuple[Template, list[bool]]:
+    name: str, segment: Segment, reads: Sequence[Tensor], is_param: Sequence[bool], pulled: Sequence[bool],
+    mode: FakeTensorMode,
+) -> tuple[Template, list[bool]]:  # fmt: skip
     """The template of `segment` and, per output, whether it carries a gradient.
 
-    `reads`: fake tensors for `segment.reads`, with requires_grad set where a gradient may flow.
+    `reads`: fake tensors for `segment.reads`, with requires_grad set where a gradient may flow. `pulled`: per output
+    whether a gradient may come back to it from the loss.
     """
+    training = any(pulled)
     wrappers.reset_sites()
     leaves = [t.detach().requires_grad_(t.requires_grad and training) for t in reads]
     with mode, torch.set_grad_enabled(training):
         probe = _forward(segment, leaves)
-    flows = [bool(o.requires_grad) for o in probe]
+    flows = [bool(o.requires_grad) and p for o, p in zip(probe, pulled, strict=True)]
     tangents = [torch.empty_like(o, memory_format=torch.contiguous_format) if f else None
                 for o, f in zip(_fresh(probe, mode), flows, strict=True)]  # fmt: skip
     wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
@@ -57,13 +63,49 @@ def trace_template(
         got[:] = [g is not None for g in grads] or [False] * len(wanted)
         return [o.detach() for o in outs], [g for g in grads if g is not None]
 
-    with mode, torch.set_grad_enabled(training), preserve_node_meta():
-        traced = make_fx(joint, pre_dispatch=False, _error_on_data_dependent_ops=True)(
-            leaves, [t for t in tangents if t is not None]
+    arguments = leaves, [t for t in tangents if t is not None]
+    traced = _trace(joint, arguments, mode, training)
+    if written := written_in_place(traced.graph):
+        traced = _trace(dispatch_functionalize(joint, FunctionalTensorMode()), arguments, mode, training)
+        written = written_in_place(traced.graph)
+    if written:
+        raise CaptureError(
+            f"{written[0].target} at {source_of(written[0])} writes in place, which the parallel program cannot keep; use "
+            "the op that returns a new tensor instead"
         )
+    for node in traced.graph.nodes:
+        if _draws(node.target):
+            raise CaptureError(
+                f"{op_name(node.target)} at {source_of(node)} draws random numbers that would differ from rank to rank; use "
+                "rand, randn, randint, bernoulli or dropout, whose numbers depend on positions only"
+            )
     template = _assemble(name, traced, segment, is_param, flows, wanted, got)
     mark_input_gradients(template)
     return template, flows
+
+
+def _trace(joint: Any, arguments: Any, mode: FakeTensorMode, training: bool) -> fx.GraphModule:
+    try:
+        with mode, torch.set_grad_enabled(training), preserve_node_meta():
+            return make_fx(joint, pre_dispatch=False, _error_on_data_dependent_ops=True)(*arguments)
+    except CaptureError:
+        raise
+    except Exception as error:
+        where = user_frame(error)
+        raise CaptureError(
+            f"the backward cannot be traced{f' at {where}' if where else ''}: {first_line(str(error))}. Write it with torch "
+            "ops of fixed shapes"
+        ) from error
+
+
+def written_in_place(graph: fx.Graph) -> list[fx.Node]:
+    """Nodes that write to an argument: composite ops (`gru_cell`, `pad` in circular mode) do so inside."""
+    return [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable]
+
+
+def _draws(target: Any) -> bool:
+    """Whether an op draws from torch's generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and op_name(target) not in RANDOM_OPS
 
 
 def _fresh(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
@@ -85,14 +127,16 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(f"cannot trace {node.target} at {source_of(node)}: {error}") from error
+            raise CaptureError(f"cannot trace {node.target} at {source_of(node)}: {first_line(str(error))}") from error
     return [env[w] for w in segment.writes]
 
 
 def _apply(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target is functions.OP:
         return functions.run(args[0], list(args[1]))
-    return (LIFT.get(target) or target)(*args, **kwargs)
+    if target in LIFT:
+        return LIFT[target](*args, **kwargs)
+    return target(*args, **kwargs)
 
 
 def _assemble(
@@ -108,7 +152,7 @@ def _assemble(
     outs, grads = results[: len(flows)], results[len(flows) :]
     _mark_phases(graph, tangents, outs)
     taken: set[str] = {n.name for n in graph.nodes}
-    for node, read, param in zip(reads, segment.reads, is_param, strict=True):
+    for node, read in zip(reads, segment.reads, strict=True):
         _rename(node, _local_name(read.name, segment.path), taken)
     flowing = iter(tangents)
     slots = [next(flowing) if f else None for f in flows]
@@ -141,8 +185,10 @@ def _local_name(name: str, path: str) -> str:
 
 
 def _is_random(node: fx.Node) -> bool:
-    return (op_name(node.target) in RANDOM_OPS) and "site" in bind(node.target, node.args, node.kwargs) and (
-        bind(node.target, node.args, node.kwargs)["site"] != -1
+    return (
+        (op_name(node.target) in RANDOM_OPS)
+        and "site" in bind(node.target, node.args, node.kwargs)
+        and (bind(node.target, node.args, node.kwargs)["site"] != -1)
     )
 
 
@@ -205,4 +251,5 @@ def source_of(node: fx.Node) -> str:
     if not own:
         return path
     file, line, code = own[-1]
-    return f"{path} · {file.rsplit('/', 1)[-1]}:{line}: {code.strip()}" if path else f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}"
+    place = f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}"
+    return f"{path} · {place}" if path else place

@@ -7,8 +7,8 @@ fails with the user's source line and the usual fix.
 
 from __future__ import annotations
 
-import linecache
-import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import functions
+from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
 from autopar.capture.trees import flatten, rebuild
 from autopar.errors import CaptureError, InputError
@@ -54,7 +55,8 @@ class _Step(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         value = rebuild(self.structure, list(leaves))
         args, kwargs, targets = split_inputs(value, self.targets, self.model)
-        out = self.model(*args, **kwargs)
+        with _assigned_buffers_written(self.model):
+            out = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             loss = self.loss_fn(out, *targets)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -70,6 +72,24 @@ class _Step(nn.Module):
             raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
         self._note({"training": False, "structure": structure})
         return tuple(tensors)
+
+
+@contextmanager
+def _assigned_buffers_written(model: nn.Module) -> Iterator[None]:
+    """`self.buffer = value` becomes a write to the buffer: export would forget the assignment without a word."""
+    before = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    yield
+    assigned = [(table, name, old, table[name]) for table, name, old in before if table.get(name) is not old]
+    with torch.no_grad():
+        values = [None if new is None else new.detach().clone() for *_, new in assigned]
+        for (table, name, old, _), value in zip(assigned, values, strict=True):
+            if value is None or value.shape != old.shape:
+                raise CaptureError(
+                    f"forward replaces the buffer {name} of shape {tuple(old.shape)} by {_describe(value)}; a buffer keeps its "
+                    "shape from step to step"
+                )
+            old.copy_(value)
+            table[name] = old
 
 
 def split_inputs(value: Any, targets: int, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
@@ -100,26 +120,35 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
     seen: dict[str, Any] = {}
     step = _Step(model, loss_fn, structure, targets, seen)
     step.training = model.training
-    with faked(step, mode) as fake_names, functions.recording():
+    with faked(step, mode) as fake_names:
         try:
-            exported = torch.export.export(step, tuple(fakes), strict=False)
-        except (CaptureError, InputError):
-            raise
+            with functions.recording(), quiet():
+                exported = torch.export.export(step, tuple(fakes), strict=False)
+                _inline_regions(exported.graph_module)
+                if _needs_functions(exported.graph_module.graph):
+                    exported = exported.run_decompositions({})
         except Exception as error:
-            raise _explain(error, model) from error
+            raise explain(error, model) from error
+        if (node := dynamic_node(exported.graph)) is not None:
+            try:
+                with mode:
+                    step(*fakes)  # stops at the user's line, which the graph does not know
+            except Exception as error:
+                raise explain(error, model) from error
+            raise dynamic(node.target, model)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
-        graph_module = exported.graph_module
-        _inline_regions(graph_module)
-        if _needs_functions(graph_module.graph):
-            exported = exported.run_decompositions({})
         eager = _eager_grads(step, fakes, mode, fake_names) if seen["training"] else frozenset()
     signature = exported.graph_signature
+    _check_writes(signature, names)
     kinds = _kinds(signature, first)
     outputs = exported.graph.output_node().args[0]
     updates = {_strip(buffer): n for n, buffer in signature.buffers_to_mutate.items()}
     users = tuple(signature.user_outputs)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    if isinstance(loss_fn, nn.Module):
+        own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
+        constants |= {name: tensor.detach() for name, tensor in own}
     return Exported(
         exported.graph, kinds, updates, users, seen["structure"], structure, tuple(names), seen["training"], constants,
         frozenset(_strip(n) for n in eager), {_strip(k): _strip(v) for k, v in first.items()},
@@ -148,21 +177,50 @@ def _kinds(signature: Any, first: dict[str, str]) -> dict[str, tuple[str, Any]]:
     return kinds
 
 
-def _eager_grads(step: nn.Module, fakes: list[torch.Tensor], mode: FakeTensorMode, names: dict[int, str]) -> frozenset[str]:
+def _check_writes(signature: Any, names: list[str]) -> None:
+    """Buffers may be written; parameters and inputs that change under way have no place in a step."""
+    for spec in signature.output_specs:
+        if spec.kind.name == "PARAMETER_MUTATION":
+            raise CaptureError(
+                f"forward writes to the parameter {_strip(spec.target)} in place (Embedding(max_norm=…) does so); only the "
+                "optimizer may change parameters: apply the constraint to a value computed from it, or keep a buffer"
+            )
+        if spec.kind.name == "USER_INPUT_MUTATION":
+            name = names[int(spec.target.rsplit("_", 1)[1])]
+            raise CaptureError(
+                f"forward writes to its input {name} in place; write to a copy (x = x.clone(), or x = x + y for x += y)"
+            )
+
+
+def _eager_grads(
+    step: nn.Module, fakes: list[torch.Tensor], mode: FakeTensorMode, names: dict[int, str]
+) -> frozenset[str]:
     """Names of the parameters that get a gradient when the model runs eagerly (under fake tensors)."""
     parameters = [p for p in step.parameters() if p.requires_grad]
-    with mode, torch.enable_grad():
-        (loss,) = step(*fakes)
-        if not loss.requires_grad:
-            raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
-        grads = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return frozenset(names[id(p)] for p, g in zip(parameters, grads, strict=True) if g is not None)
+    try:
+        with mode, torch.enable_grad():
+            (loss,) = step(*fakes)
+            if loss.requires_grad:
+                loss.backward()
+    except Exception as error:
+        where = user_frame(error)
+        raise CaptureError(
+            f"the model itself cannot be trained{f' ({where})' if where else ''}: {first_line(str(error))}"
+        ) from error
+    if not loss.requires_grad:
+        raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
+    return frozenset(names[id(p)] for p in parameters if p.grad is not None)
 
 
 def _needs_functions(graph: fx.Graph) -> bool:
     """Whether any op writes to its arguments or to buffers."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
+            if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+                raise CaptureError(
+                    "InstanceNorm(track_running_stats=True) in training: export loses the update of its statistics; use "
+                    "track_running_stats=False, or GroupNorm"
+                )
             if node.target._schema.is_mutable:
                 return True
             if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
@@ -193,7 +251,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             for sub in inner.graph.nodes:
                 if sub.op == "call_function":
-                    made = graph.node_copy(sub, lambda n, env=env: env[n])
+                    made = graph.node_copy(sub, env.__getitem__)
                     made.meta["stack_trace"] = sub.meta.get("stack_trace") or node.meta.get("stack_trace")
                     made.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
                     env[sub] = made
@@ -215,48 +273,3 @@ def _detached(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
     made = graph.call_function(torch.ops.aten.detach.default, (value,))
     made.meta = {**value.meta, "nn_module_stack": like.meta.get("nn_module_stack")}
     return made
-
-
-_FIXES = (
-    (("data-dependent", "data dependent", "guardondatadependent", "unbacked", "dynamicoutputshape", "tolist", "_local_scalar_dense"),
-     "its shape or branch depends on the data. Use a static form: torch.where instead of if, masks instead of "
-     "boolean indexing or nonzero, and for expert routing topk with a fixed capacity or a grouped matmul"),
-)  # fmt: skip
-
-
-def user_frame(error: BaseException) -> str:
-    """`file:line in function: code` of the innermost frame outside torch and autopar, or ''."""
-    frames: list[traceback.FrameSummary] = []
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        frames += [f for f in traceback.extract_tb(current.__traceback__) if _is_user(f.filename)]
-        current = current.__cause__ or current.__context__
-    if not frames:
-        return ""
-    frame = frames[-1]
-    code = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-    return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
-
-
-def _is_user(filename: str) -> bool:
-    path = filename.replace("\\", "/")
-    own = "/autopar/capture/" in path or "/autopar/api" in path
-    return not own and "/torch/" not in path and not path.startswith("<") and "/contextlib.py" not in path
-
-
-def _explain(error: Exception, model: nn.Module) -> Exception:
-    text = f"{type(error).__name__} {error}"
-    where = user_frame(error)
-    place = f" at {where}" if where else f" in {type(model).__name__}"
-    for signs, fix in _FIXES:
-        if any(s in text.lower() for s in signs):
-            return CaptureError(f"the model cannot be captured{place}: {fix}. ({_first_line(text)})")
-    if isinstance(error, TypeError) and "argument" in text:
-        return InputError(f"example inputs do not match {type(model).__name__}.forward: {_first_line(str(error))}")
-    return CaptureError(f"the model cannot be captured{place}: {_first_line(text)}")
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300]

@@ -52,7 +52,9 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, str]]:
             _put(module, table, name, tensor, isinstance(tensor, nn.Parameter))
 
 
-def _put(module: nn.Module, table: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, is_parameter: bool) -> None:
+def _put(
+    module: nn.Module, table: dict[str, torch.Tensor], name: str, tensor: torch.Tensor, is_parameter: bool
+) -> None:
     if is_parameter and isinstance(module, nn.RNNBase):
         setattr(module, name, tensor)  # keeps the module's flat list of weights in step
     else:

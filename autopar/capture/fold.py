@@ -74,7 +74,7 @@ def cut(graph: fx.Graph, outputs: set[fx.Node]) -> list[Segment]:
     families = repeated_containers(nodes)
     groups: list[tuple[str, list[fx.Node]]] = []
     for node in nodes:
-        block = block_of(node.args[0] if is_getitem(node) else node, families)  # type: ignore[arg-type]
+        block = block_of(node.args[0] if is_getitem(node) else node, families)
         if groups and (groups[-1][0] == block or is_getitem(node)):
             groups[-1][1].append(node)
         else:

@@ -2,24 +2,53 @@
 
 Non-strict export traces a Function's forward and drops its backward without a word (a straight-through gradient becomes
 0). While `recording` is active `Function.apply` becomes one opaque op that remembers the class and its arguments; when a
-template is traced the op runs the real `apply`, so make_fx records the user's own backward.
+template is traced the op runs the real `apply`, so make_fx records the user's own backward. Activation checkpoints of
+torch (reentrant ones are Functions) vanish instead: what to recompute is the planner's choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import CaptureError
 
 _LIBRARY = torch.library.Library("autopar_user", "DEF")
 _LIBRARY.define("function(int key, Tensor[] tensors) -> Tensor[]")
-_RECORDS: list[tuple[type, tuple[Any, ...], bool]] = []
 OP = torch.ops.autopar_user.function.default
+_ORIGINAL: Any = Function.__dict__["apply"]
+
+
+@dataclass
+class _Record:
+    """One use of a Function: its arguments with tensors replaced by slots; whether it returns a tuple."""
+
+    cls: type
+    template: tuple[Any, ...]
+    many: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"the custom autograd.Function {self.cls.__module__}.{self.cls.__qualname__}"
+
+    def call(self, tensors: list[torch.Tensor]) -> Any:
+        """The real `apply`. Raises CaptureError when it cannot be traced."""
+        try:
+            return _ORIGINAL.__func__(
+                self.cls, *(tensors[a.index] if isinstance(a, _Slot) else a for a in self.template)
+            )
+        except Exception as error:
+            raise CaptureError(f"{self.name} cannot be traced ({error}); {_FIX}") from error
+
+
+_RECORDS: list[_Record] = []
+_FIX = "write its forward and backward with torch ops only, or register it with @autopar.register_op"
 
 
 class _Slot:
@@ -29,33 +58,33 @@ class _Slot:
         self.index = index
 
 
-def _arguments(template: tuple[Any, ...], tensors: list[torch.Tensor]) -> list[Any]:
-    return [tensors[a.index] if isinstance(a, _Slot) else a for a in template]
-
-
 def _shapes(key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    cls, template, _ = _RECORDS[key]
+    record = _RECORDS[key]
+    plain = [t.detach() for t in tensors]
+    versions = [t._version for t in plain]
     with torch.no_grad():
-        out = _ORIGINAL.__func__(cls, *_arguments(template, [t.detach() for t in tensors]))
-    outs = out if isinstance(out, (tuple, list)) else [out]
+        out = record.call(plain)
+    record.many = isinstance(out, (tuple, list))
+    outs = list(out) if isinstance(out, (tuple, list)) else [out]
+    if not all(isinstance(o, torch.Tensor) for o in outs):
+        raise CaptureError(f"{record.name} returns something else than tensors; return tensors only")
+    if versions != [t._version for t in plain]:
+        raise CaptureError(f"{record.name} writes to its input in place; return a new tensor instead")
     return [torch.empty_like(o, memory_format=torch.contiguous_format) for o in outs]
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
+    raise CaptureError("a recorded autograd.Function was differentiated before its template was traced")
 
 
 _LIBRARY.impl("function", _shapes, "CompositeExplicitAutograd")
 torch.library.register_fake("autopar_user::function", _shapes, lib=_LIBRARY)
-_ORIGINAL: Any = Function.__dict__["apply"]
+torch.library.register_autograd("autopar_user::function", _backward, lib=_LIBRARY)
 
 
 def run(key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The real Function, for tracing with gradients. Raises CaptureError when it cannot be traced."""
-    cls, template, _ = _RECORDS[key]
-    try:
-        out = _ORIGINAL.__func__(cls, *_arguments(template, tensors))
-    except Exception as error:
-        raise CaptureError(
-            f"the custom autograd.Function {cls.__module__}.{cls.__qualname__} cannot be traced ({error}); write its "
-            "forward and backward with torch ops, or register it with @autopar.register_op"
-        ) from error
+    out = _RECORDS[key].call(tensors)
     return list(out) if isinstance(out, (tuple, list)) else [out]
 
 
@@ -64,6 +93,8 @@ def recording() -> Iterator[None]:
     """Within the context, applying a user's Function records one `autopar_user.function` op."""
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            return _checkpointed(*args)
         if cls.__module__.split(".")[0] in ("torch", "autopar"):
             return _ORIGINAL.__func__(cls, *args, **kwargs)
         if kwargs or any(isinstance(a, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in a) for a in args):
@@ -79,11 +110,10 @@ def recording() -> Iterator[None]:
                 tensors.append(arg)
             else:
                 template.append(arg)
-        with torch.no_grad():
-            many = isinstance(_ORIGINAL.__func__(cls, *[t.detach() if isinstance(t, torch.Tensor) else t for t in args]), tuple)
-        _RECORDS.append((cls, tuple(template), many))
+        record = _Record(cls, tuple(template))
+        _RECORDS.append(record)
         outs = OP(len(_RECORDS) - 1, tensors)
-        return tuple(outs) if many else outs[0]
+        return tuple(outs) if record.many else outs[0]
 
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
@@ -92,7 +122,15 @@ def recording() -> Iterator[None]:
         Function.apply = _ORIGINAL  # type: ignore[method-assign]
 
 
+def _checkpointed(run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """The function itself; as in a reentrant checkpoint nothing gets a gradient unless one of its inputs needs one."""
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        return run_function(*args)
+    with torch.no_grad():
+        return run_function(*args)
+
+
 def identity(key: int) -> tuple[Any, ...]:
     """What makes two recorded uses equal: class and non-tensor arguments."""
-    cls, template, _ = _RECORDS[key]
-    return cls, tuple("tensor" if isinstance(a, _Slot) else repr(a) for a in template)
+    record = _RECORDS[key]
+    return record.cls, tuple("tensor" if isinstance(a, _Slot) else repr(a) for a in record.template)

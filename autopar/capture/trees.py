@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar.errors import InputError
@@ -32,13 +33,15 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], list[str], Any]:
             leaves.append(x)
             names.append(name)
             return Leaf(len(leaves) - 1)
+        if isinstance(x, np.ndarray):
+            raise InputError(f"input {name or '0'} is a numpy array; make it a tensor with torch.from_numpy")
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
             fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
             return _Made(type(x), {k: visit(v, _join(name, k)) for k, v in fields.items()})
         if isinstance(x, Mapping):
             return {k: visit(v, _join(name, str(k))) for k, v in x.items()}
         if isinstance(x, tuple) and hasattr(x, "_fields"):
-            return _Made(type(x), {k: visit(v, _join(name, k)) for k, v in x._asdict().items()})
+            return _Made(type(x), {k: visit(v, _join(name, k)) for k, v in zip(x._fields, x, strict=True)})
         if isinstance(x, (list, tuple)):
             return type(x)(visit(v, _join(name, str(i))) for i, v in enumerate(x))
         return x
@@ -61,10 +64,59 @@ def rebuild(structure: Any, leaves: list[Any]) -> Any:
 
 def check_like(value: Any, structure: Any, what: str) -> list[torch.Tensor]:
     """Tensor leaves of `value`, which must be built like `structure`. Raises InputError naming the first difference."""
-    leaves, _, own = flatten(value)
-    if own != structure:
-        raise InputError(f"{what} is built differently from the example inputs: got {own}, expected {structure}")
-    return leaves
+    found: dict[int, torch.Tensor] = {}
+    _match(value, structure, what, found)
+    return [found[i] for i in range(len(found))]
+
+
+def _match(value: Any, structure: Any, path: str, found: dict[int, torch.Tensor]) -> None:
+    if isinstance(structure, Leaf):
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{path} must be a tensor as in the example inputs, it is {_kind(value)}")
+        found[structure.index] = value
+        return
+    fields: dict[Any, Any]
+    expected: dict[Any, Any]
+    if isinstance(structure, _Made):
+        if not isinstance(value, structure.cls):
+            raise InputError(
+                f"{path} must be a {structure.cls.__name__} as in the example inputs, it is {_kind(value)}"
+            )
+        fields = {name: getattr(value, name) for name in structure.fields}
+        expected = structure.fields
+    elif isinstance(structure, dict):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{path} must be a dict as in the example inputs, it is {_kind(value)}")
+        fields, expected = dict(value), structure
+        for problem, keys in (
+            ("lacks", expected.keys() - fields.keys()),
+            ("has the surplus", fields.keys() - expected.keys()),
+        ):
+            if keys:
+                raise InputError(
+                    f"{path} {problem} {', '.join(sorted(map(repr, keys)))}; the example inputs have "
+                    f"{', '.join(map(repr, expected))}"
+                )
+    elif isinstance(structure, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(structure):
+            got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else _kind(value)
+            raise InputError(f"{path} must have {len(structure)} entries as in the example inputs, it has {got}")
+        fields, expected = dict(enumerate(value)), dict(enumerate(structure))
+    else:
+        if isinstance(value, torch.Tensor) or value != structure:
+            raise InputError(
+                f"{path} is a constant of the program: it was {structure!r} in the example inputs, now it is {_kind(value)}; "
+                "compile again for another value"
+            )
+        return
+    for name, part in expected.items():
+        _match(fields[name], part, f"{path}[{name!r}]" if not isinstance(structure, _Made) else f"{path}.{name}", found)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (int, float, str, bool, type(None))) else f"a {type(value).__name__}"
 
 
 @dataclasses.dataclass(frozen=True)

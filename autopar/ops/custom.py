@@ -13,6 +13,7 @@ its operand's labels, and factors that an operand lacks are summed. Tensor argum
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,9 @@ class UserFunction:
     source: str = ""
 
 
+Function = Callable[..., Tensor]
 USER_FUNCTIONS: dict[str, UserFunction] = {}
+_PLAIN = (int, float, bool, str)
 _GRADIENT = """
 
 def {name}_grad(g, {args}):
@@ -49,31 +52,50 @@ def {name}_grad(g, {args}):
 """
 
 
-def register_op(rule: str, *, sizes: dict[str, int] | None = None) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def register_op(rule: str, *, sizes: dict[str, int] | None = None) -> Callable[[Function], Function]:
     """Decorate a function of tensors (then plain numbers) with its rule line; see `autopar.ir.rule`.
 
     sizes: sizes of the factors of composite dims. Raises InputError when the function cannot be an op.
     """
+    operands, arrow, results = rule.partition("->")
+    if not arrow or not results.strip() or "," in results:
+        raise InputError(f"register_op: {rule!r} is no rule for one result; write for example 'n d, d -> n d'")
 
-    def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def add(function: Function) -> Function:
         name = function.__name__
         parameters = list(inspect.signature(function, eval_str=True).parameters.values())
         tensors = [p.name for p in parameters if p.annotation is Tensor]
         if not tensors or [p.name for p in parameters[: len(tensors)]] != tensors:
             raise InputError(f"register_op: {name} must take its tensors first, each annotated torch.Tensor")
+        odd = [p.name for p in parameters[len(tensors) :] if p.annotation not in _PLAIN]
+        if odd:
+            raise InputError(
+                f"register_op: {name}: argument {odd[0]} must be annotated int, float, bool or str (an optional tensor "
+                "is two ops)"
+            )
+        if operands.count(",") + 1 != len(tensors):
+            raise InputError(
+                f"register_op: the rule {rule!r} names {operands.count(',') + 1} operands, {name} takes {len(tensors)} "
+                f"tensors ({', '.join(tensors)})"
+            )
+        if name in USER_FUNCTIONS:
+            raise InputError(f"register_op: there is an op {name} already; rename the function")
         try:
             op = torch.library.custom_op(f"autopar_ops::{name}", function, mutates_args=())
         except ValueError as error:
-            raise InputError(f"register_op: {name} cannot become an op: {error}; annotate arguments and the result") from error
+            raise InputError(
+                f"register_op: {name} cannot become an op: {error}; annotate arguments and the result"
+            ) from error
         op.register_fake(lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs)))
         _register_backward(name, function, op, parameters, tensors)
-        operands, results = rule.split("->")
 
         def forward_rule(call: OpCall) -> Rule:
             return parse_rule(rule, call.shapes, call.out_shapes, sizes)
 
         def backward_rule(call: OpCall) -> Rule:
-            return parse_rule(f"{results},{operands}->{operands}", call.shapes, call.out_shapes, sizes)
+            # What a max or min owes depends on the other blocks, so its gradient needs that factor whole.
+            back = re.sub(r"!?<(max|min)", "!", f"{results},{operands}->{operands}")
+            return parse_rule(back, call.shapes, call.out_shapes, sizes)
 
         register(f"autopar_ops.{name}")(forward_rule)
         register(f"autopar_ops.{name}_grad")(backward_rule)
@@ -90,12 +112,18 @@ def _register_backward(name: str, function: Any, op: Any, parameters: list[Any],
         name=name, args=", ".join(names), tensors=", ".join(tensors), rest="".join(f", {r}" for r in rest)
     )
     scope: dict[str, Any] = {"torch": torch, name: function}
-    exec(source, scope)  # noqa: S102
+    exec(source, scope)
     gradient = scope[f"{name}_grad"]
     library = torch.library.Library("autopar_ops", "FRAGMENT")
     schema = str(op._opoverload._schema).split("(", 1)[1].rsplit("->", 1)[0].strip()
     library.define(f"{name}_grad(Tensor g, {schema} -> Tensor[]")
-    library.impl(f"{name}_grad", gradient, "CompositeExplicitAutograd")
+
+    def with_autograd(*args: Any) -> list[Tensor]:
+        # Below a dispatch mode (verification runs under one) autograd is excluded; the gradient needs it.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
+            return gradient(*args)
+
+    library.impl(f"{name}_grad", with_autograd, "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"autopar_ops::{name}_grad", lambda g, *args: [torch.empty_like(t) for t in args[: len(tensors)]], lib=library
     )
@@ -109,7 +137,8 @@ def _register_backward(name: str, function: Any, op: Any, parameters: list[Any],
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         grads = raw(g, *saved, *ctx.rest)
-        return *(d if t.is_floating_point() else None for d, t in zip(grads, saved, strict=True)), *(None for _ in ctx.rest)
+        wanted = (d if t.is_floating_point() else None for d, t in zip(grads, saved, strict=True))
+        return *wanted, *(None for _ in ctx.rest)
 
     op.register_autograd(backward, setup_context=setup)
     USER_FUNCTIONS[f"{name}_grad"] = UserFunction(gradient, source)

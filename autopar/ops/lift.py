@@ -278,19 +278,13 @@ def _lstm(x: Tensor, hx: Sequence[Tensor], params: Sequence[Tensor], *config: An
     return _rnn("lstm", x, hx, params, *config)
 
 
-@lifts(aten.gru.input)
-def _gru(x: Tensor, hx: Tensor, params: Sequence[Tensor], *config: Any) -> tuple[Tensor, ...]:
-    return _rnn("gru", x, [hx], params, *config)
+def _one_state(mode: str) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda x, hx, params, *config: _rnn(mode, x, [hx], params, *config)
 
 
-@lifts(aten.rnn_tanh.input)
-def _rnn_tanh(x: Tensor, hx: Tensor, params: Sequence[Tensor], *config: Any) -> tuple[Tensor, ...]:
-    return _rnn("rnn_tanh", x, [hx], params, *config)
-
-
-@lifts(aten.rnn_relu.input)
-def _rnn_relu(x: Tensor, hx: Tensor, params: Sequence[Tensor], *config: Any) -> tuple[Tensor, ...]:
-    return _rnn("rnn_relu", x, [hx], params, *config)
+lifts(aten.gru.input)(_one_state("gru"))
+lifts(aten.rnn_tanh.input)(_one_state("rnn_tanh"))
+lifts(aten.rnn_relu.input)(_one_state("rnn_relu"))
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int,

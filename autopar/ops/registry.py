@@ -18,6 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Factor, Labels, Rule, Strategy
 
 RuleFunction = Callable[[OpCall], Rule]
+Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Block:
     def result_shape(self, index: int = 0) -> list[int]:
         spec = self.rule.result_spec(index, self.strategy, self.mesh)
         type_ = self.call.results[index]
-        assert spec is not None and type_ is not None
+        assert spec is not None
+        assert type_ is not None
         return list(spec.local_shape(type_.shape, self.mesh))
 
 
@@ -78,7 +80,7 @@ class OpDef:
     """
 
     rule: RuleFunction
-    work: Callable[[OpCall, Rule], tuple[float, str, tuple[tuple[str, ...], ...]]] | None = None
+    work: Callable[[OpCall, Rule], Gemm] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     free: bool = False
     shape_argument: str | None = None
@@ -114,7 +116,8 @@ def is_pointwise(op: str) -> bool:
         return False
     packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
     overload = getattr(packet, parts[2] if len(parts) > 2 else "default", None)
-    return overload is not None and torch.Tag.pointwise in overload.tags
+    tags = overload.tags if overload is not None else []
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 # --- building rules -------------------------------------------------------------------------------------------------
@@ -157,3 +160,18 @@ def broadcast_labels(shape: tuple[int, ...], out: tuple[int, ...], labels: Label
     """Labels of an operand that broadcasts to `out`: dims of size one are unlabelled."""
     own = labels[len(out) - len(shape) :]
     return tuple(() if n == 1 else dim for n, dim in zip(shape, own, strict=True))
+
+
+def leading(call: OpCall, keep: int) -> Rule:
+    """The first `keep` dims pass in every operand and result; the others stay whole."""
+    make = Maker()
+
+    def labels(shape: tuple[int, ...]) -> Labels:
+        return tuple(make.add(f"d{i}", n) if i < keep else () for i, n in enumerate(shape))
+
+    return make.rule([labels(s) for s in call.shapes], [labels(t.shape) if t else None for t in call.results])
+
+
+def all_float(call: OpCall) -> bool:
+    """Whether sums may be owed on every operand and result (no booleans or indices among them)."""
+    return all(t.is_float for t in call.operands) and all(t is None or t.is_float for t in call.results)

@@ -1,59 +1,13 @@
-"""Rules of pointwise ops, reductions, views and constants."""
+"""Rules of reductions, of ops along a dim, and of views."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
-
-from autopar.ir.call import OpCall, Operand
+from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
-from autopar.ops.registry import Block, Maker, broadcast_labels, register
-
-
-def _result_size(block: Block) -> dict[str, Any]:
-    return {"size": block.result_shape()}
-
-
-# --- pointwise --------------------------------------------------------------------------------------------------------
-
-_LINEAR_IN_ALL = {"aten.add", "aten.sub"}
-_LINEAR_IN_FIRST = {"aten.neg", "aten._conj", "aten.real", "aten.imag"}
-
-
-def _linear_groups(call: OpCall) -> list[set[int]]:
-    """Operands in which a pointwise op is linear, so that partial sums may pass through."""
-    packet = ".".join(call.op.split(".")[:2])
-    tensors = len(call.operands)
-    floats = all(t.is_float for t in call.operands) and all(t is not None and t.is_float for t in call.results)
-    if packet in _LINEAR_IN_ALL and floats:
-        return [{0, 1}] if tensors == 2 else []
-    if packet in _LINEAR_IN_FIRST and floats:
-        return [{0}]
-    if packet in ("aten.mul", "aten.div") and floats and tensors == 1 and call.get("rounding_mode") is None:
-        return [{0}] if isinstance(call["self"], Operand) else []
-    if packet == "aten._to_copy" and floats:
-        out = call.results[0]
-        return [{0}] if out is not None and out.dtype.itemsize >= call.operands[0].dtype.itemsize else []
-    if call.op == "aten.where.self" and all(t.is_float for t in call.operands[1:]) and tensors == 3:
-        return [{1, 2}]
-    if packet == "aten.masked_fill" and call.get("value") == 0 and call.operands[0].is_float:
-        return [{0}]
-    return []
-
-
-@register("pointwise", "aten._to_copy", "aten.copy", "aten.fill", "aten.zeros_like", "aten.ones_like",
-          "aten.full_like", "aten.empty_like", "aten.masked_fill", "aten.where", "aten.threshold_backward",
-          "aten.nan_to_num", "aten._conj", "aten.clone", "aten.lerp", "aten.glu_jvp")  # fmt: skip
-def pointwise(call: OpCall) -> Rule:
-    """Every result dim is a factor; operands broadcast."""
-    make = Maker()
-    out = next(t for t in call.results if t is not None).shape
-    labels = make.dims(out)
-    operands: list[Labels | None] = [broadcast_labels(s, out, labels) for s in call.shapes]
-    return make.rule(operands, [labels for _ in call.results], _linear_groups(call))
-
+from autopar.ops.registry import Maker, all_float, broadcast_labels, register
+from autopar.ops.rules_pointwise import pointwise, result_size
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 
@@ -85,7 +39,7 @@ def _reduction(call: OpCall, reduce: str | None, linear: bool) -> Rule:
 @register("aten.sum")
 def sum_(call: OpCall) -> Rule:
     """A sharded summed dim leaves a partial sum."""
-    return _reduction(call, "sum" if call.operands[0].is_float else "sum", call.operands[0].is_float)
+    return _reduction(call, "sum", all_float(call))
 
 
 @register("aten.amax")
@@ -102,7 +56,7 @@ def amin(call: OpCall) -> Rule:
 
 @register("aten.prod", "aten.any", "aten.all", "aten.argmax", "aten.argmin", "aten.max", "aten.min", "aten.mode",
           "aten.median", "aten.logsumexp", "aten.linalg_vector_norm", "aten.mean", "aten.var", "aten.std", "aten.norm",
-          "aten.nansum", "aten.count_nonzero")  # fmt: skip
+          "aten.nansum", "aten.count_nonzero", "aten.kthvalue")  # fmt: skip
 def whole_reduction(call: OpCall) -> Rule:
     """Reductions whose pieces do not combine by sum, max or min: the reduced dims stay whole."""
     if len(call.operands) == 2:
@@ -110,9 +64,8 @@ def whole_reduction(call: OpCall) -> Rule:
     return _reduction(call, None, False)
 
 
-@register("aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin", "aten.sort", "aten.argsort", "aten.topk",
-          "aten._softmax", "aten._log_softmax", "aten.softmax", "aten.log_softmax", "aten._safe_softmax",
-          "aten.flip", "aten.roll", "aten.logcumsumexp", "aten.renorm", "aten.kthvalue", "aten.diff")  # fmt: skip
+@register("aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin", "aten.sort", "aten.topk",
+          "aten._softmax", "aten._log_softmax", "aten._safe_softmax", "aten.flip", "aten.roll", "aten.logcumsumexp")  # fmt: skip
 def along_dims(call: OpCall) -> Rule:
     """Ops that work along some dims (kept whole) and independently over the others."""
     make = Maker()
@@ -123,7 +76,7 @@ def along_dims(call: OpCall) -> Rule:
         tuple(() if i in gone and n != shape[i] else labels[i] for i, n in enumerate(t.shape)) if t else None
         for t in call.results
     ]
-    linear = [{0}] if call.op.split(".")[1] in ("cumsum", "flip", "roll", "diff") and call.operands[0].is_float else []
+    linear = [{0}] if call.op.split(".")[1] in ("cumsum", "flip", "roll") and all_float(call) else []
     return make.rule([labels], results, linear)
 
 
@@ -143,7 +96,7 @@ def triangle(call: OpCall) -> Rule:
     make = Maker()
     rank = len(call.shapes[0])
     labels = make.dims(call.shapes[0], whole={rank - 2, rank - 1})
-    return make.rule([labels], [labels], [{0}])
+    return make.rule([labels], [labels], [{0}] if all_float(call) else [])
 
 
 # --- views --------------------------------------------------------------------------------------------------------------
@@ -200,7 +153,7 @@ def reshape(call: OpCall) -> Rule:
     out = call.out_shapes[0]
     assert out is not None
     left, right = regroup(make, call.shapes[0], out)
-    return make.rule([left], [right], [{0}])
+    return make.rule([left], [right], [{0}] if all_float(call) else [])
 
 
 @register("aten.permute", free=True)
@@ -208,22 +161,21 @@ def permute(call: OpCall) -> Rule:
     """Dims change places."""
     make = Maker()
     labels = make.dims(call.shapes[0])
-    return make.rule([labels], [tuple(labels[int(d)] for d in call["dims"])], [{0}])
+    return make.rule([labels], [tuple(labels[int(d)] for d in call["dims"])], [{0}] if all_float(call) else [])
 
 
-@register("aten.expand", localize=_result_size, free=True)
+@register("aten.expand", localize=result_size, free=True)
 def expand(call: OpCall) -> Rule:
     """A dim grown from size one is a factor of the result alone."""
     make = Maker()
     out = call.out_shapes[0]
     assert out is not None
     labels = make.dims(out)
-    return make.rule([broadcast_labels(call.shapes[0], out, labels)], [labels], [{0}])
+    return make.rule([broadcast_labels(call.shapes[0], out, labels)], [labels], [{0}] if all_float(call) else [])
 
 
-@register("aten.slice", "aten.constant_pad_nd", "aten.narrow", "aten.unfold", "aten.repeat", "aten.reflection_pad1d",
-          "aten.reflection_pad2d", "aten.replication_pad1d", "aten.replication_pad2d", "aten.slice_scatter",
-          "aten.pad")  # fmt: skip
+@register("aten.slice", "aten.constant_pad_nd", "aten.unfold", "aten.repeat", "aten.reflection_pad1d",
+          "aten.reflection_pad2d", "aten.replication_pad1d", "aten.replication_pad2d", "aten.slice_scatter")  # fmt: skip
 def resize(call: OpCall) -> Rule:
     """Dims that keep their size pass; dims that change stay whole."""
     make = Maker()
@@ -243,7 +195,7 @@ def resize(call: OpCall) -> Rule:
     operands: list[Labels | None] = [labels]
     for other in call.shapes[1:]:
         operands.append(tuple(labels[i] if n == shape[i] and i not in changed else () for i, n in enumerate(other)))
-    linear = [set(range(len(operands)))] if call.get("value") in (None, 0, 0.0) and call.operands[0].is_float else []
+    linear = [set(range(len(operands)))] if call.get("value") in (None, 0, 0.0) and all_float(call) else []
     return make.rule(operands, [result], linear)
 
 
@@ -257,7 +209,7 @@ def slice_backward(call: OpCall) -> Rule:
     dim = int(call["dim"]) % len(out)
     labels = tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(out))
     own = labels if len(call.shapes[0]) == len(out) else (*labels, ())
-    return make.rule([own], [labels], [{0}])
+    return make.rule([own], [labels], [{0}] if all_float(call) else [])
 
 
 @register("aten.select")
@@ -266,7 +218,7 @@ def select(call: OpCall) -> Rule:
     make = Maker()
     dim = int(call["dim"]) % len(call.shapes[0])
     labels = make.dims(call.shapes[0], whole={dim})
-    return make.rule([labels], [tuple(d for i, d in enumerate(labels) if i != dim)], [{0}])
+    return make.rule([labels], [tuple(d for i, d in enumerate(labels) if i != dim)], [{0}] if all_float(call) else [])
 
 
 @register("aten.select_backward", localize=lambda b: {"input_sizes": b.result_shape()})
@@ -277,7 +229,7 @@ def select_backward(call: OpCall) -> Rule:
     assert out is not None
     dim = int(call["dim"]) % len(out)
     labels = tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(out))
-    return make.rule([tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0}])
+    return make.rule([tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0}] if all_float(call) else [])
 
 
 @register("aten.select_scatter")
@@ -286,11 +238,11 @@ def select_scatter(call: OpCall) -> Rule:
     make = Maker()
     dim = int(call["dim"]) % len(call.shapes[0])
     labels = make.dims(call.shapes[0], whole={dim})
-    return make.rule([labels, tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0, 1}])
+    return make.rule([labels, tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0, 1}] if all_float(call) else [])
 
 
-@register("aten.cat", "aten.stack", "aten.split", "aten.split_with_sizes", "aten.unbind", "aten.chunk",
-          "aten.unsafe_split", "aten.tensor_split")  # fmt: skip
+@register("aten.cat", "aten.stack", "aten.split", "aten.split_with_sizes", "aten.unbind",
+          "aten.unsafe_split")  # fmt: skip
 def join_or_split(call: OpCall) -> Rule:
     """The dim of a join or split stays whole, all others pass."""
     make = Maker()
@@ -312,59 +264,5 @@ def join_or_split(call: OpCall) -> Rule:
     unbinding = call.op.split(".")[1] == "unbind"
     operands: list[Labels | None] = [labels(s, not inside) for s in call.shapes]
     results: list[Labels | None] = [labels(t.shape, not unbinding) if t is not None else None for t in call.results]
-    linear = [set(range(len(operands)))] if call.operands[0].is_float else []
+    linear = [set(range(len(operands)))] if all_float(call) else []
     return make.rule(operands, results, linear)
-
-
-# --- constants --------------------------------------------------------------------------------------------------------
-
-
-@register("aten.full", "aten.zeros", "aten.ones", "aten.empty", localize=_result_size)
-def constant(call: OpCall) -> Rule:
-    """Every dim of a constant can be made sharded."""
-    make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
-    return make.rule([], [make.dims(out)])
-
-
-@register("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided",
-          localize=_result_size)  # fmt: skip
-def new_constant(call: OpCall) -> Rule:
-    """A constant that takes only dtype and device from its operand."""
-    make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
-    return make.rule([((),) * len(call.shapes[0])], [make.dims(out)])
-
-
-@register("aten.arange", "aten.linspace", "aten.eye", "aten.scalar_tensor", "aten.tril_indices", "aten.triu_indices")
-def made_whole(call: OpCall) -> Rule:
-    """Made whole on every rank; slicing it afterwards is free."""
-    make = Maker()
-    return make.rule([], [((),) * len(t.shape) if t is not None else None for t in call.results])
-
-
-def _dropped(block: Block) -> dict[str, Any]:
-    labels = block.rule.results[0]
-    type_ = block.call.results[0]
-    assert labels is not None and type_ is not None
-    return {"shape": type_.shape, "offsets": block.offsets(labels)}
-
-
-@register("autopar.dropout", localize=_dropped)
-def dropout(call: OpCall) -> Rule:
-    """Random numbers follow the global position, so every dim passes; linear in its input."""
-    make = Maker()
-    labels = make.dims(call.shapes[0])
-    return make.rule([labels], [labels], [{0}])
-
-
-@register("autopar.random_uniform", "autopar.random_normal",
-          localize=lambda b: {"size": b.result_shape(), **_dropped(b)})  # fmt: skip
-def random_tensor(call: OpCall) -> Rule:
-    """Random numbers follow the global position."""
-    return constant(call)
-
-
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

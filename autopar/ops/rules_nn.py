@@ -1,4 +1,4 @@
-"""Rules of the semantic ops: contractions, attention, norms, losses, embedding, convolution, recurrence, indexing."""
+"""Rules of the semantic ops: contractions, attention, norms, losses, embedding, recurrence."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.rule import Factor, Labels, Rule, parse_rule
-from autopar.ops.registry import Block, Maker, Offset, register
+from autopar.ir.rule import Labels, Rule, parse_rule
+from autopar.ops.registry import Block, Gemm, Maker, Offset, register
 
-Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
 _LEAD = ("b", "s", "t", "u", "v", "x")
 
 
@@ -18,7 +17,7 @@ _LEAD = ("b", "s", "t", "u", "v", "x")
 
 def _gemm(call: OpCall, rule: Rule) -> Gemm:
     """FLOPs = 2 · product of all factors; m, n, k: result factors of the first, of the second operand, contracted."""
-    first, second = (set(f for dim in labels or () for f in dim) for labels in rule.operands[:2])
+    first, second = ({f for dim in labels or () for f in dim} for labels in rule.operands[:2])
     out = {f for dim in rule.results[0] or () for f in dim}
     m = tuple(f for f in rule.factors if f in first and f in out)
     n = tuple(f for f in rule.factors if f in second and f in out and f not in first)
@@ -55,8 +54,8 @@ def linear_dw(call: OpCall) -> Rule:
 def einsum(call: OpCall) -> Rule:
     """The equation is the rule."""
     left, out = call["equation"].split("->")
-    terms = [" ".join(t) for t in left.split(",")]
-    return parse_rule(f"{', '.join(terms)} -> {' '.join(out)}", call.shapes, call.out_shapes)
+    terms = [" ".join(t) or "1" for t in (*left.split(","), out)]
+    return parse_rule(f"{', '.join(terms[:-1])} -> {terms[-1]}", call.shapes, call.out_shapes)
 
 
 @register("aten.mm", work=_gemm)
@@ -76,7 +75,9 @@ def bmm(call: OpCall) -> Rule:
 
 def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labels | None]]:
     q, k, v = (call.type_of(n) for n in "qkv")
-    assert q is not None and k is not None and v is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
     make = Maker()
     b, heads, s, d = q.shape
     kv, t, e = k.shape[1], k.shape[2], v.shape[3]
@@ -100,7 +101,9 @@ def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labe
 
 def _attention_work(call: OpCall, rule: Rule) -> Gemm:
     q, k, v = (call.type_of(n) for n in "qkv")
-    assert q is not None and k is not None and v is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
     b, h, s, d = q.shape
     products = 2 if call.op == "autopar.attention" else 5
     flops = products * b * h * s * k.shape[2] * (d + v.shape[3]) * (0.5 if call["causal"] else 1.0)
@@ -114,7 +117,8 @@ def _attention_block(block: Block) -> dict[str, Any]:
         changed["offset"] = block.offset("s")
     if call["p"] > 0:
         q, k = call.type_of("q"), call.type_of("k")
-        assert q is not None and k is not None
+        assert q is not None
+        assert k is not None
         changed["shape"] = (*q.shape[:3], k.shape[2])
         _, table, _ = _attention_labels(call)
         changed["offsets"] = block.offsets(table["score"])
@@ -244,108 +248,6 @@ def embedding_grad(call: OpCall) -> Rule:
     return make.rule([(*index, h), index], [(v, h)])
 
 
-# --- convolution ------------------------------------------------------------------------------------------------------------
-
-
-def _conv_labels(call: OpCall, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...]) -> tuple[Maker, dict[str, Labels]]:
-    make = Maker()
-    groups, transposed = int(call["groups"]), bool(call["transposed"])
-    n = make.add("n", x[0])
-    g = make.add("g", groups)
-    c = make.add("c", x[1] // groups, whole=groups > 1)
-    o = make.add("o", y[1] // groups, whole=groups > 1)
-    space = lambda k: ((),) * k  # noqa: E731
-    outer, inner = (c, o) if transposed else (o, c)
-    table = {
-        "x": (n, (*g, *c), *space(len(x) - 2)), "y": (n, (*g, *o), *space(len(y) - 2)),
-        "w": ((*g, *outer), inner, *space(len(w) - 2)), "b": ((*g, *o),),
-    }  # fmt: skip
-    return make, table
-
-
-def _conv_work(call: OpCall, rule: Rule) -> Gemm:
-    kernel = call.type_of("w")
-    w = kernel.shape if kernel is not None else tuple(call["w_shape"])
-    y = call.type_of("g") or call.results[0]
-    assert y is not None
-    macs = math.prod(y.shape) * math.prod(w[1:])
-    if call["transposed"]:
-        x = call.type_of("x")
-        macs = math.prod(x.shape if x is not None else call["x_shape"]) * math.prod(w[1:])
-    return 2.0 * macs, "conv", ()
-
-
-def _conv_block(block: Block) -> dict[str, Any]:
-    changed: dict[str, Any] = {"groups": int(block.call["groups"]) // block.parts("g")}
-    if block.call.op == "autopar.conv_dx":
-        changed["x_shape"] = block.result_shape()
-    elif block.call.op == "autopar.conv_dw":
-        changed["w_shape"] = block.result_shape()
-    return changed
-
-
-@register("autopar.conv", work=_conv_work, localize=_conv_block)
-def conv(call: OpCall) -> Rule:
-    """Batch, output channels and groups shard; input channels too when no bias would be added twice."""
-    y = call.out_shapes[0]
-    assert y is not None
-    make, table = _conv_labels(call, call.shapes[0], call.shapes[1], y)
-    operands: list[Labels | None] = [table["x"], table["w"]]
-    if len(call.shapes) == 3:
-        operands.append(table["b"])
-        if "c" in make.factors:
-            make.factors["c"] = Factor(make.factors["c"].size, whole=True)
-    return make.rule(operands, [table["y"]])
-
-
-@register("autopar.conv_dx", work=_conv_work, localize=_conv_block)
-def conv_dx(call: OpCall) -> Rule:
-    """Contracts output channels."""
-    x = call.out_shapes[0]
-    assert x is not None
-    make, table = _conv_labels(call, x, call.shapes[1], call.shapes[0])
-    return make.rule([table["y"], table["w"]], [table["x"]])
-
-
-@register("autopar.conv_dw", work=_conv_work, localize=_conv_block)
-def conv_dw(call: OpCall) -> Rule:
-    """Contracts the batch."""
-    w = call.out_shapes[0]
-    assert w is not None
-    make, table = _conv_labels(call, call.shapes[1], w, call.shapes[0])
-    return make.rule([table["y"], table["x"]], [table["w"]])
-
-
-def _leading(call: OpCall, keep: int) -> Rule:
-    """The first `keep` dims pass in every operand and result; the others stay whole."""
-    make = Maker()
-
-    def labels(shape: tuple[int, ...]) -> Labels:
-        return tuple(make.add(f"d{i}", n) if i < keep else () for i, n in enumerate(shape))
-
-    return make.rule([labels(s) for s in call.shapes], [labels(t.shape) if t else None for t in call.results])
-
-
-def _spatial(name: str, rank: int, *options: str, size: str | None = None) -> None:
-    localize = (lambda b: {size: b.result_shape()}) if size else None
-    register(name, *options, localize=localize)(lambda call: _leading(call, len(call.shapes[0]) - rank))
-
-
-for _rank in (1, 2, 3):
-    _spatial(f"aten.max_pool{_rank}d_with_indices", _rank, f"aten.max_pool{_rank}d_with_indices_backward",
-             f"aten.avg_pool{_rank}d", f"aten.avg_pool{_rank}d_backward", f"aten.adaptive_avg_pool{_rank}d",
-             f"aten._adaptive_avg_pool{_rank}d", f"aten._adaptive_avg_pool{_rank}d_backward",
-             f"aten.adaptive_max_pool{_rank}d", f"aten.adaptive_max_pool{_rank}d_backward",
-             f"aten.max_pool{_rank}d", f"aten.reflection_pad{_rank}d_backward",
-             f"aten.replication_pad{_rank}d_backward")  # fmt: skip
-for _rank, _modes in ((1, ("linear", "nearest")), (2, ("bilinear", "nearest", "bicubic")), (3, ("trilinear", "nearest"))):
-    for _mode in _modes:
-        _spatial(f"aten.upsample_{_mode}{_rank}d", _rank)
-        _spatial(f"aten.upsample_{_mode}{_rank}d_backward", _rank, size="input_size")
-_spatial("aten.pixel_shuffle", 3, "aten.pixel_unshuffle")
-_spatial("aten.glu", 1, "aten.glu_backward")
-
-
 # --- recurrence -------------------------------------------------------------------------------------------------------------
 
 
@@ -364,72 +266,3 @@ def rnn(call: OpCall) -> Rule:
     if call.op == "autopar.rnn":
         return make.rule(operands, [table["x"], table["h0"], table["h0"]])
     return make.rule(operands, [table[n] for n in ("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh")])
-
-
-# --- indexing ---------------------------------------------------------------------------------------------------------------
-
-
-@register("aten.gather", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.index_select",
-          "aten.index_add", "aten.index_copy", "aten.index_fill")  # fmt: skip
-def index_along(call: OpCall) -> Rule:
-    """The indexed dim stays whole in what is indexed; dims of equal size elsewhere pass."""
-    make = Maker()
-    x = call.shapes[0]
-    if not x:
-        return make.rule([((),) * len(s) for s in call.shapes], [()])
-    dim = int(call["dim"]) % len(x)
-    packet = call.op.split(".")[1]
-    others = [s for s in call.shapes[1:] if len(s) == len(x)]
-    same = [all(s[i] == n for s in others) for i, n in enumerate(x)]
-    labels: Labels = tuple(
-        () if i == dim else make.add(f"d{i}", n, whole=not same[i]) for i, n in enumerate(x)
-    )
-    operands: list[Labels | None] = [labels]
-    reading = packet in ("gather", "index_select")
-    picked = make.add("j", call.shapes[1][dim if packet == "gather" else 0]) if reading and call.shapes[1] else ()
-    for s in call.shapes[1:]:
-        if len(s) == len(x) and not (len(x) == 1 and packet.startswith("index_")):
-            operands.append(tuple(picked if i == dim else d if same[i] else () for i, d in enumerate(labels)))
-        else:
-            operands.append(tuple(picked if reading else () for _ in s))
-    out = tuple(picked if i == dim else d if same[i] or packet != "gather" else () for i, d in enumerate(labels))
-    return make.rule(operands, [out if reading else labels])
-
-
-@register("aten.index", "aten._unsafe_index", "aten.index_put", "aten._unsafe_index_put")
-def index(call: OpCall) -> Rule:
-    """Dims that are indexed stay whole; reading, dims of the index tensors pass to the result."""
-    make = Maker()
-    x = call.shapes[0]
-    indices = list(call["indices"])
-    indices += [None] * (len(x) - len(indices))
-    where = [i for i, a in enumerate(indices) if a is not None]
-    tensors = [call.operands[a.index] for a in indices if a is not None]
-    if any(t.dtype.itemsize == 1 for t in tensors):  # masks: how many they pick depends on the data
-        return _leading(call, 0)
-    shape = _broadcast([t.shape for t in tensors])
-    reading = not call.op.split(".")[1].endswith("index_put")
-    picked: Labels = tuple(make.add(f"j{i}", n, whole=not reading) for i, n in enumerate(shape))
-    labels: Labels = tuple(() if i in where else make.add(f"d{i}", n) for i, n in enumerate(x))
-    at = where[0] if where == list(range(where[0], where[-1] + 1)) else 0
-    rest = [d for i, d in enumerate(labels) if i not in where]
-    value: Labels = (*rest[:at], *picked, *rest[at:])
-    operands: list[Labels | None] = [labels]
-    operands += [_tail(picked, t.shape) for t in tensors]
-    if not reading:
-        values = call.type_of("values")
-        assert values is not None
-        operands.append(_tail(value, values.shape))
-        return make.rule(operands, [labels])
-    return make.rule(operands, [value])
-
-
-def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    rank = max(map(len, shapes))
-    padded = [(1,) * (rank - len(s)) + s for s in shapes]
-    return tuple(max(sizes) for sizes in zip(*padded, strict=True))
-
-
-def _tail(labels: Labels, shape: tuple[int, ...]) -> Labels:
-    own = labels[len(labels) - len(shape) :]
-    return tuple(() if n == 1 else d for n, d in zip(shape, own, strict=True))

@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
-from .layout import dtype_of
 from .process import TorchComm
 from .session import OptimizerFactory, Session
 
@@ -102,11 +100,18 @@ class LoadedProgram:
         self.manifest = manifest
         self.session = session
 
-    def __call__(self, *batch: Tensor) -> Any:
-        """Training: this step's loss. Inference: the output, or the tuple of outputs."""
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """One step on a global batch: `program(x, y)`, `program((x, y))`, `program(input_ids=…)` or `program({…})`.
+
+        Training: this step's loss. Inference: the output, or the tuple of outputs.
+        """
+        given: Any = batch
+        if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
+            given = named or batch[0]
+        tensors = leaves(given, [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)])
         if self.session.training:
-            return self.session.train_step(batch)
-        outputs = self.session.forward(batch)
+            return self.session.train_step(tensors)
+        outputs = self.session.forward(tensors)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -165,57 +170,16 @@ def load(
 
 
 def load_stage(path: Path) -> ModuleType:
-    """Import a stage file. It says `from autopar_runtime import …`, which is the package this module belongs to."""
+    """Import a stage file. It says `from autopar_runtime import …`, which is the package this module belongs to, and
+    `import user_ops`, which lies beside its folder when the model has ops of its own."""
     package = __name__.rpartition(".")[0]
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(package + "."):
             sys.modules.setdefault("autopar_runtime" + name[len(package) :], module)
-    spec = importlib.util.spec_from_file_location(f"autopar_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise RuntimeProgramError(f"{path} is missing: was the directory copied whole?")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def random_batches(inputs: Sequence[Mapping[str, Any]], seed: int, first_step: int = 0) -> Iterator[list[Tensor]]:
-    """Endless global batches that depend on (seed, step) alone: integers below `high`, else standard normal."""
-    step = first_step
-    while True:
-        make = torch.Generator().manual_seed(seed * 1_000_003 + step)
-        batch = []
-        for row in inputs:
-            dtype = dtype_of(row["dtype"])
-            shape = tuple(row["shape"])
-            if dtype == torch.bool:
-                batch.append(torch.ones(shape, dtype=dtype))
-            elif dtype.is_floating_point:
-                batch.append(torch.randn(shape, generator=make, dtype=torch.float32).to(dtype))
-            else:
-                batch.append(torch.randint(int(row.get("high") or 2), shape, generator=make, dtype=dtype))
-        yield batch
-        step += 1
-
-
-def user_batches(source: str, first_step: int = 0) -> Iterator[Sequence[Tensor]]:
-    """Global batches of `MODULE_OR_FILE:FUNCTION`, called again when they run out; skips to first_step."""
-    where, separator, name = source.rpartition(":")
-    if not separator:
-        raise RuntimeProgramError(f"--data {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
-    module = load_stage(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    function: Callable[[], Iterable[Any]] | None = getattr(module, name, None)
-    if function is None:
-        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
-    step = 0
-    while True:
-        before = step
-        for batch in function():
-            if step >= first_step:
-                yield tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)
-            step += 1
-        if step == before:
-            raise RuntimeProgramError(f"--data {source!r} gave no batch")
+    own = path.parent.parent / "user_ops.py"
+    if own.exists():
+        module_of(own, "user_ops")
+    return module_of(path, f"autopar_{path.stem}")
 
 
 def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
@@ -247,11 +211,16 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
 def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     """Train (or infer) for `--steps` steps, rank 0 reporting."""
     session, manifest = program.session, program.manifest
+    if not (arguments.resume or arguments.weights or manifest.weights):
+        raise RuntimeProgramError(
+            "this program has no weights (its model was on the meta device when it was compiled); give --weights "
+            "CHECKPOINT, a torch.distributed.checkpoint directory of full or sharded tensors, or --resume CHECKPOINT"
+        )
     if arguments.resume:
         program.resume(arguments.resume)
     rank, first = session.comm.rank, session.rt.step
     if arguments.data:
-        batches: Iterator[Sequence[Tensor]] = user_batches(arguments.data, first)
+        batches: Iterator[Any] = user_batches(arguments.data, first)
     else:
         seed = manifest.seed if arguments.seed is None else arguments.seed
         batches = random_batches(manifest.inputs, seed, first)
@@ -259,7 +228,7 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         print(f"{_axes(manifest.mesh)}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
     for step in range(first + 1, first + arguments.steps + 1):
         start = time.perf_counter()
-        result = program(*next(batches))
+        result = program(next(batches))
         if rank == 0:
             elapsed = time.perf_counter() - start
             shown = f"loss {result.item():.6f}" if session.training else "done"

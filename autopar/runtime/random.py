@@ -12,6 +12,7 @@ import math
 import torch
 
 _MASK64 = (1 << 64) - 1
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def _signed(value: int) -> int:
@@ -59,10 +60,14 @@ def uniform(
     offsets: tuple[int, ...] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Uniform numbers in [0, 1) for a local block of a tensor of global `shape` that starts at `offsets`."""
+    """Uniform numbers in [0, 1) for a local block of a tensor of global `shape` that starts at `offsets`.
+
+    As many bits as the dtype has digits, so that no number rounds up to 1.
+    """
     shape, offsets = shape or local, offsets or (0,) * len(local)
     bits = _hash(positions(local, shape, offsets, device), key)
-    return ((bits >> 11) & ((1 << 53) - 1)).to(torch.float64).mul_(2.0**-53).to(dtype)
+    digits = _DIGITS.get(dtype, 53)
+    return ((bits >> (64 - digits)) & ((1 << digits) - 1)).to(torch.float64).mul_(2.0**-digits).to(dtype)
 
 
 def normal(

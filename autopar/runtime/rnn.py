@@ -42,7 +42,8 @@ def rnn_grad(
     leaves = [t for t in inputs if t is not None]
     with torch.enable_grad():
         weights = [t for t in inputs[3:] if t is not None]
-        assert inputs[0] is not None and inputs[1] is not None
+        assert inputs[0] is not None
+        assert inputs[1] is not None
         out, h, c = _run(mode, inputs[0], inputs[1], inputs[2], weights, b_ih is not None)
         heads, seeds = ([out, h, c], [g_out, g_h, g_c]) if mode == "lstm" else ([out, h], [g_out, g_h])
         grads = iter(torch.autograd.grad(heads, leaves, seeds))

@@ -91,7 +91,7 @@ class _StageLowering:
             if wanted is None:
                 continue
             storage = self.stage.parameters[name].storage
-            steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, storage, wanted, bucketed=True))
+            steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, storage, wanted))
             if steps is None:
                 raise PlanError(f"parameter {name}: no gather leads from {storage} to {wanted}")
             found.append((name, template.params[slot], steps, storage, wanted))

@@ -115,7 +115,8 @@ def constraint_filter(program: Program, mesh: Mesh, constraints: Any) -> Allowed
                 matched = True
                 if len(shape) != len(spec.dims) or not spec.divides(shape, mesh):
                     raise ConstraintError(
-                        f"constraint {pattern!r}: {text} does not fit {key[-1]} of shape {shape} on mesh {mesh}"
+                        f"constraint {pattern!r}: {text} does not fit {key[-1]} of shape {shape} on mesh {mesh}: it needs one "
+                        "entry per dim, and every sharded dim must divide by its axes; shard another dim or take another mesh"
                     )
                 pins[key] = spec
         if not matched:

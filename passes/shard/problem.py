@@ -254,7 +254,7 @@ class Problem:
                 for kind in ("use", "late"):
                     if f"{value}@{kind}" in self.flows[template_name].hubs:
                         u, wanted = self._at(template, f"{value}@{kind}")
-                        pair = self._conversion(parameter.type, [s[0] for s in kept], wanted, bucketed=True)
+                        pair = self._conversion(parameter.type, [s[0] for s in kept], wanted)
                         self.graph.connect(v, u, calls * self.setting.microbatches * pair)
                 grad = template.param_grads[slot]
                 if grad is not None and train:
@@ -283,6 +283,12 @@ class Problem:
 
 
 def _gather_s(lattice: Any, before: Spec, after: Spec) -> float:
+    for spec in (before, after):
+        if spec not in lattice.index:
+            raise PlanError(
+                f"the plan's spec {spec} does not fit a parameter of shape {lattice.type.shape} on mesh {lattice.mesh} (axes "
+                "must be the mesh's, dims must divide, and axes that share a dim stand in mesh order)"
+            )
     return float(lattice.costs[lattice.index[before], lattice.index[after]])
 
 

@@ -179,7 +179,9 @@ def test_a_straight_through_estimator_keeps_its_backward() -> None:
 
 
 def test_a_model_whose_every_path_is_a_custom_function_is_trained() -> None:
-    assert_equal_to_eager(Net(lambda net, x: StraightThrough.apply(net.last(net.first(x)) * 4)), batch(), F.cross_entropy)
+    assert_equal_to_eager(
+        Net(lambda net, x: StraightThrough.apply(net.last(net.first(x)) * 4)), batch(), F.cross_entropy
+    )
 
 
 def test_a_custom_function_with_saved_values_numbers_and_two_results_keeps_its_backward() -> None:
@@ -198,7 +200,9 @@ def test_uses_of_one_function_with_different_numbers_stay_apart() -> None:
 
 
 def test_a_custom_function_beside_batch_norm_survives_functionalization() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Net(lambda net, x: net.last(ReverseGradient.apply(net.first(x)))))
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), Net(lambda net, x: net.last(ReverseGradient.apply(net.first(x))))
+    )
     assert_equal_to_eager(model, batch(), F.cross_entropy)
 
 
@@ -274,7 +278,9 @@ def test_a_value_that_only_reaches_the_loss_detached_gets_no_gradient_and_not_a_
 
 
 def test_frozen_parameters_pass_gradients_on_and_get_none() -> None:
-    model = Net(lambda net, x: net.last(torch.relu(net.frozen(net.first(x)))), frozen=nn.Linear(8, 8).requires_grad_(False))
+    model = Net(
+        lambda net, x: net.last(torch.relu(net.frozen(net.first(x)))), frozen=nn.Linear(8, 8).requires_grad_(False)
+    )
     program = assert_equal_to_eager(model, batch(), F.cross_entropy)
     assert program.ir.trained == ("first.weight", "first.bias", "last.weight", "last.bias")
 
@@ -285,14 +291,18 @@ def test_frozen_parameters_pass_gradients_on_and_get_none() -> None:
 def test_a_gradient_that_capture_loses_is_an_error_that_names_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIFT, torch.ops.aten.relu.default, lambda x: torch.relu(x).detach())
     model = Net(lambda net, x: net.last(torch.relu(net.first(x))))
-    with pytest.raises(autopar.CaptureError, match=r"no gradient for first\.bias, first\.weight where the eager model has"):
+    with pytest.raises(
+        autopar.CaptureError, match=r"no gradient for first\.bias, first\.weight where the eager model has"
+    ):
         compiled(model, batch(), F.cross_entropy)
 
 
 def test_a_gradient_that_eager_does_not_have_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LIFT, torch.ops.aten.detach.default, lambda x: x * 1)
     model = Net(lambda net, x: net.last(x) + net.first(x).detach())
-    with pytest.raises(autopar.CaptureError, match=r"a gradient for first\.bias, first\.weight where the eager model has none"):
+    with pytest.raises(
+        autopar.CaptureError, match=r"a gradient for first\.bias, first\.weight where the eager model has none"
+    ):
         compiled(model, batch(), F.cross_entropy)
 
 

@@ -32,8 +32,8 @@ def _tolist(net: Net, x: Tensor) -> Tensor:
 
 
 def _item(net: Net, x: Tensor) -> Tensor:
-    count = int((x > 0).sum().item())
-    return net.first(x)[:, :count]  # here
+    count = int((x > 0).sum().item())  # here
+    return net.first(x)[:, :count]
 
 
 def _nonzero(net: Net, x: Tensor) -> Tensor:
@@ -177,3 +177,17 @@ def test_the_model_is_as_before_after_a_refusal() -> None:
     refusal(model)
     assert all(p is before[name] for name, p in model.named_parameters())
     assert F.linear(X, model.first.weight).shape == (4, 8)
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_by_name() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+            self.register_buffer("cache", torch.zeros(0, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.cache = torch.cat((self.cache, x.detach()))
+            return self.lin(x)
+
+    assert "replaces the buffer cache of shape (0, 8)" in refusal(Growing())

@@ -53,6 +53,9 @@ class Draw:
     def dim(self, rank: int) -> int:
         return self.pick(*range(-rank, rank))
 
+    def order(self, rank: int) -> list[int]:
+        return list(self._data.draw(st.permutations(range(rank))))
+
     def dims(self, rank: int) -> list[int]:
         return [i for i in range(rank) if self.pick(True, False)] or [self.pick(*range(rank))]
 
@@ -85,14 +88,15 @@ def overload(name: str, *wanted: str) -> Any:
 # --- pointwise --------------------------------------------------------------------------------------------------------
 
 
-def _broadcast(draw: Draw, shape: list[int]) -> list[int]:
+def broadcast(draw: Draw, shape: list[int]) -> list[int]:
+    """A shape that broadcasts to `shape`."""
     return [1 if draw.pick(False, False, True) else n for n in shape[draw.pick(*range(len(shape))) :]]
 
 
 @makes("pointwise")
 def _pointwise(draw: Draw, _: str) -> Case:
     shape = draw.shape(1, 3)
-    x, y = draw.f(*shape), draw.f(*_broadcast(draw, shape))
+    x, y = draw.f(*shape), draw.f(*broadcast(draw, shape))
     unary = [aten.relu, aten.gelu, aten.silu, aten.tanh, aten.sigmoid, aten.exp, aten.neg, aten.abs, aten.cos, aten.sgn,
              aten.logical_not, aten.hardsigmoid, aten.softplus, aten.isinf, aten.reciprocal]  # fmt: skip
     kind = draw.pick("unary", "binary", "scalar", "alpha", "ternary", "compare", "integer", "complex")
@@ -123,7 +127,7 @@ def _to_copy(draw: Draw, _: str) -> Case:
 @makes("aten.copy", "aten.floor_divide")
 def _two(draw: Draw, name: str) -> Case:
     shape = draw.shape()
-    return call(overload(name), draw.f(*shape), draw.f(*_broadcast(draw, shape)))
+    return call(overload(name), draw.f(*shape), draw.f(*broadcast(draw, shape)))
 
 
 @makes("aten.fill")
@@ -150,14 +154,14 @@ def _full_like(draw: Draw, _: str) -> Case:
 @makes("aten.masked_fill")
 def _masked_fill(draw: Draw, _: str) -> Case:
     shape = draw.shape()
-    return call(aten.masked_fill.Scalar, draw.f(*shape), draw.b(*_broadcast(draw, shape)), draw.pick(0, -math.inf))
+    return call(aten.masked_fill.Scalar, draw.f(*shape), draw.b(*broadcast(draw, shape)), draw.pick(0, -math.inf))
 
 
 @makes("aten.where")
 def _where(draw: Draw, _: str) -> Case:
     shape = draw.shape()
-    mask = draw.b(*shape) if draw.pick(True, False) else draw.b(*_broadcast(draw, shape))
-    return call(aten.where.self, mask, draw.f(*shape), draw.f(*_broadcast(draw, shape)))
+    mask = draw.b(*shape) if draw.pick(True, False) else draw.b(*broadcast(draw, shape))
+    return call(aten.where.self, mask, draw.f(*shape), draw.f(*broadcast(draw, shape)))
 
 
 @makes("aten.lerp")
@@ -266,7 +270,7 @@ def _one_dim(draw: Draw, name: str) -> Case:
     if name == "aten.prod":
         return call(aten.prod.dim_int, x, dim, keep)
     if name in ("aten.max", "aten.min") and draw.pick(False, False, True):
-        return call(overload(name, "other"), x, draw.f(*_broadcast(draw, list(x.shape))))
+        return call(overload(name, "other"), x, draw.f(*broadcast(draw, list(x.shape))))
     if name in ("aten.max", "aten.min", "aten.median") and draw.pick(False, True):
         return call(overload(name), x)
     return call(overload(name, "dim"), x, dim, keep)
@@ -305,136 +309,3 @@ def _order(draw: Draw, name: str) -> Case:
 @makes("aten.tril", "aten.triu")
 def _triangle(draw: Draw, name: str) -> Case:
     return call(overload(name), draw.any(*draw.shape(2, 4)), draw.pick(0, 1, -1))
-
-
-# --- views ---------------------------------------------------------------------------------------------------------------
-
-
-@makes("aten.reshape")
-def _reshape(draw: Draw, _: str) -> Case:
-    shape = draw.shape(1, 4)
-    x = draw.f(*shape)
-    factors = [p for n in shape for p in {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 12: (2, 2, 3)}[n]]
-    factors = factors if draw.pick(True, False) else list(reversed(factors))
-    after: list[int] = []
-    for p in factors:
-        if after and draw.pick(True, False):
-            after[-1] *= p
-        else:
-            after.append(p)
-    for _ in range(draw.pick(0, 1, 2)):
-        after.insert(draw.pick(*range(len(after) + 1)), 1)
-    return call(aten.reshape.default, draw.pick(x, x > 0), after)
-
-
-@makes("aten.permute")
-def _permute(draw: Draw, _: str) -> Case:
-    x = draw.any(*draw.shape(1, 4))
-    order = draw._data.draw(st.permutations(range(x.ndim)))
-    return call(aten.permute.default, x, list(order))
-
-
-@makes("aten.expand")
-def _expand(draw: Draw, _: str) -> Case:
-    shape = draw.shape()
-    x = draw.f(*_broadcast(draw, shape))
-    return call(aten.expand.default, x, shape)
-
-
-@makes("aten.slice", "aten.slice_scatter")
-def _slice(draw: Draw, name: str) -> Case:
-    x = draw.any(*draw.shape())
-    dim = draw.dim(x.ndim)
-    start, step = draw.pick(0, 1, -1), draw.pick(1, 2)
-    stop = draw.pick(x.shape[dim], 2**63 - 1, max(x.shape[dim] - 1, 1))
-    if name == "aten.slice":
-        return call(aten.slice.Tensor, x, dim, start, stop, step)
-    source = aten.slice.Tensor(x, dim, start, stop, step)
-    return call(aten.slice_scatter.default, x, draw.f(*source.shape).to(x.dtype), dim, start, stop, step)
-
-
-@makes("aten.slice_backward")
-def _slice_backward(draw: Draw, _: str) -> Case:
-    x = draw.f(*draw.shape())
-    dim = draw.dim(x.ndim)
-    g = aten.slice.Tensor(x, dim, 1, 9, 2)
-    return call(aten.slice_backward.default, g.clone(), list(x.shape), dim, 1, 9, 2)
-
-
-@makes("aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d", "aten.replication_pad1d",
-       "aten.replication_pad2d")  # fmt: skip
-def _pad(draw: Draw, name: str) -> Case:
-    rank = 2 if name.endswith("2d") else 1
-    x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
-    pads = [draw.pick(0, 1, 2) for _ in range(2 * rank)]
-    return call(overload(name), x, pads, *((draw.pick(0, 1.5),) if name == "aten.constant_pad_nd" else ()))
-
-
-@makes("aten.reflection_pad1d_backward", "aten.reflection_pad2d_backward", "aten.reflection_pad3d_backward",
-       "aten.replication_pad1d_backward", "aten.replication_pad2d_backward", "aten.replication_pad3d_backward")  # fmt: skip
-def _pad_backward(draw: Draw, name: str) -> Case:
-    rank = int(name[name.index("pad") + 3])
-    x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
-    pads = [draw.pick(0, 1) for _ in range(2 * rank)]
-    y = overload(name.removesuffix("_backward"))(x, pads)
-    return call(overload(name), draw.f(*y.shape), x, pads)
-
-
-@makes("aten.unfold")
-def _unfold(draw: Draw, _: str) -> Case:
-    x = draw.f(*draw.shape())
-    dim = draw.dim(x.ndim)
-    return call(aten.unfold.default, x, dim, min(2, x.shape[dim]), draw.pick(1, 2))
-
-
-@makes("aten.unfold_backward")
-def _unfold_backward(draw: Draw, _: str) -> Case:
-    x = draw.f(*draw.shape())
-    dim = draw.pick(*range(x.ndim))
-    size, step = min(2, x.shape[dim]), draw.pick(1, 2)
-    return call(aten.unfold_backward.default, draw.f(*x.unfold(dim, size, step).shape), list(x.shape), dim, size, step)
-
-
-@makes("aten.repeat")
-def _repeat(draw: Draw, _: str) -> Case:
-    x = draw.any(*draw.shape(1, 3))
-    return call(aten.repeat.default, x, [draw.pick(1, 2) for _ in range(x.ndim + draw.pick(0, 1))])
-
-
-@makes("aten.select", "aten.select_backward", "aten.select_scatter")
-def _select(draw: Draw, name: str) -> Case:
-    x = draw.any(*draw.shape(1, 3)) if name == "aten.select" else draw.f(*draw.shape(1, 3))
-    dim = draw.dim(x.ndim)
-    index = draw.pick(0, -1)
-    if name == "aten.select":
-        return call(aten.select.int, x, dim, index)
-    g = draw.f(*x.select(dim, index).shape)
-    if name == "aten.select_scatter":
-        return call(aten.select_scatter.default, x, g, dim, index)
-    return call(aten.select_backward.default, g, list(x.shape), dim, index)
-
-
-@makes("aten.cat", "aten.stack")
-def _join(draw: Draw, name: str) -> Case:
-    shape = draw.shape(1, 3)
-    dim = draw.dim(len(shape))
-    parts = []
-    for _ in range(draw.pick(1, 2, 3)):
-        own = list(shape)
-        if name == "aten.cat":
-            own[dim] = draw.size()
-        parts.append(draw.f(*own) if draw.pick(True, True, False) else draw.i(5, *own))
-    return call(overload(name), parts, dim)
-
-
-@makes("aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unbind")
-def _split(draw: Draw, name: str) -> Case:
-    x = draw.any(*draw.shape(1, 3))
-    dim = draw.dim(x.ndim)
-    n = x.shape[dim]
-    if name == "aten.unbind":
-        return call(aten.unbind.int, x, dim)
-    size: Any = draw.pick(1, n, max(n // 2, 1))
-    if name == "aten.split_with_sizes":
-        size = [size, n - size] if n > size else [n]
-    return call(overload(name, "Tensor"), x, size, dim)

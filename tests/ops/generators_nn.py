@@ -26,7 +26,8 @@ def _linear(draw: Draw, name: str) -> Case:
 def _einsum(draw: Draw, _: str) -> Case:
     sizes = {c: draw.size() for c in "abij"}
     left, right, out = draw.pick(
-        ("ai", "ij", "aj"), ("abi", "abj", "abij"), ("abi", "ij", "baj"), ("ij", "ji", ""), ("abi", "bj", "aij"),
+        ("ai", "ij", "aj"), ("abi", "abj", "abij"), ("abi", "ij", "baj"), ("ij", "ji", ""),
+        ("abi", "bj", "aij"), ("ab", "", "ab"), ("i", "j", "ij"),
     )  # fmt: skip
     a, b = draw.f(*(sizes[c] for c in left)), draw.f(*(sizes[c] for c in right))
     return call(d.einsum, f"{left},{right}->{out}", a, b)

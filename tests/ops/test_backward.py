@@ -48,7 +48,7 @@ def test_linear(lead: tuple[int, ...], bias: bool) -> None:
     assert_equal_gradients(lift.LIFT[aten.linear.default], F.linear, f(*lead, 4), f(5, 4), *more)
 
 
-@pytest.mark.parametrize("a, b", [((4,), (4,)), ((4,), (4, 5)), ((3, 4), (4,)), ((3, 4), (4, 5)), ((2, 3, 4), (4, 5)),
+@pytest.mark.parametrize(("a", "b"), [((4,), (4,)), ((4,), (4, 5)), ((3, 4), (4,)), ((3, 4), (4, 5)), ((2, 3, 4), (4, 5)),
                                   ((3, 4), (2, 4, 5)), ((2, 1, 3, 4), (6, 4, 5)), ((1, 3, 4), (2, 4, 5))])  # fmt: skip
 def test_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     assert_equal_gradients(lift.LIFT[aten.matmul.default], torch.matmul, f(*a), f(*b))
@@ -57,7 +57,7 @@ def test_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("equation", ["bik,bkj->bij", "bhid,bhjd->bhij", "ij,ji->", "ik,kj", "ii,ij->j", "...i,ij->...j",
                                       "bi,bj->i", "bhi,ij->bj", "ij->ji", "bi,ij,bj->b"])  # fmt: skip
 def test_einsum(equation: str) -> None:
-    sizes = {c: n for c, n in zip("bhijkd", (2, 3, 4, 4, 6, 7), strict=True)}
+    sizes = dict(zip("bhijkd", (2, 3, 4, 4, 6, 7), strict=True))
     terms = equation.replace("...", "bh").split("->")[0].split(",")
     leaves = [f(*(sizes[c] for c in term)) for term in terms]
     assert_equal_gradients(
@@ -68,7 +68,7 @@ def test_einsum(equation: str) -> None:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape, normed", [((3, 4), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((4,), 1)])
+@pytest.mark.parametrize(("shape", "normed"), [((3, 4), 1), ((2, 3, 4), 1), ((2, 3, 4), 2), ((4,), 1)])
 @pytest.mark.parametrize("affine", [True, False])
 def test_layer_and_rms_norm(shape: tuple[int, ...], normed: int, affine: bool) -> None:
     own = list(shape[len(shape) - normed :])
@@ -131,7 +131,7 @@ def test_cross_entropy_gradient_of_a_block_of_the_vocabulary(parts: int) -> None
     torch.testing.assert_close(lse - picked, F.cross_entropy(x, index, reduction="none"), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name, extra", [
+@pytest.mark.parametrize(("name", "extra"), [
     ("mse_loss", ()), ("l1_loss", ()), ("smooth_l1_loss", ()), ("huber_loss", ()), ("kl_div", ()),
     ("binary_cross_entropy_with_logits", ()), ("binary_cross_entropy", ()),
 ])  # fmt: skip
@@ -175,7 +175,7 @@ def test_embedding_gradient_of_blocks_of_rows(padding: int) -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("stride, padding, dilation", [(1, 0, 1), (2, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize(("stride", "padding", "dilation"), [(1, 0, 1), (2, 1, 1), (1, 2, 2)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_convolution(rank: int, groups: int, stride: int, padding: int, dilation: int, transposed: bool) -> None:
     x, w, b = f(2, 4, *([6] * rank)), f(*((4, 8 // groups) if transposed else (8, 4 // groups)), *([3] * rank)), f(8)
@@ -188,7 +188,7 @@ def test_convolution(rank: int, groups: int, stride: int, padding: int, dilation
     assert_equal_gradients(lambda *t: lift.LIFT[op](*t, *args), lambda *t: getattr(F, name)(*t, *args), x, w, b)
 
 
-@pytest.mark.parametrize("kernel, padding", [(3, "same"), (4, "same"), (3, "valid")])
+@pytest.mark.parametrize(("kernel", "padding"), [(3, "same"), (4, "same"), (3, "valid")])
 def test_convolution_with_named_padding(kernel: int, padding: str) -> None:
     assert_equal_gradients(lambda x, w: lift.LIFT[aten.conv2d.padding](x, w, None, 1, padding),
                            lambda x, w: F.conv2d(x, w, None, 1, padding), f(2, 3, 6, 6), f(4, 3, kernel, kernel))  # fmt: skip
@@ -198,7 +198,7 @@ def test_convolution_with_named_padding(kernel: int, padding: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
-@pytest.mark.parametrize("layers, bidirectional, bias, batch_first", [
+@pytest.mark.parametrize(("layers", "bidirectional", "bias", "batch_first"), [
     (1, False, True, False), (2, True, True, True), (2, False, False, False), (1, True, False, True),
 ])  # fmt: skip
 def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, batch_first: bool) -> None:
@@ -243,8 +243,8 @@ ATTENTION = lift.LIFT[aten.scaled_dot_product_attention.default]
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "learned"])
-@pytest.mark.parametrize("heads, kv", [(2, 2), (4, 2), (3, 1)])
-@pytest.mark.parametrize("s, t, e", [(5, 5, 4), (3, 6, 4), (4, 4, 3)])
+@pytest.mark.parametrize(("heads", "kv"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize(("s", "t", "e"), [(5, 5, 4), (3, 6, 4), (4, 4, 3)])
 def test_attention(causal: bool, mask: str, heads: int, kv: int, s: int, t: int, e: int) -> None:
     leaves = [f(2, heads, s, 4), f(2, kv, t, 4), f(2, kv, t, e)]
     if mask == "bool":

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from autopar.ops import rules
 from autopar.ops.registry import OPS
-from tests.ops import generators_nn
+from tests.ops import generators_nn, generators_views
 from tests.ops.execution import MESHES, check_case
 from tests.ops.generators import GENERATORS, Draw
 
 assert rules
 assert generators_nn
+assert generators_views
 NEVER_SHARDED = {"aten.arange", "aten.linspace", "aten.eye", "aten.scalar_tensor", "aten.tril_indices",
                  "aten.triu_indices", "aten.masked_scatter", "aten.masked_scatter_backward"}  # fmt: skip
 every_op = pytest.mark.parametrize("op", sorted(GENERATORS))

@@ -1,0 +1,103 @@
+"""Why a model cannot be captured: the user's source line, and the usual fix."""
+
+from __future__ import annotations
+
+import io
+import linecache
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+
+import torch
+from torch import fx, nn
+
+from autopar.errors import AutoparError, CaptureError, InputError
+
+_DYNAMIC = (
+    "its shape or branch depends on the data. Use a static form: torch.where instead of if, masks instead of boolean "
+    "indexing or nonzero, tensors instead of .item(), and for expert routing topk with a fixed capacity or a grouped matmul"
+)
+_FIXES = (
+    (("data-dependent", "data dependent", "guardondatadependent", "unbacked", "dynamicoutputshape", "tolist",
+      "_local_scalar_dense", "constrain_range"), _DYNAMIC),
+    ((".numpy() is not supported", "can't convert", "numpy"),
+     "it leaves torch for numpy, which has no graph and no gradient. Use the torch op of the same name"),
+)  # fmt: skip
+
+
+def explain(error: Exception, model: nn.Module) -> Exception:
+    """The named error for what export or tracing raised."""
+    if isinstance(error, AutoparError):
+        return error
+    text = f"{type(error).__name__} {error}"
+    where = user_frame(error)
+    place = f" at {where}" if where else f" in {type(model).__name__}"
+    for signs, fix in _FIXES:
+        if any(s in text.lower() for s in signs):
+            return CaptureError(f"the model cannot be captured{place}: {fix}. ({first_line(text)})")
+    if isinstance(error, TypeError) and "argument" in text and f"{type(model).__name__}.forward" in text:
+        return InputError(f"example inputs do not match {type(model).__name__}.forward: {first_line(str(error))}")
+    return CaptureError(f"the model cannot be captured{place}: {first_line(text)}")
+
+
+def dynamic_node(graph: fx.Graph) -> fx.Node | None:
+    """The first value whose size, or number, only the data decides."""
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (tuple, list)) else [value]
+        if any(isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) or _unsized(v) for v in values):
+            return node
+    return None
+
+
+def dynamic(target: object, model: nn.Module) -> CaptureError:
+    """The error for a value that only the data decides, when no line is known."""
+    return CaptureError(f"the model cannot be captured in {type(model).__name__} ({target}): {_DYNAMIC}")
+
+
+def _unsized(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+
+
+def user_frame(error: BaseException) -> str:
+    """`file:line in function: code` of the innermost frame outside torch and autopar, else inside torch.nn, or ''."""
+    frames: list[traceback.FrameSummary] = []
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        frames += traceback.extract_tb(current.__traceback__)
+        current = current.__cause__ or current.__context__
+    found = [f for f in frames if _is_user(f.filename)]
+    found = found or [f for f in frames if "/torch/nn/modules/" in f.filename and not f.filename.endswith("module.py")]
+    if not found:
+        return ""
+    frame = found[-1]
+    code = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
+
+
+def _is_user(filename: str) -> bool:
+    path = filename.replace("\\", "/")
+    own = any(f"/autopar/{part}" in path for part in ("capture/", "api", "ops/"))
+    return not own and "/torch/" not in path and not path.startswith("<") and "/contextlib.py" not in path
+
+
+def first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else ""
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the context export does not print graphs and guards of what it cannot capture: the error says it."""
+    loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
+    levels = [(one, one.level) for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for one, level in levels:
+            one.setLevel(level)

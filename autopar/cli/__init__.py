@@ -1,0 +1,1 @@
+"""Command lines: autopar-dump, autopar-estimate, autopar-calibrate."""

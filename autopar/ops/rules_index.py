@@ -1,0 +1,105 @@
+"""Rules of indexing and searching: gather, scatter, index tensors, histograms."""
+
+from __future__ import annotations
+
+from autopar.ir.call import OpCall, Operand
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.registry import Maker, leading, register
+
+
+@register("aten.gather", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.index_select",
+          "aten.index_add", "aten.index_copy", "aten.index_fill")  # fmt: skip
+def index_along(call: OpCall) -> Rule:
+    """The indexed dim stays whole in what is indexed; dims of equal size elsewhere pass."""
+    make = Maker()
+    x = call.shapes[0]
+    if not x:
+        return make.rule([((),) * len(s) for s in call.shapes], [()])
+    dim = int(call["dim"]) % len(x)
+    packet = call.op.split(".")[1]
+    others = [s for s in call.shapes[1:] if len(s) == len(x)]
+    same = [all(s[i] == n for s in others) for i, n in enumerate(x)]
+    labels: Labels = tuple(
+        () if i == dim else make.add(f"d{i}", n, whole=not same[i]) for i, n in enumerate(x)
+    )
+    operands: list[Labels | None] = [labels]
+    reading = packet in ("gather", "index_select")
+    picked = make.add("j", call.shapes[1][dim if packet == "gather" else 0]) if reading and call.shapes[1] else ()
+    for s in call.shapes[1:]:
+        if len(s) == len(x) and not (len(x) == 1 and packet.startswith("index_")):
+            operands.append(tuple(picked if i == dim else d if same[i] else () for i, d in enumerate(labels)))
+        else:
+            operands.append(tuple(picked if reading else () for _ in s))
+    out = tuple(picked if i == dim else d if same[i] or packet != "gather" else () for i, d in enumerate(labels))
+    return make.rule(operands, [out if reading else labels])
+
+
+@register("aten.index", "aten._unsafe_index", "aten.index_put", "aten._unsafe_index_put")
+def index(call: OpCall) -> Rule:
+    """Dims that are indexed stay whole; reading, dims of the index tensors pass to the result."""
+    make = Maker()
+    x = call.shapes[0]
+    indices = list(call["indices"])
+    indices += [None] * (len(x) - len(indices))
+    where = [i for i, a in enumerate(indices) if a is not None]
+    tensors = [call.operands[a.index] for a in indices if a is not None]
+    if any(t.dtype.itemsize == 1 for t in tensors):  # masks: how many they pick depends on the data
+        return leading(call, 0)
+    shape = _broadcast([t.shape for t in tensors])
+    reading = not call.op.split(".")[1].endswith("index_put")
+    picked: Labels = tuple(make.add(f"j{i}", n, whole=not reading) for i, n in enumerate(shape))
+    labels: Labels = tuple(() if i in where else make.add(f"d{i}", n) for i, n in enumerate(x))
+    at = where[0] if where == list(range(where[0], where[-1] + 1)) else 0
+    rest = [d for i, d in enumerate(labels) if i not in where]
+    value: Labels = (*rest[:at], *picked, *rest[at:])
+    operands: list[Labels | None] = [labels]
+    operands += [_tail(picked, t.shape) for t in tensors]
+    if not reading:
+        values = call.type_of("values")
+        assert values is not None
+        operands.append(_tail(value, values.shape))
+        return make.rule(operands, [labels])
+    return make.rule(operands, [value])
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(s)) + s for s in shapes]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True))
+
+
+def _tail(labels: Labels, shape: tuple[int, ...]) -> Labels:
+    own = labels[len(labels) - len(shape) :]
+    return tuple(() if n == 1 else d for n, d in zip(shape, own, strict=True))
+
+
+@register("aten.histc")
+def histogram(call: OpCall) -> Rule:
+    """With fixed bounds, counts of blocks add up; bounds taken from the data need all of it."""
+    make = Maker()
+    labels = make.dims(call.shapes[0], whole=not call["min"] < call["max"])
+    return make.rule([labels], [((),)])
+
+
+@register("aten.bucketize", "aten.searchsorted")
+def search(call: OpCall) -> Rule:
+    """The sorted dim stays whole; what is looked up passes."""
+    make = Maker()
+    out = call.out_shapes[0]
+    assert out is not None
+    labels = make.dims(out)
+    table = "boundaries" if call.op.startswith("aten.bucketize") else "sorted_sequence"
+    rows: list[Labels | None] = []
+    for name, argument in call.arguments.items():
+        if isinstance(argument, Operand):
+            shape = call.operands[argument.index].shape
+            along = len(shape) > 1 or name not in (table, "sorter")
+            rows.append((*labels[: len(shape) - 1], ()) if name in (table, "sorter") and along else
+                        labels if along else ((),))  # fmt: skip
+    return make.rule(rows, [labels])
+
+
+@register("aten.masked_scatter", "aten.masked_scatter_backward")
+def counted(call: OpCall) -> Rule:
+    """Positions depend on how many came before: whole."""
+    return leading(call, 0)

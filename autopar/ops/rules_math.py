@@ -1,0 +1,80 @@
+"""Rules of transforms and small linear algebra: Fourier, complex views, distances, weight norm, triangular solve."""
+
+from __future__ import annotations
+
+from autopar.ir.call import OpCall
+from autopar.ir.rule import Labels, Rule, parse_rule
+from autopar.ops.registry import Maker, all_float, leading, register
+from autopar.ops.rules_basic import reduced_dims
+
+
+@register("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r")
+def fourier(call: OpCall) -> Rule:
+    """Transformed dims stay whole (and may change size), the others pass."""
+    make = Maker()
+    x, y = call.shapes[0], call.out_shapes[0]
+    assert y is not None
+    along = reduced_dims(call)
+    labels: Labels = tuple(() if i in along else make.add(f"d{i}", n) for i, n in enumerate(x))
+    return make.rule([labels], [labels])
+
+
+@register("aten.view_as_real", "aten.view_as_complex", free=True)
+def complex_view(call: OpCall) -> Rule:
+    """A last dim of two numbers is or was a complex one."""
+    return leading(call, min(len(call.shapes[0]), len(call.out_shapes[0] or ())))
+
+
+@register("aten.vdot", "aten.dot")
+def dot(call: OpCall) -> Rule:
+    """A sharded vector leaves a partial sum."""
+    return parse_rule("k, k -> 1", call.shapes, call.out_shapes)
+
+
+@register("aten._euclidean_dist", "aten._cdist_forward")
+def distances(call: OpCall) -> Rule:
+    """(..., p, d) against (..., r, d): rows of both pass, the feature dim stays whole."""
+    make = Maker()
+    a, b = call.shapes[0], call.shapes[1]
+    lead: Labels = tuple(make.add(f"b{i}", n) for i, n in enumerate(a[:-2])) if a[:-2] == b[:-2] else ()
+    p, r = make.add("p", a[-2]), make.add("r", b[-2])
+    if a[:-2] != b[:-2]:
+        return leading(call, 0)
+    return make.rule([(*lead, p, ()), (*lead, r, ())], [(*lead, p, r)])
+
+
+@register("aten._weight_norm_interface", "aten._weight_norm_interface_backward")
+def weight_norm(call: OpCall) -> Rule:
+    """Only the kept dim shards: norms are over all others."""
+    make = Maker()
+    v = call.type_of("v") or call.type_of("saved_v")
+    assert v is not None
+    dim = int(call["dim"])
+    kept = make.add("d", v.shape[dim])
+
+    def labels(shape: tuple[int, ...]) -> Labels:
+        return tuple(kept if i == dim and len(shape) == len(v.shape) else () for i in range(len(shape)))
+
+    return make.rule([labels(s) for s in call.shapes], [labels(t.shape) if t else None for t in call.results])
+
+
+@register("aten.linalg_solve_triangular")
+def solve_triangular(call: OpCall) -> Rule:
+    """Batch dims pass; so do right-hand sides (columns of B, or rows when X A = B)."""
+    make = Maker()
+    a, b = call.shapes
+    if a[:-2] != b[:-2]:
+        return leading(call, 0)
+    lead: Labels = tuple(make.add(f"b{i}", n) for i, n in enumerate(a[:-2]))
+    side = make.add("r", b[-1] if call["left"] else b[-2])
+    right: Labels = (*lead, (), side) if call["left"] else (*lead, side, ())
+    return make.rule([(*lead, (), ()), right], [right], [{1}] if all_float(call) else [])
+
+
+@register("aten.renorm")
+def renorm(call: OpCall) -> Rule:
+    """Every slice along `dim` is scaled by its own norm over all other dims."""
+    make = Maker()
+    dim = int(call["dim"]) % len(call.shapes[0])
+    labels: Labels = tuple(make.add("d", n) if i == dim else () for i, n in enumerate(call.shapes[0]))
+    return make.rule([labels], [labels])

@@ -1,0 +1,129 @@
+"""`autopar-dump` shows a saved program: plan, mesh, sharded graph, collectives, storage, the code of a rank."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cli.dump import main
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    ids = torch.zeros(8, 4, dtype=torch.long)
+    program = autopar.compile(
+        Blocks(), autopar.ClusterSpec.local(4), (ids, ids),
+        loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        options=autopar.Options(mesh={"dp": 2, "tp": 2}, strategy="zero3", constraints={"*.up.weight": "[@dp.tp, .]"}),
+    )  # fmt: skip
+    return program.save(tmp_path_factory.mktemp("dump") / "program")
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def test_text_has_every_section(saved, capsys):
+    text = said(capsys, str(saved))
+    for part in ("Blocks, training on 4 ranks", "mesh dp=2×tp=2", "dp=2: ranks 0 2 | 1 3", "tp=2: ranks 0 1 | 2 3"):
+        assert part in text
+    for section in ("plan", "calls", "graph", "collectives", "parameters"):
+        assert f"\n{section}\n" in "\n" + text
+    assert "gap 0.00%" in text
+
+
+def test_the_graph_shows_specs_with_their_axes_and_what_is_owed(saved, capsys):
+    text = said(capsys, str(saved), "--section", "graph")
+    assert "f32[8@dp.tp, 4, 16]" in text
+    assert "~sum(dp,tp)" in text
+    assert "# blocks.0.up" in text
+
+
+def test_repeated_calls_share_a_line(saved, capsys):
+    text = said(capsys, str(saved), "--section", "calls")
+    assert "blocks.0 … blocks.2" in text
+
+
+def test_collectives_come_with_times_axis_and_bytes(saved, capsys):
+    rows = json.loads(said(capsys, str(saved), "--section", "collectives", "--format", "json"))["collectives"]
+    assert rows
+    assert all(row["nbytes"] > 0 and row["times"] > 0 and row["axis"] in ("dp", "tp") for row in rows)
+    text = said(capsys, str(saved), "--section", "collectives")
+    assert f"{sum(row['times'] for row in rows)} per step" in text
+    assert "gradient blocks.0.up.weight" in text
+
+
+def test_storage_of_a_pinned_parameter_is_shown(saved, capsys):
+    rows = json.loads(said(capsys, str(saved), "--section", "parameters", "--format", "json"))["parameters"]
+    assert rows["blocks.1.up.weight"]["stored"] == "f32[64@dp.tp, 16]"
+    assert rows["blocks.1.up.weight"]["local_bytes"] == 64 * 16 * 4 // 4
+    assert "f32[64@dp.tp, 16]" in said(capsys, str(saved), "--section", "parameters")
+
+
+def test_json_of_everything_holds_the_plan(saved, capsys):
+    data = json.loads(said(capsys, str(saved), "--format", "json"))
+    assert autopar.Plan.from_dict(data["plan"]["plan"]) == autopar.Plan.load(saved / "plan.json")
+    assert set(data["graph"]["templates"]) == {call["template"] for call in data["calls"]["calls"]}
+
+
+def test_dot_is_balanced_and_has_edges(saved, capsys):
+    text = said(capsys, str(saved), "--format", "dot")
+    assert text.startswith("digraph")
+    assert text.count("{") == text.count("}")
+    assert "fillcolor" in text
+    assert " -> " in text
+
+
+def test_the_code_of_a_rank(saved, capsys):
+    text = said(capsys, str(saved), "--rank", "3")
+    assert "RANK = 3" in text
+    assert "'dp': 1, 'tp': 1" in text
+    assert (saved / "stages" / "stage_0.py").read_text() in text
+
+
+def test_a_wrong_rank_or_directory_is_named(saved, tmp_path, capsys):
+    for argv, message in (
+        ([str(saved), "--rank", "4"], "ranks 0 to 3"),
+        ([str(tmp_path / "none")], "is no directory"),
+        ([str(tmp_path)], "not an autopar directory: it has no program.json"),
+    ):
+        assert main(argv) == 2
+        assert message in capsys.readouterr().err
+    (tmp_path / "program.json").write_text("{")
+    assert main([str(tmp_path)]) == 2
+    assert "program.json is damaged" in capsys.readouterr().err
+    (tmp_path / "program.json").write_text("{}")
+    (tmp_path / "plan.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    assert "another version" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""Random small calls of views, joins, splits and paddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.ops.execution import Case
+from tests.ops.generators import Draw, aten, broadcast, call, makes, overload
+
+
+@makes("aten.reshape")
+def _reshape(draw: Draw, _: str) -> Case:
+    shape = draw.shape(1, 4)
+    x = draw.f(*shape)
+    factors = [p for n in shape for p in {1: (), 2: (2,), 3: (3,), 4: (2, 2), 6: (2, 3), 12: (2, 2, 3)}[n]]
+    factors = factors if draw.pick(True, False) else list(reversed(factors))
+    after: list[int] = []
+    for p in factors:
+        if after and draw.pick(True, False):
+            after[-1] *= p
+        else:
+            after.append(p)
+    for _ in range(draw.pick(0, 1, 2)):
+        after.insert(draw.pick(*range(len(after) + 1)), 1)
+    return call(aten.reshape.default, draw.pick(x, x > 0), after)
+
+
+@makes("aten.permute")
+def _permute(draw: Draw, _: str) -> Case:
+    x = draw.any(*draw.shape(1, 4))
+    return call(aten.permute.default, x, draw.order(x.ndim))
+
+
+@makes("aten.expand")
+def _expand(draw: Draw, _: str) -> Case:
+    shape = draw.shape()
+    x = draw.f(*broadcast(draw, shape))
+    return call(aten.expand.default, x, shape)
+
+
+@makes("aten.slice", "aten.slice_scatter")
+def _slice(draw: Draw, name: str) -> Case:
+    x = draw.any(*draw.shape())
+    dim = draw.dim(x.ndim)
+    start, step = draw.pick(0, 1, -1), draw.pick(1, 2)
+    stop = draw.pick(x.shape[dim], 2**63 - 1, max(x.shape[dim] - 1, 1))
+    if name == "aten.slice":
+        return call(aten.slice.Tensor, x, dim, start, stop, step)
+    source = aten.slice.Tensor(x, dim, start, stop, step)
+    return call(aten.slice_scatter.default, x, draw.f(*source.shape).to(x.dtype), dim, start, stop, step)
+
+
+@makes("aten.slice_backward")
+def _slice_backward(draw: Draw, _: str) -> Case:
+    x = draw.f(*draw.shape())
+    dim = draw.dim(x.ndim)
+    g = aten.slice.Tensor(x, dim, 1, 9, 2)
+    return call(aten.slice_backward.default, g.clone(), list(x.shape), dim, 1, 9, 2)
+
+
+@makes("aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d", "aten.replication_pad1d",
+       "aten.replication_pad2d")  # fmt: skip
+def _pad(draw: Draw, name: str) -> Case:
+    rank = 2 if name.endswith("2d") else 1
+    x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
+    pads = [draw.pick(0, 1, 2) for _ in range(2 * rank)]
+    return call(overload(name), x, pads, *((draw.pick(0, 1.5),) if name == "aten.constant_pad_nd" else ()))
+
+
+@makes("aten.reflection_pad1d_backward", "aten.reflection_pad2d_backward", "aten.reflection_pad3d_backward",
+       "aten.replication_pad1d_backward", "aten.replication_pad2d_backward", "aten.replication_pad3d_backward")  # fmt: skip
+def _pad_backward(draw: Draw, name: str) -> Case:
+    rank = int(name[name.index("pad") + 3])
+    x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
+    pads = [draw.pick(0, 1) for _ in range(2 * rank)]
+    y = overload(name.removesuffix("_backward"))(x, pads)
+    return call(overload(name), draw.f(*y.shape), x, pads)
+
+
+@makes("aten.unfold")
+def _unfold(draw: Draw, _: str) -> Case:
+    x = draw.f(*draw.shape())
+    dim = draw.dim(x.ndim)
+    return call(aten.unfold.default, x, dim, min(2, x.shape[dim]), draw.pick(1, 2))
+
+
+@makes("aten.unfold_backward")
+def _unfold_backward(draw: Draw, _: str) -> Case:
+    x = draw.f(*draw.shape())
+    dim = draw.pick(*range(x.ndim))
+    size, step = min(2, x.shape[dim]), draw.pick(1, 2)
+    return call(aten.unfold_backward.default, draw.f(*x.unfold(dim, size, step).shape), list(x.shape), dim, size, step)
+
+
+@makes("aten.repeat")
+def _repeat(draw: Draw, _: str) -> Case:
+    x = draw.any(*draw.shape(1, 3))
+    return call(aten.repeat.default, x, [draw.pick(1, 2) for _ in range(x.ndim + draw.pick(0, 1))])
+
+
+@makes("aten.select", "aten.select_backward", "aten.select_scatter")
+def _select(draw: Draw, name: str) -> Case:
+    x = draw.any(*draw.shape(1, 3)) if name == "aten.select" else draw.f(*draw.shape(1, 3))
+    dim = draw.dim(x.ndim)
+    index = draw.pick(0, -1)
+    if name == "aten.select":
+        return call(aten.select.int, x, dim, index)
+    g = draw.f(*x.select(dim, index).shape)
+    if name == "aten.select_scatter":
+        return call(aten.select_scatter.default, x, g, dim, index)
+    return call(aten.select_backward.default, g, list(x.shape), dim, index)
+
+
+@makes("aten.cat", "aten.stack")
+def _join(draw: Draw, name: str) -> Case:
+    shape = draw.shape(1, 3)
+    dim = draw.dim(len(shape))
+    parts = []
+    for _ in range(draw.pick(1, 2, 3)):
+        own = list(shape)
+        if name == "aten.cat":
+            own[dim] = draw.size()
+        parts.append(draw.f(*own) if draw.pick(True, True, False) else draw.i(5, *own))
+    return call(overload(name), parts, dim)
+
+
+@makes("aten.split", "aten.split_with_sizes", "aten.unsafe_split", "aten.unbind")
+def _split(draw: Draw, name: str) -> Case:
+    x = draw.any(*draw.shape(1, 3))
+    dim = draw.dim(x.ndim)
+    n = x.shape[dim]
+    if name == "aten.unbind":
+        return call(aten.unbind.int, x, dim)
+    size: Any = draw.pick(1, n, max(n // 2, 1))
+    if name == "aten.split_with_sizes":
+        size = [size, n - size] if n > size else [n]
+    return call(overload(name, "Tensor"), x, size, dim)

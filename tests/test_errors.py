@@ -1,0 +1,357 @@
+"""Bad input gets a named error that says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar import Options
+from autopar.errors import (
+    AutoparError,
+    ClusterError,
+    ConstraintError,
+    InfeasibleError,
+    InputError,
+    PlanError,
+)
+from tests.capture.equal import SGD
+
+X, Y = torch.randn(8, 8), torch.arange(8)
+
+
+def mlp(hidden: int = 16, out: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, hidden), nn.ReLU(), nn.Linear(hidden, out))
+
+
+def build(model: Any = None, cluster: Any = 2, inputs: Any = (X, Y), **others: Any) -> autopar.Program:
+    cluster = autopar.ClusterSpec.local(cluster) if type(cluster) is int else cluster
+    given = {"loss_fn": F.cross_entropy, "optimizer": SGD, **others}
+    return autopar.compile(mlp() if model is None else model, cluster, inputs, **given)
+
+
+def message(kind: type[AutoparError], attempt: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        attempt()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+# --- model, inputs, loss, optimizer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [lambda x: x, nn.Linear, "gpt2"], ids=["function", "class", "name"])
+def test_a_model_that_is_no_module(model: Any) -> None:
+    assert "model must be a torch.nn.Module, not" in message(InputError, lambda: build(model))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ((Y,), "missing a required argument: 'input'"),
+        ((X, X, Y), "got 3 positional inputs, 1 of them for loss_fn (too many positional arguments)"),
+        ({"inpt": X, "target": Y}, "missing a required argument: 'input'"),
+        ((), "got 0 positional inputs"),
+        ("text", "must be a tuple of args or a dict of kwargs, not str"),
+        ((3, 4), "hold no tensor"),
+        ((X.numpy(), Y), "is a numpy array; make it a tensor with torch.from_numpy"),
+    ],
+    ids=["missing", "surplus", "wrong key", "empty", "text", "numbers", "numpy"],
+)
+def test_example_inputs_that_do_not_match_forward(inputs: Any, says: str) -> None:
+    text = message(InputError, lambda: build(inputs=inputs))
+    assert says in text
+    if "argument" in says:
+        assert "Sequential.forward(input)" in text
+
+
+def test_a_surplus_input_of_inference() -> None:
+    assert "too many positional arguments" in message(InputError, lambda: build(inputs=(X, X), loss_fn=None))
+
+
+def test_optional_targets_of_a_loss_of_ones_own_are_allowed() -> None:
+    def loss(out: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        return (F.cross_entropy(out, y, reduction="none") * (1.0 if weight is None else weight)).mean()
+
+    assert build(loss_fn=loss).targets == 1
+    assert build(inputs=(X, Y, torch.rand(8)), loss_fn=loss).targets == 2
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "says"),
+    [
+        ("mse", "loss_fn must be callable (output, *targets)"),
+        (lambda o, t: o, "must return a scalar tensor, it returned a tensor of shape (8, 8)"),
+    ],
+    ids=["name", "no scalar"],
+)
+def test_a_loss_that_is_none(loss_fn: Any, says: str) -> None:
+    assert says in message(InputError, lambda: build(loss_fn=loss_fn))
+
+
+def test_an_optimizer_instance_instead_of_a_factory() -> None:
+    model = mlp()
+    text = message(InputError, lambda: build(model, optimizer=torch.optim.AdamW(model.parameters())))
+    assert "pass functools.partial(torch.optim.AdamW, lr=…)" in text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [("adamw", "must be a factory"), (functools.partial(torch.optim.SGD, lrr=1), "unexpected keyword argument 'lrr'")],
+)
+def test_a_factory_that_makes_no_optimizer(optimizer: Any, says: str) -> None:
+    assert says in message(InputError, lambda: build(optimizer=optimizer))
+
+
+# --- batch, mesh, options, cluster -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "says"),
+    [
+        (3, {"mesh": {"dp": 3}}, "batch of 8 (input 0) is not divisible by dp=3"),
+        (2, {"microbatches": 3}, "batch of 8 (input 0) is not divisible by microbatches=3; choose a divisor of 8"),
+        (4, {"microbatches": 4, "mesh": {"dp": 4}}, "is not divisible by dp=4 times microbatches=4"),
+        (3, {"strategy": "dp"}, "is not divisible by dp=3"),
+    ],
+)
+def test_a_batch_that_does_not_divide(ranks: int, options: dict, says: str) -> None:
+    assert says in message(InputError, lambda: build(cluster=ranks, options=Options(**options)))
+
+
+def test_a_mesh_that_does_not_multiply_to_the_ranks() -> None:
+    text = message(InputError, lambda: build(cluster=4, options=Options(mesh={"dp": 3})))
+    assert text == "Options.mesh {'dp': 3} has 3 ranks, the cluster has 4; make the axis sizes multiply to 4"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"microbatches": 0}, "microbatches must be at least 1"),
+        ({"microbatches": "2"}, "microbatches must be a number"),
+        ({"strategy": "ddp"}, "'ddp' is unknown; choose one of auto, dp,"),
+        ({"memory_fraction": 2.0}, "must lie in (0, 1]"),
+        ({"memory_bytes": -1.0}, "must be positive"),
+        ({"solver_time_limit_s": 0.0}, "must be positive"),
+        ({"mesh": {"dp": 0}}, "axis smaller than 1"),
+        ({"mesh": {"dp": "two"}}, "maps axis names to sizes"),
+        ({"mesh": [2, 2]}, "mesh must be a dict"),
+        ({"constraints": ["*.weight"]}, "constraints must be a dict"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be(options: dict, says: str) -> None:
+    assert says in message(InputError, lambda: Options(**options))
+
+
+def test_options_and_plans_of_the_wrong_type() -> None:
+    assert "must be autopar.Options(…), not dict" in message(InputError, lambda: build(options={"microbatches": 2}))
+    assert "must be an autopar.Plan or the path" in message(InputError, lambda: build(plan={"stages": []}))
+
+
+@pytest.mark.parametrize(
+    ("dims", "says"),
+    [
+        ({"ids": 1}, "names 'ids'; inputs are 0, 1"),
+        ([5], "dim 5 of input 0, whose shape is (8, 8)"),
+        ([0, 0, 0], "3 entries for 2"),
+    ],
+    ids=["name", "dim", "too many"],
+)
+def test_batch_dims_that_do_not_exist(dims: Any, says: str) -> None:
+    assert says in message(InputError, lambda: build(options=Options(batch_dims=dims)))
+
+
+def test_a_cluster_of_the_wrong_type_an_unknown_preset_a_missing_file() -> None:
+    with pytest.raises(InputError, match="cluster must be a ClusterSpec, a preset's name or a file, not float"):
+        build(cluster=4.0)
+    unknown = message(ClusterError, lambda: build(cluster="dgx-a1000"))
+    assert re.search("unknown cluster preset 'dgx-a1000'; known: .*dgx-a100", unknown)
+    assert "cannot read the cluster file" in message(ClusterError, lambda: build(cluster="/missing/cluster.yaml"))
+
+
+# --- constraints, memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "spec", "says"),
+    [
+        ("layers.*.weight", "[@dp, .]", "matches no parameter and no value; parameters are 0.weight, 0.bias, 2.weight"),
+        ("2.weight", "[@dp, .]", "does not fit 2.weight of shape (7, 16) on mesh dp=2"),
+        ("0.weight", "[@dp]", "one entry per dim"),
+        ("0.weight", "[@tp, .]", "uses axis tp, the mesh is dp=2; name its axes or set Options.mesh"),
+        ("0.weight", "dp on dim 0", "is no spec; write for example"),
+    ],
+    ids=["matches nothing", "does not divide", "dims", "axis", "syntax"],
+)
+def test_constraints_that_cannot_be_met(pattern: str, spec: str, says: str) -> None:
+    options = Options(mesh={"dp": 2}, constraints={pattern: spec})
+    assert says in message(ConstraintError, lambda: build(mlp(out=7), inputs=(X, Y % 7), options=options))
+
+
+def test_what_does_not_fit_says_what_is_short_by_how_much_and_what_would_fit() -> None:
+    text = message(InfeasibleError, lambda: build(options=Options(memory_bytes=800)))
+    short = re.search(
+        r"nothing fits in 800 B per rank: the smallest plan \(.*\) needs ([\d.]+) kB, ([\d.]+) (k?B) too much "
+        r"\(parameters ([\d.]+) kB in all, .*\)\. About (\d+) such ranks, a smaller batch, or ([\d.]+) kB per rank would do",
+        text,
+    )
+    assert short, text
+    need, over = float(short[1]) * 1e3, float(short[2]) * (1e3 if short[3] == "kB" else 1)
+    assert need - over == pytest.approx(800, abs=10)
+    assert build(options=Options(memory_bytes=need * 3)).plan.ranks == 2
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def program() -> autopar.Program:
+    return build(options=Options(mesh={"dp": 2}))
+
+
+def replayed(change: Callable[[dict], Any], path: Path) -> str:
+    data = copy.deepcopy(program().plan.to_dict())
+    change(data)
+    path.write_text(json.dumps(data))
+    return message(PlanError, lambda: build(plan=path))
+
+
+def _first(data: dict, kind: str) -> tuple[dict, str]:
+    table = next(iter(data["stages"][0]["templates"].values()))[kind]
+    return table, next(name for name in table if "linear" in name or kind == "specs")
+
+
+def _set(kind: str, value: Any) -> Callable[[dict], None]:
+    def change(data: dict) -> None:
+        table, name = _first(data, kind)
+        table[name] = value
+
+    return change
+
+
+def _drop(kind: str) -> Callable[[dict], None]:
+    def change(data: dict) -> None:
+        table, name = _first(data, kind)
+        del table[name]
+
+    return change
+
+
+def _stage(**changes: Any) -> Callable[[dict], None]:
+    return lambda data: data["stages"][0].update(changes)
+
+
+def _weight(storage: str, optimizer: str) -> Callable[[dict], None]:
+    row = {"storage": storage, "optimizer": optimizer}
+    return lambda data: data["stages"][0]["parameters"].update({"0.weight": row})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.pop("stages"), "'stages' is missing"),
+        (lambda d: d.update(stages=3), "must be a JSON object with a list of stages"),
+        (lambda d: d.update(stages=[]), "must be a JSON object with a list of stages"),
+        (lambda d: d.update(autopar_plan=99), "of format 99, this autopar reads"),
+        (lambda d: d.update(ranks="two"), "corrupt (ValueError"),
+        (_set("strategies", "zz=b"), "uses zz, the mesh has dp"),
+        (_set("strategies", "dp=zz"), "does not fit the rule"),
+        (_set("strategies", "everything"), "'everything' is no strategy; write axis=factor"),
+        (_set("strategies", 5), "5 is no strategy"),
+        (_set("specs", "[@zz, .]"), "does not fit a tensor of shape"),
+        (_set("specs", "[@dp]"), "does not fit a tensor of shape"),
+        (_set("specs", "@@"), "is no spec; write for example"),
+        (_drop("specs"), "the plan says nothing about"),
+        (_drop("strategies"), "the plan says nothing about"),
+        (lambda d: d["stages"][0]["parameters"].pop("0.weight"), "the plan says nothing about 0.weight"),
+        (_weight("[@dp, .]", "[., .]"), "parameter 0.weight: the optimizer state [., .] must be sharded at least like"),
+        (_stage(mesh={"dp": 3}), "its meshes have 3 ranks in all, it says 2"),
+        (_stage(calls=[0, 7]), "must hold each of the program's 1 once"),
+        (_stage(calls=[0]), "the plan is corrupt"),
+    ],
+)
+def test_a_corrupt_plan_names_what_is_wrong_in_it(change: Callable[[dict], Any], says: str, tmp_path: Path) -> None:
+    assert says in replayed(change, tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", '"plan"'])
+def test_a_file_that_is_no_plan(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert re.search("is no JSON|must be a JSON object", message(PlanError, lambda: autopar.Plan.load(path)))
+
+
+def test_a_truncated_or_missing_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    program().plan.save(path)
+    path.write_text(path.read_text()[:200])
+    assert f"{path} is no JSON" in message(PlanError, lambda: build(plan=path))
+    assert "cannot read the plan" in message(PlanError, lambda: build(plan=tmp_path / "missing.json"))
+
+
+def test_a_plan_for_another_model_cluster_size_or_microbatches() -> None:
+    plan = program().plan
+    assert "for another model" in message(PlanError, lambda: build(mlp(32), plan=plan))
+    assert "for another model" in message(PlanError, lambda: build(inputs=(X[:4], Y[:4]), plan=plan))
+    assert "is for 2 ranks, the cluster has 4" in message(PlanError, lambda: build(cluster=4, plan=plan))
+    text = message(PlanError, lambda: build(plan=plan, options=Options(microbatches=2)))
+    assert "this plan has 1 microbatches, Options ask for 2" in text
+
+
+# --- running --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batches", "says"),
+    [
+        ([(X,)], "the batch must have 2 entries as in the example inputs, it has 1 entries"),
+        ([{"input": X, "target": Y}], "the batch must have 2 entries as in the example inputs, it has a dict"),
+        ([(X, 3)], "the batch[1] must be a tensor as in the example inputs, it is 3"),
+        ([(X[:6], Y[:6])], "input 0 has shape (6, 8), the program was compiled for (8, 8)"),
+        ([], "run needs at least one batch"),
+        (3, "run needs batches built like the example inputs, not int"),
+    ],
+    ids=["short", "dict", "number", "shape", "none", "int"],
+)
+def test_batches_that_are_built_differently_from_the_example_inputs(batches: Any, says: str) -> None:
+    assert says in message(InputError, lambda: program().run(batches))
+
+
+def test_a_dict_batch_names_the_keys_and_constants_that_differ() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return self.lin(x) * scale
+
+    one = build(Scaled(), inputs={"x": X, "scale": 2.0, "y": Y})
+    assert "the batch lacks 'x'" in message(InputError, lambda: one.run([{"scale": 2.0, "y": Y}]))
+    assert "the batch has the surplus 'z'" in message(
+        InputError, lambda: one.run([{"x": X, "scale": 2.0, "y": Y, "z": X}])
+    )
+    text = message(InputError, lambda: one.run([{"x": X, "scale": 3.0, "y": Y}]))
+    assert "the batch['scale'] is a constant of the program: it was 2.0 in the example inputs, now it is 3.0" in text
+
+
+def test_a_rank_that_does_not_exist_and_a_reference_that_is_no_model() -> None:
+    assert "rank 9 does not exist, the program has ranks 0 to 1" in message(InputError, lambda: program().source(9))
+    assert "needs the eager model" in message(InputError, lambda: autopar.verify(program(), 3, (X, Y)))  # type: ignore[arg-type]
+
+
+def test_every_error_is_an_autopar_error_and_says_something() -> None:
+    for kind in (InputError, PlanError, ClusterError, ConstraintError, InfeasibleError, autopar.CaptureError):
+        assert issubclass(kind, AutoparError)
+        assert kind.__doc__
