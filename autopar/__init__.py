@@ -1,8 +1,9 @@
 """autopar: a plain PyTorch model and a cluster in, one readable parallel PyTorch program per rank out."""
 
-from autopar.api import compile  # noqa: A004
+from autopar.api import compile
 from autopar.cluster import ClusterSpec
-from autopar.compiled import ParallelProgram, ParallelProgram as Program, Prediction, RunResult
+from autopar.compiled import ParallelProgram, Prediction, RunResult
+from autopar.compiled import ParallelProgram as Program
 from autopar.errors import (
     AutoparError,
     CaptureError,

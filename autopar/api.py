@@ -71,8 +71,9 @@ def compile(
     if given is not None:
         candidates = [_replayed(given, program, spec, setting, rules, options)]
         shortages: list[Any] = []
+        lowering_s = 0.0
     else:
-        candidates, shortages = search_fitting(program, spec, rules, setting, options)
+        candidates, shortages, lowering_s = search_fitting(program, spec, rules, setting, options)
     planned = time.perf_counter()
     if not candidates:
         raise InfeasibleError(_infeasible(program, spec, shortages, setting, options))
@@ -80,33 +81,36 @@ def compile(
         model, spec, program, exported, candidates, rules, setting, options, optimizer, inputs, loss_fn, targets
     )
     result.timings["capture_s"] = captured - started
-    result.timings["plan_s"] = planned - captured
+    result.timings["plan_s"] = planned - captured - lowering_s
+    result.timings["lower_s"] += lowering_s
     return result
 
 
 def search_fitting(
     program: Program, cluster: ClusterSpec, rules: RuleBook, setting: Setting, options: Options
-) -> tuple[list[Candidate], list[tuple[str, Mesh, Shortage]]]:
-    """`search`, until the peak of the lowered program fits too.
+) -> tuple[list[Candidate], list[tuple[str, Mesh, Shortage]], float]:
+    """`search`, until the peak of the lowered program fits too; also the seconds that lowering took in between.
 
     The solver counts what rests and what backward waits for; what lives for a moment is known after lowering. Where
     that breaks the limit, the solver gets a budget smaller by as much.
     """
     limit = memory_limit(cluster, options)
-    budget = limit
+    budget, lowering_s = limit, 0.0
     for _ in range(4):
         candidates, shortages = search(program, cluster, rules, setting, options, budget)
         if not candidates:
-            return candidates, shortages
+            return candidates, shortages, lowering_s
         best = candidates[0]
+        started = time.perf_counter()
         stage = lower(program, best.plan, best.pricer, rules)[0]
         peak = account(stage, best.pricer, program, setting).peak_bytes
+        lowering_s += time.perf_counter() - started
         if peak <= limit:
-            return candidates, shortages
+            return candidates, shortages, lowering_s
         budget -= 1.02 * (peak - limit)
         if budget <= 0:
             break
-    return [], [(best.plan.origin, best.pricer.mesh, Shortage(peak, best.solution.choice)), *shortages]
+    return [], [(best.plan.origin, best.pricer.mesh, Shortage(peak, best.solution.choice)), *shortages], lowering_s
 
 
 def search(

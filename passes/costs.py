@@ -17,7 +17,7 @@ from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import find
 from autopar.passes.shard.reshard import Lattice
 
-BUCKET_BYTES = 8 << 20  # of gradients that the runtime reduces in one message
+BUCKET_BYTES = 25 << 20  # of gradients that the runtime reduces in one message
 
 
 class Pricer:

@@ -87,7 +87,7 @@ class GradStore:
         comm: Comm,
         table: Mapping[str, GradEntry],
         microbatches: int = 1,
-        bucket_bytes: int = 8 * MIB,
+        bucket_bytes: int = 25 * MIB,
         first_bucket_bytes: int = MIB,
         direct_bytes: int = MIB,
         scale: float = 1.0,
@@ -206,7 +206,9 @@ class GradStore:
             self._issue(key)
 
     def _direct(self, kind: str, item: _Item, nbytes: int) -> bool:
-        if nbytes < self.direct_bytes or not item.grad.is_contiguous():
+        """Whether a gradient is reduced where it lies. A message of its own must pay: an all_reduce as large as a bucket."""
+        least = self.bucket_bytes if kind == "all_reduce" else self.direct_bytes
+        if nbytes < least or not item.grad.is_contiguous():
             return False
         return item.owned if kind == "all_reduce" else item.dim == 0
 

@@ -41,7 +41,7 @@ class Session:
         seed: int = 0,
         *,
         dtype: torch.dtype | None = None,
-        bucket_bytes: int = 8 * MIB,
+        bucket_bytes: int = 25 * MIB,
     ) -> None:
         """stage: the module (tables and `step`); dtype: hold every floating tensor in it instead of the table's."""
         if list(stage.MESH.items()) != list(comm.mesh.items()):
