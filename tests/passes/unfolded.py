@@ -31,7 +31,7 @@ def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
             type_ = template.type_of(hub.value)
             if hub.value in template.params:
                 stored = stage.parameters[call.params[template.params.index(hub.value)]].storage
-                total += m * pricer.lattice(type_, bucketed=True).cost(stored, planned.specs[hub.name])
+                total += m * pricer.lattice(type_).cost(stored, planned.specs[hub.name])
             else:
                 before = planned.specs[hub.source] if hub.source else value_spec(call.template, hub.value)
                 total += m * pricer.convert_s(type_, before, planned.specs[hub.name])
