@@ -102,11 +102,11 @@ def search_fitting(
             return candidates, shortages, lowering_s
         best = candidates[0]
         started = time.perf_counter()
-        stage = lower(program, best.plan, best.pricer, rules)[0]
-        peak = account(stage, best.pricer, program, setting).peak_bytes
+        stages = lower(program, best.plan, best.pricer, rules)
+        peak = account(stages[0], best.pricer, program, setting).peak_bytes
         lowering_s += time.perf_counter() - started
         if peak <= limit:
-            return candidates, shortages, lowering_s
+            return [replace(best, lowered=stages), *candidates[1:]], shortages, lowering_s
         budget -= 1.02 * (peak - limit)
         if budget <= 0:
             break

@@ -219,7 +219,7 @@ def emit_program(
     """Lower, check and emit the first candidate; the others become alternatives."""
     best = candidates[0]
     started = time.perf_counter()
-    stages = lower(program, best.plan, best.pricer, rules)
+    stages = best.lowered or lower(program, best.plan, best.pricer, rules)
     for stage in stages:
         check(stage, rules)
     lowered = time.perf_counter()

@@ -51,7 +51,7 @@ class Converter:
         self, name: str, stem: str, type_: TensorType, before: Spec, after: Spec, phase: str, source: str
     ) -> str:
         """Name of the value `name` (of spec `before`) in spec `after`."""
-        current, spec = name, before
+        current = name
         for step, following in path(self.pricer, type_, before, after):
             key = (current, following)
             if key not in self._made:
@@ -61,8 +61,7 @@ class Converter:
                          phase, source, stem)
                 )  # fmt: skip
                 self._made[key] = made
-            current, spec = self._made[key], following
-        del spec
+            current = self._made[key]
         return current
 
 

@@ -7,8 +7,6 @@ call ahead); gradients go to the store with the steps that bring them to their o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from autopar.errors import PlanError
 from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate, Ref, RuntimeStep, StoredParameter
 from autopar.ir.program import Program, ValueRef
@@ -34,14 +32,6 @@ def lower(program: Program, plan: Plan, pricer: Pricer, rules: RuleBook) -> tupl
     return tuple(_StageLowering(program, plan, stage, pricer, rules).run() for stage in plan.stages)
 
 
-@dataclass
-class _Back:
-    """Gradients that have reached one value so far, in the spec its tangent wants."""
-
-    total: Held | None = None
-    parts: list[Held] = field(default_factory=list)
-
-
 class _StageLowering:
     def __init__(self, program: Program, plan: Plan, stage: StagePlan, pricer: Pricer, rules: RuleBook) -> None:
         self.program, self.plan, self.stage, self.pricer = program, plan, stage, pricer
@@ -57,7 +47,7 @@ class _StageLowering:
             for name, t in program.templates.items()
         }
         self.values: dict[ValueRef, Held] = {}
-        self.grads: dict[ValueRef, _Back] = {}
+        self.grads: dict[ValueRef, Held] = {}  # gradients that have reached a value, in the spec its tangent wants
         self.saved: dict[int, str] = {}
         self.contributions = self._grad_steps()
 
@@ -263,16 +253,16 @@ class _StageLowering:
             return
         type_ = self.program.type_of(ref)
         made = self.converter.convert(held[0], held[0], type_, held[1], wanted, "B", source)
-        back = self.grads.setdefault(ref, _Back())
-        if back.total is None:
-            back.total = (made, wanted)
+        total = self.grads.get(ref)
+        if total is None:
+            self.grads[ref] = (made, wanted)
             return
-        name = self.names.fresh(f"{back.total[0]}_sum")
+        name = self.names.fresh(f"{total[0]}_sum")
         self.lines.append(
-            Line((name,), "aten.add.Tensor", (), {"self": Ref(back.total[0]), "other": Ref(made)}, (type_,), (wanted,),
+            Line((name,), "aten.add.Tensor", (), {"self": Ref(total[0]), "other": Ref(made)}, (type_,), (wanted,),
                  "B", source)
         )  # fmt: skip
-        back.total = (name, wanted)
+        self.grads[ref] = (name, wanted)
 
     def _backward(self, index: int) -> None:
         call = self.program.calls[index]
@@ -283,15 +273,15 @@ class _StageLowering:
             if tangent is None:
                 continue
             ref = ValueRef("call", index, o)
-            back = self.grads.pop(ref, None)
-            if back is None or back.total is None:
+            total = self.grads.pop(ref, None)
+            if total is None:
                 spec = self._planned(template.name, tangent)
                 type_ = template.type_of(tangent)
                 name = self.names.fresh(f"zero_{tangent}_{index}")
                 self.lines.append(Line((name,), "grads.zero", (type_, spec), types=(type_,), specs=(spec,), phase="B"))
                 tangents.append(Ref(name))
             else:
-                tangents.append(Ref(back.total[0]))
+                tangents.append(Ref(total[0]))
         params = self._params(index, True)
         results: list[str] = []
         types: list[TensorType | None] = []

@@ -27,8 +27,8 @@ from autopar.plan import TemplatePlan
 class _Body:
     """Lines of one function under construction, and where every value and hub is held in it."""
 
-    def __init__(self, owner: _TemplateLowering, late: bool) -> None:
-        self.owner, self.late = owner, late
+    def __init__(self, owner: _TemplateLowering) -> None:
+        self.owner = owner
         self.lines: list[Line] = []
         self.names = Names()
         self.held: dict[str, tuple[str, Spec]] = {}
@@ -148,7 +148,7 @@ def lower_template(
 
 def _lower(owner: _TemplateLowering, backward: bool) -> LoweredTemplate:
     template, fl = owner.template, owner.flow
-    forward = _Body(owner, late=False)
+    forward = _Body(owner)
     args: list[str] = []
     for param in template.params:
         if f"{param}@use" in fl.hubs:
@@ -173,7 +173,7 @@ def _lower(owner: _TemplateLowering, backward: bool) -> LoweredTemplate:
     out_specs = tuple(s for _, s in outputs)
     if not backward:
         return LoweredTemplate(template.name, front, None, (), random, out_specs, (), (), late_params)
-    body = _Body(owner, late=True)
+    body = _Body(owner)
     for key, name, spec in saved:
         body.argument(key, name, spec)
     back_args = [body.argument(f"{template.params[i]}@late", template.params[i], owner.spec(f"{template.params[i]}@late"))

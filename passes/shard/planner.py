@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.cluster import ClusterSpec
 from autopar.errors import ConstraintError, InfeasibleError, InputError, ShardingError
+from autopar.ir.lowered import LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.spec import Spec, parse_spec
@@ -31,11 +32,12 @@ from autopar.plan import ParameterPlan, Plan, StagePlan, TemplatePlan
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with what the solver said of it."""
+    """A plan with what the solver said of it; `lowered` where it was lowered already, to see its peak."""
 
     plan: Plan
     solution: Solution
     pricer: Pricer
+    lowered: tuple[LoweredStage, ...] = ()
 
 
 def candidate_meshes(cluster: ClusterSpec, options: Options) -> list[Mesh]:
