@@ -1,0 +1,178 @@
+"""Placing by packing: fill nodes, then racks, with ranks that talk much to each other; then swap while it pays.
+
+Innermost level first: a group of devices is filled by growing one cluster of ranks, always taking the rank with the most
+traffic into it; clusters become the ranks of the next level. Swaps are steepest descent on the dense matrices
+
+    delta(i, j) = A_ij + A_ji - A_ii - A_jj + 2 w_ij d_ij,     A_ij = sum over k of w_ik d(place k, place j)
+
+for up to a few hundred ranks (or nodes, of larger clusters), and pair by pair along the traffic beyond.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+import numpy as np
+
+from autopar.passes.place.traffic import Traffic, Tree
+
+DENSE = 384
+"""Up to so many ranks all swaps are looked at together."""
+
+
+def pack(traffic: Traffic, tree: Tree, seed: int = 0) -> np.ndarray:
+    """(P,) device of each logical rank."""
+    P = tree.groups.shape[1]
+    members = [np.array([i]) for i in range(P)]
+    slots: list[list[int]] = [[p] for p in range(P)]
+    graph, rng = traffic, np.random.default_rng(seed)
+    for row in tree.groups:
+        parents: dict[int, list[int]] = {}
+        for s, devices in enumerate(slots):
+            parents.setdefault(int(row[devices[0]]), []).append(s)
+        if len(parents) == len(slots):
+            continue
+        wanted = [Counter(len(slots[s]) for s in parents[g]) for g in sorted(parents)]
+        clusters = _grow(graph, [len(m) for m in members], wanted, rng.permutation(len(members)) if seed else None)
+        label = np.zeros(len(members), int)
+        joined, spots = [], []
+        for c, (cluster, g) in enumerate(zip(clusters, sorted(parents), strict=True)):
+            label[cluster] = c
+            order = _fit(cluster, [len(members[m]) for m in cluster], [len(slots[s]) for s in parents[g]])
+            joined.append(np.concatenate([members[m] for m in order]))
+            spots.append([p for s in parents[g] for p in slots[s]])
+        members, slots, graph = joined, spots, graph.contract(label, len(joined))
+    position = np.empty(P, int)
+    for ranks, devices in zip(members, slots, strict=True):
+        position[ranks] = devices
+    return position
+
+
+def _fit(cluster: list[int], sizes: list[int], wanted: list[int]) -> list[int]:
+    """The members of a cluster in the order of slots of their sizes."""
+    waiting: dict[int, list[int]] = {}
+    for m, size in zip(reversed(cluster), reversed(sizes), strict=True):
+        waiting.setdefault(size, []).append(m)
+    return [waiting[size].pop() for size in wanted]
+
+
+def _grow(graph: Traffic, sizes: list[int], wanted: list[Counter], order: np.ndarray | None) -> list[list[int]]:
+    """One cluster per entry of `wanted` (how many members of each size it takes)."""
+    free = np.ones(len(sizes), bool)
+    heavy = np.bincount(np.repeat(np.arange(graph.ranks), np.diff(graph.starts)), graph.weights, minlength=graph.ranks)
+    queue = np.argsort(-heavy, kind="stable").tolist() if order is None else order.tolist()
+    clusters: list[list[int]] = []
+    last = None
+    for need in wanted:
+        need = Counter(need)
+        pull: dict[int, float] = {}
+        heap: list[tuple[float, int]] = []
+        start = _next_start(graph, free, sizes, need, last)
+        cluster: list[int] = []
+        while sum(need.values()):
+            pick = start
+            start = None
+            while pick is None and heap:
+                weight, m = heapq.heappop(heap)
+                if free[m] and need[sizes[m]] and -weight == pull[m]:
+                    pick = m
+            if pick is None:
+                pick = next(m for m in queue if free[m] and need[sizes[m]])
+            free[pick] = False
+            need[sizes[pick]] -= 1
+            cluster.append(pick)
+            for e in range(graph.starts[pick], graph.starts[pick + 1]):
+                m = int(graph.neighbours[e])
+                if free[m]:
+                    pull[m] = pull.get(m, 0.0) + float(graph.weights[e])
+                    heapq.heappush(heap, (-pull[m], m))
+        queue = [m for m in queue if free[m]] if len(clusters) % 16 == 15 else queue
+        clusters.append(cluster)
+        last = cluster
+    return clusters
+
+
+def _next_start(
+    graph: Traffic, free: np.ndarray, sizes: list[int], need: Counter, last: list[int] | None
+) -> int | None:
+    """A free neighbour of the cluster before, so that clusters next to each other talk to each other."""
+    best: tuple[float, int] | None = None
+    for m in last or ():
+        for e in range(graph.starts[m], graph.starts[m + 1]):
+            n = int(graph.neighbours[e])
+            if free[n] and need[sizes[n]] and (best is None or (-graph.weights[e], n) < best):
+                best = (-float(graph.weights[e]), n)
+    return None if best is None else best[1]
+
+
+def swap_dense(traffic: Traffic, d: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """Best swaps until none helps. d: (P, P) distances of devices. Ranks must be as large as each other."""
+    P = len(position)
+    w = np.zeros((P, P))
+    w[traffic.first, traffic.second] = w[traffic.second, traffic.first] = traffic.weight
+    position = position.copy()
+    total = float((w * d[np.ix_(position, position)]).sum()) / 2
+    for _ in range(4 * P):
+        near = d[np.ix_(position, position)]
+        A = w @ near
+        own = np.diagonal(A)
+        delta = A + A.T - own[:, None] - own[None, :] + 2 * w * near
+        i, j = divmod(int(delta.argmin()), P)
+        if delta[i, j] >= -1e-9 * max(total, 1e-300):
+            break
+        position[[i, j]] = position[[j, i]]
+        total += float(delta[i, j])
+    return position
+
+
+def swap_sparse(traffic: Traffic, tree: Tree, position: np.ndarray, passes: int = 2) -> np.ndarray:
+    """Swaps that bring a rank into the node of a neighbour, taken as soon as they help."""
+    position = position.copy()
+    leaf = tree.groups[0]
+    inside: list[list[int]] = [[] for _ in range(int(leaf.max()) + 1)]
+    for i, p in enumerate(position):
+        inside[leaf[p]].append(i)
+    for _ in range(passes):
+        far = tree.groups[:, position[traffic.first]] != tree.groups[:, position[traffic.second]]
+        extra = traffic.weight * (tree.distance[far.sum(0)] - tree.distance[0])
+        worst = np.argsort(-extra, kind="stable")[: int((extra > 0).sum())]
+        improved = False
+        for e in worst.tolist():
+            for i, j in ((traffic.first[e], traffic.second[e]), (traffic.second[e], traffic.first[e])):
+                home = leaf[position[j]]
+                if leaf[position[i]] == home:
+                    break
+                out = _around(traffic, tree, position, i, position[j], j) - _around(
+                    traffic, tree, position, i, position[i], j
+                )
+                if out + traffic.weight[e] * (tree.distance[0] - tree.distance[1]) >= 0:
+                    continue
+                for k in inside[home]:
+                    if k != j and _swap_delta(traffic, tree, position, i, k) < -1e-9 * traffic.weight[e]:
+                        inside[leaf[position[i]]].remove(i)
+                        inside[home].remove(k)
+                        position[[i, k]] = position[[k, i]]
+                        inside[leaf[position[i]]].append(i)
+                        inside[leaf[position[k]]].append(k)
+                        improved = True
+                        break
+        if not improved:
+            break
+    return position
+
+
+def _around(traffic: Traffic, tree: Tree, position: np.ndarray, i: int, device: int, without: int) -> float:
+    """What rank i pays on a device, pairs with `without` apart."""
+    part = slice(traffic.starts[i], traffic.starts[i + 1])
+    others, weight = traffic.neighbours[part], traffic.weights[part]
+    level = (tree.groups[:, position[others]] != tree.groups[:, [device]]).sum(0)
+    return float((weight * tree.distance[level] * (others != without)).sum())
+
+
+def _swap_delta(traffic: Traffic, tree: Tree, position: np.ndarray, i: int, k: int) -> float:
+    a, b = position[i], position[k]
+    return (
+        _around(traffic, tree, position, i, b, k) - _around(traffic, tree, position, i, a, k)
+        + _around(traffic, tree, position, k, a, i) - _around(traffic, tree, position, k, b, i)
+    )  # fmt: skip

@@ -1,0 +1,264 @@
+"""What there is to decide when a program is cut into pipeline stages, as plain arrays, and what a decision costs.
+
+Units l = 0..L-1 are the smallest runs that stay together. A stage [i, j) on option o (a submesh with a way to shard over
+it) takes, per microbatch,
+
+    t = sum of forward_s + backward_s over [i, j)  +  boundary_s[i]      (0 at unit 0)
+
+and a step of M microbatches is estimated as in Alpa (Zheng et al., OSDI 2022), with the once-a-step work after it:
+
+    total = sum over stages of t  +  (M - 1) * max over stages of t  +  max over stages of step_s
+
+`boundary_busy` is the share of boundary_s that also keeps the stage busy, that is, counts in the maximum (0 where sends
+hide behind compute). A stage holds resting_bytes + in_flight * held_bytes + the largest peak_bytes of its units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.errors import InputError, PlanError
+
+InFlight = Callable[[int, int, int], float]
+"""(stages after this one, stages, microbatches M) -> microbatches whose values a stage holds at once."""
+Piece = tuple[int, int, int]
+"""(first unit, unit after the last, index of the option)."""
+
+
+def one_f_one_b(after: int, stages: int, M: int) -> float:
+    """1F1B and ZB-H1: the last stage holds one microbatch, every stage before it one more."""
+    return min(M, after + 1)
+
+
+def gpipe(after: int, stages: int, M: int) -> float:
+    """All of them."""
+    return M
+
+
+def zero_bubble_h2(after: int, stages: int, M: int) -> float:
+    """ZB-H2: about twice 1F1B."""
+    return min(M, 2 * after + 1)
+
+
+def interleaved(V: int) -> InFlight:
+    """Interleaved 1F1B with V chunks per group: what is in flight per chunk when the warm-up of its group ends."""
+
+    def rule(after: int, stages: int, M: int) -> float:
+        p = max(1, stages // V)
+        chunk, group = divmod(stages - 1 - after, p)
+        alive = min(2 * (p - 1 - group) + (V - 1) * p + 1, M * V)
+        rounds, rest = divmod(alive, p * V)
+        return min(M, rounds * p + min(p, max(0, rest - chunk * p)))
+
+    return rule
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """One submesh and one way to run units on it; arrays are (L,).
+
+    devices: how many (in the unit of `StageProblem.available`). forward_s, backward_s: seconds of a unit for one
+    microbatch. step_s: seconds once per step (gradient reduction, optimizer). resting_bytes: always there.
+    held_bytes: per microbatch in flight. peak_bytes: largest moment inside the unit. limit_bytes: what one device has.
+    boundary_s: replaces the problem's for stages on this option.
+    """
+
+    name: str
+    devices: int
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    step_s: np.ndarray
+    resting_bytes: np.ndarray
+    held_bytes: np.ndarray
+    peak_bytes: np.ndarray
+    limit_bytes: float
+    kind: int = 0
+    boundary_s: np.ndarray | None = None
+
+    @cached_property
+    def sums(self) -> dict[str, np.ndarray]:
+        """Prefix sums (L+1,) of time, step, resting and held."""
+        rows = {
+            "time": np.asarray(self.forward_s, float) + np.asarray(self.backward_s, float),
+            "step": self.step_s, "resting": self.resting_bytes, "held": self.held_bytes,
+        }  # fmt: skip
+        return {name: np.concatenate([[0.0], np.cumsum(np.asarray(row, float))]) for name, row in rows.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class StageProblem:
+    """Units, options, devices and the schedule's memory rule. Raises InputError for arrays that do not fit together.
+
+    available: devices per kind, laid out in the order of the kinds; stages take them in that order and may leave some
+    idle. boundary_s: (L,) seconds to hand one microbatch's values, and their gradients back, across the cut before
+    unit l. cuts: (L,) whether a stage may start at unit l (unit 0 always may). stages, boundaries: what the user fixed:
+    how many stages, or the first units of all stages but the first.
+    """
+
+    options: tuple[Option, ...]
+    available: tuple[int, ...]
+    microbatches: int
+    boundary_s: np.ndarray
+    cuts: np.ndarray
+    in_flight: InFlight = one_f_one_b
+    stages: int | None = None
+    boundaries: tuple[int, ...] | None = None
+    boundary_busy: float = 1.0
+
+    def __post_init__(self) -> None:
+        L = len(self.cuts)
+        if not self.options or not L or self.microbatches < 1:
+            raise InputError("a stage problem needs at least one option, one unit and one microbatch")
+        for option in self.options:
+            for name in ("forward_s", "backward_s", "step_s", "resting_bytes", "held_bytes", "peak_bytes"):
+                row = np.asarray(getattr(option, name))
+                if row.shape != (L,) or (row < 0).any():
+                    raise InputError(f"option {option.name}: {name} must hold {L} numbers of at least 0, one per unit")
+            if option.devices < 1 or not 0 <= option.kind < len(self.available):
+                raise InputError(
+                    f"option {option.name}: needs at least one device of a kind below {len(self.available)}"
+                )
+        if self.boundaries is not None:
+            marks = (0, *self.boundaries, L)
+            wrong = [b for b in self.boundaries if not 0 < b < L or not self.cuts[b]]
+            if wrong or any(a >= b for a, b in pairwise(marks)):
+                raise PlanError(
+                    f"stages cannot start at units {self.boundaries}: they must rise, lie between 1 and {L - 1}, and "
+                    f"be places where a stage may start" + (f" (unit {wrong[0]} is not)" if wrong else "")
+                )
+            if self.stages not in (None, len(self.boundaries) + 1):
+                raise PlanError(
+                    f"{self.stages} stages do not agree with {len(self.boundaries)} boundaries; drop one of both"
+                )
+
+    @property
+    def units(self) -> int:
+        return len(self.cuts)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(L+1,) bool: where a stage may start (and the one before it end); the end counts as one."""
+        if self.boundaries is None:
+            allowed = np.append(np.asarray(self.cuts, bool), True)
+        else:
+            allowed = np.zeros(self.units + 1, bool)
+            allowed[[*self.boundaries, self.units]] = True
+        allowed[0] = True
+        return allowed
+
+    @cached_property
+    def fixed_stages(self) -> int | None:
+        """Number of stages where the user fixed it."""
+        return self.stages if self.boundaries is None else len(self.boundaries) + 1
+
+    def enter_s(self, option: Option) -> np.ndarray:
+        """(L,) boundary_s of stages on an option; 0 at unit 0."""
+        row = np.array(self.boundary_s if option.boundary_s is None else option.boundary_s, float)
+        row[0] = 0.0
+        return row
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Units [start, end) on an option: seconds per microbatch (hand-over included), seconds once per step, bytes."""
+
+    start: int
+    end: int
+    option: int
+    seconds: float
+    step_s: float
+    memory_bytes: float
+    limit_bytes: float
+
+
+@dataclass(frozen=True)
+class StageSolution:
+    """Stages in program order and what they are predicted to take.
+
+    t_max_s: seconds that the slowest group is busy per microbatch. bound_s: no solution of the problem that was solved
+    is faster. groups[g]: stages of group g. group_memory: bytes on a device of each group.
+    """
+
+    stages: tuple[Stage, ...]
+    total_s: float
+    t_max_s: float
+    step_s: float
+    groups: tuple[tuple[int, ...], ...]
+    group_memory: tuple[float, ...]
+    bound_s: float = 0.0
+    method: str = "given"
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple((s.start, s.end, s.option) for s in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every group is within its device's limit."""
+        return all(
+            bytes_ <= self.stages[group[0]].limit_bytes * (1 + 1e-12)
+            for group, bytes_ in zip(self.groups, self.group_memory, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class StageShortage:
+    """No cut fits in memory. best: the cut whose worst stage exceeds its limit by the least factor.
+
+    stage: the worst stage of `best`. needed_bytes, limit_bytes: what it needs and has; with limits larger by
+    needed_bytes / limit_bytes the problem has a solution, with less it has none.
+    """
+
+    needed_bytes: float
+    limit_bytes: float
+    stage: int
+    best: StageSolution
+
+    @property
+    def ratio(self) -> float:
+        return self.needed_bytes / self.limit_bytes if self.limit_bytes else float("inf")
+
+    def describe(self) -> str:
+        """A sentence for an error message."""
+        worst = self.best.stages[self.stage]
+        return (
+            f"no cut into stages fits: at the best one, {len(self.best.groups)} groups, stage {self.stage} (units "
+            f"{worst.start}–{worst.end - 1}) needs {self.needed_bytes / 2**30:.2f} GiB of {self.limit_bytes / 2**30:.2f} GiB"
+        )
+
+
+def evaluate(
+    problem: StageProblem, pieces: Sequence[Piece], groups: tuple[tuple[int, ...], ...] | None = None
+) -> StageSolution:
+    """Predicted times and bytes of a cut, straight from the definition; memory limits are reported, not enforced.
+
+    groups: which stages each group runs (one each when left out). Raises PlanError for pieces that do not follow each
+    other from the first unit to the last.
+    """
+    ends = [0, *(p[1] for p in pieces)]
+    if [p[0] for p in pieces] != ends[:-1] or ends[-1] != problem.units or any(a >= b for a, b, _ in pieces):
+        raise PlanError(f"stages {pieces} do not follow each other over the {problem.units} units")
+    S, M = len(pieces), problem.microbatches
+    groups = groups or tuple((s,) for s in range(S))
+    stages, busy, parts = [], [], []
+    for s, (i, j, o) in enumerate(pieces):
+        option = problem.options[o]
+        enter = float(problem.enter_s(option)[i])
+        compute = float(np.sum(option.forward_s[i:j]) + np.sum(option.backward_s[i:j]))
+        rests = float(np.sum(option.resting_bytes[i:j]))
+        rests += problem.in_flight(S - 1 - s, S, M) * float(np.sum(option.held_bytes[i:j]))
+        peak = float(np.max(option.peak_bytes[i:j]))
+        step = float(np.sum(option.step_s[i:j]))
+        stages.append(Stage(i, j, o, compute + enter, step, rests + peak, option.limit_bytes))
+        busy.append(compute + problem.boundary_busy * enter)
+        parts.append((rests, peak))
+    t_max = max(sum(busy[s] for s in group) for group in groups)
+    step_s = max(sum(stages[s].step_s for s in group) for group in groups)
+    memory = tuple(sum(parts[s][0] for s in group) + max(parts[s][1] for s in group) for group in groups)
+    total = sum(s.seconds for s in stages) + (M - 1) * t_max + step_s
+    return StageSolution(tuple(stages), total, t_max, step_s, groups, memory, total)
