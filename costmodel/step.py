@@ -22,6 +22,8 @@ from autopar.costmodel.layer import Cost, StepConstants, Work, default_constants
 from autopar.costmodel.memory import Memory, microbatches_held, stage_memory
 from autopar.costmodel.shape import ParallelConfig, TransformerShape
 from autopar.errors import ConstraintError
+from autopar.ir import tables
+from autopar.ir.schedule import StageGraph
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ _SCHEDULE_ALIASES = {
     "interleaved 1f1b": "interleaved",
     "interleaved 1f1b (vpp not given)": "interleaved",
 }
+_ORDERS = {
+    "gpipe": tables.gpipe,
+    "1f1b": tables.one_f_one_b,
+    "interleaved": tables.interleaved,
+    "zb-h1": tables.zb_h1,
+    "zb-h2": tables.zb_h2,
+}
 KNOWN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
 
 
@@ -96,9 +105,15 @@ def chunk_layers(layers: int, p: int, V: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(counts[c * p + i] for c in range(V)) for i in range(p))
 
 
-def pipeline_s(name: str, p: int, m: int, V: int, seconds: dict[tuple[int, str, int], float], comm_s: float) -> float:
-    """Seconds of one step's pipeline. seconds: of (stage, kind, chunk)."""
-    work = [sum(seconds[i, k, c] for c in range(V) for k in "FBW") for i in range(p)]
+@lru_cache(maxsize=256)
+def _network(name: str, p: int, m: int, V: int) -> simulate.Network:
+    graph = StageGraph.chain(p, V)
+    return simulate.network(_ORDERS[name](graph, m), graph)
+
+
+def pipeline_s(name: str, p: int, m: int, V: int, seconds: simulate.Durations, comm_s: float) -> float:
+    """Seconds of one step's pipeline of p groups with V stages each. seconds: of (stage, kind); stage s is on group s % p."""
+    work = group_seconds(seconds, p)
     slowest = max(work)
     if p == 1:
         return m * slowest
@@ -106,17 +121,34 @@ def pipeline_s(name: str, p: int, m: int, V: int, seconds: dict[tuple[int, str, 
         return m * slowest + 0.2 * (p - 1) * slowest + 2 * (p - 1) * comm_s
     if name == "zb-2p":
         in_flight = min(m, 2 * p - 1)
-        lag = (p - 1) * (seconds[0, "B", 0] + 2 * comm_s) + (p - in_flight) * seconds[0, "F", 0]
+        lag = (p - 1) * (seconds[0, "B"] + 2 * comm_s) + (p - in_flight) * seconds[0, "F"]
         return m * slowest + max(0.0, lag) + (p - 1) * comm_s
     table_name = "zb-h1" if name == "zb-1p" else name
-    part = min(ceil(m / p), 2) * p if table_name == "interleaved" else min(m, 2 * p if table_name == "zb-h2" else p + 1)
+    part = simulated_rounds(table_name, p, m, V)
     period = slowest + (2 * comm_s * (p - 1) / p if table_name == "1f1b" else 0.0)
-    if 2 * p * V * part <= SIMULATED_ACTIONS:
-        return simulate.named_makespan_s(table_name, p, part, V, seconds, comm_s) + (m - part) * period
-    weights = min(sum(seconds[i, "W", ch] for ch in range(V)) for i in range(p))
+    if part:
+        return simulate.longest_s(_network(table_name, p, part, V), seconds, comm_s) + (m - part) * period
+    weights = min(group_seconds(seconds, p, "W"))
     saved = {"zb-h1": 2, "zb-h2": 2}.get(table_name, 0) * weights * (p - 1)
     fill = (sum(work) - slowest) / V + 2 * (p - 1) * comm_s - saved
     return slowest * min(m, p) + max(0, m - p) * period + max(0.0, fill)
+
+
+def simulated_rounds(name: str, p: int, m: int, V: int) -> int:
+    """Microbatches that `pipeline_s` runs through the simulator; 0 where it has a closed form."""
+    if p == 1 or name in ("zb-2p", "zb-v"):
+        return 0
+    part = min(ceil(m / p), 2) * p if name == "interleaved" else min(m, 2 * p if name == "zb-h2" else p + 1)
+    return part if 2 * p * V * part <= SIMULATED_ACTIONS else 0
+
+
+def group_seconds(seconds: simulate.Durations, p: int, kinds: str = "FBW") -> list[float]:
+    """Seconds of one microbatch's actions on every group."""
+    found = [0.0] * p
+    for (stage, kind), time_s in seconds.items():
+        if kind in kinds:
+            found[stage % p] += time_s
+    return found
 
 
 def estimate(
@@ -165,13 +197,13 @@ def estimate(
     moe = layer_cost(w, True) if model.experts else None
     head = head_cost(w)
     layers = chunk_layers(model.layers, p, V)
-    seconds, exposed = _durations(model, layers, dense, moe, head, p, V)
-    comm_s = _send_s(w)
+    seconds, exposed = stage_seconds(model, layers, dense, moe, head, p, V)
+    comm_s = send_s(w)
     span = pipeline_s(name, p, m, V, seconds, comm_s)
-    work = max(sum(seconds[i, k, ch] for ch in range(V) for k in "FBW") for i in range(p))
-    dp_total, dp_exposed = _data_parallel(w, seconds, layers, m, reduce_bytes, late_reduction)
-    optimizer_s = _optimizer_s(w, layers)
-    memory = _fullest(
+    work = max(group_seconds(seconds, p))
+    dp_total, dp_exposed = data_parallel_s(w, busiest(seconds, layers, p), layers, m, reduce_bytes, late_reduction)
+    optimizer_s = adam_s(w, layers)
+    memory = fullest_stage(
         model,
         parallel,
         layers,
@@ -237,7 +269,7 @@ def estimate(
     )
 
 
-def _durations(
+def stage_seconds(
     model: TransformerShape,
     layers: tuple[tuple[int, ...], ...],
     dense: Cost | None,
@@ -245,34 +277,38 @@ def _durations(
     head: Cost,
     p: int,
     V: int,
-) -> tuple[dict[tuple[int, str, int], float], list[float]]:
-    """Seconds of every (stage, kind, chunk), exposed communication included; and that communication per stage."""
-    seconds: dict[tuple[int, str, int], float] = {}
+) -> tuple[dict[tuple[int, str], float], list[float]]:
+    """Seconds of every (stage, kind), exposed communication included; and that communication per group."""
+    seconds: dict[tuple[int, str], float] = {}
     exposed = [0.0] * p
     dense_left = model.layers - model.moe_layers
+    one = [
+        (c.F + c.exposed_forward, c.B + c.again + c.exposed_backward, c.W, c.exposed_forward + c.exposed_backward)
+        if c is not None
+        else (0.0, 0.0, 0.0, 0.0)
+        for c in (dense, moe)
+    ]
     for ch in range(V):
         for i in range(p):
             n = layers[i][ch]
             n_dense = min(n, dense_left) if moe else n
             dense_left -= n_dense
             F = B = W = 0.0
-            for cost, count in ((dense, n_dense), (moe, n - n_dense)):
-                if cost is not None and count:
-                    F += count * (cost.F + cost.exposed_forward)
-                    B += count * (cost.B + cost.again + cost.exposed_backward)
-                    W += count * cost.W
-                    exposed[i] += count * (cost.exposed_forward + cost.exposed_backward)
+            for (cost_F, cost_B, cost_W, cost_exposed), count in zip(one, (n_dense, n - n_dense), strict=True):
+                F, B, W = F + count * cost_F, B + count * cost_B, W + count * cost_W
+                exposed[i] += count * cost_exposed
             if i == p - 1 and ch == V - 1:
                 F += head.F + head.exposed_forward
                 B += head.B + head.exposed_backward
                 W += head.W
                 if moe is not None and model.mtp_layers:
                     F, B, W = F + model.mtp_layers * moe.F, B + model.mtp_layers * moe.B, W + model.mtp_layers * moe.W
-            seconds[i, "F", ch], seconds[i, "B", ch], seconds[i, "W", ch] = F, B, W
+            s = ch * p + i
+            seconds[s, "F"], seconds[s, "B"], seconds[s, "W"] = F, B, W
     return seconds, exposed
 
 
-def _send_s(w: Work) -> float:
+def send_s(w: Work) -> float:
     """Seconds to hand one microbatch's activations to the next stage."""
     p = w.parallel
     if p.pp == 1:
@@ -294,15 +330,21 @@ def _local_params(w: Work, layers: tuple[tuple[int, ...], ...]) -> tuple[float, 
     return (n * model.layer_params(False) + ends * model.embedding_params) / p.tp, 0.0
 
 
-def _data_parallel(
+def busiest(seconds: dict[tuple[int, str], float], layers: tuple[tuple[int, ...], ...], p: int) -> tuple[float, float]:
+    """(forward, backward) seconds of one microbatch on the group with most layers."""
+    group = max(range(p), key=lambda i: sum(layers[i]))
+    return group_seconds(seconds, p, "F")[group], group_seconds(seconds, p, "BW")[group]
+
+
+def data_parallel_s(
     w: Work,
-    seconds: dict[tuple[int, str, int], float],
+    busy: tuple[float, float],
     layers: tuple[tuple[int, ...], ...],
     m: int,
     grad: float,
     late: bool,
 ) -> tuple[float, float]:
-    """(total, exposed) seconds of gradient reduction and parameter gathering in one step.
+    """(total, exposed) seconds of gradient reduction and parameter gathering in one step. busy: from `busiest`.
 
     ZeRO-3 gathers parameters in every forward and backward and reduces gradients in every backward, each hidden behind
     that microbatch's compute; ZeRO-0..2 communicate once, hidden behind the first forward and the last backward; with V
@@ -313,9 +355,7 @@ def _data_parallel(
     ranks = p.dp * p.cp
     if ranks == 1:
         return 0.0, 0.0
-    stage = max(range(p.pp), key=lambda i: sum(layers[i]))
-    F = sum(seconds[stage, "F", ch] for ch in range(p.V))
-    BW = sum(seconds[stage, k, ch] for ch in range(p.V) for k in "BW")
+    F, BW = busy
     shared, experts = _local_params(w, layers)
     expert_ranks = max(1, ranks * p.tp // (p.ep * p.expert_tp))
     gather = reduce = 0.0
@@ -343,7 +383,7 @@ def _data_parallel(
     return gather + reduce, forward + backward
 
 
-def _optimizer_s(w: Work, layers: tuple[tuple[int, ...], ...]) -> float:
+def adam_s(w: Work, layers: tuple[tuple[int, ...], ...]) -> float:
     """Adam reads and writes about 34 bytes per parameter it owns."""
     p = w.parallel
     shared, experts = _local_params(w, layers)
@@ -353,7 +393,9 @@ def _optimizer_s(w: Work, layers: tuple[tuple[int, ...], ...]) -> float:
     return 34 * owned / (w.device.memory_bandwidth_Bps * w.device.curve.memory)
 
 
-def _fullest(model: TransformerShape, p: ParallelConfig, layers: tuple[tuple[int, ...], ...], **how: Any) -> Memory:
+def fullest_stage(
+    model: TransformerShape, p: ParallelConfig, layers: tuple[tuple[int, ...], ...], **how: Any
+) -> Memory:
     """Memory of the stage that holds most; the first, the second, and the last are the candidates."""
     stages = sorted({0, min(1, p.pp - 1), p.pp - 1})
     options = [stage_memory(model, p, stage=i, layers=sum(layers[i]), **how) for i in stages]

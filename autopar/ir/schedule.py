@@ -49,6 +49,7 @@ class StageGraph:
     @staticmethod
     def chain(p: int, V: int = 1, shape: str = "loop") -> StageGraph:
         """p groups of V stages in a chain: "loop" gives group g the stages g, g+p, …; "v" (V=2) g and 2p-1-g."""
+        groups: tuple[tuple[int, ...], ...]
         if shape == "v":
             groups = tuple((g, 2 * p - 1 - g) for g in range(p))
         else:
@@ -73,6 +74,17 @@ class StageGraph:
         """Stages that send a stage gradients."""
         edges = self.edges if self.gradients is None else self.gradients
         return {s: tuple(sorted(v for u, v in edges if u == s)) for s in range(self.stages)}
+
+    @cached_property
+    def readers(self) -> dict[int, tuple[int, ...]]:
+        """Stages that read a stage's values: the inverse of `feeds`."""
+        return {s: tuple(sorted(v for u, v in self.edges if u == s)) for s in range(self.stages)}
+
+    @cached_property
+    def credits(self) -> dict[int, tuple[int, ...]]:
+        """Stages that a stage sends gradients: the inverse of `returns`."""
+        edges = self.edges if self.gradients is None else self.gradients
+        return {s: tuple(sorted(u for u, v in edges if v == s)) for s in range(self.stages)}
 
     @cached_property
     def depth(self) -> tuple[int, ...]:

@@ -1,0 +1,140 @@
+"""The automatic zero-bubble scheduler: F, B, W for given seconds under a given memory (Qi et al., ICLR 2024, section 3).
+
+Heuristics with a few open numbers make tables, and the one with the least simulated time is kept; the fixed schedules
+that fit the memory are always among them, so the answer is never worse. A table comes from `greedy` under a policy, or
+from `fill`, which puts W anew into the order of a fixed table. The allowance of microbatches in flight is what the time
+before the first B has room for: with R(s) the seconds from the end of a stage's F to the start of the B of the same
+microbatch at the earliest,
+
+    R(s) = max over readers v of  comm + F(v) + R(v) + B(v) + comm,      flight(s) = 1 + x R(s)/F(s),
+
+x = 1 fills that time exactly. Numbers are compared on a short pipeline, walked from the best ones to their neighbours,
+and the best few built in full: the search is deterministic and its work does not grow with the microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+
+from autopar.errors import PlanError
+from autopar.ir import tables
+from autopar.ir.schedule import StageGraph, Table
+from autopar.passes.schedule.costs import Costs, Room, checked
+from autopar.passes.schedule.fill import fill, order_of
+from autopar.passes.schedule.greedy import Policy, greedy
+from autopar.passes.schedule.pipeline import Pipeline, Timed, steps
+
+SHORT = 3
+"""Settings are compared on a pipeline of this many microbatches per group, or of more if it has few actions."""
+
+FEW = 3000
+
+FINALISTS = 3
+BUDGETS = (0.0, 0.3, 1.0, 2.0, 4.0)
+"""Idle seconds allowed in gaps shorter than a W, in W of the slowest stage."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The open numbers of `greedy`; x: of the module's docstring."""
+
+    x: float
+    patience_F: float
+    patience_W: float
+    idle: float = 1.0
+    deep: bool = True
+
+    def neighbours(self) -> list[Setting]:
+        """Settings one step away."""
+        near = [replace(self, x=max(0.0, self.x + d)) for d in (-0.125, 0.125)]
+        near += [replace(self, patience_F=min(1.0, max(0.0, self.patience_F + d))) for d in (-0.2, 0.2)]
+        near += [replace(self, patience_W=min(1.0, max(0.0, self.patience_W + d))) for d in (-0.3, -0.15, 0.15, 0.3)]
+        return [*near, replace(self, idle=1.0 - self.idle)]
+
+
+_START = [
+    Setting(x, f, w)
+    for x in (0.5, 0.75, 1.0, 1.25, 1.5)
+    for f, w in ((1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (0.6, 0.0), (0.6, 0.5), (0.6, 1.0), (0.3, 0.3))
+]
+
+Order = Callable[[StageGraph, int], Table]
+
+
+def zero_bubble(graph: StageGraph, m: int, costs: Costs | None = None, memory: float | Room | None = None) -> Table:
+    """The best table found. memory: microbatches a group may hold, or a Room in bytes; default 1F1B's, depth + 1.
+
+    Raises PlanError when not even one microbatch fits.
+    """
+    costs, room = checked(graph, costs, memory, max(graph.depth) + 1)
+    return best(graph, m, costs, room, (tables.zb_h1, tables.zb_h2), _START)
+
+
+def best(
+    graph: StageGraph, m: int, costs: Costs, room: Room, orders: Sequence[Order], start: Sequence[Setting]
+) -> Table:
+    """The table of least time from the orders, as they are and with W put in anew, and from settings near `start`."""
+    full = Pipeline(graph, m, costs, room)
+    short = Pipeline(graph, min(m, max(SHORT * len(graph.groups), FEW // (3 * graph.stages))), costs, room)
+    away = _round_trips(full)
+    slowest = max(full.w)
+    found = [timed for order in orders if (timed := full.timed(order(graph, m))) is not None]
+    again = []
+    for n, order in enumerate(orders):
+        rows = order_of(steps(order(graph, short.m)))
+        again += [(timed.score, b, n) for b in BUDGETS if (timed := fill(short, rows, b * slowest)) is not None]
+    for _, budget, n in sorted(again)[:1]:
+        found += _kept(fill(full, order_of(steps(orders[n](graph, m))), budget * slowest))
+
+    scores: dict[Setting, float] = {}
+    seen: dict[Policy, float] = {}
+
+    def score(setting: Setting) -> float:
+        if setting not in scores:
+            policy = _policy(setting, short, away)
+            if policy not in seen:
+                timed = greedy(short, policy)
+                seen[policy] = timed.score if timed else float("inf")
+            scores[setting] = seen[policy]
+        return scores[setting]
+
+    for setting in start:
+        score(setting)
+    for leaders in (FINALISTS, FINALISTS):
+        for setting in sorted(scores, key=scores.__getitem__)[:leaders]:
+            for near in setting.neighbours():
+                score(near)
+    for policy in list(dict.fromkeys(_policy(s, full, away) for s in sorted(scores, key=scores.__getitem__)))[:FINALISTS]:
+        timed = greedy(full, policy)
+        if timed is not None:
+            found += [timed, *_kept(fill(full, order_of(timed.rows), BUDGETS[1] * slowest))]
+    if not found:
+        raise PlanError(f"no zero-bubble schedule of {m} microbatches fits into {room.bound}; give it more memory")
+    return min(found, key=_score).table
+
+
+def _kept(timed: Timed | None) -> list[Timed]:
+    return [] if timed is None else [timed]
+
+
+def _score(timed: Timed) -> float:
+    return timed.score
+
+
+def _policy(setting: Setting, pipeline: Pipeline, away: Sequence[float]) -> Policy:
+    flight = tuple(
+        min(pipeline.m, 1 + floor(setting.x * r / max(f, 1e-12) + 0.01)) for r, f in zip(away, pipeline.f, strict=True)
+    )
+    return Policy(flight, setting.patience_F, setting.patience_W, setting.idle, setting.deep)
+
+
+def _round_trips(pipeline: Pipeline) -> list[float]:
+    """R of the module's docstring."""
+    away = [0.0] * pipeline.graph.stages
+    for s in reversed(range(pipeline.graph.stages)):
+        for v, back in pipeline.returns[s]:
+            there = dict(pipeline.feeds[v]).get(s, 0.0)
+            away[s] = max(away[s], there + pipeline.f[v] + away[v] + pipeline.b[v] + back)
+    return away

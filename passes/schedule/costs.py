@@ -1,0 +1,72 @@
+"""What a scheduler knows about a pipeline beside its shape: seconds of every action and room for what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.costmodel.simulate import Comm
+from autopar.errors import PlanError
+from autopar.ir.schedule import StageGraph
+
+
+@dataclass(frozen=True)
+class Costs:
+    """seconds: of (stage, kind), kinds F, B, W. comm_s: of every edge between groups, or by (sender, receiver)."""
+
+    seconds: Mapping[tuple[int, str], float]
+    comm_s: Comm = 0.0
+
+    @staticmethod
+    def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> Costs:
+        """Equal stages."""
+        return Costs({(s, k): t for s in range(stages) for k, t in (("F", tf), ("B", tb), ("W", tw))}, comm_s)
+
+
+@dataclass(frozen=True)
+class Room:
+    """bound[g]: bytes that group g may hold between actions. after_F[s], after_B[s]: bytes that stage s keeps of a
+    microbatch between F and B, and between B and W (the rest goes at B). Any unit will do."""
+
+    bound: tuple[float, ...]
+    after_F: tuple[float, ...]
+    after_B: tuple[float, ...] = field(default=())
+
+    @property
+    def later(self) -> tuple[float, ...]:
+        """after_B, or what is held after F where it is not given."""
+        return self.after_B or self.after_F
+
+    @staticmethod
+    def microbatches(graph: StageGraph, limit: float) -> Room:
+        """Room for `limit` microbatches on all stages of a group, each kept whole until W."""
+        share = tuple(1 / len(graph.groups[graph.group_of[s]]) for s in range(graph.stages))
+        return Room((float(limit),) * len(graph.groups), share)
+
+
+def checked(graph: StageGraph, costs: Costs | None, room: float | Room | None, default: float) -> tuple[Costs, Room]:
+    """Costs and room with defaults filled in. Raises PlanError for what is missing or too small for one microbatch."""
+    costs = costs or Costs.uniform(graph.stages)
+    for s in range(graph.stages):
+        for kind in "FBW":
+            if not costs.seconds.get((s, kind), -1.0) >= 0:
+                raise PlanError(f"costs need seconds of {kind} on stage {s}, got {costs.seconds.get((s, kind))}")
+    if room is None:
+        room = default
+    if not isinstance(room, Room):
+        room = Room.microbatches(graph, room)
+    if len(room.bound) != len(graph.groups) or not len(room.after_F) == len(room.later) == graph.stages:
+        raise PlanError(
+            f"memory is given for {len(room.bound)} groups and {len(room.after_F)} stages, the pipeline has "
+            f"{len(graph.groups)} and {graph.stages}"
+        )
+    if any(b > f for f, b in zip(room.after_F, room.later, strict=True)):
+        raise PlanError("a stage cannot keep more between B and W than between F and B; swap after_F and after_B")
+    for g, stages in enumerate(graph.groups):
+        need = sum(room.after_F[s] for s in stages)
+        if need > room.bound[g] * (1 + 1e-9):
+            raise PlanError(
+                f"group {g} has room for {room.bound[g]:g}, one microbatch needs {need:g}; use smaller microbatches, "
+                "recompute more, or give the group more memory"
+            )
+    return costs, room
