@@ -104,16 +104,18 @@ def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
 def show_search(console: Console, result: SearchResult) -> None:
     """The best plans as a table."""
     table = Table(
-        title=f"{result.enumerated} plans: {result.out_of_memory} too large, {result.pruned} pruned by their bound, "
-        f"{result.timed} timed"
+        title=f"{result.enumerated} parts of the space: {result.out_of_memory} too large, {result.pruned} pruned by "
+        f"their bound, {result.timed} timed"
     )
-    for name in ("step s", "MFU", "GB", "dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro", "recompute", "why"):
-        table.add_column(name, justify="left" if name in ("why", "recompute") else "right")
+    for name in ("step s", "MFU", "GB", "dp", "tp", "pp", "cp", "ep", "vpp", "zero", "micro"):
+        table.add_column(name, justify="right")
+    for name in ("recompute", "schedule", "why"):
+        table.add_column(name)
     for c in result.best:
         p, e = c.parallel, c.estimate
         sizes = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.micro_batch)
         held = f"{e.memory_bytes['reserved'] / 1e9:.1f}"
-        table.add_row(f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, sizes), c.recompute, c.reason)
+        table.add_row(f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, sizes), c.recompute, c.schedule, c.reason)
     console.print(table)
 
 
@@ -158,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
                         "parallel": c.parallel.__dict__,
                         "micro_batch": c.micro_batch,
                         "recompute": c.recompute,
+                        "schedule": c.schedule,
                         "reason": c.reason,
                         **c.estimate.to_dict(),
                     }
