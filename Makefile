@@ -61,6 +61,7 @@ typecheck: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/compile_time.py --quick
 	$(PY) benchmarks/step_time.py
+	$(PY) benchmarks/pipeline.py
 
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,24 +12,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.branches import search_branches
 from autopar.capture import capture_program
+from autopar.capture.build import fingerprint
+from autopar.capture.export import Exported
 from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.compiled import ParallelProgram, Prediction, emit_program
-from autopar.errors import ConstraintError, InfeasibleError, InputError, PlanError
-from autopar.inputs import check_batch_dims, check_options, check_plan, most_targets
-from autopar.ir.mesh import Mesh
+from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.inputs import check_batch_dims, check_options, most_targets
 from autopar.ir.program import Program
 from autopar.options import Options
-from autopar.passes.account import account
-from autopar.passes.costs import Pricer
-from autopar.passes.lower import lower
-from autopar.passes.shard.planner import Candidate, candidate_meshes, solve_mesh
+from autopar.passes.microbatch import in_microbatches
+from autopar.passes.shard.planner import Candidate, candidate_meshes
 from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
-from autopar.passes.shard.solve import Shortage
+from autopar.pipelining import check_pipeline_options, search_pipelines
+from autopar.placing import placed
 from autopar.plan import Plan
-from autopar.report import size_text
+from autopar.planning import Task, infeasible, replayed, search_spmd
+from autopar.stages import Search
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
@@ -56,97 +58,111 @@ def compile(
     options = Options() if options is None else options
     check_options(options, plan)
     given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
-    if given is not None and options.microbatches == 1:
+    if given is not None:
+        if options.microbatches not in (None, 1, given.microbatches):
+            raise PlanError(
+                f"this plan has {given.microbatches} microbatches, Options ask for {options.microbatches}; set "
+                f"Options(microbatches={given.microbatches})"
+            )
         options = replace(options, microbatches=given.microbatches)
     spec = as_cluster(cluster)
     _check_model(model, loss_fn, optimizer)
     inputs, targets = split_example(model, example_inputs, loss_fn)
-    candidate_meshes(spec, options)
+    candidate_meshes(spec, options, spec.size // options.pp if options.pp else None)
     _check_batch(inputs, spec, options)
     started = time.perf_counter()
-    program, exported = capture_program(model, _microbatch(inputs, options), loss_fn, targets, options.batch_dims)
-    captured = time.perf_counter()
+
     rules = RuleBook()
-    setting = Setting(options.microbatches, *optimizer_state(optimizer, program))
+
+    def capture(parts: int) -> tuple[Program, Exported]:
+        made, exported = capture_microbatch(parts)
+        if parts > 1 and made.training:
+            whole = known[1][0].program if 1 in known else None
+            if whole is None and batch == parts:  # one sample each: see in_microbatches
+                whole = capture_microbatch(parts // 2 if parts % 2 == 0 else 1)[0]
+            made = in_microbatches(made, rules, whole)
+            made = replace(made, fingerprint=fingerprint(made))
+        return made, exported
+
+    def capture_microbatch(parts: int) -> tuple[Program, Exported]:
+        pieces, starts = _microbatch(inputs, options, parts), options.stage_boundaries or ()
+        return capture_program(model, pieces, loss_fn, targets, options.batch_dims, starts)
+
+    known: dict[int, tuple[Task, Exported]] = {}
+    batch = _batch_size(inputs, options)
+
+    program, exported = capture(options.microbatches or 1)
+    captured = time.perf_counter()
+    setting = Setting(options.microbatches or 1, *optimizer_state(optimizer, program))
+    task = Task(program, spec, rules, setting, options)
+    known[setting.microbatches] = (task, exported)
+    again_s = 0.0
+
+    def recapture(parts: int) -> Task:
+        nonlocal again_s
+        if parts not in known:
+            before = time.perf_counter()
+            made, exported = capture(parts)
+            again_s += time.perf_counter() - before
+            known[parts] = (task.smaller(made, parts), exported)
+        return known[parts][0]
+
     if given is not None:
-        candidates = [_replayed(given, program, spec, setting, rules, options)]
-        shortages: list[Any] = []
-        lowering_s = 0.0
+        found, shortages = [(task, replayed(task, given))], list[Any]()
     else:
-        candidates, shortages, lowering_s = search_fitting(program, spec, rules, setting, options)
+        found, shortages = _search(task, batch, recapture)
     planned = time.perf_counter()
-    if not candidates:
-        raise InfeasibleError(_infeasible(program, spec, shortages, setting, options))
+    if not found:
+        raise InfeasibleError(infeasible(task, shortages))
+    owner, best = found[0]
+    if given is None:
+        best = owner.finish(best)
+        assert best.lowered is not None
+        assert best.account is not None
+        best = replace(best, plan=placed(best.plan, best.lowered, best.account, spec))
+        found[0] = (owner, best)
+    lowering_s = sum(t.lowering_s for t, _ in known.values())
     result = emit_program(
-        model, spec, program, exported, candidates, rules, setting, options, optimizer, inputs, loss_fn, targets
-    )
-    result.timings["capture_s"] = captured - started
-    result.timings["plan_s"] = planned - captured - lowering_s
+        model, spec, owner.program, known[owner.setting.microbatches][1], [c for _, c in found], rules, owner.setting,
+        options, optimizer, inputs, loss_fn, targets,
+    )  # fmt: skip
+    result.timings["capture_s"] = captured - started + again_s
+    result.timings["plan_s"] = planned - captured - lowering_s - again_s
     result.timings["lower_s"] += lowering_s
     return result
 
 
-def search_fitting(
-    program: Program, cluster: ClusterSpec, rules: RuleBook, setting: Setting, options: Options
-) -> tuple[list[Candidate], list[tuple[str, Mesh, Shortage]], float]:
-    """`search`, until the peak of the lowered program fits too; also the seconds that lowering took in between.
-
-    The solver counts what rests and what backward waits for; what lives for a moment is known after lowering. Where
-    that breaks the limit, the solver gets a budget smaller by as much.
-    """
-    limit = memory_limit(cluster, options)
-    budget, lowering_s = limit, 0.0
-    for _ in range(4):
-        candidates, shortages = search(program, cluster, rules, setting, options, budget)
-        if not candidates:
-            return candidates, shortages, lowering_s
-        best = candidates[0]
-        started = time.perf_counter()
-        stages = lower(program, best.plan, best.pricer, rules)
-        peak = account(stages[0], best.pricer, program, setting).peak_bytes
-        lowering_s += time.perf_counter() - started
-        if peak <= limit:
-            return [replace(best, lowered=stages), *candidates[1:]], shortages, lowering_s
-        budget -= 1.02 * (peak - limit)
-        if budget <= 0:
-            break
-    return [], [(best.plan.origin, best.pricer.mesh, Shortage(peak, best.solution.choice)), *shortages], lowering_s
+def _search(
+    task: Task, batch: int, recapture: Callable[[int], Task]
+) -> tuple[list[tuple[Task, Candidate]], list[Any]]:
+    """Plans with the task each belongs to, best first, and what did not fit."""
+    options = task.options
+    check_pipeline_options(task)
+    forced = options.stage_boundaries is not None or (options.pp or 1) > 1 or (options.chunks or 1) > 1
+    spmd, shortages = ([], []) if forced else search_spmd(task)
+    found = [(task, c) for c in spmd]
+    alone = options.pp == 1 or options.strategy != "auto" or (options.mesh is not None and not forced)
+    if task.cluster.size == 1 or (alone and not forced):
+        return found, shortages
+    best_s = spmd[0].solution.cost if spmd else float("inf")
+    search = Search(task, batch, recapture, float("inf") if forced else best_s)
+    pipelines = search_pipelines(task, batch, recapture, best_s, search)
+    if forced:
+        return [*pipelines, *found], shortages
+    best_s = min([best_s, *(c.solution.cost for _, c in pipelines)])
+    rows = [rows for rows in (found, pipelines, search_branches(task, batch, recapture, best_s, search)) if rows]
+    rows.sort(key=lambda rows: rows[0][1].solution.cost)
+    return [pair for row in rows for pair in row], shortages
 
 
-def search(
-    program: Program, cluster: ClusterSpec, rules: RuleBook, setting: Setting, options: Options, budget: float
-) -> tuple[list[Candidate], list[tuple[str, Mesh, Shortage]]]:
-    """Plans that fit, best first, and what did not fit: the solver on every candidate mesh, and the baselines."""
-    found: list[Candidate] = []
-    short: list[tuple[str, Mesh, Shortage]] = []
-    meshes = candidate_meshes(cluster, options)
-    for mesh in meshes:
-        pricer = Pricer(cluster, mesh)
-        strategies = ["auto"] if options.strategy == "auto" else [options.strategy]
-        if options.strategy == "auto":
-            strategies += ["dp", "zero3"] if len(mesh.axes) == 1 else ["megatron"] if len(mesh.axes) == 2 else []
-        for strategy in strategies:
-            try:
-                result = solve_mesh(program, cluster, pricer, rules, setting, options, strategy, budget)
-            except (InfeasibleError, ConstraintError):
-                if strategy == options.strategy:
-                    raise
-                continue
-            if isinstance(result, Shortage):
-                short.append((strategy, mesh, result))
-            else:
-                found.append(result)
-    found.sort(key=lambda c: (c.solution.cost, c.solution.memory))
-    best = [c for c in found if c.plan.origin.startswith("solver")] or found
-    others = [c for c in found if c is not best[0]] if best else []
-    return ([best[0], *others] if best else []), short
-
-
-def memory_limit(cluster: ClusterSpec, options: Options) -> float:
-    """Bytes a plan may use per rank."""
-    if options.memory_bytes is not None:
-        return options.memory_bytes
-    return min(cluster.device(r).memory_bytes for r in {0, cluster.size - 1}) * options.memory_fraction
+def _batch_size(inputs: Any, options: Options) -> int:
+    """Size of the batch dim of the first input that has one."""
+    leaves, names, _ = flatten(inputs)
+    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
+        dim = _batch_dim(options.batch_dims, i, name)
+        if leaf.ndim and dim is not None:
+            return int(leaf.shape[dim])
+    return 1
 
 
 def as_cluster(cluster: ClusterSpec | str | Path) -> ClusterSpec:
@@ -238,21 +254,22 @@ def _check_batch(inputs: Any, cluster: ClusterSpec, options: Options) -> None:
     check_batch_dims(options.batch_dims, leaves, names)
     dp = int((options.mesh or {}).get("dp", 1))
     if options.strategy in ("dp", "zero1", "zero3") and options.mesh is None:
-        dp = cluster.size
+        dp = cluster.size // (options.pp or len(options.stage_boundaries or ()) + 1)
     for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
         dim = _batch_dim(options.batch_dims, i, name)
         if leaf.ndim == 0 or dim is None or i > 0:
             continue
         size = leaf.shape[dim]
-        if size % options.microbatches:
+        pieces = options.microbatches or 1
+        if size % pieces:
             raise InputError(
-                f"batch of {size} (input {name or i}) is not divisible by microbatches={options.microbatches}; choose a "
+                f"batch of {size} (input {name or i}) is not divisible by microbatches={pieces}; choose a "
                 f"divisor of {size}"
             )
-        if size // options.microbatches % dp:
+        if size // pieces % dp:
             raise InputError(
                 f"batch of {size} (input {name or i}) is not divisible by dp={dp}"
-                f"{f' times microbatches={options.microbatches}' if options.microbatches > 1 else ''}; use a batch that is "
+                f"{f' times microbatches={pieces}' if pieces > 1 else ''}; use a batch that is "
                 "a multiple, or another mesh"
             )
 
@@ -265,9 +282,9 @@ def _batch_dim(given: Any, index: int, name: str) -> int | None:
     return 0
 
 
-def _microbatch(inputs: Any, options: Options) -> Any:
-    """Example inputs of one microbatch (meta tensors: only shapes matter)."""
-    if options.microbatches == 1:
+def _microbatch(inputs: Any, options: Options, parts: int) -> Any:
+    """Example inputs of one of `parts` microbatches (meta tensors: only shapes matter)."""
+    if parts == 1:
         return inputs
     leaves, names, _ = flatten(inputs)
     first = leaves[0]
@@ -279,7 +296,7 @@ def _microbatch(inputs: Any, options: Options) -> Any:
             path[0] += 1
             dim = _batch_dim(options.batch_dims, index, names[index])
             if x.ndim and dim is not None and x.shape[dim] == size:
-                return x.narrow(dim, 0, size // options.microbatches)
+                return x.narrow(dim, 0, size // parts)
             return x
         if isinstance(x, dict):
             return {k: cut(v, path) for k, v in x.items()}
@@ -305,58 +322,6 @@ def optimizer_state(optimizer: OptimizerFactory | None, program: Program) -> tup
         ) from error
     state = [v for v in made.state.get(probe, {}).values() if isinstance(v, torch.Tensor) and v.shape == probe.shape]
     return float(len(state)), max((v.dtype.itemsize for v in state), default=0)
-
-
-def _replayed(
-    plan: Plan, program: Program, cluster: ClusterSpec, setting: Setting, rules: RuleBook, options: Options
-) -> Candidate:
-    from autopar.passes.shard.replay import evaluate
-
-    if plan.ranks != cluster.size:
-        raise PlanError(
-            f"this plan is for {plan.ranks} ranks, the cluster has {cluster.size}; compile again without plan="
-        )
-    if plan.cluster != cluster.fingerprint():
-        raise PlanError(
-            f"this plan is for another cluster (plan {plan.cluster}, given {cluster.fingerprint()}): devices or links differ; "
-            f"compile again without plan=, or, to run it here all the same, write {cluster.fingerprint()!r} as the plan's cluster"
-        )
-    if plan.microbatches != options.microbatches:
-        raise PlanError(
-            f"this plan has {plan.microbatches} microbatches, Options ask for {options.microbatches}; set "
-            f"Options(microbatches={plan.microbatches})"
-        )
-    if plan.program != program.fingerprint:
-        raise PlanError(
-            f"this plan is for another model (plan {plan.program}, model {program.fingerprint}): the model, its shapes or "
-            "the example inputs changed; compile again without plan="
-        )
-    check_plan(plan, program)
-    pricer = Pricer(cluster, plan.stages[0].mesh)
-    solution = evaluate(program, plan, pricer, rules, setting)
-    return Candidate(replace(plan, predicted={"step_time_s": solution.cost}), solution, pricer)
-
-
-def _infeasible(
-    program: Program, cluster: ClusterSpec, shortages: list[Any], setting: Setting, options: Options
-) -> str:
-    """What is short, by how much, what would fit."""
-    limit = memory_limit(cluster, options)
-    if not shortages:
-        return "no plan exists on this cluster"
-    strategy, mesh, least = min(shortages, key=lambda s: s[2].least_bytes)
-    total = sum(p.type.nbytes for p in program.parameters.values())
-    need = least.least_bytes
-    ranks = cluster.size
-    fit = ranks
-    while need * ranks / fit > limit and fit < ranks * 1024:
-        fit *= 2
-    return (
-        f"nothing fits in {size_text(limit)} per rank: the smallest plan ({strategy} on {mesh}) needs {size_text(need)}, "
-        f"{size_text(need - limit)} too much (parameters {size_text(total)} in all, with gradients and optimizer state "
-        f"{size_text(total * (2 + setting.state_ratio))}). About {fit} such ranks, a smaller batch, or {size_text(need)} per "
-        "rank would do"
-    )
 
 
 __all__ = ["Options", "Prediction", "as_cluster", "compile"]

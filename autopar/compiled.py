@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +17,16 @@ from autopar.capture.export import Exported
 from autopar.capture.trees import check_like, rebuild
 from autopar.cluster import ClusterSpec
 from autopar.codegen.directory import user_ops_source, write_directory
+from autopar.codegen.pipeline import pipeline_module, pipeline_source
 from autopar.codegen.stage import stage_source
 from autopar.errors import InputError
-from autopar.ir.lowered import LoweredStage
+from autopar.inputs import check_plan
+from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.program import Program
 from autopar.options import Options
 from autopar.passes.account import Account, account
-from autopar.passes.check import check
-from autopar.passes.costs import Pricer
+from autopar.passes.check import check_program
+from autopar.passes.costs import Pricers
 from autopar.passes.lower import lower
 from autopar.passes.shard.planner import Candidate
 from autopar.passes.shard.problem import Setting
@@ -86,8 +88,9 @@ class ParallelProgram:
     timings: dict[str, float]
     solver: dict[str, Any]
     ir: Program = field(repr=False)
-    stages: tuple[LoweredStage, ...] = field(repr=False)
+    lowered: LoweredProgram = field(repr=False)
     sources: tuple[str, ...] = field(repr=False)
+    pipeline: str = field(repr=False)
     options: Options = field(repr=False)
     optimizer: Callable[..., torch.optim.Optimizer] | None = field(repr=False)
     model: nn.Module = field(repr=False)
@@ -95,30 +98,45 @@ class ParallelProgram:
     rules: RuleBook = field(repr=False)
     setting: Setting = field(repr=False)
     example_inputs: Any = field(repr=False)
+    account: Account = field(repr=False)
     loss_fn: Any = field(repr=False, default=None)
     targets: int = field(repr=False, default=0)
-    account: Account | None = field(repr=False, default=None)
 
     @property
     def training(self) -> bool:
         return self.ir.training
 
     @property
+    def stages(self) -> tuple[LoweredStage, ...]:
+        return self.lowered.stages
+
+    @property
     def mesh(self) -> dict[str, int]:
+        """Axes and sizes of the first stage's mesh."""
         return dict(self.plan.stages[0].mesh.axes)
 
-    def stage_of(self, rank: int) -> int:
-        """Which stage a rank runs."""
+    @property
+    def pp(self) -> int:
+        """Groups of ranks that follow each other in the pipeline."""
+        return len(self.lowered.graph.groups)
+
+    def group_of(self, rank: int) -> int:
+        """Which row of the action table a rank runs. Raises InputError for ranks that do not exist."""
         if not 0 <= rank < self.plan.ranks:
             raise InputError(f"rank {rank} does not exist, the program has ranks 0 to {self.plan.ranks - 1}")
-        for i, stage in enumerate(self.plan.stages):
-            if stage.mesh.offset <= rank < stage.mesh.offset + stage.mesh.size:
-                return i
+        for g, stages in enumerate(self.lowered.graph.groups):
+            mesh = self.plan.stages[stages[0]].mesh
+            if mesh.offset <= rank < mesh.offset + mesh.size:
+                return g
         raise InputError(f"rank {rank} belongs to no stage")
+
+    def stage_of(self, rank: int) -> int:
+        """Which stage a rank runs (the first of several)."""
+        return self.lowered.graph.groups[self.group_of(rank)][0]
 
     def source(self, rank: int = 0) -> str:
         """The code that a rank runs."""
-        return self.sources[self.stage_of(rank)]
+        return "\n\n".join(self.sources[s] for s in self.lowered.graph.groups[self.group_of(rank)])
 
     def report(self) -> str:
         """The plan in words: mesh, predictions, collectives, storage, alternatives."""
@@ -157,10 +175,8 @@ class ParallelProgram:
         return leaves
 
     @cached_property
-    def module(self) -> Any:
-        """The emitted stage as a module of this process."""
-        extra = user_ops_source(self)
-        return running.stage_module(self.sources[0], "autopar_stage_0", {"user_ops": extra[1]} if extra else None)
+    def _program(self) -> running.InProcess:
+        return in_process(self, self.lowered, self.sources, self.pipeline)
 
     def run(self, batches: Any, steps: int | None = None) -> RunResult:
         """Run every rank in this process from the model's weights.
@@ -185,21 +201,40 @@ class ParallelProgram:
         return RunResult((), tuple(rebuild(self.exported.output_structure, o) for o in outputs))
 
     def _ranks(self, body: Callable[[Any], Any]) -> list[Any]:
-        return running.run_ranks(self.module, self.mesh, self.weights(), self.optimizer, self.options.seed, body)
+        made = self._program
+        return running.run_ranks(
+            made.pipeline, made.modules, self.weights(), self.optimizer, self.options.seed, body
+        )
 
     def with_plan(self, plan: Plan) -> ParallelProgram:
         """The same program under another plan (no solving)."""
         from autopar.passes.shard.replay import evaluate
 
-        pricer = Pricer(self.cluster, plan.stages[0].mesh)
-        solution = evaluate(self.ir, plan, pricer, self.rules, self.setting)
+        if plan.microbatches != self.plan.microbatches:
+            from autopar.api import compile
+
+            free = replace(self.options, microbatches=plan.microbatches)
+            return compile(self.model, self.cluster, self.example_inputs, loss_fn=self.loss_fn, optimizer=self.optimizer,
+                           options=free, plan=plan)  # fmt: skip
+        check_plan(plan, self.ir)
+        solution = evaluate(self.ir, plan, Pricers(self.cluster), self.rules, self.setting)
         made = emit_program(
-            self.model, self.cluster, self.ir, self.exported, [Candidate(plan, solution, pricer)], self.rules, self.setting,
+            self.model, self.cluster, self.ir, self.exported, [Candidate(plan, solution)], self.rules, self.setting,
             replace(self.options, microbatches=plan.microbatches), self.optimizer, self.example_inputs, self.loss_fn,
             self.targets,
         )  # fmt: skip
         made.timings.update(capture_s=self.timings.get("capture_s", 0.0), plan_s=0.0)
         return made
+
+
+def in_process(
+    program: ParallelProgram, lowered: LoweredProgram, sources: Sequence[str], pipeline: str
+) -> running.InProcess:
+    """Emitted text as modules of this process."""
+    extra = user_ops_source(program, lowered)
+    shared = {"user_ops": extra[1]} if extra else None
+    modules = tuple(running.stage_module(source, f"autopar_stage_{i}", shared) for i, source in enumerate(sources))
+    return running.InProcess(pipeline_module(pipeline), modules)
 
 
 def _batches(batches: Any) -> Iterable[Any]:
@@ -217,22 +252,24 @@ def emit_program(
     rules: RuleBook, setting: Setting, options: Options, optimizer: Any, inputs: Any, loss_fn: Any, targets: int,
 ) -> ParallelProgram:  # fmt: skip
     """Lower, check and emit the first candidate; the others become alternatives."""
-    best = candidates[0]
+    best, pricers = candidates[0], Pricers(cluster)
     started = time.perf_counter()
-    stages = best.lowered or lower(program, best.plan, best.pricer, rules)
-    for stage in stages:
-        check(stage, rules)
-    lowered = time.perf_counter()
-    source = stage_source(stages[0], f"Stage 0 of {type(model).__name__} on {best.plan.stages[0].mesh}.")
+    lowered = best.lowered or lower(program, best.plan, pricers, rules)
+    check_program(lowered, rules)
+    counted = best.account or account(lowered, best.plan.stages, program.templates, pricers, setting, rules)
+    done = time.perf_counter()
+    name = type(model).__name__
+    sources = tuple(stage_source(s, f"Stage {s.index} of {name} on {s.mesh}.") for s in lowered.stages)
+    pipeline = pipeline_source(lowered, program, f"The pipeline of {name} on {best.plan.ranks} ranks.")
     emitted = time.perf_counter()
-    counted = account(stages[0], best.pricer, program, setting)
-    prediction = Prediction(best.solution.cost, counted.peak_bytes, counted.comm_time_s)
+    step_s = best.solution.cost if len(lowered.stages) == 1 else counted.step_time_s
+    prediction = Prediction(step_s, counted.peak_bytes, counted.comm_time_s)
     plan = replace(best.plan, predicted={
         "step_time_s": prediction.step_time_s, "peak_bytes": prediction.peak_bytes, "comm_time_s": prediction.comm_time_s,
     })  # fmt: skip
     others = tuple(
         Alternative(
-            f"{c.plan.origin} {c.plan.stages[0].mesh}", c.plan, Prediction(c.solution.cost, c.solution.memory, 0.0)
+            f"{c.plan.origin} {c.plan.show_meshes()}", c.plan, Prediction(c.solution.cost, c.solution.memory, 0.0)
         )
         for c in candidates[1:]
     )
@@ -243,8 +280,8 @@ def emit_program(
         "variables_after": solution.after.get("variables", 0), "unknown_ops": list(rules.unknown),
         "discovered_rules": dict(rules.discovered),
     }  # fmt: skip
-    timings = {"capture_s": 0.0, "plan_s": 0.0, "lower_s": lowered - started, "emit_s": emitted - lowered}
+    timings = {"capture_s": 0.0, "plan_s": 0.0, "lower_s": done - started, "emit_s": emitted - done}
     return ParallelProgram(
-        plan, cluster, prediction, others, timings, solver, program, stages, (source,), options, optimizer, model, exported,
-        rules, setting, inputs, loss_fn, targets, counted,
+        plan, cluster, prediction, others, timings, solver, program, lowered, sources, pipeline, options, optimizer, model,
+        exported, rules, setting, inputs, counted, loss_fn, targets,
     )  # fmt: skip

@@ -55,7 +55,7 @@ def check_batch_dims(given: Any, leaves: Sequence[torch.Tensor], names: Sequence
 
 def check_plan(plan: Plan, program: Program) -> None:
     """Raises PlanError where stages, calls and parameters of a plan for `program` do not add up."""
-    ranks = sum(s.mesh.size for s in plan.stages)
+    ranks = sum(size for _, size in {(s.mesh.offset, s.mesh.size) for s in plan.stages})
     if ranks != plan.ranks:
         raise PlanError(f"the plan is corrupt: its meshes have {ranks} ranks in all, it says {plan.ranks}")
     if [c for s in plan.stages for c in range(*s.calls)] != list(range(len(program.calls))):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -17,6 +17,11 @@ class Options:
     """Choices of one compilation.
 
     microbatches: pieces the global batch is cut into along its batch dim; gradients accumulate, synchronised once.
+        None: one without a pipeline, else what the search finds best.
+    pp: groups of ranks that the program is cut over as a pipeline (1: none). None: searched.
+    schedule: of the pipeline, a name of autopar.passes.schedule ("1f1b", "zb-h1", …) or "auto": the fastest that fits.
+    chunks: stages per group of ranks (interleaved schedules). None: searched.
+    stage_boundaries: module paths at which a stage starts, such as ["layers.8", "layers.16"].
     mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks.
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
         (parameters sharded), "megatron" (parameters sharded over the last mesh axis only).
@@ -29,7 +34,11 @@ class Options:
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
-    microbatches: int = 1
+    microbatches: int | None = None
+    pp: int | None = None
+    schedule: str = "auto"
+    chunks: int | None = None
+    stage_boundaries: Sequence[str] | None = None
     mesh: Mapping[str, int] | None = None
     strategy: str = "auto"
     constraints: Mapping[str, str] = field(default_factory=dict)
@@ -44,16 +53,24 @@ class Options:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise InputError(f"Options.{name} must be a dict, it is a {type(value).__name__}")
-        for name, kind in (("microbatches", int), ("memory_fraction", Real), ("solver_time_limit_s", Real), ("seed", int)):
+        counts = ("microbatches", "pp", "chunks")
+        for name, kind in (*((n, int) for n in counts), ("memory_fraction", Real), ("solver_time_limit_s", Real), ("seed", int)):
             value = getattr(self, name)
+            if name in counts and value is None:
+                continue
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise InputError(f"Options.{name} must be a number, it is {value!r}")
         if self.solver_time_limit_s <= 0 or (self.memory_bytes is not None and self.memory_bytes <= 0):
             raise InputError("Options.solver_time_limit_s and Options.memory_bytes must be positive")
         if self.mesh is not None and not all(isinstance(n, int) for n in self.mesh.values()):
             raise InputError(f"Options.mesh maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {dict(self.mesh)}")
-        if self.microbatches < 1:
-            raise InputError(f"Options.microbatches must be at least 1, it is {self.microbatches}")
+        for name in counts:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"Options.{name} must be at least 1, it is {getattr(self, name)}")
+        if isinstance(self.stage_boundaries, str) or not all(isinstance(b, str) for b in self.stage_boundaries or ()):
+            raise InputError(
+                f"Options.stage_boundaries is a list of module paths, such as ['layers.8']; it is {self.stage_boundaries!r}"
+            )
         if self.strategy not in STRATEGIES:
             raise InputError(f"Options.strategy {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
         if not 0 < self.memory_fraction <= 1:

@@ -49,7 +49,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the compiler decided. `origin` says who decided (solver, a baseline's name, random seed, a person)."""
+    """Everything the compiler decided. `origin` says who decided (solver, a baseline's name, random seed, a person).
+
+    stages: in program order; stages on the same ranks are interleaved. schedule: a name of `passes.schedule`. table: the
+    actions of every group where they do not follow from the name ("F0.0 F1.0 B0.0 …"). placement: logical rank of every
+    physical one (empty: the same).
+    """
 
     program: str
     cluster: str
@@ -59,16 +64,27 @@ class Plan:
     schedule: str = "none"
     origin: str = "solver"
     predicted: dict[str, float] = field(default_factory=dict, compare=False)
+    table: tuple[str, ...] = ()
+    placement: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_dict(), sort_keys=True))
+
+    def show_meshes(self) -> str:
+        """`dp=2×tp=2`, or the meshes of a pipeline's stages: `1f1b of 2 stages on dp=2`."""
+        meshes = list(dict.fromkeys(str(stage.mesh) for stage in self.stages))
+        if len(self.stages) == 1:
+            return meshes[0]
+        shown = ", ".join(meshes[:4]) + (", …" if len(meshes) > 4 else "")
+        return f"{self.schedule} of {len(self.stages)} stages on {shown}, {self.microbatches} microbatches"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
             "autopar_plan": VERSION, "program": self.program, "cluster": self.cluster, "ranks": self.ranks,
             "microbatches": self.microbatches, "schedule": self.schedule, "origin": self.origin,
-            "predicted": self.predicted, "stages": [_stage_out(s) for s in self.stages],
+            "predicted": self.predicted, "table": list(self.table), "placement": list(self.placement),
+            "stages": [_stage_out(s) for s in self.stages],
         }  # fmt: skip
 
     @staticmethod
@@ -86,7 +102,8 @@ class Plan:
             return Plan(
                 str(data["program"]), str(data["cluster"]), int(data["ranks"]),
                 tuple(_stage_in(s) for s in data["stages"]), int(data["microbatches"]), str(data["schedule"]),
-                str(data["origin"]), dict(data["predicted"]),
+                str(data["origin"]), dict(data["predicted"]), tuple(map(str, data.get("table", ()))),
+                tuple(map(int, data.get("placement", ()))),
             )  # fmt: skip
         except KeyError as error:
             raise PlanError(f"the plan is corrupt: {error} is missing; compile again to write a new one") from error

@@ -22,10 +22,11 @@ def time_text(seconds: float) -> str:
 
 def report(program: Any) -> str:
     """Text of `ParallelProgram.report()`."""
-    plan, ir, stage = program.plan, program.ir, program.stages[0]
+    plan, ir = program.plan, program.ir
     predicted, solver = program.predicted, program.solver
+    where = f"mesh {program.stages[0].mesh}" if len(program.stages) == 1 else plan.show_meshes()
     lines = [
-        f"{'training' if program.training else 'inference'} on {plan.ranks} ranks, mesh {stage.mesh}, chosen by "
+        f"{'training' if program.training else 'inference'} on {plan.ranks} ranks, {where}, chosen by "
         f"{plan.origin} ({solver['method']}, gap {solver['gap']:.2%}, {solver['variables_before']} variables reduced to "
         f"{solver['variables_after']})",
         f"{len(ir.calls)} calls of {len(ir.templates)} templates: "
@@ -36,9 +37,13 @@ def report(program: Any) -> str:
         + ")",
     ]
     if plan.microbatches > 1:
-        lines.append(f"{plan.microbatches} microbatches, gradients synchronised once per step")
-    lines += _storage(stage)
+        lines.append(f"{plan.microbatches} microbatches, gradients synchronised once per step" + _coupled(ir))
+    if len(program.stages) > 1:
+        lines += _pipeline(program)
+    for stage in program.stages[:1] if len({s.mesh.axes for s in program.stages}) == 1 else program.stages:
+        lines += _storage(stage)
     lines += _communication(program)
+    lines += _placement(program)
     if program.alternatives:
         lines.append("alternatives:")
         lines += [
@@ -52,6 +57,55 @@ def report(program: Any) -> str:
     timings = program.timings
     lines.append("compiled in " + ", ".join(f"{k.removesuffix('_s')} {v:.2f} s" for k, v in timings.items()))
     return "\n".join(lines)
+
+
+def _coupled(ir: Any) -> str:
+    if ir.loss_kind != "coupled":
+        return ""
+    return " (the model's statistics couple the batch: each microbatch counts as a batch of its own)"
+
+
+def _pipeline(program: Any) -> list[str]:
+    """Stages, what they take and hold, and what the schedule loses."""
+    timeline, lowered = program.account.timeline, program.lowered
+    lines = [
+        f"schedule {program.plan.schedule}: {time_text(timeline.makespan_s)} for {program.plan.microbatches} microbatches, "
+        f"{timeline.bubble_fraction:.1%} idle"
+    ]
+    for g, (stages, peak) in enumerate(zip(lowered.graph.groups, program.account.peaks, strict=True)):
+        for s in stages:
+            plan, counted = program.plan.stages[s], program.account.stages[s]
+            first, last = plan.calls
+            paths = [c.path for c in program.ir.calls[first:last] if c.path]
+            span = f" ({paths[0]} … {paths[-1]})" if paths else ""
+            times = ", ".join(f"{k} {time_text(v)}" for k, v in counted.seconds.items() if v)
+            lines.append(
+                f"  stage {s} on ranks {plan.mesh.offset} to {plan.mesh.offset + plan.mesh.size - 1}, {plan.mesh}: calls {first} "
+                f"to {last - 1}{span}; {times}"
+            )
+        lines.append(f"    group {g}: peak {size_text(peak)} per rank")
+    sent = sum(t.type.nbytes for t in lowered.transfers)
+    lines.append(f"  between stages: {len(lowered.transfers)} transfers, {size_text(sent)} per microbatch")
+    return lines
+
+
+def _placement(program: Any) -> list[str]:
+    """Which nodes ranks are moved to, where they are not in order."""
+    placement = program.plan.placement
+    if not placement:
+        return []
+    from autopar.placing import placement_gain
+
+    level = program.cluster.levels[0]
+    nodes: dict[int, list[int]] = {}
+    for physical, logical in enumerate(placement):
+        nodes.setdefault(level.group_of(physical), []).append(logical)
+    shown = " | ".join(", ".join(map(str, sorted(ranks))) for ranks in list(nodes.values())[:8])
+    gain = placement_gain(program.plan, program.lowered, program.account, program.cluster)
+    return [
+        f"placement: {level.name}s run ranks {shown}{' | …' if len(nodes) > 8 else ''}; what is sent takes {gain:.0%} less of "
+        "the links, each byte weighed by how slow its link is, than with ranks in order"
+    ]
 
 
 def _storage(stage: Any) -> list[str]:

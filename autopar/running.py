@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from autopar import runtime
 from autopar.runtime import attention, ops, random, rnn
 from autopar.runtime.comm import Comm
 from autopar.runtime.session import Session
+from autopar.runtime.tables import world_mesh
 from autopar.runtime.threads import run_threads
 
 T = TypeVar("T")
@@ -30,24 +32,29 @@ def stage_module(source: str, name: str, extra: Mapping[str, Any] | None = None)
     return module
 
 
+@dataclass(frozen=True)
+class InProcess:
+    """An emitted program as modules of this process: pipeline.py and every stage."""
+
+    pipeline: Any
+    modules: tuple[Any, ...]
+
+
 def run_ranks(
-    module: types.ModuleType, mesh: Mapping[str, int], weights: Mapping[str, torch.Tensor],
+    pipeline: Any, modules: Sequence[Any], weights: Mapping[str, torch.Tensor],
     optimizer: Callable[..., torch.optim.Optimizer] | None, seed: int, body: Callable[[Session], T],
     dtype: torch.dtype | None = None, timeout_s: float = 600.0,
 ) -> list[T]:  # fmt: skip
-    """Start a session on every rank, load weights, run `body`; results in rank order."""
-    world = 1
-    for n in mesh.values():
-        world *= n
+    """Start a session on every rank, load weights, run `body`; results in rank order. modules: of all stages."""
 
     def rank(comm: Comm) -> T:
-        session = Session(module, comm, optimizer, seed, dtype=dtype)
+        session = Session(pipeline, modules, comm, optimizer, seed, dtype=dtype)
         session.load_weights(weights)
         return body(session)
 
     threads = torch.get_num_threads()
     try:
-        return run_threads(world, mesh, rank, timeout_s)
+        return run_threads(pipeline.WORLD, world_mesh(pipeline), rank, timeout_s)
     finally:
         torch.set_num_threads(threads)
 

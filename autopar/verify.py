@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import running
 from autopar.capture.trees import flatten, rebuild
-from autopar.codegen.directory import user_ops_source
+from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_source
-from autopar.compiled import ParallelProgram
+from autopar.compiled import ParallelProgram, in_process
 from autopar.errors import InputError
-from autopar.ir.lowered import Function, Line, LoweredStage
+from autopar.ir.lowered import Function, Line, LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import RANDOM_OPS, op_name
-from autopar.passes.costs import Pricer
+from autopar.passes.costs import Pricer, Pricers
 from autopar.passes.lower import lower
 from autopar.passes.shard.planner import extract
 from autopar.passes.shard.problem import Problem
@@ -74,14 +74,13 @@ def verify(
     leaves = [_cast(t, dtype) for t in given]
     weights = {k: _cast(v, dtype) for k, v in _weights(program, model).items()}
     if not _random(program):
-        ours = _ours(program, program.stages[0], program.mesh, leaves, weights, steps, dtype)
+        ours = _ours(program, program.lowered, leaves, weights, steps, dtype)
         return Verification(compare(ours, _eager(program, model, batch, steps, dtype)), TOLERANCE[dtype])
     one = one_rank(program)
-    alone = dict.fromkeys(program.mesh, 1)
-    ours = _ours(program, program.stages[0], program.mesh, leaves, weights, steps, dtype)
-    errors = compare(ours, _ours(program, one, alone, leaves, weights, steps, dtype))
+    ours = _ours(program, program.lowered, leaves, weights, steps, dtype)
+    errors = compare(ours, _ours(program, one, leaves, weights, steps, dtype))
     if _only_dropout(program):
-        still = _ours(program, without_dropout(one), alone, leaves, weights, steps, dtype)
+        still = _ours(program, without_dropout(one), leaves, weights, steps, dtype)
         with _no_dropout(model) as quiet:
             against = compare(still, _eager(program, quiet, batch, steps, dtype))
         errors |= {f"without dropout/{k}": v for k, v in against.items()}
@@ -153,16 +152,16 @@ def _only_dropout(program: ParallelProgram) -> bool:
 # --- our side -----------------------------------------------------------------------------------------------------------
 
 
-def one_rank(program: ParallelProgram) -> LoweredStage:
+def one_rank(program: ParallelProgram) -> LoweredProgram:
     """The captured program on one rank."""
-    mesh = Mesh(tuple((axis, 1) for axis in program.mesh))
-    pricer = Pricer(program.cluster, mesh)
-    problem = Problem(program.ir, pricer, program.rules, program.setting)
+    mesh = Mesh.of(dp=1)
+    problem = Problem(program.ir, Pricer(program.cluster, mesh), program.rules, program.setting)
     plan = extract(problem, [0] * len(problem.graph.keys), program.cluster, program.options, "one rank")
-    return lower(program.ir, plan, pricer, program.rules)[0]
+    plan = replace(plan, microbatches=program.plan.microbatches)
+    return lower(program.ir, plan, Pricers(program.cluster), program.rules)
 
 
-def without_dropout(stage: LoweredStage) -> LoweredStage:
+def without_dropout(lowered: LoweredProgram) -> LoweredProgram:
     """The same lines with every dropout probability 0."""
 
     def quiet(line: Line) -> Line:
@@ -170,23 +169,26 @@ def without_dropout(stage: LoweredStage) -> LoweredStage:
             return line
         return replace(line, kwargs={**line.kwargs, "p": 0.0})
 
-    def silence(f: Function) -> Function:
-        return replace(f, lines=tuple(map(quiet, f.lines)))
+    def silence(f: Function | None) -> Any:
+        return replace(f, lines=tuple(map(quiet, f.lines))) if f is not None else None
 
-    templates = {
-        name: replace(t, forward=silence(t.forward), backward=silence(t.backward) if t.backward is not None else None)
-        for name, t in stage.templates.items()
-    }
-    return replace(stage, templates=templates)
+    def still(stage: LoweredStage) -> LoweredStage:
+        templates = {
+            name: replace(t, forward=silence(t.forward), backward=silence(t.backward), weights=silence(t.weights))
+            for name, t in stage.templates.items()
+        }
+        return replace(stage, templates=templates)
+
+    return replace(lowered, stages=tuple(map(still, lowered.stages)))
 
 
 def _ours(
-    program: ParallelProgram, stage: LoweredStage, mesh: dict[str, int], leaves: Sequence[torch.Tensor], weights: Values,
-    steps: int, dtype: torch.dtype,
+    program: ParallelProgram, lowered: LoweredProgram, leaves: Sequence[torch.Tensor], weights: Values, steps: int,
+    dtype: torch.dtype,
 ) -> Values:  # fmt: skip
-    source = stage_source(stage, "verification", dict.fromkeys(FLOATS, dtype))
-    extra = user_ops_source(program)
-    module = running.stage_module(source, "autopar_verify", {"user_ops": extra[1]} if extra else None)
+    replaced = dict.fromkeys(FLOATS, dtype)
+    sources = [stage_source(stage, "verification", replaced) for stage in lowered.stages]
+    made = in_process(program, lowered, sources, pipeline_source(lowered, program.ir, "verification", replaced))
 
     def body(session: Any) -> Values:
         found: Values = {}
@@ -203,8 +205,9 @@ def _ours(
         return found
 
     every = running.run_ranks(
-        module, mesh, weights, program.optimizer if program.training else None, program.options.seed, body, dtype=dtype
-    )
+        made.pipeline, made.modules, weights, program.optimizer if program.training else None, program.options.seed, body,
+        dtype=dtype,
+    )  # fmt: skip
     worst = every[0]
     for other in every[1:]:
         for name, value in other.items():
@@ -277,7 +280,7 @@ def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, d
             named = dict(reference.named_parameters())
             trained = [p for p in named.values() if p.requires_grad]
             optimizer = program.optimizer(trained) if program.optimizer is not None else None
-            parts = program.plan.microbatches
+            parts = program.plan.microbatches if program.ir.loss_kind == "coupled" else 1
             for step in range(steps):
                 for p in trained:
                     p.grad = None
@@ -314,11 +317,11 @@ def _pieces(inputs: Any, parts: int, program: ParallelProgram) -> Iterator[Any]:
         if parts == 1:
             yield inputs
         else:
-            sizes = iter(program.ir.inputs)
+            sizes = iter(zip(program.ir.inputs, program.ir.batch_dims, strict=True))
 
             def cut(t: torch.Tensor, k: int = k, sizes: Any = sizes) -> torch.Tensor:
-                type_ = next(sizes)[1]
-                return t if tuple(t.shape) == type_.shape else t.chunk(parts)[k]
+                (_, type_), dim = next(sizes)
+                return t if dim is None or tuple(t.shape) == type_.shape else t.chunk(parts, dim)[k]
 
             yield _map(inputs, cut)
 

@@ -1,10 +1,11 @@
 """The emitted directory: files out.
 
     plan.json            the plan, replayable and hand-editable
+    pipeline.py          stages, what travels between them, and what every group of ranks does in a step
     program.json         facts for `autopar-dump` (mesh, collectives, storage, predictions)
     manifest.json        what run.py needs to know
     stages/stage_0.py    the code; ranks that are alike share it
-    ranks/rank_0.py …    one short file per rank: its coordinates and its stage
+    ranks/rank_0.py …    one short file per rank: its coordinates and its stages
     autopar_runtime/     the small runtime, torch only
     run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
     weights/             the model's weights, where it has any (torch.distributed.checkpoint)
@@ -16,7 +17,6 @@ import functools
 import inspect
 import json
 import shutil
-import sys
 import textwrap
 import types
 import warnings
@@ -26,8 +26,10 @@ from typing import Any
 import torch
 
 from autopar import runtime
+from autopar.codegen.facts import facts
 from autopar.codegen.stage import render
 from autopar.errors import EmitError
+from autopar.ir.lowered import LoweredProgram
 from autopar.ops.custom import USER_FUNCTIONS
 
 
@@ -43,12 +45,9 @@ def write_directory(program: Any, directory: Path) -> Path:
         (directory / name).mkdir()
     for i, source in enumerate(program.sources):
         (directory / "stages" / f"stage_{i}.py").write_text(source)
+    (directory / "pipeline.py").write_text(program.pipeline)
     for rank in range(min(program.plan.ranks, 1024)):
-        mesh = program.plan.stages[program.stage_of(rank)].mesh
-        where = mesh.coordinate(rank)
-        (directory / "ranks" / f"rank_{rank}.py").write_text(
-            render("rank.py.j2", rank=rank, stage=program.stage_of(rank), coordinates={a: where[a] for a in mesh.names})
-        )
+        (directory / "ranks" / f"rank_{rank}.py").write_text(render("rank.py.j2", rank=rank, **_place(program, rank)))
     home = Path(inspect.getfile(runtime)).parent
     target = directory / "autopar_runtime"
     shutil.rmtree(target, ignore_errors=True)
@@ -57,12 +56,10 @@ def write_directory(program: Any, directory: Path) -> Path:
     if own is not None:
         (directory / "user_ops.py").write_text(own[0])
     weights = _weights(program, directory)
-    stages = [f"stages/stage_{i}.py" for i in range(len(program.sources))]
     manifest = {
-        "world_size": program.plan.ranks, "mesh": program.mesh, "stages": stages,
-        "stage_of_rank": [program.stage_of(r) for r in range(program.plan.ranks)], "training": program.training,
-        "optimizer": optimizer, "seed": program.options.seed, "weights": weights,
-        "microbatches": program.plan.microbatches, "inputs": _inputs(program),
+        "world_size": program.plan.ranks, "pipeline": "pipeline.py", "training": program.training, "optimizer": optimizer,
+        "seed": program.options.seed, "weights": weights, "inputs": _inputs(program),
+        "placement": list(program.plan.placement) or None,
     }  # fmt: skip
     (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     (directory / "program.json").write_text(json.dumps(facts(program), indent=1) + "\n")
@@ -74,6 +71,15 @@ def write_directory(program: Any, directory: Path) -> Path:
         (directory / name).write_text(text)
     (directory / "launch.sh").chmod(0o755)
     return directory
+
+
+def _place(program: Any, rank: int) -> dict[str, Any]:
+    """Group, stages and mesh coordinates (per stage where there are several) of a rank."""
+    group = program.group_of(rank)
+    stages = program.lowered.graph.groups[group]
+    where = [program.plan.stages[s].mesh.coordinate(rank) for s in stages]
+    named = [{a: w[a] for a in program.plan.stages[s].mesh.names} for s, w in zip(stages, where, strict=True)]
+    return {"group": group, "stages": list(stages), "coordinates": named[0] if len(named) == 1 else named}
 
 
 def optimizer_entry(factory: Any) -> dict[str, Any] | None:
@@ -125,14 +131,13 @@ def _inputs(program: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def user_ops_source(program: Any) -> tuple[str, types.ModuleType] | None:
+def user_ops_source(program: Any, lowered: LoweredProgram | None = None) -> tuple[str, types.ModuleType] | None:
     """Source of the user's registered ops that a program uses, and the same as a module."""
     used = {
         line.op.split(".")[1]
-        for stage in program.stages
+        for stage in (lowered or program.lowered).stages
         for template in stage.templates.values()
-        for function in (template.forward, template.backward)
-        if function is not None
+        for function in template.functions
         for line in function.lines
         if line.op.startswith("autopar_ops.")
     }
@@ -154,48 +159,3 @@ def _source(function: Any, name: str) -> str:
         raise EmitError(f"the source of the registered op {name} is not available; define it in a file") from error
     start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
     return "\n\n" + "\n".join(lines[start:])
-
-
-def facts(program: Any) -> dict[str, Any]:
-    """What `autopar-dump` shows, as plain data."""
-    stage = program.stages[0]
-    return {
-        "autopar_program": 1, "torch": torch.__version__, "python": sys.version.split()[0], "training": program.training,
-        "mesh": program.mesh, "ranks": program.plan.ranks, "origin": program.plan.origin, "solver": program.solver,
-        "predicted": program.plan.predicted, "timings": program.timings,
-        "memory": program.account.resting_bytes, "peak_bytes": program.account.peak_bytes,
-        "alternatives": [{"name": a.name, "step_time_s": a.predicted.step_time_s, "peak_bytes": a.predicted.peak_bytes}
-                         for a in program.alternatives],
-        "microbatches": program.plan.microbatches, "model": type(program.model).__name__, "cluster": program.cluster.name,
-        "inputs": {n: s.show(t) for n, t, s in stage.inputs}, "outputs": {n: s.show(t) for n, t, s in stage.outputs},
-        "calls": [{"template": c.template, "path": c.path} for c in program.ir.calls],
-        "templates": {
-            name: {
-                "arguments": {n: s.show(y) for n, (y, s) in t.forward.arg_types.items()},
-                "results": [n for n in t.forward.returns if n], "saved": list(t.saved),
-                "forward": [_line(line) for line in t.forward.lines],
-                "backward_arguments": {n: s.show(y) for n, (y, s) in _arguments(t.backward)},
-                "backward_results": [n for n in t.backward.returns if n] if t.backward is not None else [],
-                "backward": [_line(line) for line in t.backward.lines] if t.backward is not None else [],
-            }
-            for name, t in stage.templates.items()
-        },
-        "step": [_line(line) for line in stage.step.lines],
-        "collectives": [vars(c) for c in program.account.collectives],
-        "parameters": {
-            p.name: {"stored": p.storage.show(p.type), "gradient_and_optimizer": p.optimizer.show(p.type),
-                     "trained": p.contributions > 0, "local_bytes": p.storage.local_bytes(p.type, stage.mesh),
-                     "reduction": [list(step) for step in p.reduce]}
-            for p in stage.parameters.values()
-        },
-    }  # fmt: skip
-
-
-def _arguments(function: Any) -> list[tuple[str, Any]]:
-    return [(n, function.arg_types[n]) for n in function.args] if function is not None else []
-
-
-def _line(line: Any) -> dict[str, Any]:
-    shown = [s.show(t) if t is not None and s is not None else "" for t, s in zip(line.types, line.specs, strict=False)]
-    return {"out": list(line.outs), "op": line.op, "reads": list(line.reads()), "specs": shown, "phase": line.phase,
-            "source": line.source, "axis": line.args[1] if line.op.startswith("comm.") else None}  # fmt: skip

@@ -220,3 +220,14 @@ def show_types(line: Line) -> str:
 
 def table_type(type_: TensorType, printer: Printer) -> str:
     return f"shape={tuple(type_.shape)!r}, dtype={printer.dtype(type_.dtype)!r}"
+
+
+def targets(line: Line) -> str:
+    """Left-hand side of a line."""
+    return ", ".join(line.outs) + ("," if len(line.outs) == 1 and len(line.types) == 1 and _is_list(line.op) else "")
+
+
+def _is_list(op: str) -> bool:
+    """Whether the op returns its results in a list, which may have one entry."""
+    returns = target_of(op)._schema.returns if "." in op and not op.startswith("comm.") else []
+    return len(returns) == 1 and str(returns[0].type).startswith("List")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 
-from autopar.codegen.printer import Dtypes, Printer, body, fuse_bias, show_types
-from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate, Ref
-from autopar.ir.spec import Spec
-from autopar.ops.discover import target_of
+from autopar.codegen.actions import stage_functions
+from autopar.codegen.printer import Dtypes, Printer, body, fuse_bias, show_types, targets
+from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate, Row
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("autopar.codegen", "templates"), trim_blocks=True, lstrip_blocks=True,
@@ -30,26 +30,35 @@ def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) 
         functions.append(_forward(template, printer))
         if template.backward is not None:
             functions.append(_backward(template, printer))
+        if template.weights is not None:
+            functions.append(_weights(template, printer))
     return render(
-        "stage.py.j2", title=title, stage=stage, functions=functions, step=_step(stage, printer),
+        "stage.py.j2", title=title, stage=stage, functions=functions, actions=stage_functions(stage, printer),
         parameters=[_parameter(p, printer) for p in stage.parameters.values()],
         buffers=[(n, f"dict(shape={t.shape!r}, dtype={printer.dtype(t.dtype)!r}, spec={((),) * len(t.shape)!r})")
                  for n, t in stage.buffers.items()],
-        inputs=[_tensor_row(n, t, s, printer) for n, t, s in stage.inputs],
-        outputs=[_tensor_row(n, t, s, printer) for n, t, s in stage.outputs],
+        inputs=[_row(row, printer) for row in stage.inputs], outputs=[_row(row, printer) for row in stage.outputs],
         gradients=[(p.name, f"dict(contributions={p.contributions}, steps={p.reduce!r})")
                    for p in stage.parameters.values() if p.contributions],
+        ports={
+            "RECEIVES": [p.name for p in stage.received], "SENDS": [p.name for p in stage.sent],
+            "GRADIENT_RECEIVES": [p.name for p in stage.gradients_received],
+            "GRADIENT_SENDS": [p.name for p in stage.gradients_sent],
+        },
         mesh=dict(stage.mesh.axes), user_ops=_uses(stage, "autopar_ops."),
     )  # fmt: skip
 
 
 def _uses(stage: LoweredStage, prefix: str) -> bool:
-    functions = [f for t in stage.templates.values() for f in (t.forward, t.backward) if f is not None]
+    functions = [f for t in stage.templates.values() for f in t.functions]
     return any(line.op.startswith(prefix) for f in functions for line in f.lines)
 
 
-def _tensor_row(name: str, type_: Any, spec: Spec, printer: Printer) -> str:
-    return f"dict(name={name!r}, shape={type_.shape!r}, dtype={printer.dtype(type_.dtype)!r}, spec={spec.dims!r})"
+def _row(row: Row, printer: Printer) -> str:
+    return (
+        f"dict(index={row.index}, name={row.name!r}, shape={row.type.shape!r}, dtype={printer.dtype(row.type.dtype)!r}, "
+        f"spec={row.spec.dims!r}, batch_dim={row.batch_dim!r})"
+    )
 
 
 def _parameter(p: Any, printer: Printer) -> tuple[str, str]:
@@ -60,19 +69,9 @@ def _parameter(p: Any, printer: Printer) -> tuple[str, str]:
 
 def _statement(printer: Printer) -> Any:
     def text(line: Line) -> str:
-        return f"{_targets(line)} = {printer.expression(line)}  # {show_types(line)}"
+        return f"{targets(line)} = {printer.expression(line)}  # {show_types(line)}"
 
     return text
-
-
-def _targets(line: Line) -> str:
-    return ", ".join(line.outs) + ("," if len(line.outs) == 1 and len(line.types) == 1 and _is_list(line.op) else "")
-
-
-def _is_list(op: str) -> bool:
-    """Whether the op returns its results in a list, which may have one entry."""
-    returns = target_of(op)._schema.returns if "." in op and not op.startswith("comm.") else []
-    return len(returns) == 1 and str(returns[0].type).startswith("List")
 
 
 def _signature(function: Function) -> list[str]:
@@ -94,83 +93,36 @@ def _forward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
 def _backward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
     function = template.backward
     assert function is not None
-    lines = body(function, _statement(printer), {n for n in function.returns if n})
-    if template.saved:
-        comma = "," if len(template.saved) == 1 else ""
-        lines = [f"{', '.join(template.saved)}{comma} = saved", "saved.clear()", *lines]
+    returned = {n for n in function.returns if n} | set(template.later)
+    lines = _unpack("saved", template.saved, body(function, _statement(printer), returned))
     results = [n or "None" for n in function.returns]
+    if template.later:
+        results.append(f"[{', '.join(template.later)}]")
+    what = "gradients of its inputs" + ("" if template.weights else ", then of its parameters")
     return {
         "name": function.name, "args": ["rt", "call", "saved", *function.args], "doc": _signature(function),
-        "what": f"Backward of template {template.name}: gradients of its inputs, then of its parameters.",
-        "body": lines, "result": ", ".join(results) + ("," if len(results) == 1 else ""),
+        "what": f"Backward of template {template.name}: {what}.", "body": lines, "result": _tuple(results),
     }  # fmt: skip
 
 
-def _step(stage: LoweredStage, printer: Printer) -> dict[str, Any]:
-    def text(line: Line) -> str:
-        kind = line.op
-        if kind == "call.forward":
-            name, index, params, inputs = line.args
-            template = stage.templates[name]
-            outs = list(line.outs)
-            if template.backward is not None and not line.kwargs["keep"]:
-                outs.append("_")
-            arguments = [*(_param(p) for p in params), *(x.name for x in inputs)]
-            return _call(", ".join(outs), template.forward.name, ["rt", str(index), *arguments])
-        if kind == "call.backward":
-            name, index, saved, params, tangents = line.args
-            function = stage.templates[name].backward
-            assert function is not None
-            targets = ", ".join(line.outs) + ("," if len(line.outs) == 1 else "")
-            arguments = [saved.name, *(_param(p) for p in params), *(t.name for t in tangents)]
-            return _call(targets, function.name, ["rt", str(index), *arguments])
-        if kind == "params.prefetch":
-            key, gathers = line.args
-            rows = "".join(f"    ({name!r}, {steps!r}),\n" for name, steps in gathers)
-            return f"rt.prefetch({key!r}, [\n{rows}])"
-        if kind == "params.take":
-            return f"{', '.join(line.outs)}{',' if len(line.outs) == 1 else ''} = rt.take({line.args[0]!r})"
-        if kind == "grads.add":
-            owned = ", owned=True" if line.kwargs.get("owned") else ""
-            return f"rt.grads.add({line.args[0]!r}, {line.args[1].name}{owned})"
-        if kind == "grads.sum":
-            return f"{line.outs[0]} = rt.grads.start_sum({line.args[0].name}, {line.args[1]!r})  # {show_types(line)}"
-        if kind == "grads.seed":
-            (type_,) = line.args
-            return f"{line.outs[0]} = torch.ones({type_.shape!r}, dtype={printer.value(type_.dtype)}, device=rt.device)"
-        if kind == "grads.zero":
-            type_, spec = line.args
-            local = spec.local_shape(type_.shape, stage.mesh)
-            return f"{line.outs[0]} = torch.zeros({local!r}, dtype={printer.value(type_.dtype)}, device=rt.device)"
-        if kind == "buffer.read":
-            return f"{line.outs[0]} = rt.buffers[{line.args[0]!r}]"
-        if kind == "buffer.write":
-            return f"rt.buffers[{line.args[0]!r}].copy_({line.args[1].name})"
-        return f"{_targets(line)} = {printer.expression(line)}  # {show_types(line)}"
-
-    function = stage.step
-    returned = {n for n in function.returns if n}
+def _weights(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
+    function = template.weights
+    assert function is not None
+    lines = _unpack("later", function.args, body(function, _statement(printer), {n for n in function.returns if n}))
     return {
-        "inputs": list(function.args), "body": body(function, text, returned),
-        "result": ", ".join(n or "None" for n in function.returns),
+        "name": function.name, "args": ["rt", "call", "later"], "doc": _signature(function),
+        "what": f"Gradients of the parameters of template {template.name}.", "body": lines,
+        "result": _tuple([n or "None" for n in function.returns]),
     }  # fmt: skip
 
 
-def _param(p: Ref | str) -> str:
-    return p.name if isinstance(p, Ref) else f"rt.params[{p!r}]"
+def _unpack(source: str, names: Sequence[str], lines: list[str]) -> list[str]:
+    """Take the values out of a list, which then holds them no longer."""
+    if not names:
+        return lines
+    comma = "," if len(names) == 1 else ""
+    return [f"{', '.join(names)}{comma} = {source}", f"{source}.clear()", *lines]
 
 
-def _call(targets: str, function: str, arguments: list[str]) -> str:
-    one = f"{targets} = {function}({', '.join(arguments)})"
-    if len(one) <= 116:
-        return one
-    lines: list[str] = []
-    current = "   "
-    for a in arguments:
-        if len(current) + len(a) > 112:
-            lines.append(current)
-            current = "   "
-        current += f" {a},"
-    lines.append(current)
-    joined = "\n".join(lines)
-    return f"{targets} = {function}(\n{joined}\n)"
+def _tuple(results: list[str]) -> str:
+    return ", ".join(results) + ("," if len(results) == 1 else "")

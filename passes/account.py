@@ -1,22 +1,29 @@
-"""What a lowered step costs beyond its ops: bytes alive at every line, and the collectives with their bytes.
+"""What a lowered program costs: seconds of every action, the collectives with their bytes, peak bytes of every group.
 
-Bytes are counted by walking the step as it runs: parameters, gradients and optimizer state rest all the time; values
-live from their line to their last use; a template call adds the largest moment inside it.
+Seconds of an action are those of its ops on their blocks and of its conversions, line by line; a stage's step adds the
+gradient reductions, the optimizer and the gathers of updated parameters once. The schedule turns them into a step time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from autopar.ir.lowered import Function, Line, LoweredStage, Ref
-from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
+from autopar.costmodel.simulate import Timeline, makespan_s, simulate
+from autopar.ir.lowered import Function, Line, LoweredProgram, LoweredStage, LoweredTemplate, Ref, StoredParameter
+from autopar.ir.program import Template
+from autopar.ir.schedule import StageGraph, Table
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.ops.registry import find
-from autopar.passes.costs import Pricer
+from autopar.passes.costs import Pricer, Pricers
+from autopar.passes.memory import StageMemory, group_peaks, stage_memory, value_bytes
 from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.rules import RuleBook
+from autopar.plan import StagePlan, TemplatePlan
+
+Add = Callable[[str, str, str, float, int], None]
 
 
 @dataclass(frozen=True)
@@ -29,142 +36,209 @@ class Collective:
     nbytes: float
     times: int
     time_s: float
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class StageAccount:
+    """One stage on one of its ranks. seconds: of one action by kind, communication included; step_s: once per step."""
+
+    memory: StageMemory
+    seconds: dict[str, float]
+    step_s: float
+    collectives: tuple[Collective, ...]
+
+    @property
+    def comm_time_s(self) -> float:
+        return sum(c.time_s for c in self.collectives)
 
 
 @dataclass(frozen=True)
 class Account:
-    """Per rank and step."""
+    """A whole program per step. peaks: bytes of a rank of every group. hand_over: seconds from stage to stage."""
 
-    peak_bytes: float
-    resting_bytes: dict[str, float]
+    stages: tuple[StageAccount, ...]
+    peaks: tuple[float, ...]
+    step_time_s: float
     comm_time_s: float
-    collectives: tuple[Collective, ...]
+    table: Table
+    graph: StageGraph
+    hand_over: dict[tuple[int, int], float]
+
+    @property
+    def seconds(self) -> dict[tuple[int, str], float]:
+        """Of one action, by (stage, kind)."""
+        return {(i, kind): s for i, stage in enumerate(self.stages) for kind, s in stage.seconds.items()}
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step, without what comes once at its end."""
+        return simulate(self.table, self.graph, self.seconds, self.hand_over)
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(self.peaks)
+
+    @property
+    def resting_bytes(self) -> dict[str, float]:
+        """Of the stage that rests most."""
+        return max((s.memory for s in self.stages), key=lambda m: m.resting_bytes).resting
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(c for s in self.stages for c in s.collectives)
 
 
-def account(stage: LoweredStage, pricer: Pricer, program: Program, setting: Setting) -> Account:
-    """Bytes and communication of a lowered stage."""
-    resting = _resting(stage, setting)
-    peak = sum(resting.values()) + _walk(stage)
-    found = _collectives(stage, pricer, program)
-    return Account(peak, resting, sum(c.time_s for c in found), tuple(found))
-
-
-def _resting(stage: LoweredStage, setting: Setting) -> dict[str, float]:
-    mesh = stage.mesh
-    parameters = gradients = optimizer = 0.0
-    for p in stage.parameters.values():
-        parameters += p.storage.local_bytes(p.type, mesh)
-        if p.contributions and stage.training:
-            shard = p.optimizer.local_bytes(p.type, mesh)
-            gradients += shard
-            optimizer += (
-                shard / p.type.dtype.itemsize * setting.state_ratio * max(setting.state_bytes, p.type.dtype.itemsize)
-            )
-    buffers = float(sum(t.nbytes for t in stage.buffers.values()))
-    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
-
-
-def _bytes(type_: TensorType | None, spec: Spec | None, mesh: Mesh) -> float:
-    return 0.0 if type_ is None or spec is None else float(spec.local_bytes(type_, mesh))
-
-
-def _is_view(line: Line) -> bool:
-    if line.op.startswith("comm."):
-        return line.op == "comm.slice"
-    definition = (
-        find(line.op) if "." in line.op and not line.op.startswith(("call.", "params.", "grads.", "buffer.")) else None
+def account(
+    lowered: LoweredProgram, plans: tuple[StagePlan, ...], templates: dict[str, Template], pricers: Pricers,
+    setting: Setting, rules: RuleBook,
+) -> Account:  # fmt: skip
+    """Bytes, communication and time of a lowered program."""
+    stages = tuple(
+        account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
+        for stage, plan in zip(lowered.stages, plans, strict=True)
     )
-    return definition is not None and definition.free
+    peaks = group_peaks(lowered, [s.memory for s in stages])
+    between = hand_over(lowered, pricers)
+    found = Account(stages, peaks, 0.0, max(s.comm_time_s for s in stages), lowered.table, lowered.graph, between)
+    return replace(found, step_time_s=step_seconds(found, lowered.table))
 
 
-@dataclass(frozen=True)
-class _Moment:
-    """What a function holds: `peak` bytes made inside, `kept` bytes of what it saves, outputs apart, `pinned` args."""
-
-    peak: float
-    kept: float
-    outputs: float
-    pinned: frozenset[str]
+def step_seconds(counted: Account, table: Table) -> float:
+    """Simulated seconds of a step under a table: its actions, then what comes once."""
+    span = makespan_s(table, counted.graph, counted.seconds, counted.hand_over)
+    return float(span + max(sum(counted.stages[s].step_s for s in group) for group in counted.graph.groups))
 
 
-def _roots(function: Function) -> dict[str, str]:
-    """The value whose memory a name shows: itself, or what it is a view of."""
-    root = {a: a for a in function.args}
+def hand_over(lowered: LoweredProgram, pricers: Pricers) -> dict[tuple[int, int], float]:
+    """Seconds that what crosses from stage to stage takes for one microbatch."""
+    found: dict[tuple[int, int], float] = {}
+    for t in lowered.transfers:
+        if lowered.graph.group_of[t.source] != lowered.graph.group_of[t.target]:
+            mesh = lowered.stages[t.target].mesh
+            seconds = pricers[mesh].hand_over_s(t.target_spec.local_bytes(t.type, mesh))
+            found[t.source, t.target] = found.get((t.source, t.target), 0.0) + seconds
+    return found
+
+
+def account_stage(
+    stage: LoweredStage, plan: StagePlan, templates: dict[str, Template], pricer: Pricer, setting: Setting,
+    rules: RuleBook,
+) -> StageAccount:  # fmt: skip
+    """Bytes, communication and seconds of one stage."""
+    found = tuple(_collectives(stage, pricer))
+    inside = {
+        name: template_seconds(t, plan.templates[name], templates[name], pricer, rules)
+        for name, t in stage.templates.items()
+    }
+    functions = zip("FBW", (stage.forward, stage.backward, stage.weights), strict=True)
+    seconds = {kind: _action_seconds(function, inside, stage, pricer) for kind, function in functions}
+    once = sum(gradient_work(stage, pricer, setting).values())
+    once += stage.microbatches * _action_seconds(stage.prepare, inside, stage, pricer)
+    return StageAccount(stage_memory(stage, setting), seconds, once, found)
+
+
+def _action_seconds(
+    function: Function | None, inside: dict[str, tuple[float, float, float]], stage: LoweredStage, pricer: Pricer
+) -> float:
+    """Seconds of one of a stage's functions; inside: of its templates' forward, backward and weights."""
+    if function is None:
+        return 0.0
+    total = 0.0
+    known = {n: value_bytes(*ts, stage.mesh) for n, ts in function.arg_types.items()}
     for line in function.lines:
-        source = next(iter(line.reads()), None)
-        for out in line.outs:
-            root[out] = root.get(source, out) if source is not None and _is_view(line) else out
-    return root
-
-
-def _inside(function: Function, mesh: Mesh, saved: tuple[str, ...] = ()) -> _Moment:
-    root = _roots(function)
-    outputs = {root.get(n, n) for n in function.returns if n}
-    held = {root.get(n, n) for n in saved}
-    last: dict[str, int] = {}
-    for i, line in enumerate(function.lines):
-        for name in (*line.reads(), *line.outs):
-            last[root.get(name, name)] = i
-    size: dict[str, float] = {}
-    alive = peak = 0.0
-    for i, line in enumerate(function.lines):
+        if line.op.startswith("call."):
+            total += inside[line.args[0]][{"call.forward": 0, "call.backward": 1}.get(line.op, 2)]
+        else:
+            total += line_seconds(line, known, stage, pricer)
         for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
-            if root[name] == name:
-                size[name] = _bytes(type_, spec, mesh)
-                alive += size[name]
-        peak = max(peak, alive)
-        for name in {root.get(n, n) for n in (*line.reads(), *line.outs)}:
-            if last[name] == i and name not in outputs and name not in held and name in size:
-                alive -= size.pop(name)
-    kept = sum(v for n, v in size.items() if n in held and n not in outputs)
-    pinned = frozenset(a for a in function.args if a in held)
-    return _Moment(peak, kept, sum(v for n, v in size.items() if n in outputs), pinned)
+            known[name] = value_bytes(type_, spec, stage.mesh)
+    return total
 
 
-def _walk(stage: LoweredStage) -> float:
-    """Largest bytes alive during the step beyond what rests."""
-    mesh = stage.mesh
-    forward = {n: _inside(t.forward, mesh, t.saved) for n, t in stage.templates.items()}
-    back = {n: _inside(t.backward, mesh) for n, t in stage.templates.items() if t.backward is not None}
-    lines = stage.step.lines
-    root = _roots(stage.step)
-    uses = [{root.get(n, n) for n in (*line.reads(), *line.outs)} for line in lines]
-    pinned: dict[str, set[str]] = {}
-    for line in lines:
-        if line.op == "call.forward" and line.kwargs["keep"]:
-            template = stage.templates[line.args[0]]
-            values = template.forward.args[len(line.args[2]) :]
-            names = {root.get(ref.name, ref.name) for arg, ref in zip(values, line.args[3], strict=True)
-                     if arg in forward[line.args[0]].pinned}  # fmt: skip
-            outs = set(line.outs[:-1])
-            pinned[line.outs[-1]] = names | {o for o, n in zip(line.outs, template.forward.returns, strict=False)
-                                             if n in set(template.saved) and o in outs}  # fmt: skip
-    for i, line in enumerate(lines):
-        for name in line.reads():
-            uses[i] |= pinned.get(name, set())
-    last = {name: i for i, names in enumerate(uses) for name in names}
-    size = {n: _bytes(*stage.step.arg_types[n], mesh) for n in stage.step.args}
-    alive = peak = sum(size.values())
-    for i, line in enumerate(lines):
-        if line.op == "call.forward":
-            peak = max(peak, alive + forward[line.args[0]].peak)
-        elif line.op == "call.backward":
-            peak = max(peak, alive + back[line.args[0]].peak)
+def line_seconds(line: Line, known: dict[str, float], stage: LoweredStage, pricer: Pricer) -> float:
+    """Seconds of what happens between calls: conversions, gathers, the loss's sum. known: bytes of the values so far."""
+    if line.op == "params.prefetch":
+        rows = ((stage.parameters[name], steps) for name, steps in line.args[1])
+        return sum(_steps_s(pricer, p.type, p.storage, steps) for p, steps in rows)
+    if line.op == "grads.sum":
+        nbytes = float(line.types[0].nbytes) if line.types[0] else 0.0
+        return sum(pricer.bucketed_s("all_reduce", nbytes, axis) for axis in line.args[1])
+    return _line_s(line, known, pricer) if line.op.startswith("comm.") else 0.0
+
+
+def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict[str, float]:
+    """Per trained parameter the seconds once per step: gradient reduction, optimizer, gather of the updated value."""
+    touched = 3 + 2 * setting.state_ratio
+    found = {}
+    for p in stage.parameters.values():
+        if p.contributions:
+            total: list[float] = []
+
+            def add(kind: str, axis: str, what: str, nbytes: float, times: int, total: list[float] = total) -> None:
+                if pricer.mesh.sizes[axis] > 1 and kind not in ("slice", "to_partial", "shard"):
+                    total.append(times * pricer.bucketed_s(kind, nbytes, axis))
+
+            _reductions(add, p, pricer)
+            _steps(add, "", p.type, p.optimizer, p.regather, pricer, 1)
+            optimizer = touched * p.optimizer.local_bytes(p.type, stage.mesh) * pricer.copy_s if p.owned else 0.0
+            found[p.name] = sum(total) + optimizer
+    return found
+
+
+def template_seconds(
+    lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+) -> tuple[float, float, float]:
+    """Seconds of one call's forward, backward and weights on a block."""
+    return (
+        _function_s(lowered.forward, plan, template, pricer, rules),
+        _function_s(lowered.backward, plan, template, pricer, rules),
+        _function_s(lowered.weights, plan, template, pricer, rules),
+    )
+
+
+def _function_s(
+    function: Function | None, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+) -> float:
+    if function is None:
+        return 0.0
+    known = {n: value_bytes(*ts, pricer.mesh) for n, ts in function.arg_types.items()}
+    total = 0.0
+    for line in function.lines:
+        if line.op.startswith("comm."):
+            total += _line_s(line, known, pricer)
+        elif line.node in template.op_calls:
+            call = template.op_calls[line.node]
+            total += pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
         for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
-            if root[name] != name or line.op == "buffer.read":
-                continue
-            size[name] = (
-                forward[line.args[0]].kept if line.op == "call.forward" and type_ is None else _bytes(type_, spec, mesh)
-            )
-            alive += size[name]
-        peak = max(peak, alive)
-        for name in uses[i]:
-            if last[name] == i and name in size:
-                alive -= size.pop(name)
-    return peak
+            known[name] = value_bytes(type_, spec, pricer.mesh)
+    return total
 
 
-def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[Collective]:
+def _line_s(line: Line, known: dict[str, float], pricer: Pricer) -> float:
+    kind, axis = line.op.removeprefix("comm."), line.args[1]
+    if kind in ("slice", "to_partial"):
+        return 0.0
+    source = line.args[0]
+    held = known.get(source.name, 0.0) if isinstance(source, Ref) else 0.0
+    size = pricer.mesh.sizes[axis]
+    return pricer.collective_s(kind, held * size if kind == "all_gather" else held, axis) if size > 1 else 0.0
+
+
+def _steps_s(pricer: Pricer, type_: TensorType, start: Spec, steps: tuple[Any, ...]) -> float:
+    """Seconds of a parameter's steps from one spec to another."""
+    total = 0.0
+
+    def add(kind: str, axis: str, what: str, nbytes: float, times: int) -> None:
+        nonlocal total
+        if kind not in ("shard", "slice") and pricer.mesh.sizes[axis] > 1:
+            total += times * pricer.collective_s(kind, nbytes, axis)
+
+    _steps(add, "", type_, start, steps, pricer, 1)
+    return total
+
+
+def _collectives(stage: LoweredStage, pricer: Pricer) -> list[Collective]:
     mesh, microbatches = stage.mesh, stage.microbatches
     found: dict[tuple[str, str, str, float], int] = {}
 
@@ -173,8 +247,9 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
             key = (kind, axis, what, nbytes)
             found[key] = found.get(key, 0) + times
 
-    def count(lines: tuple[Line, ...], where: str, times: int, known: dict[str, float]) -> None:
-        for line in lines:
+    def count(function: Function, where: str, times: int) -> None:
+        known = {n: value_bytes(*ts, mesh) for n, ts in function.arg_types.items()}
+        for line in function.lines:
             if line.op.startswith("comm."):
                 kind, axis = line.op.removeprefix("comm."), line.args[1]
                 source = line.args[0]
@@ -182,47 +257,33 @@ def _collectives(stage: LoweredStage, pricer: Pricer, program: Program) -> list[
                 full = held * mesh.sizes[axis] if kind == "all_gather" else held
                 add(kind, axis, f"{where}.{line.node or line.source}", full, times)
             for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
-                known[name] = _bytes(type_, spec, mesh)
+                known[name] = value_bytes(type_, spec, mesh)
 
-    calls = dict.fromkeys(stage.templates, 0)
-    back = dict.fromkeys(stage.templates, 0)
-    for line in stage.step.lines:
-        if line.op == "call.forward":
-            calls[line.args[0]] += 1
-        elif line.op == "call.backward":
-            back[line.args[0]] += 1
+    calls = {(op, name): 0 for op in ("call.forward", "call.backward", "call.weights") for name in stage.templates}
+    for line in stage.lines:
+        if line.op.startswith("call."):
+            calls[line.op, line.args[0]] += 1
         elif line.op == "grads.sum":
             for axis in line.args[1]:
                 add("all_reduce", axis, "loss", float(line.types[0].nbytes) if line.types[0] else 0.0, microbatches)
         elif line.op == "params.prefetch":
             for name, steps in line.args[1]:
-                _steps(
-                    add,
-                    f"gather {name}",
-                    stage.parameters[name].type,
-                    stage.parameters[name].storage,
-                    steps,
-                    mesh,
-                    microbatches,
-                )
+                p = stage.parameters[name]
+                _steps(add, f"gather {name}", p.type, p.storage, steps, pricer, microbatches)
     for name, t in stage.templates.items():
-        count(
-            t.forward.lines,
-            name,
-            calls[name] * microbatches,
-            {n: _bytes(*ts, mesh) for n, ts in t.forward.arg_types.items()},
-        )
-        if t.backward is not None:
-            known = {n: _bytes(*ts, mesh) for n, ts in t.backward.arg_types.items()}
-            count(t.backward.lines, name, back[name] * microbatches, known)
-    count(stage.step.lines, "step", microbatches, {n: _bytes(*ts, mesh) for n, ts in stage.step.arg_types.items()})
+        for op, function in (("call.forward", t.forward), ("call.backward", t.backward), ("call.weights", t.weights)):
+            if function is not None:
+                count(function, name, calls[op, name] * microbatches)
+    for function in stage.functions:
+        count(function, "step", microbatches)
     for p in stage.parameters.values():
         if p.contributions:
-            _reductions(add, p, mesh)
-            _steps(add, f"regather {p.name}", p.type, p.optimizer, p.regather, mesh, 1)
+            _reductions(add, p, pricer)
+            _steps(add, f"regather {p.name}", p.type, p.optimizer, p.regather, pricer, 1)
     return [
-        Collective(kind, axis, what, nbytes, times, times * _price(pricer, what)(kind, nbytes, axis))
+        Collective(kind, axis, what, nbytes, times, times * _price(pricer, what)(kind, nbytes, axis), stage.index)
         for (kind, axis, what, nbytes), times in found.items()
+        if times
     ]
 
 
@@ -233,39 +294,27 @@ def _price(pricer: Pricer, what: str) -> Callable[[str, float, str], float]:
 
 
 def _steps(
-    add: object,
-    what: str,
-    type_: TensorType,
-    start: Spec,
-    steps: tuple[tuple[object, ...], ...],
-    mesh: Mesh,
-    times: int,
+    add: Add, what: str, type_: TensorType, start: Spec, steps: tuple[Any, ...], pricer: Pricer, times: int
 ) -> None:
-    held = float(start.local_bytes(type_, mesh))
+    held = float(start.local_bytes(type_, pricer.mesh))
     for kind, axes, *_ in steps:
-        for axis in axes:  # type: ignore[attr-defined]
-            size = mesh.sizes[axis]
-            if kind == "all_gather":
-                held *= size
-                add(kind, axis, what, held, times)  # type: ignore[operator]
-            elif kind in ("reduce_scatter", "shard"):
-                add(kind, axis, what, held, times)  # type: ignore[operator]
-                held /= size
-            else:
-                add(kind, axis, what, held, times)  # type: ignore[operator]
+        for axis in axes:
+            size = pricer.mesh.sizes[axis]
+            held = held * size if kind == "all_gather" else held
+            add(kind, axis, what, held, times)
+            held = held / size if kind in ("reduce_scatter", "shard") else held
 
 
-def _reductions(add: object, p: object, mesh: Mesh) -> None:
+def _reductions(add: Add, p: StoredParameter, pricer: Pricer) -> None:
     """The reduction steps of one gradient, from the bytes it starts with."""
-    scale = 1.0
-    for kind, axes, *_ in p.reduce:  # type: ignore[attr-defined]
+    sizes, scale = pricer.mesh.sizes, 1.0
+    for kind, axes, *_ in p.reduce:
         for axis in axes:
-            scale = scale * mesh.sizes[axis] if kind in ("reduce_scatter", "shard") else scale
-            scale = scale / mesh.sizes[axis] if kind == "all_gather" else scale
-    held = p.optimizer.local_bytes(p.type, mesh) * scale  # type: ignore[attr-defined]
-    for kind, axes, *_ in p.reduce:  # type: ignore[attr-defined]
+            scale = scale * sizes[axis] if kind in ("reduce_scatter", "shard") else scale
+            scale = scale / sizes[axis] if kind == "all_gather" else scale
+    held = p.optimizer.local_bytes(p.type, pricer.mesh) * scale
+    for kind, axes, *_ in p.reduce:
         for axis in axes:
-            size = mesh.sizes[axis]
-            full = held * size if kind == "all_gather" else held
-            add(kind, axis, f"gradient {p.name}", full, 1)  # type: ignore[attr-defined,operator]
-            held = held / size if kind in ("reduce_scatter", "shard") else full
+            full = held * sizes[axis] if kind == "all_gather" else held
+            add(kind, axis, f"gradient {p.name}", full, 1)
+            held = held / sizes[axis] if kind in ("reduce_scatter", "shard") else full

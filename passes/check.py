@@ -10,37 +10,65 @@ from __future__ import annotations
 
 from autopar.errors import CheckError
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.lowered import Function, Line, LoweredStage, Ref
+from autopar.ir.lowered import Function, Line, LoweredProgram, LoweredStage, Port, Ref, Row
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
+from autopar.passes.check_schedule import check_table
 from autopar.passes.shard.rules import RuleBook
 
 Typed = tuple[TensorType, Spec]
 
 
+def check_program(lowered: LoweredProgram, rules: RuleBook) -> None:
+    """Every stage, both ends of every transfer, and the action table. Raises CheckError."""
+    for stage in lowered.stages:
+        check(stage, rules)
+    for transfer in lowered.transfers:
+        for s, spec in ((transfer.source, transfer.source_spec), (transfer.target, transfer.target_spec)):
+            if spec.partial or not spec.divides(transfer.type.shape, lowered.stages[s].mesh):
+                raise CheckError(f"transfer {transfer.name}: {spec.show(transfer.type)} cannot cross to or from stage {s}")
+    split = any(action.kind == "W" for row in lowered.table for action in row)
+    stages = lowered.stages
+    check_table(lowered.table, lowered.graph, stages[0].microbatches, training=stages[0].training, split=split)
+
+
 def check(stage: LoweredStage, rules: RuleBook) -> None:
-    """Raises CheckError naming function and line."""
+    """Types every line of a stage. Raises CheckError naming function and line."""
     for template in stage.templates.values():
         produced = _function(template.forward, stage.mesh, rules, dict(template.forward.arg_types))
         if template.backward is not None:
             start = dict(template.backward.arg_types)
-            for name in template.saved:
-                if name not in produced:
-                    raise CheckError(f"{template.name}: backward reads {name}, which forward does not make")
-                if start.get(name, produced[name]) != produced[name]:
-                    raise CheckError(
-                        f"{template.name}: {name} is saved as {produced[name][1]} and read as {start[name][1]}"
-                    )
-            _function(template.backward, stage.mesh, rules, start)
-    _function(stage.step, stage.mesh, rules, dict(stage.step.arg_types))
+            _same(f"{template.name}: backward", template.saved, produced, start)
+            produced = _function(template.backward, stage.mesh, rules, start)
+        if template.weights is not None:
+            start = dict(template.weights.arg_types)
+            _same(f"{template.name}: weights", template.later, produced, start)
+            _function(template.weights, stage.mesh, rules, start)
+    for function in stage.functions:
+        made = _function(function, stage.mesh, rules, dict(function.arg_types))
+        ends: dict[str, tuple[Row | Port, ...]] = {
+            "forward": (*stage.outputs, *stage.sent), "backward": stage.gradients_sent,
+        }  # fmt: skip
+        leaving = ends.get(function.name, ())
+        for name, port in zip(function.returns, leaving, strict=False):
+            if name is not None and made[name] != (port.type, port.spec):
+                raise CheckError(f"{function.name}: {name} leaves as {made[name][1]}, said to be {port.spec}")
     for p in stage.parameters.values():
         for fine, coarse in zip(p.optimizer.dims, p.storage.dims, strict=True):
             if fine[: len(coarse)] != coarse:
                 raise CheckError(
                     f"parameter {p.name}: optimizer spec {p.optimizer} does not refine storage {p.storage}"
                 )
+
+
+def _same(where: str, names: tuple[str, ...], made: dict[str, Typed], read: dict[str, Typed]) -> None:
+    for name in names:
+        if name not in made:
+            raise CheckError(f"{where} reads {name}, which nothing makes before")
+        if read.get(name, made[name]) != made[name]:
+            raise CheckError(f"{where} reads {name} as {read[name][1]}, it is kept as {made[name][1]}")
 
 
 def _function(function: Function, mesh: Mesh, rules: RuleBook, known: dict[str, Typed]) -> dict[str, Typed]:

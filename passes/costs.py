@@ -5,6 +5,8 @@ One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from autopar.cluster import ClusterSpec
@@ -31,6 +33,7 @@ class Pricer:
         self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
         self._ops: dict[tuple[object, ...], float] = {}
+        self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
 
     def collective_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of one collective along `axis`; nbytes is the full array (see costmodel.collective)."""
@@ -59,6 +62,53 @@ class Pricer:
             return 0.0
         ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
         return self.lattice(type_, ops).cost(before, after)
+
+    def hand_over_s(self, nbytes: float) -> float:
+        """Seconds of a point-to-point message of nbytes to a rank of the next stage."""
+        if self.cluster.size <= self.mesh.size:
+            return 0.0
+        first = self.mesh.offset
+        peer = first + self.mesh.size if first + self.mesh.size < self.cluster.size else first - self.mesh.size
+        return collective.collective_time_s(self.cluster, "p2p", nbytes, (first, max(peer, 0)))
+
+    def arrival(self, type_: TensorType, wanted: Spec) -> tuple[Spec, float]:
+        """How a value comes from another stage: the spec it is received in, and seconds until it is `wanted`.
+
+        Where ranks of a host want the same bytes it pays to receive a share each and gather them locally.
+        """
+        key = (type_, wanted)
+        if key not in self._arrivals:
+            ops = tuple(sorted({"sum", *(op for _, op in wanted.partial)}))
+            lattice = self.lattice(type_, ops)
+            column = lattice.costs[:, lattice.index[wanted]]
+            best, least = Spec.replicated(len(type_.shape)), float("inf")
+            for spec, seconds in zip(lattice.specs, column, strict=True):
+                if not spec.partial and seconds < least:
+                    total = float(seconds) + self.hand_over_s(spec.local_bytes(type_, self.mesh))
+                    if total < least:
+                        best, least = spec, total
+            self._arrivals[key] = (best, least)
+        return self._arrivals[key]
+
+    def departure(self, type_: TensorType, before: Spec) -> tuple[Spec, float]:
+        """The spec in which a value leaves for another stage (it must owe nothing), and seconds until it has it."""
+        if not before.partial:
+            return before, 0.0
+        ops = tuple(sorted({"sum", *(op for _, op in before.partial)}))
+        lattice = self.lattice(type_, ops)
+        row = lattice.costs[lattice.index[before]]
+        return min(
+            ((s, float(c)) for s, c in zip(lattice.specs, row, strict=True) if not s.partial), key=lambda x: x[1]
+        )
+
+    def work_s(self, call: OpCall, rule: Rule) -> float:
+        """A lower bound on an op's device-seconds however it is sharded: its products at peak, launches left out."""
+        definition = find(call.op)
+        if definition is None or definition.free or definition.work is None:
+            return 0.0
+        flops, _, _ = definition.work(call, rule)
+        dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
+        return flops / self.device.peak(_computable(dtype))
 
     def op_s(self, call: OpCall, rule: Rule, strategy: Strategy) -> float:
         """Seconds of one op on its block under `strategy`."""
@@ -108,3 +158,24 @@ def _shape(kind: str, groups: tuple[tuple[str, ...], ...], rule: Rule, parts: di
 
 def _computable(dtype: str) -> str:
     return dtype if dtype in ("float64", "float32", "bfloat16", "float16") else "float32"
+
+
+class Pricers:
+    """A Pricer per mesh of one cluster, made when first asked for.
+
+    Meshes that lie alike on the links and run on the same device share one: their prices are the same. `lowered`: what
+    lowering has made of templates so far, by template, plan and mesh.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self.lowered: dict[Any, Any] = {}
+        self._made: dict[Any, Pricer] = {}
+
+    def __getitem__(self, mesh: Mesh) -> Pricer:
+        where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
+        ends = mesh.offset == 0 and mesh.size == self.cluster.size
+        key = (mesh.axes, self.cluster.device(mesh.offset), where[:-1], ends)
+        if key not in self._made:
+            self._made[key] = Pricer(self.cluster, mesh)
+        return self._made[key]

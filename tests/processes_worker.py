@@ -35,6 +35,12 @@ def train(directory: Path, out: Path) -> dict[str, Any]:
     return {"losses": losses, "weights": weights, "fourth": fourth, "held": held}
 
 
+def curve(directory: Path, out: Path) -> dict[str, Any]:
+    """Every batch once."""
+    program = autopar.load(directory)
+    return {"losses": [program(batch).item() for batch in batches(directory)], "weights": full(program)}
+
+
 def resume(directory: Path, out: Path) -> dict[str, Any]:
     """From the checkpoint of other ranks and another plan, one more step."""
     program, data = autopar.load(directory), batches(directory)
@@ -45,6 +51,6 @@ def resume(directory: Path, out: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     scenario, directory, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    result = {"train": train, "resume": resume}[scenario](directory, out)
+    result = {"train": train, "curve": curve, "resume": resume}[scenario](directory, out)
     torch.save(result, out / f"{scenario}_{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -65,11 +65,14 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 
 
 def test_there_is_a_function_pair_per_template_whatever_the_depth(two):
-    deep = program(12)
-    names = functions(two.source(0)).keys()
-    assert names == functions(deep.source(0)).keys()
-    assert names == {f"{t}_{kind}" for t in two.ir.templates for kind in ("forward", "backward")} | {"step"}
-    assert len(deep.source(0)) < 4 * len(two.source(0))
+    for made in (two, program(8), program(24)):
+        learn = {made.ir.calls[i].template for i in made.ir.backward_calls}
+        pairs = {f"{t}_forward" for t in made.ir.templates} | {f"{t}_backward" for t in learn}
+        assert functions(made.source(0)).keys() == pairs | {"forward", "backward"}
+        assert {"blocks_forward", "blocks_backward"} <= pairs
+    shallow, deep = program(8), program(24)
+    assert functions(shallow.source(0)).keys() == functions(deep.source(0)).keys()
+    assert len(deep.source(0)) < 4 * len(shallow.source(0))
 
 
 def test_comments_name_module_and_source_line(two):

@@ -277,7 +277,7 @@ def _weight(storage: str, optimizer: str) -> Callable[[dict], None]:
         (lambda d: d["stages"][0]["parameters"].pop("0.weight"), "the plan says nothing about 0.weight"),
         (_weight("[@dp, .]", "[., .]"), "parameter 0.weight: the optimizer state [., .] must be sharded at least like"),
         (_stage(mesh={"dp": 3}), "its meshes have 3 ranks in all, it says 2"),
-        (_stage(calls=[0, 7]), "must hold each of the program's 1 once"),
+        (_stage(calls=[0, 7]), "must hold each of the program's 5 once"),
         (_stage(calls=[0]), "the plan is corrupt"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -86,9 +87,9 @@ def in_torchrun(scenario: str, ranks: int, directory: Path, out: Path) -> list[d
     return [torch.load(out / f"{scenario}_{rank}.pt") for rank in range(ranks)]
 
 
-def saved(program: autopar.ParallelProgram, directory: Path) -> Path:
+def saved(program: autopar.ParallelProgram, directory: Path, batches: int = STEPS + 1) -> Path:
     program.save(directory)
-    torch.save([batch(step) for step in range(STEPS + 1)], directory / "batches.pt")
+    torch.save([batch(step) for step in range(batches)], directory / "batches.pt")
     return directory
 
 
@@ -138,6 +139,59 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_four_under_another_plan(trained: C
         assert got["losses"] == pytest.approx([want[4].item()], rel=1e-10)
         for name, value in want.state_dict().items():
             torch.testing.assert_close(got["weights"][name], value, rtol=1e-9, atol=1e-12)
+
+
+PIPELINES = {
+    "pp=2 dp=2": {"pp": 2, "mesh": {"dp": 2}, "schedule": "1f1b", "microbatches": 4},
+    "pp=4": {"pp": 4, "mesh": {"dp": 1}, "schedule": "zb-h1", "microbatches": 8},
+    "pp=2 tp=2": {"pp": 2, "mesh": {"tp": 2}, "schedule": "interleaved", "microbatches": 4},
+}
+"""Options of pipelines over four processes."""
+
+
+class Tied(Model):
+    """The head's weight is the embedding's: the first and the last stage hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def eager_curve(model: nn.Module, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final parameters of the model on one device."""
+    model = copy.deepcopy(model)
+    optimizer, losses = ADAMW(model.parameters()), []
+    for step in range(steps):
+        ids, labels = batch(step)
+        value = loss(model(ids), labels)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_a_pipeline_of_processes_has_the_loss_curve_of_one_device(case: str, tmp_path: Path) -> None:
+    steps = 20
+    torch.manual_seed(3)
+    model = (Tied if case == "pp=4" else Model)().double()
+    program = compiled(4, model, **PIPELINES[case])
+    assert program.pp == PIPELINES[case]["pp"]
+    want, parameters = eager_curve(model, steps)
+    assert want[-1] < 0.9 * want[0]
+    threads = program.run([batch(step) for step in range(steps)])
+    assert [t.item() for t in threads] == pytest.approx(want, rel=1e-9)
+    held: set[str] = set()
+    for got in in_torchrun("curve", 4, saved(program, tmp_path / "program", steps), tmp_path):
+        assert got["losses"] == pytest.approx([t.item() for t in threads], rel=1e-12)
+        assert got["losses"] == pytest.approx(want, rel=1e-9)
+        own = got["weights"].keys() & parameters.keys()
+        same(got["weights"], {name: threads.state_dict()[name] for name in own})
+        for name in own:
+            torch.testing.assert_close(got["weights"][name], parameters[name].detach(), rtol=1e-8, atol=1e-10)
+        held |= own
+    assert held == parameters.keys()
 
 
 @pytest.fixture(scope="module")

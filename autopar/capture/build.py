@@ -8,6 +8,7 @@ with depth. After differentiation the parameters that receive a gradient are com
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ from autopar.ir.types import TensorType
 
 
 def capture_program(
-    model: nn.Module, inputs: Any, loss_fn: Any = None, targets: int = 0, batch_dims: Any = None
-) -> tuple[Program, Exported]:
-    """Capture, fold and differentiate. Raises CaptureError, InputError."""
+    model: nn.Module, inputs: Any, loss_fn: Any = None, targets: int = 0, batch_dims: Any = None,
+    starts: Sequence[str] = (),
+) -> tuple[Program, Exported]:  # fmt: skip
+    """Capture, fold and differentiate. starts: modules at which a call must start. Raises CaptureError, InputError."""
     mode = fake_mode()
     exported = export_step(model, inputs, loss_fn, targets, mode)
     with mode:
         builder = _Builder(exported, model)
-        builder.run(mode)
+        builder.run(mode, starts)
     return builder.program(batch_dims), exported
 
 
@@ -76,13 +78,14 @@ class _Builder:
         else:
             self.flows[node] = self.parameters[what].trainable and self.exported.training
 
-    def run(self, mode: Any) -> None:
+    def run(self, mode: Any, starts: Sequence[str] = ()) -> None:
         graph = self.exported.graph
         output = graph.output_node()
         _give_placeholders_a_node(graph, output)
         results = {n for n in output.args[0] if isinstance(n, fx.Node)}  # type: ignore[union-attr]
         self.reach = _reach_loss(output, self.exported)
-        for segment in cut(graph, results):
+        parameters = {n for n in graph.nodes if self._is_param(n)}
+        for segment in cut(graph, results, parameters, starts):
             if segment.writes:
                 self._add(segment, mode)
 
@@ -106,7 +109,7 @@ class _Builder:
         index = len(self.calls)
         params = tuple(self.exported.kinds[r.name][1] for r in segment.reads if self._is_param(r))
         values = tuple(self.where[r] for r in segment.reads if not self._is_param(r))
-        self.calls.append(Call(template.name, params, values, segment.path))
+        self.calls.append(Call(template.name, params, values, segment.path, start=segment.start))
         for i, write in enumerate(segment.writes):
             self.where[write] = ValueRef("call", index, i)
             self.flows[write] = flows[i]
@@ -187,13 +190,17 @@ def _reach_loss(output: fx.Node, exported: Exported) -> set[fx.Node]:
 
 
 def _batch_dims(inputs: list[tuple[str, TensorType]], given: Any) -> list[int | None]:
+    """Batch dim per input: as given, else dim 0 where it is as large as that of the first input."""
     dims: list[int | None] = []
+    size: int | None = None
     for i, (name, type_) in enumerate(inputs):
-        dim: int | None = 0 if type_.shape else None
+        dim: int | None = 0 if type_.shape and size in (None, type_.shape[0]) else None
         if isinstance(given, dict) and name in given:
             dim = given[name]
         elif isinstance(given, (list, tuple)) and i < len(given):
             dim = given[i]
+        if size is None and dim is not None:
+            size = type_.shape[dim]
         dims.append(dim)
     return dims
 

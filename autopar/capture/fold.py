@@ -3,28 +3,40 @@
 The graph is in topological order, so any cut into intervals is convex. Nodes that belong to a numbered child of a
 repeated container (`layers.0`, `layers.1`, …: read from `nn_module_stack`) form one segment per child; what lies
 between forms its own. Two segments are the same template when their ops, constants, shapes and wiring are equal.
+
+A model with few blocks is cut further, so that there is something to make pipeline stages of: its unrepeated intervals
+are halved, the heaviest first, between two modules (in a model without modules: between two ops), where the halves
+weigh about the same and little crosses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from autopar.capture import functions
+from autopar.capture.apart import apart
 from autopar.ir.program import is_getitem
+
+LEAST_SEGMENTS = 8
 
 
 @dataclass(frozen=True)
 class Segment:
-    """An interval of the captured graph: `nodes` in order, `reads` (outside nodes in first-use order), `writes`."""
+    """An interval of the captured graph: `nodes` in order, `reads` (outside nodes in first-use order), `writes`.
+
+    path: the module that it is, or that holds it. start: the module that its first op belongs to.
+    """
 
     nodes: tuple[fx.Node, ...]
     reads: tuple[fx.Node, ...]
     writes: tuple[fx.Node, ...]
     path: str
+    start: str
 
 
 def module_path(node: fx.Node) -> str:
@@ -68,8 +80,13 @@ def repeated_containers(nodes: list[fx.Node]) -> dict[str, int]:
     return {head: max(len(s) for s in by_class.values()) for head, by_class in classes.items()}
 
 
-def cut(graph: fx.Graph, outputs: set[fx.Node]) -> list[Segment]:
-    """Segments in order; together they hold every op of the graph."""
+def cut(
+    graph: fx.Graph, outputs: set[fx.Node], parameters: set[fx.Node] | None = None, starts: Sequence[str] = ()
+) -> list[Segment]:
+    """Segments in order; together they hold every op of the graph.
+
+    parameters: the placeholders that are one. starts: paths of modules at which a segment must start.
+    """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     families = repeated_containers(nodes)
     groups: list[tuple[str, list[fx.Node]]] = []
@@ -79,7 +96,79 @@ def cut(graph: fx.Graph, outputs: set[fx.Node]) -> list[Segment]:
             groups[-1][1].append(node)
         else:
             groups.append((block, [node]))
-    return [_segment(tuple(members), outputs, block) for block, members in groups]
+    groups = apart(groups, module_path, parameters or set())
+    for path in starts:
+        groups = _split_at(groups, path)
+    while len(groups) < LEAST_SEGMENTS:
+        heavy = sorted((i for i, g in enumerate(groups) if not g[0]), key=lambda i: -_weight(groups[i][1]))
+        found = next(((i, at) for i in heavy if (at := _middle(groups[i][1]))), None)
+        if found is None:
+            break
+        i, at = found
+        members = groups[i][1]
+        groups[i : i + 1] = [("", members[:at]), ("", members[at:])]
+    return [_segment(tuple(members), outputs, block or _common(members)) for block, members in groups]
+
+
+def _split_at(groups: list[tuple[str, list[fx.Node]]], path: str) -> list[tuple[str, list[fx.Node]]]:
+    """The groups with a border before the first op of a module (none, where no op belongs to it)."""
+    for g, (block, members) in enumerate(groups):
+        for i, node in enumerate(members):
+            if (module_path(node) + ".").startswith(path + "."):
+                while i and is_getitem(members[i]):
+                    i -= 1
+                parts = [(block, members[:i]), (block, members[i:])] if i else [(block, members)]
+                return [*groups[:g], *parts, *groups[g + 1 :]]
+    return groups
+
+
+def _common(nodes: list[fx.Node]) -> str:
+    """The module path that all nodes share."""
+    paths = [module_path(n).split(".") for n in nodes]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _numel(node: fx.Node) -> int:
+    value: Any = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return sum(math.prod(v.shape) for v in values if hasattr(v, "shape"))
+
+
+def _weight(nodes: list[fx.Node]) -> float:
+    """About the multiplications in an interval: products with a parameter count its inner size."""
+    total = 0.0
+    for node in nodes:
+        inner = 1
+        for read in node.all_input_nodes:
+            value: Any = read.meta.get("val")
+            if read.op == "placeholder" and hasattr(value, "shape") and len(value.shape) > 1:
+                inner = max(inner, math.prod(value.shape[1:]))
+        total += _numel(node) * inner
+    return total
+
+
+def _middle(nodes: list[fx.Node]) -> int:
+    """Where to halve an interval; 0 where it cannot be."""
+    paths = [module_path(n) for n in nodes]
+    inner = [i for i in range(1, len(nodes)) if paths[i] != paths[i - 1] and not is_getitem(nodes[i])]
+    places = inner or ([i for i in range(1, len(nodes)) if not is_getitem(nodes[i])] if not any(paths) else [])
+    whole = _weight(nodes)
+    best, least = 0, float("inf")
+    for at in places:
+        left = _weight(nodes[:at])
+        if not 0 < left < whole:
+            continue
+        before = set(nodes[:at])
+        crossing = {r for n in nodes[at:] for r in n.all_input_nodes if r in before}
+        cost = abs(2 * left - whole) / max(whole, 1.0) + 0.1 * sum(map(_numel, crossing)) / max(whole, 1.0)
+        if crossing and cost < least:
+            best, least = at, cost
+    return best
 
 
 def _segment(nodes: tuple[fx.Node, ...], outputs: set[fx.Node], block: str) -> Segment:
@@ -90,7 +179,7 @@ def _segment(nodes: tuple[fx.Node, ...], outputs: set[fx.Node], block: str) -> S
             if read not in inside:
                 reads[read] = None
     writes = tuple(n for n in nodes if n in outputs or any(u not in inside for u in n.users if u.op != "output"))
-    return Segment(nodes, tuple(reads), writes, block)
+    return Segment(nodes, tuple(reads), writes, block, next((p for n in nodes if (p := module_path(n))), ""))
 
 
 def signature(segment: Segment, describe: Callable[[fx.Node], Any]) -> tuple[Any, ...]:

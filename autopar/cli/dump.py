@@ -1,26 +1,33 @@
 """`autopar-dump OUT`: what a saved program is, from its plan.json and program.json.
 
-autopar-dump OUT                         everything: plan, mesh, calls, sharded graph, collectives, parameters
+autopar-dump OUT                         everything: plan, mesh, calls, sharded graph, schedule, collectives, parameters
 autopar-dump OUT --section collectives   one part
+autopar-dump OUT --section schedule      the pipeline as a Gantt chart
 autopar-dump OUT --rank 3                the code of rank 3
 autopar-dump OUT --format dot | dot -Tsvg > graph.svg
+autopar-dump OUT --format svg > schedule.svg
+autopar-dump OUT --format chrome-trace > trace.json      for Perfetto
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from autopar.codegen.gantt import svg, text_gantt
+from autopar.costmodel.simulate import Timeline, simulate
 from autopar.errors import AutoparError, InputError
 from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import StageGraph, parse_row
 from autopar.report import size_text, time_text
 
 Facts = dict[str, Any]
-VERSION = 1
+VERSION = 2
 
 
 def read(directory: Path) -> tuple[Facts, Facts]:
@@ -76,8 +83,9 @@ def plan_lines(program: Facts, plan: Facts) -> Iterator[str]:
 def call_lines(program: Facts, plan: Facts) -> Iterator[str]:
     """Calls of templates in order, runs of one template in one line."""
     del plan
-    for name, spec in program["inputs"].items():
-        yield f"input {name}: {spec}"
+    for stage in program["stages"]:
+        for name, spec in stage["inputs"].items():
+            yield f"input {name}: {spec}"
     calls = program["calls"]
     start = 0
     for i in range(1, len(calls) + 1):
@@ -87,8 +95,9 @@ def call_lines(program: Facts, plan: Facts) -> Iterator[str]:
             numbers = str(start) if i == start + 1 else f"{start}–{i - 1}"
             yield f"{numbers:>7}  {calls[start]['template']}{where}"
             start = i
-    for name, spec in program["outputs"].items():
-        yield f"output {name}: {spec}"
+    for stage in program["stages"]:
+        for name, spec in stage["outputs"].items():
+            yield f"output {name}: {spec}"
 
 
 def graph_lines(program: Facts, plan: Facts) -> Iterator[str]:
@@ -97,14 +106,22 @@ def graph_lines(program: Facts, plan: Facts) -> Iterator[str]:
     counts: dict[str, int] = {}
     for call in program["calls"]:
         counts[call["template"]] = counts.get(call["template"], 0) + 1
-    for name, template in program["templates"].items():
-        yield f"{name} forward, {counts.get(name, 0)} calls"
-        yield from _function(template["arguments"], template["forward"], template["results"])
-        if template["backward"]:
-            yield f"{name} backward"
-            yield from _function(template["backward_arguments"], template["backward"], template["backward_results"])
-    yield "step"
-    yield from _function(program["inputs"], program["step"], list(program["outputs"]))
+    seen: dict[str, str] = {}
+    for number, stage in enumerate(program["stages"]):
+        head = f"stage {number}: " if len(program["stages"]) > 1 else ""
+        for name, template in stage["templates"].items():
+            text = json.dumps(template)
+            if seen.get(name) == text:
+                yield f"{head}{name} as before"
+                continue
+            seen[name] = text
+            for kind, function in template["functions"].items():
+                times = f", {counts.get(name, 0)} calls" if kind == "forward" else ""
+                yield f"{head}{name} {kind}{times}"
+                yield from _function(function["arguments"], function["lines"], function["results"])
+        for kind, function in stage["functions"].items():
+            yield f"{head}{kind}"
+            yield from _function(function["arguments"], function["lines"], function["results"])
 
 
 def _function(arguments: dict[str, str], lines: list[Facts], results: list[str]) -> Iterator[str]:
@@ -129,7 +146,7 @@ def _short(op: str) -> str:
 def collective_lines(program: Facts, plan: Facts) -> Iterator[str]:
     """A row per collective: how often a step runs it, over which axis, bytes of the full array, seconds in all."""
     del plan
-    rows = sorted(program["collectives"], key=lambda c: -c["times"] * c["nbytes"])
+    rows = sorted((c for stage in program["stages"] for c in stage["collectives"]), key=lambda c: -c["times"] * c["nbytes"])
     if not rows:
         yield "none"
         return
@@ -148,14 +165,50 @@ def collective_lines(program: Facts, plan: Facts) -> Iterator[str]:
 def parameter_lines(program: Facts, plan: Facts) -> Iterator[str]:
     """A row per parameter: how it is stored, how gradient and optimizer state are."""
     del plan
-    rows = program["parameters"]
-    held = sum(row["local_bytes"] for row in rows.values())
-    yield f"{len(rows)} parameters, {size_text(held)} stored per rank"
+    rows: dict[str, Facts] = {}
+    for number, stage in enumerate(program["stages"]):
+        held = sum(row["local_bytes"] for row in stage["parameters"].values())
+        head = f"stage {number}: " if len(program["stages"]) > 1 else ""
+        yield f"{head}{len(stage['parameters'])} parameters, {size_text(held)} stored per rank"
+        rows |= {name: row for name, row in stage["parameters"].items() if name not in rows}
     table = [("parameter", "stored", "gradient and optimizer state", "bytes per rank")]
     for name, row in rows.items():
         state = row["gradient_and_optimizer"] if row["trained"] else "(not trained)"
         table.append((name, row["stored"], state, size_text(row["local_bytes"])))
     yield from _columns(table)
+
+
+def schedule_lines(program: Facts, plan: Facts) -> Iterator[str]:
+    """The step as a Gantt chart, and what travels between the stages."""
+    schedule = program["schedule"]
+    yield f"{schedule['name']}, {program['microbatches']} microbatches, {len(program['stages'])} stages"
+    yield from text_gantt(timeline_of(program)).splitlines()
+    for group, (stages, peak) in enumerate(zip(schedule["groups"], schedule["peaks"], strict=True)):
+        first = program["stages"][stages[0]]
+        mesh = Mesh(tuple(first["mesh"].items()), first["first_rank"])
+        calls = ", ".join(f"{plan['stages'][s]['calls'][0]}–{plan['stages'][s]['calls'][1] - 1}" for s in stages)
+        yield (
+            f"group {group}: stages {', '.join(map(str, stages))} (calls {calls}) on ranks {mesh.offset} to "
+            f"{mesh.offset + mesh.size - 1}, {mesh}; peak {size_text(peak)} per rank"
+        )
+    for t in program["transfers"]:
+        ends = f"stage {t['source']} {t['from']} -> stage {t['target']} {t['to']}"
+        yield f"{t['kind']} {t['name']}: {ends}, {size_text(t['bytes'])}"
+    for name, stages in program["shared"].items():
+        yield f"{name} lives in stages {', '.join(map(str, stages))}, owned by {stages[0]}"
+
+
+def timeline_of(program: Facts) -> Timeline:
+    """The predicted timeline of a saved program, simulated again."""
+    schedule = program["schedule"]
+    gradients = schedule["gradients"]
+    graph = StageGraph(
+        tuple(map(tuple, schedule["groups"])), tuple(map(tuple, schedule["edges"])),
+        None if gradients is None else tuple(map(tuple, gradients)),
+    )  # fmt: skip
+    seconds = {(stage, kind): s for stage, kind, s in schedule["seconds"]}
+    between = {(u, v): s for u, v, s in schedule["hand_over"]}
+    return simulate(tuple(map(parse_row, schedule["table"])), graph, seconds, between)
 
 
 def _columns(table: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -168,6 +221,7 @@ SECTIONS: dict[str, Callable[[Facts, Facts], Iterator[str]]] = {
     "plan": plan_lines,
     "calls": call_lines,
     "graph": graph_lines,
+    "schedule": schedule_lines,
     "collectives": collective_lines,
     "parameters": parameter_lines,
 }
@@ -180,22 +234,29 @@ def as_json(program: Facts, plan: Facts, sections: Sequence[str]) -> str:
     """The chosen sections as one object."""
     parts: dict[str, Any] = {
         "plan": {"plan": plan, **{k: program[k] for k in ("solver", "predicted", "alternatives", "timings", "memory")}},
-        "calls": {k: program[k] for k in ("inputs", "calls", "outputs")},
-        "graph": {"templates": program["templates"], "step": program["step"]},
-        "collectives": program["collectives"],
-        "parameters": program["parameters"],
+        "calls": {"calls": program["calls"], **{k: [s[k] for s in program["stages"]] for k in ("inputs", "outputs")}},
+        "graph": [{k: s[k] for k in ("templates", "functions")} for s in program["stages"]],
+        "schedule": {k: program[k] for k in ("schedule", "transfers", "shared")},
+        "collectives": [c for s in program["stages"] for c in s["collectives"]],
+        "parameters": {n: row for s in program["stages"] for n, row in s["parameters"].items()},
     }
-    head = {k: program[k] for k in ("model", "training", "ranks", "mesh", "microbatches", "torch")}
+    head = {k: program[k] for k in ("model", "training", "ranks", "microbatches", "torch")}
+    head["mesh"] = program["stages"][0]["mesh"]
     return json.dumps({**head, **{name: parts[name] for name in sections}}, indent=1)
 
 
 def as_dot(program: Facts) -> str:
     """Graphviz: a cluster per function, a node per line (collectives filled), edges labelled with specs."""
     lines = ["digraph program {", "  rankdir=TB; node [shape=box, fontname=monospace, fontsize=10];"]
-    for name, template in program["templates"].items():
-        for phase, arguments in (("forward", "arguments"), ("backward", "backward_arguments")):
-            if template[phase]:
-                lines += _cluster(f"{name}_{phase}", template[arguments], template[phase])
+    seen: set[str] = set()
+    for number, stage in enumerate(program["stages"]):
+        for name, template in stage["templates"].items():
+            if (text := json.dumps([name, template])) in seen:
+                continue
+            seen.add(text)
+            prefix = f"stage_{number}_{name}" if len(program["stages"]) > 1 else name
+            for kind, function in template["functions"].items():
+                lines += _cluster(f"{prefix}_{kind}", function["arguments"], function["lines"])
     return "\n".join([*lines, "}"])
 
 
@@ -232,11 +293,14 @@ def rank_code(directory: Path, program: Facts, rank: int) -> str:
     """What rank `rank` runs. Raises InputError when there is no such rank."""
     if not 0 <= rank < program["ranks"]:
         raise InputError(f"--rank {rank}: the program has ranks 0 to {program['ranks'] - 1}")
-    manifest = json.loads((directory / "manifest.json").read_text())
-    stage = directory / manifest["stages"][manifest["stage_of_rank"][rank]]
     own = directory / "ranks" / f"rank_{rank}.py"
-    head = own.read_text() if own.exists() else ""
-    return f"# --- {own.relative_to(directory)}\n{head}\n# --- {stage.relative_to(directory)}\n{stage.read_text()}"
+    parts = [own] if own.exists() else []
+    stages = program["stages"]
+    parts += [
+        directory / "stages" / f"stage_{i}.py" for i, s in enumerate(stages)
+        if s["first_rank"] <= rank < s["first_rank"] + math.prod(s["mesh"].values())
+    ]  # fmt: skip
+    return "\n".join(f"# --- {p.relative_to(directory)}\n{p.read_text()}" for p in parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -245,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="autopar-dump", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path, help="what program.save(…) wrote")
-    parser.add_argument("--format", choices=("text", "json", "dot"), default="text")
+    parser.add_argument("--format", choices=("text", "json", "dot", "svg", "chrome-trace"), default="text")
     parser.add_argument("--section", choices=tuple(SECTIONS), action="append", help="only this; may be given again")
     parser.add_argument("--rank", type=int, help="the code of this rank instead")
     args = parser.parse_args(argv)
@@ -258,6 +322,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = as_json(program, plan, sections)
         elif args.format == "dot":
             text = as_dot(program)
+        elif args.format == "svg":
+            text = svg(timeline_of(program))
+        elif args.format == "chrome-trace":
+            text = timeline_of(program).chrome_trace()
         else:
             text = "\n\n".join(f"{name}\n" + "\n".join(f"  {s}" for s in SECTIONS[name](program, plan)) for name in sections)
         print(text)

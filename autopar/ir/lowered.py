@@ -1,6 +1,6 @@
 """The lowered program: straight lines over local tensors, the same on every rank of a stage.
 
-Each line is one op on blocks, one collective, or (at step level) one use of a template's function. Lines know the
+Each line is one op on blocks, one collective, or (at stage level) one use of a template's function. Lines know the
 global type and the Spec of what they make, so the checker can type them again, and where in the model they come from.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import StageGraph, Table
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 
@@ -29,7 +30,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Line:
-    """`outs` = op(args, kwargs). op: an op name, `comm.<kind>`, or at step level `call.<…>`, `params.<…>`, `grads.<…>`.
+    """`outs` = op(args, kwargs). op: an op name, `comm.<kind>`, or at stage level `call.<…>`, `params.<…>`, `grads.<…>`.
 
     types, specs: global type and spec per out (None: not a tensor, or not used). phase: F, B, W.
     """
@@ -71,7 +72,11 @@ class Function:
 
 @dataclass(frozen=True)
 class LoweredTemplate:
-    """forward(params…, inputs…) -> outputs…, saved; backward(saved, params…, tangents…) -> gradients."""
+    """forward(params…, inputs…) -> outputs…, saved; backward(saved, params…, tangents…) -> gradients.
+
+    Where the schedule runs B and W apart, backward returns the gradients of the inputs and `later`, and
+    weights(later) -> gradients of the parameters.
+    """
 
     name: str
     forward: Function
@@ -82,11 +87,20 @@ class LoweredTemplate:
     input_grads: tuple[Spec | None, ...]
     param_grads: tuple[Spec | None, ...]
     late_params: tuple[int, ...]
+    weights: Function | None = None
+    later: tuple[str, ...] = ()
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        return tuple(f for f in (self.forward, self.backward, self.weights) if f is not None)
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """How one parameter rests: spec, the finer spec of gradient and optimizer state, and the steps between them."""
+    """How one parameter rests: spec, the finer spec of gradient and optimizer state, and the steps between them.
+
+    owned: its optimizer state is here (a parameter of several stages is owned by one).
+    """
 
     name: str
     type: TensorType
@@ -96,18 +110,99 @@ class StoredParameter:
     regather: tuple[RuntimeStep, ...]
     contributions: int
     reduce: tuple[RuntimeStep, ...]
+    owned: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """An input or output of a stage: index among the program's, type of one microbatch, batch dim (None: none)."""
+
+    index: int
+    name: str
+    type: TensorType
+    spec: Spec
+    batch_dim: int | None
+
+
+@dataclass(frozen=True)
+class Port:
+    """One end of a crossing: its name, and the value's spec on this stage's mesh."""
+
+    name: str
+    peer: int
+    type: TensorType
+    spec: Spec
 
 
 @dataclass(frozen=True)
 class LoweredStage:
-    """One stage's program: functions of its templates and the step that calls them."""
+    """One stage's program: functions of its templates, and the functions that an action runs.
 
+    forward(inputs…, received…, prepared…) -> outputs…, sent…, state…; backward(state…, received…) -> sent…, later…;
+    weights(later…). prepare(inputs…) -> prepared…, where something must be known of the whole batch beforehand.
+    """
+
+    index: int
     mesh: Mesh
     templates: dict[str, LoweredTemplate]
-    step: Function
+    forward: Function
+    backward: Function | None
+    weights: Function | None
+    prepare: Function | None
     parameters: dict[str, StoredParameter]
     buffers: dict[str, TensorType]
-    inputs: tuple[tuple[str, TensorType, Spec], ...]
-    outputs: tuple[tuple[str, TensorType, Spec], ...]
+    inputs: tuple[Row, ...]
+    outputs: tuple[Row, ...]
+    received: tuple[Port, ...]
+    sent: tuple[Port, ...]
+    gradients_received: tuple[Port, ...]
+    gradients_sent: tuple[Port, ...]
     training: bool
     microbatches: int
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """The functions that actions run, in order."""
+        return tuple(f for f in (self.prepare, self.forward, self.backward, self.weights) if f is not None)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """What forward keeps for backward."""
+        return tuple(n for n in self.forward.returns[len(self.outputs) + len(self.sent) :] if n)
+
+    @property
+    def later(self) -> tuple[str, ...]:
+        """What backward keeps for weights."""
+        return tuple(n for n in self.backward.returns[len(self.gradients_sent) :] if n) if self.backward else ()
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """The lines of all functions."""
+        return tuple(line for f in self.functions for line in f.lines)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value ("value") or gradient ("gradient") on its way from one stage to another, spec on either mesh."""
+
+    name: str
+    kind: str
+    source: int
+    target: int
+    type: TensorType
+    source_spec: Spec
+    target_spec: Spec
+
+
+@dataclass(frozen=True)
+class LoweredProgram:
+    """All stages, what travels between them, and what every group does in a step.
+
+    shared: parameters and buffers that several stages hold, the owner first.
+    """
+
+    stages: tuple[LoweredStage, ...]
+    transfers: tuple[Transfer, ...]
+    shared: dict[str, tuple[int, ...]]
+    graph: StageGraph
+    table: Table

@@ -109,17 +109,55 @@ class Template:
 
 @dataclass(frozen=True)
 class Call:
-    """One use of a template: parameter names and input values in the template's order. `path`: module path."""
+    """One use of a template: parameter names and input values in the template's order.
+
+    path: the module that it is, or that holds it. start: the module that its first op belongs to. early: runs for every
+    microbatch before the step proper (what must be known of the whole batch: token counts).
+    """
 
     template: str
     params: tuple[str, ...]
     inputs: tuple[ValueRef, ...]
     path: str = ""
+    early: bool = False
+    start: str = ""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage makes and another reads; `gradient`: one comes back. value: in the whole program."""
+
+    name: str
+    value: ValueRef
+    source: int
+    target: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """How a stage's program hangs in the whole one (`autopar.passes.cut`).
+
+    inputs, outputs: index in the whole program of each own batch input and output. received: what the inputs after
+    those are. sent, sent_values: what leaves, and where the stage makes it. held: parameters whose state is elsewhere.
+    """
+
+    stage: int
+    first_call: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    received: tuple[Crossing, ...]
+    sent: tuple[Crossing, ...]
+    sent_values: tuple[ValueRef, ...]
+    foreign: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A whole step: outputs[0] is the loss when `training`."""
+    """A whole step, or a stage of one. Of a whole one outputs[0] is the loss when `training`.
+
+    loss_kind: how the losses of microbatches make that of the batch (`autopar.passes.microbatch`).
+    """
 
     templates: dict[str, Template]
     calls: tuple[Call, ...]
@@ -132,6 +170,26 @@ class Program:
     batch_dims: tuple[int | None, ...] = ()
     fingerprint: str = ""
     structure: Any = field(default=None, repr=False)
+    loss_kind: str = "mean"
+    boundary: Boundary | None = None
+
+    @property
+    def first_call(self) -> int:
+        """Number of calls[0] in the whole program."""
+        return self.boundary.first_call if self.boundary else 0
+
+    @property
+    def loss(self) -> ValueRef | None:
+        """The loss, where this is a training program that makes it."""
+        if not self.training or (self.boundary is not None and 0 not in self.boundary.outputs):
+            return None
+        return self.outputs[0]
+
+    def crossing(self, ref: ValueRef) -> Crossing | None:
+        """What an input is when another stage sends it."""
+        if self.boundary is None or ref.kind != "input" or ref.index < len(self.boundary.inputs):
+            return None
+        return self.boundary.received[ref.index - len(self.boundary.inputs)]
 
     def template_of(self, call: Call) -> Template:
         return self.templates[call.template]
@@ -167,7 +225,12 @@ class Program:
         if not self.training:
             return frozenset()
         reached: set[int] = set()
-        wanted: set[tuple[int, int]] = {(r.index, r.output) for r in self.outputs[:1] if r.kind == "call"}
+        wanted: set[tuple[int, int]] = set()
+        if self.loss is not None and self.loss.kind == "call":
+            wanted.add((self.loss.index, self.loss.output))
+        if self.boundary is not None:
+            pairs = zip(self.boundary.sent, self.boundary.sent_values, strict=True)
+            wanted |= {(ref.index, ref.output) for crossing, ref in pairs if crossing.gradient}
         for i in reversed(range(len(self.calls))):
             template = self.template_of(self.calls[i])
             if any((i, o) in wanted and t is not None for o, t in enumerate(template.tangents)):

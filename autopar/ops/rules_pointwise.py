@@ -18,7 +18,7 @@ def result_size(block: Block) -> dict[str, Any]:
 # --- pointwise --------------------------------------------------------------------------------------------------------
 
 _LINEAR_IN_ALL = {"aten.add", "aten.sub"}
-_LINEAR_IN_FIRST = {"aten.neg", "aten._conj", "aten.real", "aten.imag"}
+_LINEAR_IN_FIRST = {"aten.neg", "aten.clone", "aten._conj", "aten.real", "aten.imag"}
 
 
 def _linear_groups(call: OpCall) -> list[set[int]]:

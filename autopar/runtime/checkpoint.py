@@ -6,7 +6,8 @@ dim 0, then of dim 1, …, then the unused ones, over which the value is replica
 
     mesh dp=2, tp=4, spec (("tp",), ("dp",))   ->   DeviceMesh dims (tp, dp), placements (Shard(0), Shard(1))
 
-The file format knows global tensors only, so a checkpoint loads under any other mesh and plan, and one written by
+The ranks of a DeviceMesh are those of the stage that holds the value; on a stage of one rank it is a plain tensor. The
+file format knows global tensors only, so a checkpoint loads under any other mesh and plan, and one written by
 `write_full` in a single process loads under all of them.
 """
 
@@ -36,21 +37,23 @@ _lock = threading.Lock()
 
 
 def axis_order(mesh: Mapping[str, int], spec: SpecDims) -> tuple[str, ...]:
-    """Mesh axes as the DeviceMesh of a spec has them."""
-    used = [axis for axes in spec for axis in axes]
-    return (*used, *(axis for axis in mesh if axis not in used))
+    """Mesh axes (those larger than one) as the DeviceMesh of a spec has them."""
+    used = [axis for axes in spec for axis in axes if mesh[axis] > 1]
+    return (*used, *(axis for axis, size in mesh.items() if size > 1 and axis not in used))
 
 
-def layout(entry: StateEntry, comm: TorchComm) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def layout(entry: StateEntry) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """A spec in torch's terms."""
-    order = axis_order(comm.mesh, entry.spec)
+    assert isinstance(entry.comm, TorchComm)
+    order = axis_order(entry.comm.mesh, entry.spec)
     dim_of = {axis: dim for dim, axes in enumerate(entry.spec) for axis in axes}
-    return comm.device_mesh(order), tuple(Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in order)
+    mesh = entry.comm.device_mesh(order)
+    return mesh, tuple(Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in order)
 
 
-def as_dtensor(value: Tensor, entry: StateEntry, comm: TorchComm) -> DTensor:
+def as_dtensor(value: Tensor, entry: StateEntry) -> DTensor:
     """The global tensor of which `value` is this rank's part; it shares value's memory."""
-    mesh, placements = layout(entry, comm)
+    mesh, placements = layout(entry)
     strides = [1] * len(entry.shape)
     for dim in range(len(entry.shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * entry.shape[dim + 1]
@@ -64,24 +67,32 @@ def as_dtensor(value: Tensor, entry: StateEntry, comm: TorchComm) -> DTensor:
     )
 
 
-def pack(entry: StateEntry, comm: Comm) -> Any:
+def pack(entry: StateEntry) -> Any:
     """A value as `Session.state_dict` shows it: DTensor over processes, full tensor over threads."""
     if not isinstance(entry.value, Tensor) or not entry.shape:
         return entry.value
+    if isinstance(entry.comm, TorchComm):
+        return as_dtensor(entry.value, entry) if entry.comm.world_size > 1 else entry.value
+    return gather_full(entry.value, entry.spec, entry.comm, "state").clone()
+
+
+def merge(state: dict[str, Any], comm: Comm) -> dict[str, Any]:
+    """Over threads, the values of all ranks' stages."""
     if isinstance(comm, TorchComm):
-        return as_dtensor(entry.value, entry, comm)
-    return gather_full(entry.value, entry.spec, comm, "state").clone()
+        return state
+    return {name: value for part in reversed(comm.share(state)) for name, value in part.items()}
 
 
-def unpack(value: Any, entry: StateEntry, comm: Comm) -> Any:
+def unpack(value: Any, entry: StateEntry) -> Any:
     """This rank's part of a full tensor or DTensor."""
     if isinstance(value, DTensor):
-        if isinstance(comm, TorchComm) and (value.device_mesh, value.placements) == layout(entry, comm):
+        comm = entry.comm
+        if isinstance(comm, TorchComm) and comm.world_size > 1 and (value.device_mesh, value.placements) == layout(entry):
             return value.to_local()
         value = value.full_tensor()
     if isinstance(value, Tensor) and tuple(value.shape) != entry.shape:
         raise CheckpointError(f"a tensor of shape {tuple(value.shape)} where the program has {entry.shape}")
-    return local_view(value, entry.spec, comm) if isinstance(value, Tensor) and entry.shape else value
+    return local_view(value, entry.spec, entry.comm) if isinstance(value, Tensor) and entry.shape else value
 
 
 def save(directory: str | Path, session: Session) -> None:
@@ -109,12 +120,12 @@ def load(directory: str | Path, session: Session) -> None:
     """
     available = read_signatures(directory)
     session.prepare_optimizer_state(available)
-    entries = session.state_entries()
+    entries, own = session.state_entries(), session.names()
     wanted = {}
     for name, entry in entries.items():
         optional = name == "step" or name.startswith("optim")
         if name not in available:
-            if optional and name not in session.param_info and name not in session.buffer_info:
+            if optional and name not in own:
                 continue
             raise CheckpointError(f"{directory}: no tensor {name!r} in this checkpoint ({len(available)} entries)")
         found = available[name]
@@ -123,12 +134,12 @@ def load(directory: str | Path, session: Session) -> None:
         wanted[name] = entry
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
     if isinstance(session.comm, TorchComm):
-        target = {name: pack(entry, session.comm) for name, entry in wanted.items()}
+        target = {name: pack(entry) for name, entry in wanted.items()}
         dcp.load(target, checkpoint_id=str(directory))
-        values |= {name: unpack(target[name], entry, session.comm) for name, entry in wanted.items()}
+        values |= {name: unpack(target[name], entry) for name, entry in wanted.items()}
     else:
         for name, entry in wanted.items():
-            values[name] = unpack(_read_alone(directory, name, entry, available[name]), entry, session.comm)
+            values[name] = unpack(_read_alone(directory, name, entry, available[name]), entry)
     session.accept(values)
 
 

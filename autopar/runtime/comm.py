@@ -1,21 +1,19 @@
 """Collectives over the named axes of a mesh: one rank's view of it.
 
-Ranks are numbered row-major over the mesh axes (the last axis is the fastest). A collective names one axis or a tuple
-of axes, major first; its group is the grid of these axes that contains the calling rank, and members are numbered
-major first in the order the axes are *named* (`("b", "a")` is not `("a", "b")`). With mesh dp=2, tp=2:
-
-    rank 2 = (dp=1, tp=0)   group of "tp": ranks 2, 3    group of "dp": ranks 0, 2    group of ("tp", "dp"): 0, 2, 1, 3
+A collective names one axis or a tuple of axes, major first; its group is the grid of these axes that contains the
+calling rank, and members are numbered major first in the order the axes are *named* (`("b", "a")` is not `("a", "b")`).
+How ranks stand on a mesh is in mesh.py.
 
 Two layers: functional calls for emitted code (new contiguous results, inputs untouched, axes of total size 1 return
 the input itself), and `*_into` calls on contiguous buffers for the runtime's own buckets. `start_*` returns a Handle.
-A backend (threads.py, process.py) implements `_start` for a Call, and send/recv.
+A Comm of all ranks gives those of the meshes of stages (`split`) and carries messages between any two ranks
+(`start_messages`). A backend (threads.py, process.py) implements `_start` for a Call, messages, and the split.
 """
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .errors import RuntimeProgramError
+from .mesh import Group, group_ranks, mesh_index, mesh_size
 
 Axes = str | tuple[str, ...]
 Step = tuple[Any, ...]
@@ -55,22 +54,6 @@ class Handle(Generic[T]):
         return Handle(lambda: finish(self.wait()))
 
 
-@dataclass(frozen=True)
-class Group:
-    """The ranks of one collective in member order; `index` is the calling rank's place among them."""
-
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    index: int
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def __str__(self) -> str:
-        return f"{'×'.join(self.axes)} (ranks {', '.join(map(str, self.ranks))})"
-
-
 @dataclass(slots=True)
 class Call:
     """One collective on contiguous buffers; n is the group size.
@@ -99,25 +82,31 @@ class Call:
         )
 
 
-def mesh_index(mesh: Mapping[str, int], rank: int) -> dict[str, int]:
-    """The position of a rank on every axis: rank 2 of {dp: 2, tp: 2} is {dp: 1, tp: 0}."""
-    position: dict[str, int] = {}
-    for axis, size in reversed(list(mesh.items())):
-        rank, position[axis] = divmod(rank, size)
-    return {axis: position[axis] for axis in mesh}
+@dataclass(slots=True)
+class Message:
+    """A contiguous buffer to send to a rank, or to fill from one. The tag tells messages of one pair apart."""
+
+    kind: str
+    buffer: Tensor
+    peer: int
+    tag: int
+    site: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'to' if self.kind == 'send' else 'from'} rank {self.peer}, tag {self.tag}" + (
+            f" at {self.site}" if self.site else ""
+        )
 
 
-def group_ranks(mesh: Mapping[str, int], rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Ranks that differ from `rank` on `axes` only, major first in the order the axes are named."""
-    here = mesh_index(mesh, rank)
-    ranks = []
-    for combination in itertools.product(*(range(mesh[axis]) for axis in axes)):
-        position = here | dict(zip(axes, combination, strict=True))
-        number = 0
-        for axis, size in mesh.items():
-            number = number * size + position[axis]
-        ranks.append(number)
-    return tuple(ranks)
+class Posted(ABC):
+    """A started message. Its buffer is the backend's until the wait."""
+
+    @abstractmethod
+    def wait(self) -> None: ...
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether wait would return at once, where the backend can tell; else False."""
 
 
 def front_chunks(x: Tensor, dim: int, n: int) -> Tensor:
@@ -131,19 +120,30 @@ def join_chunks(chunks: Tensor, dim: int) -> Tensor:
 
 
 class Comm(ABC):
-    """One rank's view of a mesh: who it is, and how it talks to the others."""
+    """One rank's view of a mesh: who it is, and how it talks to the others.
 
-    def __init__(self, rank: int, mesh: Mapping[str, int], device: torch.device | str = "cpu") -> None:
+    rank counts in the whole job; the mesh has world_size ranks, the first of which is first_rank. in_order: messages
+    have no tags, those of a pair of ranks are received in the order sent.
+    """
+
+    in_order = False
+
+    def __init__(
+        self, rank: int, mesh: Mapping[str, int], device: torch.device | str = "cpu", first_rank: int = 0
+    ) -> None:
         self.rank = rank
         self.mesh: dict[str, int] = dict(mesh)
         self.device = torch.device(device)
-        self.world_size = 1
-        for size in self.mesh.values():
-            self.world_size *= size
-        if not 0 <= rank < self.world_size:
-            raise RuntimeProgramError(f"rank {rank} is outside of the mesh {self.mesh} of {self.world_size} ranks")
-        self._position = mesh_index(self.mesh, rank)
+        self.first_rank = first_rank
+        self.world_size = mesh_size(self.mesh)
+        if not first_rank <= rank < first_rank + self.world_size:
+            raise RuntimeProgramError(
+                f"rank {rank} is outside of the mesh {self.mesh} of {self.world_size} ranks"
+                + (f" from rank {first_rank} on" if first_rank else "")
+            )
+        self.position = mesh_index(self.mesh, rank - first_rank)
         self._groups: dict[Axes, Group] = {}
+        self._sent: list[tuple[Posted, Tensor]] = []
 
     # ---- geometry
 
@@ -157,7 +157,7 @@ class Comm(ABC):
             if len(set(names)) != len(names):
                 raise RuntimeProgramError(f"an axis is named twice in {names}")
             real = tuple(name for name in names if self.mesh[name] > 1)
-            ranks = group_ranks(self.mesh, self.rank, real)
+            ranks = group_ranks(self.mesh, self.rank, real, self.first_rank)
             found = self._groups[axes] = Group(real, ranks, ranks.index(self.rank))
         return found
 
@@ -168,8 +168,9 @@ class Comm(ABC):
         return self.group(axes).index
 
     def describe_rank(self) -> str:
-        place = ", ".join(f"{axis}={index}" for axis, index in self._position.items())
-        return f"rank {self.rank} of {self.world_size} ({place})"
+        place = ", ".join(f"{axis}={index}" for axis, index in self.position.items())
+        first = f" from rank {self.first_rank} on" if self.first_rank else ""
+        return f"rank {self.rank} of {self.world_size}{first} ({place})"
 
     # ---- functional collectives
 
@@ -191,13 +192,7 @@ class Comm(ABC):
 
     def broadcast(self, x: Tensor, axes: Axes, index: int = 0, site: str = "") -> Tensor:
         """Member `index`'s x on every member (the others' x gives shape and dtype only)."""
-        group = self.group(axes)
-        if group.size == 1:
-            return x
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        self._start(Call("broadcast", group, out, x, root=index, site=site))()
-        return out
+        return self.start_broadcast(x, axes, index, site).wait()
 
     def barrier(self, axes: Axes | None = None, site: str = "") -> None:
         """Return when every member (by default, every rank) has come here."""
@@ -253,6 +248,14 @@ class Comm(ABC):
         handle = self._handle(Call("all_to_all", group, out, chunks, site=site), out)
         return handle.then(lambda received: join_chunks(received, concat_dim))
 
+    def start_broadcast(self, x: Tensor, axes: Axes, index: int = 0, site: str = "") -> Handle[Tensor]:
+        group = self.group(axes)
+        if group.size == 1:
+            return Handle(None, x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        return self._handle(Call("broadcast", group, out, x, root=index, site=site), out)
+
     # ---- collectives into given contiguous buffers
 
     def start_all_reduce_into(self, buffer: Tensor, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
@@ -281,12 +284,28 @@ class Comm(ABC):
         """Start the call; the returned function waits for it. The group has at least two members."""
 
     @abstractmethod
-    def send(self, x: Tensor, peer_rank: int, tag: int = 0, site: str = "") -> None:
-        """Send x to a rank; returns without waiting for the receiver."""
+    def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
+        """Start sends and receives together, between any ranks of the job. Buffers stay as they are until the wait."""
 
     @abstractmethod
+    def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
+        """The Comm of every (mesh, first rank), None where this rank is outside. All ranks call it alike."""
+
+    @abstractmethod
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's small Python value, by rank. All ranks of a Comm that is no part of a split call it."""
+
+    def send(self, x: Tensor, peer_rank: int, tag: int = 0, site: str = "") -> None:
+        """Send x to a rank; returns without waiting for the receiver."""
+        message = x.detach().clone(memory_format=torch.contiguous_format)
+        self._sent = [(posted, kept) for posted, kept in self._sent if not posted.done()]
+        self._sent += [(self.start_messages([Message("send", message, peer_rank, tag, site)])[0], message)]
+
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, peer_rank: int, tag: int = 0, site: str = "") -> Tensor:
         """Receive a tensor from a rank; messages of one (sender, tag) arrive in the order sent."""
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        self.start_messages([Message("recv", out, peer_rank, tag, site)])[0].wait()
+        return out
 
     def run_step(self, x: Tensor, step: Step, site: str = "") -> Tensor:
         """One step of a resharding path: (kind, axes) or (kind, axes, dim)."""

@@ -135,6 +135,12 @@ class GradStore:
         self._route(name, grad, owned, entry.steps)
 
     @torch.no_grad()
+    def flush(self) -> None:
+        """Issue what is open without waiting: nothing more will be added in this step."""
+        for key in list(self._buckets):
+            self._issue(key)
+
+    @torch.no_grad()
     def finish(self) -> dict[str, Tensor]:
         """Issue what is open, wait for everything: name -> reduced local gradient, in table order."""
         for name, entry in self.table.items():

@@ -1,9 +1,9 @@
-"""What `torchrun run.py` does: join the process group, load this rank's stage and its shard of the weights, train.
+"""What `torchrun run.py` does: join the process group, load this rank's stages and its shard of the weights, train.
 
     torchrun --nproc-per-node 4 out/run.py --steps 100 --data my_data.py:batches --save checkpoints
 
-`manifest.json` in the emitted directory says how many ranks and which stage file each of them runs. `load(directory)`
-gives the same program as an object for training loops of one's own.
+`manifest.json` in the emitted directory says how many ranks there are and where the pipeline is, `pipeline.py` which
+stage files each of them runs. `load(directory)` gives the same program as an object for training loops of one's own.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
 from .process import TorchComm
 from .session import OptimizerFactory, Session
+from .tables import show_meshes, world_mesh
 
 USAGE_ERROR = 2
 
@@ -44,34 +45,33 @@ class Manifest:
 
     directory: Path
     world_size: int
-    mesh: dict[str, int]
-    stages: tuple[str, ...]
-    stage_of_rank: tuple[int, ...]
+    pipeline: str
     training: bool
     inputs: tuple[dict[str, Any], ...]
     optimizer: dict[str, Any] | None = None
     seed: int = 0
     weights: str | None = None
-    microbatches: int = 1
+    placement: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
         path = Path(directory) / "manifest.json"
         try:
             raw = json.loads(path.read_text())
-            return cls(
+            found = cls(
                 directory=Path(directory),
                 world_size=int(raw["world_size"]),
-                mesh={str(axis): int(size) for axis, size in raw["mesh"].items()},
-                stages=tuple(raw["stages"]),
-                stage_of_rank=tuple(raw["stage_of_rank"]),
+                pipeline=str(raw["pipeline"]),
                 training=bool(raw["training"]),
                 inputs=tuple(raw["inputs"]),
                 optimizer=raw.get("optimizer"),
                 seed=int(raw.get("seed", 0)),
                 weights=raw.get("weights"),
-                microbatches=int(raw.get("microbatches", 1)),
+                placement=tuple(int(rank) for rank in raw.get("placement") or ()),
             )
+            if found.placement and sorted(found.placement) != list(range(found.world_size)):
+                raise ValueError(f"the placement {list(found.placement)} does not name every rank once")
+            return found
         except FileNotFoundError as error:
             raise RuntimeProgramError(f"{path} is missing: is {directory} a directory that autopar wrote?") from error
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -82,9 +82,17 @@ class Manifest:
         actual = int(os.environ.get("WORLD_SIZE", "1"))
         if actual != self.world_size:
             raise WrongWorldSize(
-                f"this program was compiled for {self.world_size} ranks ({_axes(self.mesh)}), but WORLD_SIZE is "
-                f"{actual}; start it with: torchrun --nproc-per-node {self.world_size} {self.directory / 'run.py'}"
+                f"this program was compiled for {self.world_size} ranks ({self.show()}), but WORLD_SIZE is {actual}; "
+                f"start it with: torchrun --nproc-per-node {self.world_size} {self.directory / 'run.py'}"
             )
+
+    def load_pipeline(self) -> ModuleType:
+        """The module of pipeline.py. Raises RuntimeProgramError when it is not there."""
+        return module_of(self.directory / self.pipeline, "autopar_pipeline")
+
+    def show(self) -> str:
+        """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""
+        return show_meshes([stage["mesh"] for stage in self.load_pipeline().STAGES])
 
     def optimizer_factory(self) -> OptimizerFactory | None:
         if not self.training or self.optimizer is None:
@@ -153,16 +161,20 @@ def load(
         store = None
         if dist.get_world_size() != manifest.world_size:
             raise WrongWorldSize(
-                f"this program was compiled for {manifest.world_size} ranks ({_axes(manifest.mesh)}), "
+                f"this program was compiled for {manifest.world_size} ranks ({manifest.show()}), "
                 f"the process group has {dist.get_world_size()}"
             )
     else:
         manifest.check_world_size()
-        store = _join(backend or _pick_backend(), timeout_s)
-    comm = TorchComm(manifest.mesh, timeout_s=timeout_s, store=store, check=check)
-    stage = load_stage(manifest.directory / manifest.stages[manifest.stage_of_rank[comm.rank]])
+        store = _join(backend or _pick_backend(), timeout_s, manifest.placement)
+    pipeline = manifest.load_pipeline()
+    comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
     factory = manifest.optimizer_factory()
-    session = Session(stage, comm, factory, manifest.seed if seed is None else seed)
+
+    def stage(index: int) -> ModuleType:
+        return load_stage(manifest.directory / pipeline.STAGES[index]["file"])
+
+    session = Session(pipeline, stage, comm, factory, manifest.seed if seed is None else seed)
     source = weights or (manifest.directory / manifest.weights if manifest.weights else None)
     if source is not None:
         checkpoint.load(source, session)
@@ -225,7 +237,7 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         seed = manifest.seed if arguments.seed is None else arguments.seed
         batches = random_batches(manifest.inputs, seed, first)
     if rank == 0:
-        print(f"{_axes(manifest.mesh)}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
+        print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
     for step in range(first + 1, first + arguments.steps + 1):
         start = time.perf_counter()
         result = program(next(batches))
@@ -261,7 +273,8 @@ def _pick_backend() -> str:
     return "nccl" if dist.is_nccl_available() and 0 < local <= torch.cuda.device_count() else "gloo"
 
 
-def _join(backend: str, timeout_s: float) -> dist.Store:
+def _join(backend: str, timeout_s: float, placement: Sequence[int]) -> dist.Store:
+    """Make the default process group. placement: which logical rank every physical one is."""
     timeout = timedelta(seconds=timeout_s)
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -272,6 +285,7 @@ def _join(backend: str, timeout_s: float) -> dist.Store:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     prefixed = dist.PrefixStore("autopar", store)
+    rank = placement[rank] if placement else rank
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     return dist.PrefixStore("autopar_notes", store)
 
@@ -279,13 +293,12 @@ def _join(backend: str, timeout_s: float) -> dist.Store:
 def _die(error: BaseException, program: LoadedProgram | None) -> None:
     """Say what happened and end this process at once: joining the process group's threads could wait for others."""
     rank = os.environ.get("RANK", "0")
+    if dist.is_initialized() and str(dist.get_rank()) != rank:
+        rank += f" (rank {dist.get_rank()} of the program)"
     if program is not None and isinstance(program.session.comm, TorchComm):
         program.session.comm.leave_note(f"failed with {type(error).__name__}: {error}")
     trace = "" if isinstance(error, RuntimeProgramError) else traceback.format_exc()
-    print(f"{trace}error on rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    print(f"{trace}error on rank {rank}: {type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
-
-
-def _axes(mesh: Mapping[str, int]) -> str:
-    return " × ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one rank"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .comm import Comm
 from .errors import RuntimeProgramError
-
-SpecDims = tuple[tuple[str, ...], ...]
+from .mesh import SpecDims, box_of
 
 
 def spec_dims(spec: Sequence[Sequence[str] | str]) -> SpecDims:
@@ -25,19 +24,7 @@ def spec_dims(spec: Sequence[Sequence[str] | str]) -> SpecDims:
 
 def local_slices(shape: Sequence[int], spec: SpecDims, comm: Comm, what: str = "tensor") -> tuple[slice, ...]:
     """Where the calling rank's shard lies in the full tensor."""
-    if len(spec) != len(shape):
-        raise RuntimeProgramError(f"{what}: spec {spec} has {len(spec)} dims, the shape {tuple(shape)} {len(shape)}")
-    slices = []
-    for dim, (size, axes) in enumerate(zip(shape, spec, strict=True)):
-        parts = comm.axis_size(axes)
-        if size % parts:
-            raise RuntimeProgramError(
-                f"{what}: dim {dim} of shape {tuple(shape)} cannot be split over {parts} ranks ({' × '.join(axes)})"
-            )
-        length = size // parts
-        start = comm.axis_index(axes) * length
-        slices.append(slice(start, start + length))
-    return tuple(slices)
+    return tuple(slice(start, stop) for start, stop in box_of(shape, spec, comm.mesh, comm.position, what))
 
 
 def local_shape(shape: Sequence[int], spec: SpecDims, comm: Comm, what: str = "tensor") -> tuple[int, ...]:
@@ -88,14 +75,17 @@ class TensorInfo:
         self.trainable = bool(row.get("trainable", False))
         self.gather = tuple(tuple(step) for step in row.get("gather", ()))
         self.use_steps = tuple(tuple(step) for step in row.get("use_steps", ()))
+        self.index = int(row.get("index", 0))
+        self.batch_dim: int | None = row.get("batch_dim")
 
 
 class StateEntry:
-    """One value of a checkpoint: the local part, the global shape, and how it lies on the mesh."""
+    """One value of a checkpoint: the local part, the global shape, and how it lies on the mesh of a stage."""
 
-    __slots__ = ("shape", "spec", "value")
+    __slots__ = ("comm", "shape", "spec", "value")
 
-    def __init__(self, value: Any, shape: tuple[int, ...], spec: SpecDims) -> None:
+    def __init__(self, value: Any, shape: tuple[int, ...], spec: SpecDims, comm: Comm) -> None:
         self.value = value
         self.shape = shape
         self.spec = spec
+        self.comm = comm

@@ -1,11 +1,10 @@
 """Ranks as processes over torch.distributed: NCCL between GPUs, Gloo between CPUs.
 
-Groups are created once, in the same order on every rank, one per set of mesh axes that is larger than one. torch sorts
-the ranks of a group, so a group named in another axis order shares the process group and is addressed by member.
+Groups are created once, in the same order on every rank, one per set of mesh axes that is larger than one, for the mesh
+of all ranks and for those of stages. torch sorts the ranks of a group, so a group named in another axis order shares
+the process group and is addressed by member. Messages between ranks go through the group of all.
 
-NCCL has every collective. Gloo's own reduce_scatter is an all_reduce and its all_gather copies everything once more;
-both are built here from sends and receives that land in place: 2 to 3 times faster for large messages, and reductions
-add in member order, as the threaded backend does. The same exchange does small all_reduces in one round trip.
+NCCL has every collective; some of Gloo's are built from messages (gloo.py).
 
 When a collective fails or times out, ranks leave a note in the job's store, so that each error says what the other
 ranks of the group were doing.
@@ -14,8 +13,7 @@ ranks of the group were doing.
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,23 +22,69 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .comm import REDUCTIONS, Call, Comm, Group, group_ranks
+from . import gloo
+from .comm import Call, Comm, Message, Posted
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from .grads import BufferPool
+from .mesh import Group, group_ranks, mesh_size
+from .notes import Notes
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-OPS = tuple(REDUCE_OPS)
-EXCHANGE_BYTES = 1 << 17
-USER_TAG = 1 << 28
+MESSAGE_TAG = 1 << 28
+_START = {"send": dist.isend, "recv": dist.irecv}
 # torch 2.13 renamed these two.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-REPORT_WAIT_S = 3.0
+
+
+class _Job:
+    """What the Comms of one process share: process groups by their ranks, scratch buffers, notes, the message group."""
+
+    def __init__(self, timeout_s: float, store: dist.Store | None) -> None:
+        self.timeout_s = timeout_s
+        self.pool = BufferPool()
+        self.notes = Notes(store, dist.get_rank(), timeout_s)
+        self.parts: dict[Any, TorchComm | None] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def groups(self, mesh: Mapping[str, int], first_rank: int) -> dict[frozenset[str], Any]:
+        """One process group per set of axes, for the instance of it that this rank is in. Every rank makes all."""
+        axes = [axis for axis, size in mesh.items() if size > 1]
+        ranks = range(first_rank, first_rank + mesh_size(mesh))
+        mine: dict[frozenset[str], Any] = {}
+        for count in range(1, len(axes) + 1):
+            for names in itertools.combinations(axes, count):
+                for members in dict.fromkeys(group_ranks(mesh, rank, names, first_rank) for rank in ranks):
+                    if members not in self._groups:
+                        timeout = timedelta(seconds=self.timeout_s)
+                        self._groups[members] = dist.new_group(list(members), timeout=timeout)
+                    if dist.get_rank() in members:
+                        mine[frozenset(names)] = self._groups[members]
+        return mine
+
+
+class _Work(Posted):
+    """A message under way in torch.distributed."""
+
+    __slots__ = ("_comm", "_message", "_work")
+
+    def __init__(self, comm: TorchComm, work: Any, message: Message) -> None:
+        self._comm = comm
+        self._work = work
+        self._message = message
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._comm.explain(error, str(self._message), None, 0) from error
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
 
 
 class TorchComm(Comm):
-    """One rank of an initialized default process group whose size is the mesh's."""
+    """One rank of an initialized default process group whose size is the mesh's, or of a part of it (`split`)."""
 
     def __init__(
         self,
@@ -50,69 +94,90 @@ class TorchComm(Comm):
         *,
         store: dist.Store | None = None,
         check: bool = False,
+        whole: TorchComm | None = None,
+        first_rank: int = 0,
     ) -> None:
         """store: where failing ranks leave notes for each other. check: compare every collective before it starts,
-        so that a mismatch is an error instead of a timeout (slow, for debugging)."""
-        size = dist.get_world_size()
-        wanted = 1
-        for count in mesh.values():
-            wanted *= count
-        if size != wanted:
+        so that a mismatch is an error instead of a timeout (slow, for debugging). whole, first_rank: see split."""
+        size, wanted = dist.get_world_size(), mesh_size(mesh)
+        if whole is None and size != wanted:
             raise RuntimeProgramError(f"the program needs {wanted} ranks ({dict(mesh)}), the process group has {size}")
         backend = dist.get_backend()
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        super().__init__(dist.get_rank(), mesh, device)
+        super().__init__(dist.get_rank(), mesh, device, first_rank)
         self.gloo = backend == "gloo"
+        self.in_order = not self.gloo
         self.timeout_s = timeout_s
-        self._store = store
+        self._job: _Job = whole._job if whole is not None else _Job(timeout_s, store)
         self._check = check
-        self._pool = BufferPool()
         self._counts: dict[frozenset[str], int] = {}
-        self._last: tuple[Any, ...] = ()
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
-        self._process_groups = self._make_groups(timedelta(seconds=timeout_s))
+        self._process_groups = self._job.groups(mesh, first_rank)
+        everyone = frozenset(axis for axis, size in mesh.items() if size > 1)
+        self._message_group: Any = whole._message_group if whole is not None else self._process_groups.get(everyone)
 
-    def _make_groups(self, timeout: timedelta) -> dict[frozenset[str], Any]:
-        """One process group per set of axes, for the instance of it that this rank is in."""
-        axes = [axis for axis, size in self.mesh.items() if size > 1]
-        groups: dict[frozenset[str], Any] = {}
-        for count in range(1, len(axes) + 1):
-            for names in itertools.combinations(axes, count):
-                instances = dict.fromkeys(group_ranks(self.mesh, rank, names) for rank in range(self.world_size))
-                mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in instances], timeout=timeout)
-                groups[frozenset(names)] = mine
-        return groups
+    def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
+        parts: list[Comm | None] = []
+        for mesh, first in meshes:
+            key = (tuple(mesh.items()), first)
+            if key == (tuple(self.mesh.items()), self.first_rank):
+                parts.append(self)
+                continue
+            if key not in self._job.parts:
+                if first <= self.rank < first + mesh_size(mesh):
+                    part = TorchComm(
+                        mesh, self.device, self.timeout_s, check=self._check, whole=self, first_rank=first
+                    )
+                    part.gloo, part.in_order = self.gloo, self.in_order
+                    self._job.parts[key] = part
+                else:
+                    self._job.groups(mesh, first)
+                    self._job.parts[key] = None
+            parts.append(self._job.parts[key])
+        return parts
 
     def device_mesh(self, order: tuple[str, ...]) -> DeviceMesh:
-        """torch's mesh of all ranks with the axes in this order. Collective on first use, cached after."""
+        """torch's mesh of these ranks with the axes (those larger than one) in this order."""
         found = self._device_meshes.get(order)
         if found is None:
             axes = list(self.mesh)
-            ranks = torch.arange(self.world_size).reshape([self.mesh[axis] for axis in axes])
-            ranks = ranks.permute([axes.index(axis) for axis in order]).contiguous()
-            found = self._device_meshes[order] = DeviceMesh(self.device.type, ranks, mesh_dim_names=order)
+            ranks = torch.arange(self.first_rank, self.first_rank + self.world_size)
+            ranks = ranks.reshape([self.mesh[axis] for axis in axes])
+            ranks = ranks.permute([*map(axes.index, order), *(i for i, a in enumerate(axes) if a not in order)])
+            ranks = ranks.reshape([self.mesh[axis] for axis in order]).contiguous()
+            groups = [self._process_groups[frozenset((axis,))] for axis in order]
+            found = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=order)
+            self._device_meshes[order] = found
         return found
+
+    def share(self, value: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [value]
+        dist.all_gather_object(everyone, value, group=self._message_group)
+        return everyone
 
     # ---- collectives
 
     def _start(self, call: Call) -> Callable[[], None]:
         key = frozenset(call.group.axes)
         number = self._counts[key] = self._counts.get(key, -1) + 1
-        self._last = (number, call.group, call.kind, call.site)
+        self._job.notes.last = (number, call.group, call.kind, call.site)
         try:
             if self._check:
                 self._compare(call, number)
-            wait = self._start_gloo(call, number) if self.gloo else self._start_nccl(call)
+            group = self._process_groups[frozenset(call.group.axes)]
+            wait = gloo.start(call, number, group, self._job.pool) if self.gloo else self._start_nccl(call)
+            wait = wait or self._start_native(call).wait
         except RuntimeError as error:
-            raise self._explain(error, call.describe(), call.group, number) from error
+            raise self.explain(error, call.describe(), call.group, number) from error
 
         def guarded() -> None:
             try:
                 wait()
             except RuntimeError as error:
-                raise self._explain(error, call.describe(), call.group, number) from error
+                raise self.explain(error, call.describe(), call.group, number) from error
 
         return guarded
 
@@ -164,90 +229,23 @@ class TorchComm(Comm):
 
         return wait
 
-    def _start_gloo(self, call: Call, number: int) -> Callable[[], None]:
-        nbytes = call.inp.numel() * call.inp.element_size()
-        n, me = call.group.size, call.group.index
-        if call.kind == "all_reduce" and (nbytes * (n - 1) <= EXCHANGE_BYTES or not _gloo_reduces(call.inp.dtype)):
-            rows = self._pool.take(n * call.inp.numel(), call.inp)
-            received = rows.view(n, -1)
-            source = call.inp.reshape(-1)
-            wait_rows = self._exchange(call, number, received, lambda _: source)
-
-            def finish_small() -> None:
-                wait_rows()
-                parts = [source if member == me else received[member] for member in range(n)]
-                if call.out is call.inp:
-                    parts[me] = received[me].copy_(source)
-                _reduce(parts, call.op, call.out.view(-1))
-                self._pool.give(rows)
-
-            return finish_small
-        if call.kind == "all_gather":
-            row = call.out[me]
-            if row.data_ptr() != call.inp.data_ptr():
-                row.copy_(call.inp)
-            return self._exchange(call, number, call.out, lambda _: row)
-        if call.kind == "reduce_scatter":
-            scratch = self._pool.take(call.inp.numel(), call.inp)
-            arrived = scratch.view(call.inp.shape)
-            wait_chunks = self._exchange(call, number, arrived, lambda member: call.inp[member])
-
-            def finish_scatter() -> None:
-                wait_chunks()
-                _reduce([call.inp[m] if m == me else arrived[m] for m in range(n)], call.op, call.out)
-                self._pool.give(scratch)
-
-            return finish_scatter
-        if call.kind == "all_to_all":
-            call.out[me].copy_(call.inp[me])
-            return self._exchange(call, number, call.out, lambda member: call.inp[member])
-        return self._start_native(call).wait
-
-    def _exchange(self, call: Call, number: int, rows: Tensor, outgoing: Callable[[int], Tensor]) -> Callable[[], None]:
-        """Send outgoing(member) to every other member, receive theirs in rows[member].
-
-        The tag says which call this is, so that different collectives never take each other's bytes.
-        """
-        group = call.group
-        process_group = self._process_groups[frozenset(group.axes)]
-        tag = (
-            (number & 0xFFFF) << 12 | (call.inp.numel() & 0xFF) << 4 | KINDS.index(call.kind) << 2 | OPS.index(call.op)
-        )
-        works, kept = [], []
-        for distance in range(1, group.size):
-            source = (group.index - distance) % group.size
-            target = (group.index + distance) % group.size
-            works.append(dist.irecv(rows[source], group.ranks[source], group=process_group, tag=tag))
-            kept.append(outgoing(target))
-            works.append(dist.isend(kept[-1], group.ranks[target], group=process_group, tag=tag))
-
-        def wait() -> None:
-            for work in works:
-                if work is not None:
-                    work.wait()
-            kept.clear()
-
-        return wait
-
     # ---- point to point
 
-    def send(self, x: Tensor, peer_rank: int, tag: int = 0, site: str = "") -> None:
-        what = f"send to rank {peer_rank}, tag {tag}" + (f" at {site}" if site else "")
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        message = x.detach().clone(memory_format=torch.contiguous_format)
+    def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
+        """Without tags (NCCL), sends and receives that meet go out as one; each pair's must be in the same order."""
+        if not messages:
+            return []
+        group = self._message_group
+        works: list[Any]
         try:
-            self._sent.append((dist.isend(message, peer_rank, tag=USER_TAG + tag), message))
+            if self.in_order:
+                works = dist.batch_isend_irecv([dist.P2POp(_START[m.kind], m.buffer, m.peer, group) for m in messages])
+                works = works if len(works) == len(messages) else works[:1] * len(messages)
+            else:
+                works = [_START[m.kind](m.buffer, m.peer, group=group, tag=MESSAGE_TAG + m.tag) for m in messages]
         except RuntimeError as error:
-            raise self._explain(error, what, None, 0) from error
-
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, peer_rank: int, tag: int = 0, site: str = "") -> Tensor:
-        what = f"recv from rank {peer_rank}, tag {tag}" + (f" at {site}" if site else "")
-        out = torch.empty(shape, dtype=dtype, device=self.device)
-        try:
-            dist.recv(out, peer_rank, tag=USER_TAG + tag)
-        except RuntimeError as error:
-            raise self._explain(error, what, None, 0) from error
-        return out
+            raise self.explain(error, "; ".join(map(str, messages)), None, 0) from error
+        return [_Work(self, work, message) for work, message in zip(works, messages, strict=True)]
 
     # ---- when things go wrong
 
@@ -264,62 +262,19 @@ class TorchComm(Comm):
                     f"rank {rank} calls {description} over ranks {ranks}"
                 )
 
-    def _explain(self, error: RuntimeError, what: str, group: Group | None, number: int) -> RuntimeError:
+    def explain(self, error: RuntimeError, what: str, group: Group | None, number: int) -> RuntimeError:
+        """The error with rank, group, place and what other ranks were doing."""
         if isinstance(error, RuntimeProgramError):
             return error
         where = f"#{number} over {group}: {what}" if group is not None else what
         first = str(error).splitlines()[0]
-        self.leave_note(f"failed in {where}")
-        others = self._notes_of_others(group.ranks if group is not None else range(self.world_size))
+        notes = self._job.notes
+        notes.leave(f"failed in {where}")
+        others = notes.of_others(group.ranks if group is not None else range(dist.get_world_size()))
         text = f"{self.describe_rank()}: {where} failed: {first}" + "".join(f"; {note}" for note in others)
         late = "timed out" in first.lower() or "timeout" in first.lower()
         return CollectiveTimeout(text) if late else RuntimeProgramError(text)
 
     def leave_note(self, what: str) -> None:
         """Tell the other ranks what this one was doing when it failed. Only the first note of a rank counts."""
-        if self._store is not None:
-            try:
-                self._store.compare_set(f"autopar/note/{self.rank}", "", what + self._last_call())
-            except RuntimeError:
-                self._store = None
-
-    def _last_call(self) -> str:
-        if not self._last:
-            return ""
-        number, group, kind, site = self._last
-        return f" (last collective: #{number} over {group}, {kind}" + (f" at {site})" if site else ")")
-
-    def _notes_of_others(self, ranks: Any) -> list[str]:
-        if self._store is None:
-            return []
-        notes, waiting = [], [rank for rank in ranks if rank != self.rank]
-        end = time.monotonic() + min(REPORT_WAIT_S, self.timeout_s)
-        while waiting and time.monotonic() < end:
-            try:
-                ready = [rank for rank in waiting if self._store.check([f"autopar/note/{rank}"])]
-                for rank in ready:
-                    notes.append(f"rank {rank} {self._store.get(f'autopar/note/{rank}').decode()}")
-                    waiting.remove(rank)
-            except RuntimeError:
-                break
-            if waiting:
-                time.sleep(0.05)
-        return notes + [f"rank {rank} said nothing" for rank in waiting]
-
-
-def _gloo_reduces(dtype: torch.dtype) -> bool:
-    return dtype not in (torch.int16,)
-
-
-@torch.no_grad()
-def _reduce(parts: list[Tensor], op: str, out: Tensor) -> None:
-    """parts[0] op parts[1] op … in this order; out must be none of the parts."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    if op == "sum":
-        torch.add(parts[0], parts[1], out=out)
-    else:
-        REDUCTIONS[op](out.copy_(parts[0]), parts[1])
-    for part in parts[2:]:
-        REDUCTIONS[op](out, part)
+        self._job.notes.leave(what)

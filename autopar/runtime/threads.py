@@ -12,14 +12,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .comm import REDUCTIONS, Call, Comm, mesh_index
+from .comm import REDUCTIONS, Call, Comm, Message, Posted
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
+from .mesh import mesh_index, mesh_size
 
 T = TypeVar("T")
 
@@ -48,7 +49,8 @@ class _World:
         self.deadline = time.monotonic() + timeout_s
         self.timeout_s = timeout_s
         self.world_size = world_size
-        self.slots: dict[tuple[tuple[int, ...], int], _Slot] = {}
+        self.slots: dict[tuple[str, tuple[int, ...], int], _Slot] = {}
+        self.shared: dict[tuple[str, int], dict[int, Any]] = {}
         self.mail: dict[tuple[int, int, int], deque[Tensor]] = {}
         self.bells = [threading.Semaphore(0) for _ in range(world_size)]
         self.running = set(range(world_size))
@@ -99,32 +101,87 @@ class _World:
         return "; ".join(lines)
 
 
-class ThreadComm(Comm):
-    """One rank among the threads of a `run_threads` call."""
+class _Sent(Posted):
+    """A message that was copied when it was sent."""
 
-    def __init__(self, rank: int, mesh: Mapping[str, int], world: _World) -> None:
-        super().__init__(rank, mesh)
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+
+class _Awaited(Posted):
+    """A message to come."""
+
+    def __init__(self, comm: ThreadComm, message: Message) -> None:
+        self._comm = comm
+        self._message = message
+
+    def wait(self) -> None:
+        self._comm.receive(self._message)
+
+    def done(self) -> bool:
+        return False
+
+
+class ThreadComm(Comm):
+    """One rank among the threads of a `run_threads` call. name: tells the Comms of one rank apart."""
+
+    def __init__(
+        self, rank: int, mesh: Mapping[str, int], world: _World, first_rank: int = 0, name: str = ""
+    ) -> None:
+        super().__init__(rank, mesh, first_rank=first_rank)
         self._world = world
+        self._name = name
         self._next: dict[tuple[int, ...], int] = {}
+        self._parts: dict[Any, ThreadComm] = {}
+        self._tickets: dict[tuple[str, int], int] = {}
+        self._shares = 0
+
+    def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
+        parts: list[Comm | None] = []
+        for mesh, first in meshes:
+            key = (tuple(mesh.items()), first)
+            if key == (tuple(self.mesh.items()), self.first_rank):
+                parts.append(self)
+            elif first <= self.rank < first + mesh_size(mesh):
+                if key not in self._parts:
+                    self._parts[key] = ThreadComm(self.rank, mesh, self._world, first, f"{self._name}{key}")
+                parts.append(self._parts[key])
+            else:
+                parts.append(None)
+        return parts
+
+    def share(self, value: Any) -> list[Any]:
+        self._shares += 1
+        with self._world.lock:
+            box = self._world.shared.setdefault((self._name, self._shares), {})
+            box[self.rank] = value
+        self.barrier(site="share")
+        with self._world.lock:  # everyone has come here, so everyone has read the box before
+            self._world.shared.pop((self._name, self._shares - 1), None)
+        return [box[rank] for rank in sorted(box)]
 
     def _start(self, call: Call) -> Callable[[], None]:
         world, group = self._world, call.group
-        key = tuple(sorted(group.ranks))
-        number = self._next.get(key, 0)
-        self._next[key] = number + 1
+        ranks = tuple(sorted(group.ranks))
+        number = self._next.get(ranks, 0)
+        self._next[ranks] = number + 1
+        key = (self._name, ranks, number)
         with world.lock:
             if world.failure is not None:
                 raise _Aborted
-            slot = world.slots.get((key, number))
+            slot = world.slots.get(key)
             if slot is None:
-                slot = world.slots[key, number] = _Slot(group.size, number)
+                slot = world.slots[key] = _Slot(group.size, number)
             else:
                 self._check_match(slot, call)
             slot.calls[group.index] = call
             slot.missing -= 1
             last = slot.missing == 0
             if last:
-                del world.slots[key, number]
+                del world.slots[key]
         if last:
             execute([posted for posted in slot.calls if posted is not None])
             with world.lock:
@@ -149,27 +206,36 @@ class ThreadComm(Comm):
             f"rank {other.group.ranks[other.group.index]} calls {other.describe()} over {other.group}"
         )
 
-    def send(self, x: Tensor, peer_rank: int, tag: int = 0, site: str = "") -> None:
-        message, world = x.detach().clone(memory_format=torch.contiguous_format), self._world
+    def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
+        if self.in_order:
+            for message in messages:
+                key = (message.kind, message.peer)
+                message.tag = self._tickets[key] = self._tickets.get(key, -1) + 1
+        return [self._mail(m) if m.kind == "send" else _Awaited(self, m) for m in messages]
+
+    def _mail(self, message: Message) -> Posted:
+        copy, world, peer = message.buffer.detach().clone(), self._world, message.peer
         with world.lock:
             if world.failure is not None:
                 raise _Aborted
-            world.mail.setdefault((self.rank, peer_rank, tag), deque()).append(message)
-            if peer_rank in world.waiting and world.waiting[peer_rank][0] is world.mail:
-                world.wake(peer_rank)
+            world.mail.setdefault((self.rank, peer, message.tag), deque()).append(copy)
+            if peer in world.waiting and world.waiting[peer][0] is world.mail:
+                world.wake(peer)
+        return _Sent()
 
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, peer_rank: int, tag: int = 0, site: str = "") -> Tensor:
-        world, key = self._world, (peer_rank, self.rank, tag)
-        what = f"recv from rank {peer_rank}, tag {tag}" + (f" at {site}" if site else "")
-        world.wait(self.rank, world.mail, lambda: bool(world.mail.get(key)), lambda: what)
+    def receive(self, message: Message) -> None:
+        """Wait for a message and fill its buffer."""
+        world, key, buffer = self._world, (message.peer, self.rank, message.tag), message.buffer
+        world.wait(self.rank, world.mail, lambda: bool(world.mail.get(key)), lambda: str(message))
         with world.lock:
-            message = world.mail[key].popleft()
-        if tuple(message.shape) != tuple(shape) or message.dtype != dtype:
+            arrived = world.mail[key].popleft()
+        if arrived.shape != buffer.shape or arrived.dtype != buffer.dtype:
             raise CollectiveMismatch(
-                f"rank {self.rank}, {what}: expected {dtype}{list(shape)}, "
-                f"rank {peer_rank} sent {message.dtype}{list(message.shape)}"
+                f"rank {self.rank}, {message}: expected {buffer.dtype}{list(buffer.shape)}, "
+                f"rank {message.peer} sent {arrived.dtype}{list(arrived.shape)}"
             )
-        return message
+        with torch.no_grad():
+            buffer.copy_(arrived)
 
 
 def reduce_in_order(parts: list[Tensor], op: str, out: Tensor | None = None) -> Tensor:

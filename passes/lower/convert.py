@@ -35,6 +35,10 @@ class Names:
         name = f"{stem}_{count}"
         return self.fresh(name) if name in self._taken else self._claim(name)
 
+    def take(self, name: str) -> None:
+        """Keep `name` from being given."""
+        self._taken.setdefault(name, 1)
+
     def _claim(self, name: str) -> str:
         self._taken[name] = 1
         return name

@@ -52,6 +52,26 @@ class _Body:
         self.held[name] = (made, wanted)
         return self.held[name]
 
+    def result(self, value: str | None) -> tuple[str | None, Spec | None]:
+        """Local name and spec of a gradient that the function returns."""
+        if value is None:
+            return None, None
+        return self.held[value] if value in self.held else self.hub(value, "B", "")
+
+    def successor(self) -> tuple[_Body, tuple[str, ...]]:
+        """A body that goes on with what this one holds, as arguments of the same names; and these names."""
+        following = _Body(self.owner)
+        for key, (name, spec) in self.held.items():
+            following.held[key] = (name, spec)
+            following.names.take(name)
+        return following, tuple(name for name, _ in self.held.values())
+
+    def function(self, name: str, args: list[str], results: Any, saved: Any) -> Function:
+        """The finished function; types of its arguments are those of the values they hold."""
+        wanted = {*args, *(n for _, n, _ in saved)}
+        types = {n: (self.owner.template.type_of(k.split("@")[0]), s) for k, (n, s) in self.held.items() if n in wanted}
+        return Function(name, tuple(args), tuple(self.lines), tuple(n for n, _ in results), types)
+
     def op(self, node: fx.Node) -> None:
         owner = self.owner
         call = owner.template.op_calls[node.name]
@@ -136,17 +156,17 @@ class _TemplateLowering:
 
 
 def lower_template(
-    template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool
+    template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool, split: bool = False
 ) -> LoweredTemplate:
-    """Forward and backward functions of a template under its plan. Raises PlanError."""
+    """Forward and backward functions of a template under its plan. split: B and W apart. Raises PlanError."""
     owner = _TemplateLowering(template, plan, pricer, rules)
     try:
-        return _lower(owner, backward)
+        return _lower(owner, backward, split)
     except ShardingError as error:
         raise PlanError(f"template {template.name}: {error}") from error
 
 
-def _lower(owner: _TemplateLowering, backward: bool) -> LoweredTemplate:
+def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemplate:
     template, fl = owner.template, owner.flow
     forward = _Body(owner)
     args: list[str] = []
@@ -182,25 +202,25 @@ def _lower(owner: _TemplateLowering, backward: bool) -> LoweredTemplate:
         if tangent is not None:
             back_args.append(body.argument(tangent, tangent, owner.spec(tangent)))
     for node in template.ops:
-        if phase_is_late(node):
+        if phase_is_late(node) and not (split and node.meta["phase"] == "W"):
             body.op(node)
-
-    def result(value: str | None) -> tuple[str | None, Spec | None]:
-        if value is None:
-            return None, None
-        if value in body.held:
-            return body.held[value]
-        return body.hub(value, "B", "")
-
-    input_grads = [result(g) for g in template.input_grads]
-    param_grads = [result(g) for g in template.param_grads]
-    types = {a: (template.type_of(k.split("@")[0]), s) for k, (a, s) in list(body.held.items())
-             if a in back_args or a in {body.held[key][0] for key, _, _ in saved}}  # fmt: skip
-    back = Function(
-        f"{template.name}_backward", tuple(back_args), tuple(body.lines),
-        tuple(n for n, _ in (*input_grads, *param_grads)), types,
-    )  # fmt: skip
+    input_grads = [body.result(g) for g in template.input_grads]
+    later: tuple[str, ...] = ()
+    if not split:
+        param_grads = [body.result(g) for g in template.param_grads]
+        back = body.function(f"{template.name}_backward", back_args, (*input_grads, *param_grads), saved)
+        after = None
+    else:
+        last, known = body.successor()
+        for node in template.ops:
+            if node.meta["phase"] == "W":
+                last.op(node)
+        param_grads = [last.result(g) for g in template.param_grads]
+        read = {n for line in last.lines for n in line.reads()} | {n for n, _ in param_grads}
+        later = tuple(dict.fromkeys(n for n in known if n in read))
+        after = last.function(f"{template.name}_weights", list(later), param_grads, ())
+        back = body.function(f"{template.name}_backward", back_args, input_grads, saved)
     return LoweredTemplate(
         template.name, front, back, tuple(name for _, name, _ in saved), random, out_specs,
-        tuple(s for _, s in input_grads), tuple(s for _, s in param_grads), late_params,
+        tuple(s for _, s in input_grads), tuple(s for _, s in param_grads), late_params, after, later,
     )  # fmt: skip

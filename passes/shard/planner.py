@@ -15,11 +15,12 @@ from typing import Any
 
 from autopar.cluster import ClusterSpec
 from autopar.errors import ConstraintError, InfeasibleError, InputError, ShardingError
-from autopar.ir.lowered import LoweredStage
+from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.spec import Spec, parse_spec
 from autopar.options import Options
+from autopar.passes.account import Account
 from autopar.passes.costs import Pricer
 from autopar.passes.shard.batch import batch_factors
 from autopar.passes.shard.graph import FactorGraph, Key
@@ -32,23 +33,26 @@ from autopar.plan import ParameterPlan, Plan, StagePlan, TemplatePlan
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with what the solver said of it; `lowered` where it was lowered already, to see its peak."""
+    """A plan with what the solver said of it; `lowered` and `account` where it was lowered already, to see its peak."""
 
     plan: Plan
     solution: Solution
-    pricer: Pricer
-    lowered: tuple[LoweredStage, ...] = ()
+    lowered: LoweredProgram | None = None
+    account: Account | None = None
 
 
-def candidate_meshes(cluster: ClusterSpec, options: Options) -> list[Mesh]:
-    """The forced mesh, or: one axis over all ranks, and two axes with the inner one inside the fast links."""
-    ranks = cluster.size
+def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None = None) -> list[Mesh]:
+    """The forced mesh, or: one axis over all ranks, and two axes with the inner one inside the fast links.
+
+    ranks: of a stage of a pipeline (default: the whole cluster).
+    """
+    ranks = cluster.size if ranks is None else ranks
     if options.mesh is not None:
         mesh = Mesh.from_dict(options.mesh)
         if mesh.size != ranks:
+            where = f"the cluster has {ranks}" if ranks == cluster.size else f"a stage of the pipeline has {ranks}"
             raise InputError(
-                f"Options.mesh {dict(options.mesh)} has {mesh.size} ranks, the cluster has {ranks}; make the axis sizes "
-                f"multiply to {ranks}"
+                f"Options.mesh {dict(options.mesh)} has {mesh.size} ranks, {where}; make the axis sizes multiply to {ranks}"
             )
         return [mesh]
     meshes = [Mesh.of(dp=ranks)]
@@ -192,21 +196,30 @@ def solve_mesh(
     options: Options,
     strategy: str,
     budget: float | None,
+    close: float = 1e-4,
 ) -> Candidate | Shortage:
-    """Best plan on one mesh under a strategy, or how much memory it falls short."""
+    """Best plan on one mesh under a strategy, or how much memory it falls short. close: as in `solve`."""
     problem = build_problem(program, pricer, rules, setting, options, strategy)
-    solution = solve(problem.graph, budget, options.solver_time_limit_s, tie_price=0.02 * pricer.copy_s)
+    solution = solve(problem.graph, budget, options.solver_time_limit_s, 0.02 * pricer.copy_s, close)
     if isinstance(solution, Shortage):
         return solution
     origin = "solver" if strategy == "auto" else strategy
     if solution.method == "greedy":
         origin += " (greedy)"
     plan = extract(problem, list(solution.choice), cluster, options, origin)
-    return Candidate(replace(plan, predicted={"step_time_s": solution.cost}), solution, pricer)
+    return Candidate(replace(plan, predicted={"step_time_s": solution.cost}), solution)
 
 
 def extract(problem: Problem, choice: list[int], cluster: ClusterSpec, options: Options, origin: str) -> Plan:
-    """The Plan that an assignment means."""
+    """The Plan without a pipeline that an assignment means."""
+    program, stage = problem.program, stage_plan(problem, choice, (0, len(problem.program.calls)))
+    return Plan(
+        program.fingerprint, cluster.fingerprint(), problem.mesh.size, (stage,), options.microbatches or 1, origin=origin
+    )
+
+
+def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> StagePlan:
+    """What an assignment means for a stage."""
     graph, program = problem.graph, problem.program
     templates = {name: TemplatePlan({}, {}) for name in program.templates}
     parameters: dict[str, ParameterPlan] = {}
@@ -219,11 +232,7 @@ def extract(problem: Problem, choice: list[int], cluster: ClusterSpec, options: 
         else:
             for name in problem.groups[key[1]].names:
                 parameters[name] = ParameterPlan(*state)
-    ordered = {name: parameters[name] for name in program.parameters}
-    stage = StagePlan((0, len(program.calls)), problem.mesh, templates, ordered)
-    return Plan(
-        program.fingerprint, cluster.fingerprint(), problem.mesh.size, (stage,), options.microbatches, origin=origin
-    )
+    return StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
 
 
 def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:

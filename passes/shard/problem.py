@@ -39,11 +39,16 @@ Allowed = Callable[[Key, Any], bool]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the problem depends on beside program and mesh. `state_ratio`: optimizer state elements per parameter."""
+    """What the problem depends on beside program and mesh.
+
+    state_ratio: optimizer state elements per parameter, state_bytes each. in_flight: microbatches whose values are held
+    for backward at once (pipelines).
+    """
 
     microbatches: int = 1
     state_ratio: float = 2.0
     state_bytes: int = 4
+    in_flight: float = 1.0
 
 
 class Problem:
@@ -103,7 +108,7 @@ class Problem:
                     spec, type_ = rule.result_spec(i, s, self.mesh), call.results[i]
                     if spec is not None and type_ is not None:
                         total += spec.local_bytes(type_, self.mesh)
-                return total * calls
+                return total * calls * self.setting.in_flight
 
             key = ("op", template.name, node.name)
             self._add(key, strategies, lambda s, c=call, r=rule: times * self.pricer.op_s(c, r, s), memory)  # type: ignore[misc]
@@ -142,8 +147,9 @@ class Problem:
             counted = hub.kind == "save" and not shows_held(template, producer[0], fl)
             self._add(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
 
-    def _held(self, type_: TensorType, times: int) -> Callable[[Spec], float]:
+    def _held(self, type_: TensorType, times: float) -> Callable[[Spec], float]:
         """Bytes that a value of this type keeps until backward, over all calls."""
+        times = times * self.setting.in_flight
         return lambda spec: times * spec.local_bytes(type_, self.mesh) if times else 0.0
 
     def _specs(self, template: Template, value: str, partial: bool) -> list[Spec]:
@@ -211,8 +217,14 @@ class Problem:
             v, after = self._source(self.program.templates[template], value)
             type_ = self.program.templates[template].type_of(value)
             whole = Spec.replicated(len(type_.shape))
-            if kind == "read":
+            if kind == "depart":
+                paid = np.array([self.pricer.departure(type_, s)[1] for s in after if s is not None])
+                self.graph.cost[v] = self.graph.cost[v] + times * count * paid
+            elif kind == "read":
                 row = self._conversion(type_, [whole], after)[0]
+                self.graph.cost[v] = self.graph.cost[v] + times * count * row
+            elif kind == "arrive":
+                row = np.array([self.pricer.arrival(type_, s)[1] for s in after if s is not None])
                 self.graph.cost[v] = self.graph.cost[v] + times * count * row
             elif kind in ("whole", "loss"):
                 column = self._conversion(type_, after, [whole], bucketed=kind == "loss")[:, 0]

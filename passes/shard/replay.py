@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.program import Program
-from autopar.passes.costs import Pricer
+from autopar.passes.costs import Pricer, Pricers
+from autopar.passes.cut import cut
 from autopar.passes.shard.graph import Key
 from autopar.passes.shard.problem import Problem, Setting
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.solve import Solution
-from autopar.plan import Plan
+from autopar.plan import Plan, StagePlan
 
 
-def evaluate(program: Program, plan: Plan, pricer: Pricer, rules: RuleBook, setting: Setting) -> Solution:
-    """Cost and memory of a plan. Raises PlanError when it names choices that do not exist."""
-    stage = plan.stages[0]
+def evaluate(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook, setting: Setting) -> Solution:
+    """Cost and memory of a plan, of its stages one after the other. Raises PlanError when its choices do not exist."""
+    parts = cut(program, [stage.calls for stage in plan.stages])
+    found = [_stage(part, stage, pricers[stage.mesh], rules, setting) for part, stage in zip(parts, plan.stages, strict=True)]
+    if len(found) == 1:
+        return found[0]
+    cost, memory = sum(s.cost for s in found), max(s.memory for s in found)
+    return replace(found[0], cost=cost, memory=memory, bound=cost)
 
+
+def _stage(program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook, setting: Setting) -> Solution:
     def state(key: Key) -> Any:
         try:
             if key[0] == "op":

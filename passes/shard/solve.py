@@ -53,12 +53,14 @@ class Shortage:
 
 
 def solve(
-    graph: FactorGraph, budget: float | None = None, time_limit_s: float = 60.0, tie_price: float = 0.0
-) -> Solution | Shortage:
+    graph: FactorGraph, budget: float | None = None, time_limit_s: float = 60.0, tie_price: float = 0.0,
+    close: float = 1e-4,
+) -> Solution | Shortage:  # fmt: skip
     """Minimise cost subject to memory <= budget (bytes; None: no limit).
 
     tie_price: a small price per byte that decides between equally fast plans (a parameter that every use slices for
-    free is as fast whole as sharded). The reported cost is without it, the gap is that of the priced objective.
+    free is as fast whole as sharded). The reported cost is without it, the gap is that of the priced objective. close:
+    relative distance to the bound at which memory prices are good enough; the MIP with a memory row is for less than 1e-3.
     """
     deadline = time.monotonic() + time_limit_s
     free, bound, after = _priced(graph, tie_price, deadline)
@@ -72,9 +74,9 @@ def solve(
     least = least if least is not None else greedy(graph, memory_only=True)
     if graph.memory_of(least) > budget:
         return Shortage(graph.memory_of(least), tuple(least))
-    best, bound = _by_price(graph, budget, choice, least, bound, deadline)
+    best, bound = _by_price(graph, budget, choice, least, bound, deadline, close)
     solution = _solution(graph, best, bound, "priced memory", after)
-    if solution.gap > 1e-3 and time.monotonic() < deadline:
+    if close < 1e-3 < solution.gap and time.monotonic() < deadline:
         r = reduce_graph(start(graph), with_memory=True)
         if r.size["variables"] <= 400_000:
             answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
@@ -159,7 +161,7 @@ def _settled(r: Reduced) -> float:
 
 
 def _by_price(
-    graph: FactorGraph, budget: float, cheap: list[int], small: list[int], bound: float, deadline: float
+    graph: FactorGraph, budget: float, cheap: list[int], small: list[int], bound: float, deadline: float, close: float
 ) -> tuple[list[int], float]:
     """Walk down the convex hull of (memory, cost): (best assignment that fits, best lower bound).
 
@@ -182,7 +184,7 @@ def _by_price(
             best = choice
         level = graph.value(over) + price * graph.memory_of(over)
         found = graph.value(choice) + price * graph.memory_of(choice)
-        if found >= level - 1e-7 * abs(level) or graph.value(best) - bound <= 1e-4 * abs(graph.value(best)):
+        if found >= level - 1e-7 * abs(level) or graph.value(best) - bound <= close * abs(graph.value(best)):
             break
         over, under = (over, choice) if fits else (choice, under)
     return best, bound

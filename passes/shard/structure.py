@@ -103,8 +103,8 @@ def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
     """(source value, target value, kind) of every edge between calls, values named (template, value).
 
     kind "value": forward or gradient edge; "read": from a replicated tensor (batch, buffer, gradient seed) to a
-    placeholder; "whole": an output that must end replicated ("loss": summed beside the gradients); "settled": an output
-    that must owe nothing.
+    placeholder; "arrive", "depart": from and to another stage; "whole": an output that must end replicated ("loss":
+    summed beside the gradients); "settled": an output that must owe nothing.
     """
     edges: list[tuple[Target | None, Target, str]] = []
 
@@ -114,28 +114,42 @@ def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
         template = program.template_of(program.calls[ref.index])
         return template.name, template.outputs[ref.output]
 
+    def tangent_of(ref: ValueRef) -> Target | None:
+        owner = program.template_of(program.calls[ref.index])
+        tangent = owner.tangents[ref.output]
+        return (owner.name, tangent) if tangent is not None else None
+
     for i, call in enumerate(program.calls):
         template = program.template_of(call)
         for slot, ref in enumerate(call.inputs):
             target = (template.name, template.inputs[slot])
-            source = producer(ref)
-            edges.append((source, target, "value" if source else "read"))
+            source, crossing = producer(ref), program.crossing(ref)
+            edges.append((source, target, "value" if source else "arrive" if crossing else "read"))
             grad = template.input_grads[slot]
-            if ref.kind == "call" and grad is not None and i in program.backward_calls:
-                owner = program.template_of(program.calls[ref.index])
-                tangent = owner.tangents[ref.output]
-                if tangent is not None:
-                    edges.append(((template.name, grad), (owner.name, tangent), "value"))
-    for i, ref in enumerate(program.outputs):
+            if grad is None or i not in program.backward_calls:
+                continue
+            if source is not None:
+                back = tangent_of(ref)
+                if back is not None:
+                    edges.append(((template.name, grad), back, "value"))
+            elif crossing is not None and crossing.gradient:
+                edges.append((None, (template.name, grad), "depart"))
+    for ref in program.outputs:
         source = producer(ref)
         if source is None:
             continue
-        edges.append((None, source, ("whole" if i else "loss") if program.training else "settled"))
-        if program.training and i == 0:
-            owner = program.template_of(program.calls[ref.index])
-            tangent = owner.tangents[ref.output]
-            if tangent is not None:
-                edges.append((None, (owner.name, tangent), "read"))
+        is_loss = ref == program.loss
+        edges.append((None, source, ("loss" if is_loss else "whole") if program.training else "settled"))
+        back = tangent_of(ref) if is_loss else None
+        if back is not None:
+            edges.append((None, back, "read"))
+    if program.boundary is not None:
+        for crossing, ref in zip(program.boundary.sent, program.boundary.sent_values, strict=True):
+            source, back = producer(ref), tangent_of(ref)
+            assert source is not None
+            edges.append((None, source, "depart"))
+            if crossing.gradient and back is not None:
+                edges.append((None, back, "arrive"))
     for ref in program.buffer_updates.values():
         source = producer(ref)
         if source is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         options=autopar.Options(mesh={"dp": 2, "tp": 2}, strategy="zero3", constraints={"*.up.weight": "[@dp.tp, .]"}),
     )  # fmt: skip
     return program.save(tmp_path_factory.mktemp("dump") / "program")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two stages of two ranks, the head tied to the embedding."""
+    model = Blocks()
+    model.head.weight = model.embed.weight
+    ids = torch.zeros(8, 4, dtype=torch.long)
+    program = autopar.compile(
+        model, autopar.ClusterSpec.local(4), (ids, ids),
+        loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        options=autopar.Options(pp=2, microbatches=4, schedule="zb-h1", mesh={"dp": 2}),
+    )  # fmt: skip
+    return program.save(tmp_path_factory.mktemp("dump") / "pipeline")
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -94,7 +110,9 @@ def test_storage_of_a_pinned_parameter_is_shown(saved, capsys):
 def test_json_of_everything_holds_the_plan(saved, capsys):
     data = json.loads(said(capsys, str(saved), "--format", "json"))
     assert autopar.Plan.from_dict(data["plan"]["plan"]) == autopar.Plan.load(saved / "plan.json")
-    assert set(data["graph"]["templates"]) == {call["template"] for call in data["calls"]["calls"]}
+    shown = [set(stage["templates"]) for stage in data["graph"]]
+    assert shown == [{call["template"] for call in data["calls"]["calls"]}]
+    assert [set(stage["functions"]) for stage in data["graph"]] == [{"forward", "backward"}]
 
 
 def test_dot_is_balanced_and_has_edges(saved, capsys):
@@ -127,3 +145,77 @@ def test_a_wrong_rank_or_directory_is_named(saved, tmp_path, capsys):
     (tmp_path / "plan.json").write_text("{}")
     assert main([str(tmp_path)]) == 2
     assert "another version" in capsys.readouterr().err
+
+
+# --- pipelines ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_schedule_section_shows_groups_transfers_and_who_owns_what_is_shared(pipeline, capsys):
+    text = said(capsys, str(pipeline), "--section", "schedule")
+    assert "zb-h1, 4 microbatches, 2 stages" in text
+    for group, ranks in ((0, "ranks 0 to 1"), (1, "ranks 2 to 3")):
+        assert f"group {group}: stages {group} (calls " in text
+        assert ranks in text
+    assert "-> stage 1 f32[2@dp, 4, 16]" in text
+    assert "gradient d_" in text
+    assert "embed.weight lives in stages 0, 1, owned by 0" in text
+
+
+def test_the_chart_has_a_row_per_group_and_every_action(pipeline, capsys):
+    text = said(capsys, str(pipeline), "--section", "schedule")
+    program = json.loads((pipeline / "program.json").read_text())
+    assert len(program["schedule"]["table"]) == 2
+    for group in range(2):
+        (row,) = (line for line in text.splitlines() if line.strip().startswith(f"{group} │"))
+        assert [sum(row.count(f"{kind}{m}") for m in range(4)) for kind in "FBW"] == [4, 4, 4], row
+
+
+def test_all_sections_of_a_pipeline(pipeline, capsys):
+    text = said(capsys, str(pipeline))
+    for part in ("stage 1: ", "dp=2: ranks 2 3", "4 microbatches"):
+        assert part in text, part
+
+
+def test_svg_is_xml_with_an_element_per_action(pipeline, capsys):
+    root = ElementTree.fromstring(said(capsys, str(pipeline), "--format", "svg"))
+    assert root.tag.endswith("svg")
+    program = json.loads((pipeline / "program.json").read_text())
+    actions = sum(len(row.split()) for row in program["schedule"]["table"])
+    assert actions == 2 * 4 * 3
+    assert sum(element.tag.endswith("rect") for element in root.iter()) >= actions
+
+
+def test_chrome_trace_is_json_with_an_event_per_action(pipeline, capsys):
+    trace = json.loads(said(capsys, str(pipeline), "--format", "chrome-trace"))
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    program = json.loads((pipeline / "program.json").read_text())
+    lasting = [e for e in events if e.get("ph") == "X"]
+    assert len(lasting) >= 2 * 4 * 3
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in lasting)
+    end = max(e["ts"] + e["dur"] for e in lasting) / 1e6
+    once = max(stage["step_s"] for stage in program["stages"])
+    assert end + once == pytest.approx(program["predicted"]["step_time_s"], rel=0.01)
+
+
+def test_one_stage_has_a_schedule_too(saved, capsys):
+    assert "none, 1 microbatches, 1 stages" in said(capsys, str(saved), "--section", "schedule")
+    ElementTree.fromstring(said(capsys, str(saved), "--format", "svg"))
+    json.loads(said(capsys, str(saved), "--format", "chrome-trace"))
+
+
+def test_json_and_dot_of_a_pipeline_name_its_stages(pipeline, capsys):
+    data = json.loads(said(capsys, str(pipeline), "--format", "json"))
+    assert [t["kind"] for t in data["schedule"]["transfers"]] == ["value", "gradient"]
+    assert data["schedule"]["shared"] == {"embed.weight": [0, 1]}
+    assert autopar.Plan.from_dict(data["plan"]["plan"]) == autopar.Plan.load(pipeline / "plan.json")
+    text = said(capsys, str(pipeline), "--format", "dot")
+    assert text.count("{") == text.count("}")
+    assert "cluster_stage_0_" in text
+    assert "cluster_stage_1_" in text
+
+
+def test_the_code_of_a_rank_is_that_of_its_stage(pipeline, capsys):
+    text = said(capsys, str(pipeline), "--rank", "3")
+    assert "RANK = 3" in text
+    assert (pipeline / "stages" / "stage_1.py").read_text() in text
+    assert (pipeline / "stages" / "stage_0.py").read_text() not in text

@@ -101,8 +101,9 @@ def test_small_convolutional_net_is_pure_data_parallel() -> None:
     program = autopar.compile(SmallConv(), cluster, (x, y), optimizer=ADAMW)
     stage = program.plan.stages[0]
     assert all(p.storage.is_replicated for p in stage.parameters.values())
-    convs = [s for n, s in stage.templates["step"].strategies.items() if n.startswith("conv") and "_d" not in n]
-    assert convs
+    strategies = [pair for t in stage.templates.values() for pair in t.strategies.items()]
+    convs = [s for n, s in strategies if n.startswith("conv") and "_d" not in n]
+    assert len(convs) == 2
     assert all(set(s) == {"n"} for s in convs)
 
 

@@ -78,11 +78,18 @@ def gradients(comm: Any, bucket_bytes: int = 1 << 12, direct_bytes: int = 1 << 1
     return got
 
 
-def train(comm: Any, stage: Any, steps: int, optimizer: Any = stages.adamw) -> dict[str, Any]:
-    session = Session(stage, comm, optimizer)
-    session.load_weights(stages.weights())
-    losses = [session.train_step(batch).item() for batch in stages.batches(steps)]
-    names = [*stage.PARAMETERS, *stage.BUFFERS]
+def session_of(program: stages.Program, comm: Any, optimizer: Any = stages.adamw) -> Session:
+    return Session(program.pipeline, program.modules, comm, optimizer)
+
+
+def train(
+    comm: Any, program: stages.Program, steps: int, optimizer: Any = stages.adamw, full: Any = None, data: Any = None
+) -> dict[str, Any]:
+    """Losses, last gradients and final weights. full, data: weights and batches, by default those of the MLP."""
+    session = session_of(program, comm, optimizer)
+    session.load_weights(full or stages.weights())
+    losses = [session.train_step(batch).item() for batch in (data or stages.batches(steps))]
+    names = dict.fromkeys(name for module in program.modules for name in (*module.PARAMETERS, *module.BUFFERS))
     return {
         "losses": losses,
         "grads": session.full_grads(),

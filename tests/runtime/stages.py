@@ -1,4 +1,5 @@
-"""Hand-written stage modules as the emitter writes them: a two-layer MLP on a dp × tp mesh with ZeRO level 0, 1 or 3.
+"""Hand-written programs as the emitter writes them: a two-layer MLP on a dp × tp mesh with ZeRO level 0, 1 or 3, and a
+linear layer for inference. Pipelines of several stages are in pipelines.py.
 
 The reference is `reference(...)`: the same training in plain torch on one device.
 """
@@ -14,7 +15,51 @@ from torch import Tensor, nn
 BATCH, WIDTH, HIDDEN = 8, 8, 16
 
 
-def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "float64") -> Any:
+class Program:
+    """A pipeline module and its stage modules."""
+
+    def __init__(self, pipeline: Any, modules: list[Any]) -> None:
+        self.pipeline = pipeline
+        self.modules = modules
+
+    @property
+    def stage(self) -> Any:
+        return self.modules[0]
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline.WORLD
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Of all ranks."""
+        first = self.pipeline.STAGES[0]["mesh"]
+        return first if len(self.modules) == 1 else {"rank": self.ranks}
+
+
+def single(stage: Any, microbatches: int) -> Program:
+    """The program of one stage on all ranks."""
+    dp, tp = stage.MESH.values()
+    inputs = []
+    for row in stage.INPUTS:
+        shape = tuple(n * microbatches if dim == row["batch_dim"] else n for dim, n in enumerate(row["shape"]))
+        inputs.append({"name": row["name"], "shape": shape, "dtype": row["dtype"], "batch_dim": row["batch_dim"]})
+    kinds = "FB" if stage.TRAINING else "F"
+    pipeline = SimpleNamespace(
+        WORLD=dp * tp,
+        MICROBATCHES=microbatches,
+        TRAINING=stage.TRAINING,
+        INPUTS=inputs,
+        STAGES=[{"file": "stages/stage_0.py", "mesh": stage.MESH, "first_rank": 0}],
+        TRANSFERS=[],
+        SHARED={},
+        TABLE=[" ".join(f"{kind}{m}.0" for m in range(microbatches) for kind in kinds)],
+        GROUPS=[[0]],
+    )
+    return Program(pipeline, [stage])
+
+
+def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "float64") -> Program:
     """Column-parallel w1, b1, row-parallel w2, replicated b2; a frozen gain and a running-mean buffer."""
     all_dp = (("all_reduce", ("dp",)),)
 
@@ -41,8 +86,9 @@ def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "fl
     grads = {name: {"contributions": 1, "steps": scatter[name] if zero else all_dp} for name in scatter}
     rows = BATCH // microbatches
     batch_spec = (("dp",), ())
+    count = rows * WIDTH
 
-    def step(rt: Any, inputs: list[Tensor]) -> list[Tensor]:
+    def forward(rt: Any, inputs: list[Tensor], received: list[Tensor], prepared: list[Tensor]) -> Any:
         x, y = inputs
         comm = rt.comm
         if zero == 3:
@@ -56,51 +102,67 @@ def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "fl
         act = pre.relu()
         out = comm.all_reduce(act @ w2.t(), "tp", site="mlp.fc2") + b2
         diff = out * rt.params["gain"] - y
-        count = rows * WIDTH
-        loss = comm.all_reduce((diff * diff).sum() / count, "dp", site="loss")
+        loss = rt.grads.start_sum((diff * diff).sum() / count, "dp")
         mean = comm.all_reduce(x.sum(0), "dp", site="mlp.seen") / rows
-        rt.buffers["seen"] = 0.9 * rt.buffers["seen"] + 0.1 * mean
+        rt.buffers["seen"].copy_(0.9 * rt.buffers["seen"] + 0.1 * mean)
+        return [loss, out], [], [x, pre, act, diff, w2]
+
+    def backward(rt: Any, state: list[Tensor], received: list[Tensor]) -> Any:
+        x, pre, act, diff, w2 = state
+        state.clear()
         d_out = diff * rt.params["gain"] * (2.0 / count)
         rt.grads.add("b2", d_out.sum(0), owned=True)
         rt.grads.add("w2", d_out.t() @ act, owned=True)
         d_pre = (d_out @ w2) * (pre > 0)
         rt.grads.add("b1", d_pre.sum(0))
         rt.grads.add("w1", d_pre.t() @ x)
-        return [loss, out]
+        return [], []
 
-    return SimpleNamespace(
+    stage = SimpleNamespace(
+        STAGE=0,
         MESH={"dp": dp, "tp": tp},
+        TRAINING=True,
         PARAMETERS=parameters,
         BUFFERS={"seen": {"shape": (WIDTH,), "dtype": dtype, "spec": ((),)}},
         INPUTS=[
-            {"name": "x", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec},
-            {"name": "y", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec},
+            {"index": 0, "name": "x", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec, "batch_dim": 0},
+            {"index": 1, "name": "y", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec, "batch_dim": 0},
         ],
         OUTPUTS=[
-            {"name": "loss", "shape": (), "dtype": dtype, "spec": ()},
-            {"name": "out", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec},
+            {"index": 0, "name": "loss", "shape": (), "dtype": dtype, "spec": (), "batch_dim": None},
+            {"index": 1, "name": "out", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec, "batch_dim": 0},
         ],
         GRADS=grads,
-        MICROBATCHES=microbatches,
-        TRAINING=True,
-        step=step,
+        forward=forward,
+        backward=backward,
     )
+    return single(stage, microbatches)
 
 
-def inference(dp: int, tp: int) -> Any:
+def inference(dp: int, tp: int, microbatches: int = 1) -> Program:
     """One linear layer with rows over dp and columns over tp; the output stays sharded both ways."""
 
-    def step(rt: Any, inputs: list[Tensor]) -> list[Tensor]:
-        return [inputs[0] @ rt.params["w"].t()]
+    def forward(rt: Any, inputs: list[Tensor], received: list[Tensor], prepared: list[Tensor]) -> Any:
+        y = inputs[0] @ rt.params["w"].t()
+        return [y, rt.comm.all_reduce(inputs[0].sum(), "dp")], [], []
 
-    return SimpleNamespace(
+    rows = BATCH // microbatches
+    x = {"index": 0, "name": "x", "shape": (rows, WIDTH), "dtype": "float64", "spec": (("dp",), ()), "batch_dim": 0}
+    y = {"index": 0, "name": "y", "shape": (rows, HIDDEN), "dtype": "float64", "spec": (("dp",), ("tp",))}
+    stage = SimpleNamespace(
+        STAGE=0,
         MESH={"dp": dp, "tp": tp},
+        TRAINING=False,
         PARAMETERS={"w": {"shape": (HIDDEN, WIDTH), "dtype": "float64", "spec": (("tp",), ()), "trainable": True}},
         BUFFERS={},
-        INPUTS=[{"name": "x", "shape": (BATCH, WIDTH), "dtype": "float64", "spec": (("dp",), ())}],
-        OUTPUTS=[{"name": "y", "shape": (BATCH, HIDDEN), "dtype": "float64", "spec": (("dp",), ("tp",))}],
-        step=step,
+        INPUTS=[x],
+        OUTPUTS=[
+            y | {"batch_dim": 0},
+            {"index": 1, "name": "sum", "shape": (), "dtype": "float64", "spec": (), "batch_dim": None},
+        ],
+        forward=forward,
     )
+    return single(stage, microbatches)
 
 
 def weights(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:

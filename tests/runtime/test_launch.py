@@ -15,7 +15,7 @@ import torch
 import autopar.runtime
 from autopar.runtime import RuntimeProgramError, batches, checkpoint, launch
 
-from . import stages
+from . import pipelines, stages
 from .test_process import torchrun
 
 RUN = """import pathlib, sys
@@ -26,12 +26,14 @@ if __name__ == "__main__":
     sys.exit(launch.main(here))
 """
 STAGE = """import autopar_runtime.comm
-import stages
+from programs import stages
 from autopar_runtime import Rank
-stage = stages.mlp(2, 1, zero={zero})
-globals().update(vars(stage))
+globals().update(vars(stages.mlp(2, 1, zero={zero}).stage))
 """
-DATA = """import stages
+PIPELINE = """from programs import stages
+globals().update(vars(stages.mlp(2, 1, zero={zero}).pipeline))
+"""
+DATA = """from programs import stages
 def batches():
     return stages.batches(3)
 def failing():
@@ -48,17 +50,19 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the emitter writes, by hand: a ZeRO-3 MLP for two ranks."""
     out = tmp_path_factory.mktemp("emitted")
     shutil.copytree(Path(autopar.runtime.__file__).parent, out / "autopar_runtime")
-    shutil.copy(Path(__file__).with_name("stages.py"), out / "stages.py")
     (out / "programs").mkdir()
-    (out / "programs" / "stage_0.py").write_text(STAGE.format(zero=3))
+    for name in ("__init__.py", "stages.py", "pipelines.py"):
+        shutil.copy(Path(__file__).with_name(name), out / "programs" / name)
+    (out / "stages").mkdir()
+    (out / "stages" / "stage_0.py").write_text(STAGE.format(zero=3))
+    (out / "pipeline.py").write_text(PIPELINE.format(zero=3))
     (out / "run.py").write_text(RUN)
     (out / "data.py").write_text(DATA)
     checkpoint.write_full(out / "weights", stages.weights())
     manifest = {
         "world_size": 2,
-        "mesh": {"dp": 2, "tp": 1},
-        "stages": ["programs/stage_0.py"],
-        "stage_of_rank": [0, 0],
+        "pipeline": "pipeline.py",
+        "placement": [1, 0],
         "training": True,
         "optimizer": {"module": "torch.optim", "name": "AdamW", "kwargs": {"lr": 1e-2}},
         "seed": 3,
@@ -88,7 +92,38 @@ def test_run_trains_saves_and_resumes(emitted):
 def test_a_rank_that_fails_ends_the_run_with_its_error(emitted):
     done = torchrun(2, emitted / "run.py", "--steps", 3, "--data", f"{emitted / 'data.py'}:failing", "--timeout", 20)
     assert done.returncode == 1
-    assert "error on rank 1: ValueError: no more data" in done.stderr
+    assert "error on rank 1 (rank 0 of the program): ValueError: no more data" in done.stderr
+
+
+PIPED = """from programs import pipelines
+program = pipelines.chain([(1, 1), (1, 1)], pipelines.one_f_one_b(2, 4), 4)
+globals().update(vars({part}))
+"""
+PIPED_DATA = """from programs import pipelines
+def batches():
+    return pipelines.batches(3)
+"""
+
+
+def test_run_trains_a_pipeline_and_resumes_it(emitted, tmp_path):
+    shutil.copytree(emitted, tmp_path / "piped", ignore=shutil.ignore_patterns("weights", "saved", "__pycache__"))
+    out, data = tmp_path / "piped", f"{tmp_path / 'piped' / 'data.py'}:batches"
+    (out / "pipeline.py").write_text(PIPED.format(part="program.pipeline"))
+    for stage in (0, 1):
+        (out / "stages" / f"stage_{stage}.py").write_text(PIPED.format(part=f"program.modules[{stage}]"))
+    (out / "data.py").write_text(PIPED_DATA)
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["inputs"] = [{"shape": [8, 8], "dtype": "float64"}] * 3 + [{"shape": [8], "dtype": "float64"}]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint.write_full(out / "weights", pipelines.weights(2))
+    want = pipelines.reference(3, 2)["losses"]
+    first = torchrun(2, out / "run.py", "--steps", 2, "--data", data, "--save", out / "saved")
+    assert first.returncode == 0, first.stderr
+    assert losses(first.stdout) == pytest.approx(want[:2], abs=1e-6)
+    assert "2 stages: dp=1 × tp=1 | dp=1 × tp=1, cpu, steps 1 to 2" in first.stdout
+    second = torchrun(2, out / "run.py", "--steps", 1, "--data", data, "--resume", out / "saved")
+    assert second.returncode == 0, second.stderr
+    assert losses(second.stdout) == pytest.approx(want[2:], abs=1e-6)
 
 
 def start(emitted: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -100,7 +135,7 @@ def start(emitted: Path, *arguments: str, **environment: str) -> subprocess.Comp
 
 ALONE = """import sys, torch
 sys.path.insert(0, sys.argv[2])
-import stages
+from programs import stages
 from autopar.runtime import launch
 program = launch.load(sys.argv[1])
 batches = stages.batches(3)
@@ -124,10 +159,11 @@ print(*first, third)
 
 def test_a_loaded_program_is_called_with_a_batch_and_gives_the_loss(emitted, tmp_path):
     manifest = json.loads((emitted / "manifest.json").read_text())
-    manifest |= {"world_size": 1, "mesh": {"dp": 1, "tp": 1}, "stage_of_rank": [0], "stages": ["one.py"]}
-    manifest["weights"] = str(emitted / "weights")
+    manifest |= {"world_size": 1, "weights": str(emitted / "weights"), "placement": None}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    (tmp_path / "one.py").write_text(STAGE.format(zero=0).replace("mlp(2, 1", "mlp(1, 1"))
+    (tmp_path / "stages").mkdir()
+    for name, text in (("stages/stage_0.py", STAGE), ("pipeline.py", PIPELINE)):
+        (tmp_path / name).write_text(text.format(zero=0).replace("mlp(2, 1", "mlp(1, 1"))
     command = [sys.executable, "-c", ALONE, str(tmp_path), str(emitted)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -13,8 +13,9 @@ import torch
 
 from autopar.runtime import checkpoint, run_threads
 
-from . import scenarios, stages
-from .process_worker import TRAININGS
+from . import pipelines, scenarios, stages
+from .process_worker import PIPELINES, TRAININGS
+from .test_pipeline import agree, made
 
 
 def torchrun(ranks: int, *command: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
@@ -77,8 +78,8 @@ def test_gradients_agree_with_the_threads(four):
 
 @pytest.mark.parametrize(("dp", "tp", "zero"), TRAININGS)
 def test_training_agrees_with_one_device_and_the_threads(four, dp, tp, zero):
-    stage, want = stages.mlp(dp, tp, zero), stages.reference(3)
-    threads = run_threads(4, stage.MESH, lambda comm: scenarios.train(comm, stage, 3), timeout_s=60)
+    program, want = stages.mlp(dp, tp, zero), stages.reference(3)
+    threads = run_threads(4, program.mesh, lambda comm: scenarios.train(comm, program, 3), timeout_s=60)
     for got, thread in zip((rank[f"train {dp} {tp} {zero}"] for rank in four), threads, strict=True):
         for part in ("grads", "weights"):
             same(got[part], want[part])
@@ -107,14 +108,14 @@ def test_a_checkpoint_of_four_ranks_continues_on_two_and_on_threads(four, folder
             assert result["losses"] == pytest.approx(want["losses"][3:], rel=1e-12)
             same(result["weights"], {name: want["weights"][name] for name in result["weights"]})
 
-    stage = stages.mlp(2, 1, 1)
+    program = stages.mlp(2, 1, 1)
 
     def go_on(comm):
-        session = checkpoint.Session(stage, comm, stages.adamw)
+        session = scenarios.session_of(program, comm)
         checkpoint.load(folder / "checkpoint", session)
         return [session.train_step(batch).item() for batch in stages.batches(5)[3:]]
 
-    for losses in run_threads(2, stage.MESH, go_on, timeout_s=60):
+    for losses in run_threads(2, program.mesh, go_on, timeout_s=60):
         assert losses == pytest.approx(want["losses"][3:], rel=1e-12)
 
 
@@ -131,3 +132,46 @@ def test_ranks_that_disagree_or_stay_away_are_named(folder):
     assert first["alone"]["type"] == "CollectiveTimeout"
     assert "rank 1 said nothing" in first["alone"]["message"]
     assert "C.py:3" in first["alone"]["message"]
+
+
+@pytest.fixture(scope="module")
+def piped(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    return {ranks: run("pipeline", ranks, folder) for ranks in (2, 3)}
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["tags", "in order"])
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipelines_agree_with_one_device(piped, case, in_order):
+    program, known = made(case)
+    want = pipelines.reference(3, **known)
+    for got in piped[program.ranks]:
+        agree(got[f"{case} {in_order}"], want)
+
+
+def test_a_pipelines_state_is_by_stage_and_comes_back(piped):
+    case = "interleaved on unlike meshes"
+    for rank, got in enumerate(piped[3]):
+        first, second = got[f"{case} again"]["losses"]
+        assert first == second
+        held = got[f"{case} held"]
+        assert held.pop("step") == "Tensor"
+        if rank < 2:
+            assert held == {"w.tied": "DTensor", "b.0": "DTensor", "b.2": "DTensor", "gain": "Tensor"}
+        else:
+            assert held == dict.fromkeys(("w.1", "b.1", "w.3", "b.3"), "Tensor")
+
+
+def test_a_checkpoint_of_a_pipeline_continues_in_another(piped, folder):
+    want = pipelines.reference(5, 4, tied=(0, 2))
+    for got in run("reload", 2, folder):
+        assert got["losses"] == pytest.approx(want["losses"][3:], rel=1e-12)
+        same(got["weights"], {name: want["weights"][name] for name in got["weights"]})
+
+
+def test_a_late_message_names_rank_group_action_and_transfer(folder):
+    got = run("stuck", 2, folder)[0]
+    assert got["type"] == "CollectiveTimeout"
+    for word in ("rank 0 of 2", "recv from rank 1", "gradient d10 (stage 1 to 0), microbatch 0"):
+        assert word in got["message"]
+    assert any("in action B0.0 of group 0" in note for note in got["notes"])
+    assert got["seconds"] < 20

@@ -1,0 +1,228 @@
+"""The executor: a rank runs its group's row of actions, messages under way while it computes.
+
+Everything is planned when the session starts: for every action the stage function, what must have arrived, and where
+what it makes goes. After an action its sends and the receives of later actions start together; an action then waits for
+its own receives only. Buffers of sends are kept until they are done: asked for where the backend can tell, else waited
+for in turn, a few actions later (order.py says why that cannot wait forever).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .channels import Arrival, Channel
+from .comm import Comm, Message, Posted
+from .errors import RuntimeProgramError
+from .order import Slot, plan_order
+from .stage import Stage
+from .tables import Pipeline
+
+Record = tuple[str, float, float]
+Place = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A slot bound to this rank: the stage, and channels by number. send: (place in SENDS, number, channel) by number.
+    keep: a later action takes what this one leaves. last: of its stage."""
+
+    name: str
+    stage: Stage
+    kind: str
+    microbatch: int
+    receive: list[tuple[Channel, int, int]]
+    need: list[int]
+    send: list[tuple[int, int, Channel]]
+    keep: bool
+    last: bool
+
+
+class Executor:
+    """Runs a rank's row of actions, once per step."""
+
+    def __init__(self, pipeline: Pipeline, comm: Comm, stages: Mapping[int, Stage], in_order: bool) -> None:
+        """in_order: messages have no tags, so they are received in the order sent."""
+        self.comm = comm
+        self.group = pipeline.group_of(comm.rank)
+        self.stages = stages
+        self.microbatches = pipeline.microbatches
+        self._training = pipeline.training
+        self.record = False
+        self.timeline: list[Record] = []
+        mine = [c for c in pipeline.crossings if c.transfer.source in stages or c.transfer.target in stages]
+        self._channels = {
+            c.transfer.number: Channel(
+                f"{c.transfer.kind} {c.transfer.name} (stage {c.transfer.source} to {c.transfer.target})",
+                c.shape,
+                c.dtype,
+                pipeline.placed(c.transfer.source, c.source_spec),
+                pipeline.placed(c.transfer.target, c.target_spec),
+                c.transfer.number * pipeline.microbatches,
+                comm,
+            )
+            for c in mine
+        }
+        transfers = [c.transfer for c in pipeline.crossings]
+        slots = plan_order(
+            pipeline.rows, pipeline.groups, transfers, pipeline.microbatches, pipeline.training, ahead=not in_order
+        )[self.group]
+        self._steps = [self._bind(slot, k, slots) for k, slot in enumerate(slots)]
+        self._limit = max(4, 2 * len(pipeline.groups))
+        self._arriving: dict[Place, Arrival] = {}
+        self._kept: dict[Place, Tensor] = {}
+        self._sending: deque[tuple[list[Posted], list[Message]]] = deque()
+        self._states: dict[Place, list[Any]] = {}
+        self._prepared: dict[int, list[Tensor]] = {}
+        self._outputs: dict[int, list[list[Any]]] = {}
+
+    @torch.no_grad()
+    def run(self, batch: Sequence[Tensor]) -> dict[int, list[list[Any]]]:
+        """One step's actions on a global batch: stage -> per microbatch its outputs (a loss may be a Handle)."""
+        self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
+        self._prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
+        self.timeline = []
+        self._exchange([], self._steps[0].receive if self._steps else [])
+        for k, step in enumerate(self._steps):
+            following = self._steps[k + 1].receive if k + 1 < len(self._steps) else []
+            try:
+                start = self._clock() if self.record else 0.0
+                self._exchange(self._act(step, batch), following)
+                if self.record:
+                    self.timeline.append((step.name, start, self._clock()))
+            except Exception as error:
+                error.add_note(f"in action {step.name} of group {self.group}, {self.comm.describe_rank()}")
+                raise
+            if step.last:
+                step.stage.rt.grads.flush()
+        for stage in self.stages.values():
+            stage.rt.end_step()
+        outputs, self._outputs, self._prepared = self._outputs, {}, {}
+        return outputs
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self._sending:
+            self._release()
+
+    # ---- one action
+
+    def _act(self, step: _Step, batch: Sequence[Tensor]) -> list[Message]:
+        """Run an action; the messages that take its results to other ranks."""
+        stage, microbatch = step.stage, step.microbatch
+        rt, module, place = stage.rt, stage.module, (stage.index, microbatch)
+        received = [self._take((number, microbatch)) for number in step.need]
+        rt.microbatch = microbatch
+        if step.kind == "F":
+            inputs = stage.inputs(batch, microbatch)
+            prepared = list(self._prepared[stage.index])
+            outputs, sent, left = module.forward(rt, inputs, received, prepared)
+            self._outputs[stage.index][microbatch] = self._wanted(stage, outputs)
+        elif step.kind == "B":
+            sent, left = module.backward(rt, self._states.pop(place), received)
+        else:
+            module.weights(rt, self._states.pop(place))
+            return []
+        if step.keep:
+            self._states[place] = left
+        if len(sent) != len(step.send):
+            raise RuntimeProgramError(f"{step.name} gave {len(sent)} values to send, the pipeline has {len(step.send)}")
+        messages: list[Message] = []
+        for position, number, channel in step.send:
+            value = sent[position]
+            messages += channel.outgoing(value, microbatch)
+            if channel.keeps:
+                self._kept[number, microbatch] = value
+        return messages
+
+    def _wanted(self, stage: Stage, outputs: list[Any]) -> list[Any]:
+        """In training of all outputs the loss, to let go of the others."""
+        if not self._training:
+            return outputs
+        return [value for info, value in zip(stage.tables.outputs, outputs, strict=True) if info.index == 0]
+
+    def _take(self, place: Place) -> Tensor:
+        """A received tensor; nothing of it stays here."""
+        channel, arrival = self._channels[place[0]], self._arriving.pop(place, None)
+        if channel.stays:
+            return self._kept.pop(place)
+        assert arrival is not None
+        if channel.keeps:
+            channel.keep(self._kept.pop(place), arrival.tensor)
+        return arrival.wait()
+
+    def _exchange(self, messages: list[Message], receive: list[tuple[Channel, int, int]]) -> None:
+        """Start sends and the receives of a later action together."""
+        sends = len(messages)
+        arrivals: list[tuple[Arrival, int]] = []
+        for channel, number, microbatch in receive:
+            arrival, incoming = channel.incoming(microbatch)
+            messages = messages + incoming
+            arrivals.append((arrival, len(messages)))
+            self._arriving[number, microbatch] = arrival
+        if not messages:
+            return
+        posted = self.comm.start_messages(messages)
+        begin = sends
+        for arrival, end in arrivals:
+            arrival.posted = posted[begin:end]
+            begin = end
+        if sends:
+            self._sending.append((posted[:sends], messages[:sends]))
+            while len(self._sending) > self._limit or (self._sending and self._left(self._sending[0][0])):
+                self._release()
+
+    def _left(self, posted: list[Posted]) -> bool:
+        return all(one.done() for one in posted)
+
+    def _release(self) -> None:
+        posted, _ = self._sending.popleft()
+        for one in posted:
+            one.wait()
+
+    # ---- before the actions
+
+    def _prepare(self, stage: Stage, batch: Sequence[Tensor]) -> list[Tensor]:
+        """What every forward of the step must know of the whole batch: the mean over its microbatches."""
+        prepare = getattr(stage.module, "prepare", None)
+        if prepare is None:
+            return []
+        rows = []
+        for microbatch in range(self.microbatches):
+            stage.rt.microbatch = microbatch
+            rows.append(prepare(stage.rt, stage.inputs(batch, microbatch)))
+        if len(rows) == 1:
+            return list(rows[0])
+        totals = [torch.stack(values).sum(0) for values in zip(*rows, strict=True)]
+        return [(t if t.is_floating_point() else t.double()) / len(rows) for t in totals]
+
+    def _bind(self, slot: Slot, k: int, slots: Sequence[Slot]) -> _Step:
+        action, stage = slot.action, self.stages[slot.action.stage]
+        module, by_name = stage.module, {t.name: t for t in slot.need + slot.send}
+        need = {"F": "RECEIVES", "B": "GRADIENT_RECEIVES"}.get(action.kind)
+        send = {"F": "SENDS", "B": "GRADIENT_SENDS"}.get(action.kind)
+        receive = [(self._channels[t.number], t.number, m) for t, m in slot.receive]
+        sends = [(by_name[n].number, place) for place, n in enumerate(getattr(module, send, ()) if send else ())]
+        later = [other.action for other in slots[k + 1 :] if other.action.stage == action.stage]
+        return _Step(
+            str(action),
+            stage,
+            action.kind,
+            action.microbatch,
+            [row for row in receive if not row[0].stays],
+            [by_name[name].number for name in getattr(module, need, ())] if need else [],
+            [(place, number, self._channels[number]) for number, place in sorted(sends)],
+            any(other.microbatch == action.microbatch for other in later),
+            not later,
+        )
+
+    def _clock(self) -> float:
+        if self.comm.device.type == "cuda":
+            torch.cuda.synchronize(self.comm.device)
+        return time.perf_counter()

@@ -1,0 +1,154 @@
+"""One stage on one rank: its stored tensors, its `rt`, its part of the batch, and the shards that the optimizer sees.
+
+Storage and optimizer shard are one memory wherever the shard is a contiguous part of the storage (always, when the two
+specs are equal), so the gather after the optimizer writes only what other ranks own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm
+from .errors import RuntimeProgramError
+from .gather import Gather, start_gathers
+from .grads import GradStore
+from .layout import TensorInfo, local_shape, local_slices, refinement
+from .rank import Rank
+from .tables import Pipeline, StageTables
+
+SliceReader = Callable[[str, tuple[slice, ...]], Tensor]
+Cut = tuple[slice, ...]
+
+
+class Stage:
+    """The state of a stage on a rank of its mesh. held: tensors of another stage of this rank to share."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tables: StageTables,
+        comm: Comm,
+        seed: int,
+        bucket_bytes: int,
+        held: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.index = tables.index
+        self.tables = tables
+        self.comm = comm
+        self.module = tables.module
+        self.held = held or {}
+        self.rt = Rank(
+            comm,
+            {name: self._storage(info) for name, info in tables.parameters.items()},
+            {name: self._storage(info) for name, info in tables.buffers.items()},
+            GradStore(comm, tables.gradients, pipeline.microbatches, bucket_bytes, scale=pipeline.loss_scale),
+            use_steps={name: info.use_steps for name, info in tables.parameters.items()},
+            seed=seed,
+        )
+        self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
+        self.opt_params: dict[str, nn.Parameter] = {}
+        if pipeline.training:
+            for name, info in tables.parameters.items():
+                if info.trainable and pipeline.owns(self.index, name) and self._earned(pipeline, name):
+                    self.opt_params[name] = self._optimizer_shard(info)
+
+    def stored(self) -> Iterator[tuple[TensorInfo, Tensor]]:
+        """Parameters and buffers with their local values."""
+        for name, info in self.tables.parameters.items():
+            yield info, self.rt.params[name]
+        for name, info in self.tables.buffers.items():
+            yield info, self.rt.buffers[name]
+
+    @torch.no_grad()
+    def load(self, full: Mapping[str, Tensor] | SliceReader) -> None:
+        """Fill parameters and buffers; see Session.load_weights."""
+        for info, target in self.stored():
+            slices = local_slices(info.shape, info.spec, self.comm, info.name)
+            if isinstance(full, Mapping):
+                if info.name not in full:
+                    raise RuntimeProgramError(f"the weights have no tensor {info.name!r}")
+                source = full[info.name]
+                if tuple(source.shape) != info.shape:
+                    raise RuntimeProgramError(
+                        f"{info.name}: the program expects shape {info.shape}, the weights have {tuple(source.shape)}"
+                    )
+                source = source[slices] if info.shape else source
+            else:
+                source = full(info.name, slices)
+            if source.is_meta or hasattr(source, "fake_mode"):
+                raise RuntimeProgramError(
+                    f"{info.name}: the weights hold no data (meta or fake tensor); load a checkpoint"
+                )
+            target.copy_(source)
+        self.refresh_optimizer_shards()
+
+    def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
+        """This rank's part of a microbatch's leaves. A leaf as large as one microbatch's input goes to each."""
+        found = []
+        for info, (whole, parts) in zip(self.tables.inputs, self.cuts, strict=True):
+            leaf = batch[info.index]
+            cut = whole if tuple(leaf.shape) == info.shape else parts[microbatch]
+            view = leaf[cut] if cut else leaf
+            found.append(view.to(device=self.comm.device, dtype=info.dtype))
+        return found
+
+    def start_regather(self) -> Callable[[], Any]:
+        """Bring updated optimizer shards back to storage; the returned function waits for it."""
+        gathers: list[Gather] = [
+            (parameter.data, self.tables.parameters[name].gather, self.rt.params[name])
+            for name, parameter in self.opt_params.items()
+            if self.tables.parameters[name].gather
+        ]
+        return start_gathers(self.comm, gathers, site="updated parameters").wait if gathers else lambda: None
+
+    @torch.no_grad()
+    def refresh_optimizer_shards(self) -> None:
+        """Make the optimizer's shards what the storage holds."""
+        for name, parameter in self.opt_params.items():
+            shard = self._shard_view(self.tables.parameters[name])
+            if shard.data_ptr() != parameter.data_ptr():
+                parameter.copy_(shard)
+
+    # ---- small print
+
+    def _earned(self, pipeline: Pipeline, name: str) -> bool:
+        return name in self.tables.gradients or (name in pipeline.shared and bool(pipeline.earners(name)))
+
+    def _storage(self, info: TensorInfo) -> Tensor:
+        if info.name in self.held:
+            return self.held[info.name]
+        shape = local_shape(info.shape, info.spec, self.comm, info.name)
+        return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+
+    def _optimizer_shard(self, info: TensorInfo) -> nn.Parameter:
+        if info.opt_spec != info.spec and not info.gather:
+            raise RuntimeProgramError(f"{info.name}: optimizer spec {info.opt_spec} without the steps back to storage")
+        shard = self._shard_view(info)
+        return nn.Parameter(shard if shard.is_contiguous() else shard.contiguous())
+
+    def _shard_view(self, info: TensorInfo) -> Tensor:
+        """This rank's part of its storage shard under the optimizer spec."""
+        view = self.rt.params[info.name]
+        for dim, axes in refinement(info.spec, info.opt_spec, info.name).items():
+            parts = self.comm.axis_size(axes)
+            if view.shape[dim] % parts:
+                raise RuntimeProgramError(f"{info.name}: dim {dim} cannot be split further over {axes}")
+            size = view.shape[dim] // parts
+            view = view.narrow(dim, self.comm.axis_index(axes) * size, size)
+        return view
+
+    def _cuts(self, info: TensorInfo, pipeline: Pipeline) -> tuple[Cut, list[Cut]]:
+        """Where this rank's part lies in a microbatch's leaf, and for every microbatch in the whole batch's leaf."""
+        whole = local_slices(info.shape, info.spec, self.comm, f"input {info.name}")
+        cuts = [whole] * pipeline.microbatches
+        if info.batch_dim is not None:
+            dim, size = info.batch_dim, info.shape[info.batch_dim]
+            cuts = [
+                (*whole[:dim], slice(whole[dim].start + m * size, whole[dim].stop + m * size), *whole[dim + 1 :])
+                for m in range(pipeline.microbatches)
+            ]
+        return whole, cuts

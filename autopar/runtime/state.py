@@ -1,0 +1,155 @@
+"""What a checkpoint holds of a session: parameters, buffers, optimizer state and counters by name.
+
+A rank has the names of its own stages; a tensor of several stages is its owner's. Every value is described by its
+global shape and spec, so checkpoint.py can move it between meshes and pipelines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .comm import Comm
+from .errors import CheckpointError
+from .layout import StateEntry, TensorInfo
+from .shared import Shared
+from .stage import Stage
+from .tables import Pipeline
+
+
+class State:
+    """The part of a session that gives and takes state."""
+
+    comm: Comm
+    pipeline: Pipeline
+    stages: dict[int, Stage]
+    shared: Shared
+    opt_params: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer | None
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by name. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
+        from . import checkpoint
+
+        entries = self.state_entries()
+        return checkpoint.merge({name: checkpoint.pack(entry) for name, entry in entries.items()}, self.comm)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of state_dict, for any plan: full tensors and DTensors of any layout are taken."""
+        from . import checkpoint
+
+        self.prepare_optimizer_state({name: _signature(value) for name, value in state.items()})
+        entries = self.state_entries()
+        missing = [name for name in entries if name not in state]
+        if missing:
+            raise CheckpointError(f"the state has no {', '.join(missing[:5])} ({len(missing)} missing)")
+        self.accept({name: checkpoint.unpack(state[name], entry) for name, entry in entries.items()})
+
+    def state_entries(self) -> dict[str, StateEntry]:
+        """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied."""
+        entries = {
+            info.name: StateEntry(value, info.shape, info.spec, stage.comm) for stage, info, value in self._owned()
+        }
+        step = next(iter(self.stages.values())).rt.step
+        extra: dict[str, StateEntry] = {"step": StateEntry(torch.tensor(step), (), (), self.comm)}
+        if self.optimizer is not None:
+            for stage, name, parameter in self._optimized():
+                info = stage.tables.parameters[name]
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    sharded = isinstance(value, Tensor) and value.shape == parameter.shape
+                    shape = info.shape if sharded else tuple(getattr(value, "shape", ()))
+                    spec = info.opt_spec if sharded else ((),) * len(shape)
+                    extra[f"optim.{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
+            extra["optim_groups"] = StateEntry(_dump_groups(self.optimizer), (), (), self.comm)
+        clash = entries.keys() & extra.keys()
+        if clash:
+            raise CheckpointError(f"parameter names {sorted(clash)} are reserved in checkpoints; rename them")
+        return entries | extra
+
+    def prepare_optimizer_state(self, available: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]) -> None:
+        """Allocate the optimizer state that a checkpoint has (name -> shape and dtype; None: no tensor)."""
+        if self.optimizer is None:
+            return
+        shapes = {name: stage.tables.parameters[name].shape for stage, name, _ in self._optimized()}
+        for full_name, signature in available.items():
+            name, _, key = full_name.removeprefix("optim.").rpartition(".")
+            parameter = self.opt_params.get(name) if full_name.startswith("optim.") else None
+            if parameter is None or key in self.optimizer.state[parameter]:
+                continue
+            if signature is None:
+                self.optimizer.state[parameter][key] = None
+                continue
+            shape, dtype = signature
+            local = parameter.shape if shape == shapes[name] else shape
+            device = parameter.device if local else torch.device("cpu")
+            self.optimizer.state[parameter][key] = torch.zeros(local, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def accept(self, local: Mapping[str, Any]) -> None:
+        """Take local values for the names of state_entries (those in the entry's own memory stay put)."""
+        for _, info, target in self._owned():
+            value = local[info.name]
+            if value.data_ptr() != target.data_ptr():
+                target.copy_(value)
+        for stage in self.stages.values():
+            stage.rt.step = int(local["step"])
+        if self.optimizer is not None:
+            for name, parameter in self.opt_params.items():
+                state = self.optimizer.state.get(parameter, {})
+                for key in state:
+                    value = local[f"optim.{name}.{key}"]
+                    if not isinstance(state[key], Tensor):
+                        state[key] = value
+                    elif value.data_ptr() != state[key].data_ptr():
+                        state[key].copy_(value)
+            _restore_groups(self.optimizer, local["optim_groups"])
+        for stage in self.stages.values():
+            stage.refresh_optimizer_shards()
+        self.shared.spread_parameters()
+        self.shared.spread_buffers(every=True)
+
+    def names(self) -> set[str]:
+        """Parameters and buffers of this rank's checkpoint entries."""
+        return {info.name for _, info, _ in self._owned()}
+
+    def _owned(self) -> Iterator[tuple[Stage, TensorInfo, Tensor]]:
+        for stage in self.stages.values():
+            for info, value in stage.stored():
+                if self.pipeline.owns(stage.index, info.name):
+                    yield stage, info, value
+
+    def _optimized(self) -> Iterator[tuple[Stage, str, nn.Parameter]]:
+        for stage in self.stages.values():
+            for name, parameter in stage.opt_params.items():
+                yield stage, name, parameter
+
+
+def _signature(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
+
+
+def _dump_groups(optimizer: torch.optim.Optimizer) -> str:
+    """Learning rates and the like as JSON (a nested value would be taken apart by the checkpoint writer)."""
+    plain = (int, float, bool, str, tuple, list, type(None))
+    groups = []
+    for group in optimizer.param_groups:
+        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        groups.append({key: value for key, value in values.items() if key != "params" and isinstance(value, plain)})
+    return json.dumps({"optimizer": type(optimizer).__name__, "groups": groups})
+
+
+def _restore_groups(optimizer: torch.optim.Optimizer, dumped: str) -> None:
+    state, kind = json.loads(dumped), type(optimizer).__name__
+    if state["optimizer"] != kind:
+        raise CheckpointError(f"the checkpoint was written with {state['optimizer']}, this program trains with {kind}")
+    for group, saved in zip(optimizer.param_groups, state["groups"], strict=False):
+        for key, value in saved.items():
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,61 @@
+"""pipeline.py of an emitted directory: stages, transfers and the action table as plain data."""
+
+from __future__ import annotations
+
+import textwrap
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.codegen.printer import Dtypes, Printer
+from autopar.codegen.stage import render
+from autopar.ir.lowered import LoweredProgram
+from autopar.ir.program import Program
+from autopar.ir.schedule import show_row
+
+
+def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtypes: Dtypes | None = None) -> str:
+    """The file."""
+    printer = Printer(dtypes)
+    microbatches = lowered.stages[0].microbatches
+    transfers = [
+        f"dict(name={t.name!r}, kind={t.kind!r}, source={t.source}, target={t.target}, shape={t.type.shape!r}, "
+        f"dtype={printer.dtype(t.type.dtype)!r}, source_spec={t.source_spec.dims!r}, target_spec={t.target_spec.dims!r})"
+        for t in lowered.transfers
+    ]
+    return render(
+        "pipeline.py.j2", title=title, world=sum(lowered.stages[g[0]].mesh.size for g in lowered.graph.groups),
+        microbatches=microbatches, training=program.training, transfers=transfers,
+        inputs=[
+            f"dict(name={name!r}, shape={_whole(type_.shape, dim, microbatches)!r}, dtype={printer.dtype(type_.dtype)!r}, "
+            f"batch_dim={dim!r})"
+            for (name, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
+        ],
+        stages=[
+            f"dict(file='stages/stage_{s.index}.py', mesh={dict(s.mesh.axes)!r}, first_rank={s.mesh.offset})"
+            for s in lowered.stages
+        ],
+        loss="sum" if program.loss_kind == "sum" else "mean",
+        shared={name: list(held) for name, held in lowered.shared.items()}, groups=[list(g) for g in lowered.graph.groups],
+        table=[_wrapped(show_row(row)) for row in lowered.table],
+        split=any(a.kind == "W" for row in lowered.table for a in row),
+    )  # fmt: skip
+
+
+def pipeline_module(source: str) -> types.ModuleType:
+    """The file's tables as a module of this process."""
+    module = types.ModuleType("autopar_pipeline")
+    exec(compile(source, "<pipeline>", "exec"), module.__dict__)
+    return module
+
+
+def _whole(shape: Sequence[int], dim: int | None, microbatches: int) -> tuple[int, ...]:
+    return tuple(n * microbatches if i == dim else n for i, n in enumerate(shape))
+
+
+def _wrapped(row: str) -> Any:
+    """A long row as adjacent string literals, a line each."""
+    lines = textwrap.wrap(row, 108)
+    if len(lines) <= 1:
+        return repr(row)
+    return "(\n" + "\n".join(f"        {part + ' '!r}" for part in lines) + "\n    )"

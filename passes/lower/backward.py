@@ -1,0 +1,209 @@
+"""Lower a stage's backward: calls in reverse, gradients converted, added, stored and sent back.
+
+One function, or two where the schedule runs B (input gradients) and W (parameter gradients) apart.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.lowered import Function, Line, Port, Ref
+from autopar.ir.program import Call, ValueRef
+from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType
+from autopar.passes.lower.stage import Builder, Held, StageContext
+
+MAKE_NEW = ("autopar.linear_dw", "autopar.conv_dw", "autopar.embedding_grad")
+
+
+class Backward(Builder):
+    """`backward` of a stage, and `weights` where B and W are apart."""
+
+    def __init__(self, context: StageContext, saved: dict[int, str]) -> None:
+        super().__init__(context, "backward")
+        self.saved = saved
+        self.grads: dict[ValueRef, Held] = {}  # what has reached a value so far
+        self.later: dict[int, str] = {}
+        self.received: list[Port] = []
+        self.sent: list[Port] = []
+
+    def run(self) -> tuple[Function, Function | None]:
+        """The finished functions."""
+        for name in self.saved.values():
+            self.names.take(name)
+        order = [i for i in reversed(range(len(self.program.calls))) if i in self.program.backward_calls]
+        self._arrivals()
+        if order:
+            if self.program.loss is not None:
+                self._seed(self.program.loss)
+            self.prefetch(order[0], True)
+        for position, index in enumerate(order):
+            if position + 1 < len(order):
+                self.prefetch(order[position + 1], True)
+            self._call(index)
+        returns: list[str | None] = [*self._departures(), *self.later.values()]
+        backward = self.function(returns, tuple(self.saved.values()))
+        return backward, self._weights() if self.context.split else None
+
+    # --- between stages -------------------------------------------------------------------------------------------------
+
+    def _arrivals(self) -> None:
+        boundary = self.program.boundary
+        for crossing, ref in zip(boundary.sent, boundary.sent_values, strict=True) if boundary else ():
+            wanted = self.context.tangent(ref) if crossing.gradient else None
+            if wanted is None:
+                continue
+            type_ = self.program.type_of(ref)
+            spec = self.pricer.arrival(type_, wanted)[0]
+            name = self.names.fresh(f"d_{crossing.name}")
+            self.args[name] = (type_, spec)
+            self.received.append(Port(f"d_{crossing.name}", crossing.target, type_, spec))
+            self._reach(ref, (name, spec), f"from stage {crossing.target}")
+
+    def _departures(self) -> list[str]:
+        names = []
+        boundary = self.program.boundary
+        for k, crossing in enumerate(boundary.received if boundary else ()):
+            if not crossing.gradient:
+                continue
+            assert boundary is not None
+            name, spec = self.grads[ValueRef("input", len(boundary.inputs) + k)]
+            type_ = self.program.type_of(ValueRef("input", len(boundary.inputs) + k))
+            leaves = self.pricer.departure(type_, spec)[0]
+            names.append(self.converter.convert(name, name, type_, spec, leaves, "B", f"to stage {crossing.source}"))
+            self.sent.append(Port(f"d_{crossing.name}", crossing.source, type_, leaves))
+        return names
+
+    # --- gradients ------------------------------------------------------------------------------------------------------
+
+    def _seed(self, loss: ValueRef) -> None:
+        type_ = self.program.type_of(loss)
+        whole = Spec.replicated(len(type_.shape))
+        name = self.names.fresh("d_loss")
+        self.lines.append(Line((name,), "grads.seed", (type_,), types=(type_,), specs=(whole,), phase="B"))
+        self._reach(loss, (name, whole), "loss")
+
+    def _reach(self, ref: ValueRef, held: Held, source: str) -> None:
+        """A gradient arrives at a value: convert it to the spec wanted there, add it to what came before."""
+        total = self.grads.get(ref)
+        if ref.kind == "call":
+            wanted = self.context.tangent(ref)
+        else:
+            wanted = held[1] if total is None else total[1]
+        if wanted is None:
+            return
+        type_ = self.program.type_of(ref)
+        made = self.converter.convert(held[0], held[0], type_, held[1], wanted, "B", source)
+        if total is None:
+            self.grads[ref] = (made, wanted)
+            return
+        name = self.names.fresh(f"{total[0]}_sum")
+        self.lines.append(
+            Line((name,), "aten.add.Tensor", (), {"self": Ref(total[0]), "other": Ref(made)}, (type_,), (wanted,),
+                 "B", source)
+        )  # fmt: skip
+        self.grads[ref] = (name, wanted)
+
+    def _wanted(self, ref: ValueRef) -> bool:
+        """Whether somebody waits for the gradient of a call's input."""
+        if ref.kind == "call":
+            return self.context.tangent(ref) is not None
+        crossing = self.program.crossing(ref)
+        return crossing is not None and crossing.gradient
+
+    def _tangents(self, index: int) -> list[Ref]:
+        template = self.program.template_of(self.program.calls[index])
+        tangents = []
+        for o, tangent in enumerate(template.tangents):
+            if tangent is None:
+                continue
+            total = self.grads.pop(ValueRef("call", index, o), None)
+            if total is None:
+                spec = self.context.planned(template.name, tangent)
+                type_ = template.type_of(tangent)
+                name = self.names.fresh(f"zero_{tangent}_{self.context.number(index)}")
+                self.lines.append(Line((name,), "grads.zero", (type_, spec), types=(type_,), specs=(spec,), phase="B"))
+                tangents.append(Ref(name))
+            else:
+                tangents.append(Ref(total[0]))
+        return tangents
+
+    def _call(self, index: int) -> None:
+        call, number = self.program.calls[index], self.context.number(index)
+        template = self.program.templates[call.template]
+        lowered = self.context.templates[call.template]
+        tangents = self._tangents(index)
+        params = self.params(index, True)
+        results: list[str] = []
+        types: list[TensorType | None] = []
+        for slot, grad in enumerate(template.input_grads):
+            used = grad is not None and self._wanted(call.inputs[slot])
+            results.append(self.names.fresh(f"d_{template.inputs[slot]}_{number}") if used else "_")
+            types.append(template.type_of(grad) if grad is not None else None)
+        specs = lowered.input_grads
+        if not self.context.split:
+            names, more = self._param_grads(call, number)
+            results, types, specs = [*results, *names], [*types, *more], (*specs, *lowered.param_grads)
+        elif lowered.later:
+            self.later[index] = self.names.fresh(f"later_{number}")
+            results, types, specs = [*results, self.later[index]], [*types, None], (*specs, None)
+        self.lines.append(
+            Line(tuple(results), "call.backward", (call.template, number, Ref(self.saved[index]), tuple(params), tuple(tangents)),
+                 {}, tuple(types), specs, "B", call.path)
+        )  # fmt: skip
+        if not self.context.split:
+            self._store(self, call, results[len(template.inputs) :])
+        for slot, ref in enumerate(call.inputs):
+            left = lowered.input_grads[slot]
+            if results[slot] != "_" and left is not None:
+                self._reach(ref, (results[slot], left), call.path)
+
+    # --- parameters -----------------------------------------------------------------------------------------------------
+
+    def _param_grads(self, call: Call, number: int) -> tuple[list[str], list[TensorType | None]]:
+        template = self.program.templates[call.template]
+        names, types = [], []
+        for slot, grad in enumerate(template.param_grads):
+            names.append(self.names.fresh(f"d_{template.params[slot]}_{number}") if grad is not None else "_")
+            types.append(template.type_of(grad) if grad is not None else None)
+        return names, types
+
+    def _store(self, into: Builder, call: Call, results: list[str]) -> None:
+        """Parameter gradients of a call go to the store."""
+        lowered = self.context.templates[call.template]
+        for slot, name in enumerate(call.params):
+            grad_name, arrived = results[slot], lowered.param_grads[slot]
+            if grad_name == "_" or arrived is None:
+                continue
+            _, _, target = self.context.contributions[name]
+            if target is not None:
+                type_ = self.program.parameters[name].type
+                grad_name = into.converter.convert(grad_name, grad_name, type_, arrived, target, "W", call.path)
+            owned = grad_name in results and self._fresh(call.template, slot)
+            into.lines.append(
+                Line((), "grads.add", (name, Ref(grad_name)), {"owned": owned}, phase="W", source=call.path)
+            )
+
+    def _fresh(self, template: str, slot: int) -> bool:
+        """Is this parameter gradient a tensor of its own, that nobody else holds?"""
+        lowered = self.context.templates[template]
+        function = lowered.weights or lowered.backward
+        assert function is not None
+        name = function.returns[slot if lowered.weights else len(lowered.input_grads) + slot] or ""
+        maker = next((line.op for line in function.lines if name in line.outs), "")
+        readers = sum(name in line.reads() for line in function.lines)
+        return maker in MAKE_NEW and not readers and function.returns.count(name) == 1
+
+    def _weights(self) -> Function:
+        """`weights`: the parameter gradients of all calls, from what `backward` kept."""
+        builder = Builder(self.context, "weights")
+        for name in self.later.values():
+            builder.names.take(name)
+        for index, kept in self.later.items():
+            call, number = self.program.calls[index], self.context.number(index)
+            results, types = self._param_grads(call, number)
+            specs = self.context.templates[call.template].param_grads
+            builder.lines.append(
+                Line(tuple(results), "call.weights", (call.template, number, Ref(kept)), {}, tuple(types), specs, "W",
+                     call.path)
+            )  # fmt: skip
+            self._store(builder, call, results)
+        return builder.function([], tuple(self.later.values()))

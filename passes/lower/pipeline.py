@@ -1,0 +1,89 @@
+"""Lower a whole plan: every stage, what travels between them, and the table of actions.
+
+Both ends of a crossing choose the spec on their own mesh (`Pricer.arrival`, `Pricer.departure`); the transfer between
+them is direct: every rank of the target is sent the pieces it needs by ranks of the source that hold them.
+"""
+
+from __future__ import annotations
+
+from autopar.errors import PlanError
+from autopar.ir.lowered import LoweredProgram, LoweredStage, Transfer
+from autopar.ir.program import Program
+from autopar.ir.schedule import StageGraph, Table, parse_row
+from autopar.passes.costs import Pricers
+from autopar.passes.cut import cut, shared_parameters
+from autopar.passes.lower.stage import lower_stage
+from autopar.passes.schedule import build
+from autopar.passes.shard.rules import RuleBook
+from autopar.plan import Plan
+
+
+def lower(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> LoweredProgram:
+    """Every stage of the plan as local lines. Raises PlanError when the plan does not fit the program."""
+    if plan.program != program.fingerprint:
+        raise PlanError(
+            f"this plan is for another model (plan {plan.program}, model {program.fingerprint}): the model, its shapes "
+            "or the example inputs changed; compile again without plan="
+        )
+    ranges = [stage.calls for stage in plan.stages]
+    parts = cut(program, ranges)
+    graph = stage_graph(plan, parts)
+    table = table_of(plan, graph, program.training)
+    split = program.training and any(a.kind == "W" for row in table for a in row)
+    stages = tuple(
+        lower_stage(part, stage, pricers, rules, plan.microbatches, split)
+        for part, stage in zip(parts, plan.stages, strict=True)
+    )
+    shared = shared_parameters(program, ranges) if len(ranges) > 1 else {}
+    return LoweredProgram(stages, tuple(_transfers(stages)), shared, graph, table)
+
+
+def stage_graph(plan: Plan, parts: tuple[Program, ...]) -> StageGraph:
+    """Groups by the ranks that stages run on, and edges by what crosses. Raises PlanError for ranks in two groups."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for s, stage in enumerate(plan.stages):
+        groups.setdefault((stage.mesh.offset, stage.mesh.size), []).append(s)
+    end = 0
+    for first, size in sorted(groups):
+        if first != end:
+            raise PlanError(
+                f"the plan's stages leave out or share ranks: ranks {first} to {first + size - 1} follow {end} ranks; stages "
+                "have either the same ranks or none in common, and together all of them"
+            )
+        end = first + size
+    if end != plan.ranks:
+        raise PlanError(f"the plan is for {plan.ranks} ranks, its stages have {end}")
+    crossings = [c for part in parts if part.boundary is not None for c in part.boundary.received]
+    edges = sorted({(c.source, c.target) for c in crossings})
+    back = sorted({(c.source, c.target) for c in crossings if c.gradient})
+    return StageGraph(tuple(map(tuple, groups.values())), tuple(edges), tuple(back))
+
+
+def table_of(plan: Plan, graph: StageGraph, training: bool) -> Table:
+    """The plan's own table, or that of its named schedule. Raises PlanError."""
+    if plan.table:
+        try:
+            return tuple(parse_row(row) for row in plan.table)
+        except ValueError as error:
+            raise PlanError(f"the plan's action table is corrupt: {error}") from error
+    if not training:
+        return build("forward", graph, plan.microbatches)
+    return build(plan.schedule, graph, plan.microbatches)
+
+
+def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
+    found = []
+    for kind, leaving, arriving in (("value", "sent", "received"), ("gradient", "gradients_sent", "gradients_received")):
+        ends = {port.name: (stage.index, port) for stage in stages for port in getattr(stage, arriving)}
+        for stage in stages:
+            for port in getattr(stage, leaving):
+                if port.name not in ends:
+                    raise PlanError(f"stage {stage.index} sends {port.name}, which no stage receives")
+                target, end = ends.pop(port.name)
+                found.append(Transfer(port.name, kind, stage.index, target, port.type, port.spec, end.spec))
+        if ends:
+            raise PlanError(f"{', '.join(ends)} is received by stage {next(iter(ends.values()))[0]}, but nobody sends it")
+    return found
+
+
+__all__ = ["lower", "stage_graph", "table_of"]
