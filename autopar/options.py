@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.errors import InputError
 
+RECOMPUTE = ("auto", "none", "selective", "full")
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 
 
@@ -25,6 +26,8 @@ class Options:
     mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks.
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
         (parameters sharded), "megatron" (parameters sharded over the last mesh axis only).
+    recompute: what backward makes again instead of its being kept: "none", "full" (a block keeps its inputs alone),
+        "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
     constraints: name pattern (shell wildcards) -> spec, such as {"*.q.weight": "[@tp, .]"}. Patterns match parameter
         names (the spec is how the parameter is stored) and values as "template.value".
     memory_fraction: share of device memory that a plan may use.
@@ -41,6 +44,7 @@ class Options:
     stage_boundaries: Sequence[str] | None = None
     mesh: Mapping[str, int] | None = None
     strategy: str = "auto"
+    recompute: str = "none"
     constraints: Mapping[str, str] = field(default_factory=dict)
     memory_fraction: float = 0.9
     memory_bytes: float | None = None
@@ -73,6 +77,8 @@ class Options:
             )
         if self.strategy not in STRATEGIES:
             raise InputError(f"Options.strategy {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
+        if self.recompute not in RECOMPUTE:
+            raise InputError(f"Options.recompute {self.recompute!r} is unknown; choose one of {', '.join(RECOMPUTE)}")
         if not 0 < self.memory_fraction <= 1:
             raise InputError(f"Options.memory_fraction must lie in (0, 1], it is {self.memory_fraction}")
         if self.mesh is not None and any(int(n) < 1 for n in self.mesh.values()):

@@ -20,7 +20,7 @@ from autopar.options import Options
 from autopar.passes.account import Account, account, step_seconds
 from autopar.passes.cut import cut, cut_points
 from autopar.passes.lower import lower
-from autopar.passes.memory import group_peaks
+from autopar.passes.memory import group_peaks, stage_memory
 from autopar.passes.schedule import SCHEDULES, Costs, Room, build, stages_per_group
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.shard.planner import Candidate
@@ -28,6 +28,7 @@ from autopar.passes.shard.solve import Solution
 from autopar.passes.stage import StageShortage
 from autopar.plan import Plan, StagePlan
 from autopar.planning import Task
+from autopar.recomputing import fitted
 from autopar.report import size_text
 from autopar.stages import Draft, Search
 from autopar.ways import boundary_calls, least_bytes
@@ -69,11 +70,47 @@ def search_pipelines(
 
 
 def _fitting(search: Search, rough: Draft, bar: float) -> tuple[Draft, Candidate] | None:
-    """The cut as a plan that fits. What lives for a moment is known after lowering: where it is too much, the cut is
-    made again in less memory."""
+    """The cut as a plan that fits. Where memory costs time or nothing fits, plans that recompute are made, too, and then
+    recompute as little as fits (`autopar.recomputing`)."""
+    if search.task.options.recompute != "auto" or not search.task.program.training:
+        return _under(search, rough, bar, None)
+    best = _under(search, rough, bar, "none")
+    if best is not None and best[1].solution.cost <= rough.step_s * 1.02:
+        return best
+    for policy in ("selective", "full"):
+        cost = best[1].solution.cost if best is not None else bar
+        found = _under(search, rough, math.inf, policy)
+        if found is None:
+            continue
+        draft, candidate = found
+        candidate = _less_recompute(draft, candidate)
+        if candidate.solution.cost < cost:
+            best = draft, candidate
+    return best
+
+
+def _less_recompute(draft: Draft, candidate: Candidate) -> Candidate:
+    """The same plan and schedule with as little recomputed as fits, where that is faster."""
+    task, plan, lowered = draft.task, candidate.plan, candidate.lowered
+    assert lowered is not None
+
+    def judge(changed: Plan) -> Account:
+        made = lower(task.program, changed, task.pricers, task.rules)
+        return account(made, changed.stages, task.program.templates, task.pricers, task.setting, task.rules)
+
+    found = fitted(task.program, plan, lowered.graph.groups, task.limit, judge, task.pricers, task.rules)
+    if isinstance(found, float) or found[1].step_time_s >= candidate.solution.cost:
+        return candidate
+    again = _candidate(task, found[0], draft, plan.schedule, plan.table)
+    return candidate if isinstance(again, float) else again
+
+
+def _under(search: Search, rough: Draft, bar: float, policy: str | None) -> tuple[Draft, Candidate] | None:
+    """The cut as a plan that fits under a recompute policy. What lives for a moment is known after lowering: where it is
+    too much, the cut is made again in less memory."""
     share = 0.95
     for _ in range(3):
-        draft = search.exact(rough, share)
+        draft = search.exact(rough, share, policy)
         if draft is None or draft.step_s >= bar * 1.1:
             return None
         candidate = realise(draft.task, draft)
@@ -177,7 +214,9 @@ def scheduled(task: Task, plan: Plan, draft: Draft) -> Candidate | float:
     """The plan under the fastest schedule that fits, lowered; or how full its fullest group is at least (over 1)."""
     if not task.program.training:
         return _candidate(task, plan, draft, "forward", ())
-    apart = replace(plan, schedule="gpipe", table=_split_rows(plan, draft))
+    together = lower(task.program, replace(plan, schedule="gpipe", table=_rows(plan, draft, "B")), task.pricers, task.rules)
+    whole = [stage_memory(stage, task.setting) for stage in together.stages]
+    apart = replace(plan, schedule="gpipe", table=_rows(plan, draft, "BW"))
     lowered = lower(task.program, apart, task.pricers, task.rules)
     counted = account(lowered, plan.stages, task.program.templates, task.pricers, task.setting, task.rules)
     best: tuple[float, str, Table] | None = None
@@ -186,7 +225,8 @@ def scheduled(task: Task, plan: Plan, draft: Draft) -> Candidate | float:
         table = schedule_table(name, lowered, counted, task)
         if table is None:
             continue
-        peaks = group_peaks(replace(lowered, table=table), [s.memory for s in counted.stages])
+        split = any(action.kind == "W" for row in table for action in row)
+        peaks = group_peaks(replace(lowered, table=table), [s.memory for s in counted.stages] if split else whole)
         fullest = max(p / limit for p, limit in zip(peaks, _limits(lowered, task), strict=True))
         least = min(least, fullest)
         if fullest > 1:
@@ -247,13 +287,13 @@ def _room(graph: StageGraph, counted: Account, limits: list[float]) -> Room:
     return Room(tuple(bound), after_F, after_B)
 
 
-def _split_rows(plan: Plan, draft: Draft) -> tuple[str, ...]:
-    """A table with W, so that lowering takes B and W apart."""
+def _rows(plan: Plan, draft: Draft, backward: str) -> tuple[str, ...]:
+    """A table to lower for. backward: "B", or "BW", so that lowering takes B and W apart."""
     rows = []
     for stages in sorted(draft.solution.groups):
         ms = range(plan.microbatches)
         words = [f"F{m}.{s}" for s in stages for m in ms]
-        words += [f"{kind}{m}.{s}" for s in reversed(stages) for m in ms for kind in "BW"]
+        words += [f"{kind}{m}.{s}" for s in reversed(stages) for m in ms for kind in backward]
         rows.append(" ".join(words))
     return tuple(rows)
 

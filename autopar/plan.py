@@ -23,10 +23,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class TemplatePlan:
-    """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec."""
+    """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec.
+
+    recompute: values of forward that backward makes again instead of their being kept (`autopar.passes.recompute`).
+    """
 
     strategies: dict[str, Strategy]
     specs: dict[str, Spec]
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,7 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
             name: {
                 "strategies": {n: show_strategy(s, stage.mesh) for n, s in t.strategies.items()},
                 "specs": {n: s.show() for n, s in t.specs.items()},
+                **({"recompute": list(t.recompute)} if t.recompute else {}),
             }
             for name, t in stage.templates.items()
         },
@@ -162,12 +167,19 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
     }
 
 
+def _names(found: Any) -> tuple[str, ...]:
+    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"recompute must be a list of value names, it is {found!r}")
+    return tuple(found)
+
+
 def _stage_in(data: Any) -> StagePlan:
     mesh = Mesh(tuple((str(k), int(v)) for k, v in data["mesh"].items()), int(data["first_rank"]))
     templates = {
         name: TemplatePlan(
             {n: parse_strategy(s, mesh) for n, s in t["strategies"].items()},
             {n: parse_spec(s) for n, s in t["specs"].items()},
+            _names(t.get("recompute", ())),
         )
         for name, t in data["templates"].items()
     }

@@ -1,7 +1,8 @@
 """From a captured program to the plans worth having: SPMD plans on every candidate mesh, baselines, replays.
 
 What the solver counts is what rests and what backward waits for; what lives for a moment is known after lowering. Where
-that breaks the limit, the solver gets a budget smaller by as much.
+that breaks the limit, the solver gets a budget smaller by as much. Where memory is short (something does not fit, or
+the solver paid for memory), plans that recompute are looked for as well (`autopar.recomputing`), and the faster is taken.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from autopar.inputs import check_plan
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.options import Options
-from autopar.passes.account import account
+from autopar.passes.account import Account, account
 from autopar.passes.costs import Pricers
 from autopar.passes.lower import lower
+from autopar.passes.recompute.policies import POLICIES
 from autopar.passes.shard.planner import Candidate, candidate_meshes, solve_mesh
 from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.replay import evaluate
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.solve import Shortage
 from autopar.plan import Plan
+from autopar.recomputing import fitted
 from autopar.report import size_text
 
 
@@ -76,13 +80,87 @@ class Task:
 
 
 Short = tuple[str, Mesh, Shortage]
+PAID = ("priced memory", "memory row")  # how the solver says that memory decided
 
 
 def search_spmd(task: Task) -> tuple[list[Candidate], list[Short]]:
     """Plans without a pipeline, best first, the first one lowered and within the limit; and what did not fit."""
+    wanted = task.options.recompute
+    candidates, shortages = _within(task, "none" if wanted == "auto" else wanted)
+    if wanted != "auto" or not task.program.training or not _memory_is_short(task, candidates, shortages):
+        return candidates, shortages
+    others = recomputing(task)
+    if others and (not candidates or others[0].solution.cost < candidates[0].solution.cost):
+        return [*others, *candidates], shortages
+    return [*candidates, *others], shortages
+
+
+def _memory_is_short(task: Task, candidates: list[Candidate], shortages: list[Short]) -> bool:
+    """Whether more memory might give a faster plan: something did not fit, or was paid for."""
+    mine = "auto" if task.options.strategy == "auto" else task.options.strategy
+    paid = any(c.solution.method in PAID and c.plan.origin.startswith(("solver", mine)) for c in candidates)
+    return not candidates or paid or any(strategy == mine for strategy, _, _ in shortages)
+
+
+def recomputing(task: Task) -> list[Candidate]:
+    """Plans within the limit that recompute, best first, lowered.
+
+    On every mesh the sharding is chosen with memory left out, and within memory under each policy; then each of these is
+    given as little recompute as makes it fit.
+    """
+    found: list[Candidate] = []
+    for mesh in candidate_meshes(task.cluster, task.options):
+        for policy in POLICIES:
+            made = _recomputing(task, mesh, policy)
+            if made is not None:
+                found.append(made)
+    found.sort(key=lambda c: (c.solution.cost, c.solution.memory))
+    return [c for i, c in enumerate(found) if all(c.plan.stages != other.plan.stages for other in found[:i])]
+
+
+def _recomputing(task: Task, mesh: Mesh, policy: str) -> Candidate | None:
+    """A plan on a mesh that fits, sharded under a policy (none: with memory left out), recomputing what it must."""
+    budget = None if policy == "none" else task.limit
+    for _ in range(3):
+        try:
+            start = solve_mesh(
+                task.program, task.cluster, task.pricers[mesh], task.rules, task.setting, task.options,
+                task.options.strategy, budget, recompute=policy,
+            )  # fmt: skip
+        except (InfeasibleError, ConstraintError):
+            return None
+        if isinstance(start, Shortage):
+            return None
+
+        def judge(plan: Plan, start: Candidate = start) -> Account:
+            done = task.finish(replace(start, plan=plan))
+            assert done.account is not None
+            return done.account
+
+        made = fitted(task.program, start.plan, [(0,)], task.limit, judge, task.pricers, task.rules)
+        if not isinstance(made, float):
+            plan, _ = made
+            counted = evaluate(task.program, plan, task.pricers, task.rules, task.setting)
+            solution = replace(
+                start.solution, cost=counted.cost, memory=counted.memory, bound=min(start.solution.bound, counted.cost),
+                method=f"{start.solution.method}, then recompute",
+            )  # fmt: skip
+            return task.finish(Candidate(replace(plan, predicted={"step_time_s": counted.cost}), solution))
+        if budget is None:
+            return None
+        budget -= 1.02 * (made - task.limit)
+        if budget <= 0:
+            return None
+    return None
+
+
+def _within(task: Task, policy: str) -> tuple[list[Candidate], list[Short]]:
+    """The solver's plans under one recompute policy, the first lowered and within the limit; and what did not fit."""
     budget = task.limit
     for _ in range(4):
-        candidates, shortages = _on_meshes(task, budget)
+        candidates, shortages = _on_meshes(task, budget, policy)
+        beside = task.limit - budget  # what lives for a moment
+        shortages = [(s, mesh, replace(short, least_bytes=short.least_bytes + beside)) for s, mesh, short in shortages]
         if not candidates:
             return candidates, shortages
         best = task.finish(candidates[0])
@@ -96,7 +174,7 @@ def search_spmd(task: Task) -> tuple[list[Candidate], list[Short]]:
     return [], [(best.plan.origin, best.plan.stages[0].mesh, Shortage(peak, best.solution.choice)), *shortages]
 
 
-def _on_meshes(task: Task, budget: float) -> tuple[list[Candidate], list[Short]]:
+def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[Candidate], list[Short]]:
     """The solver on every candidate mesh, and the baselines."""
     options = task.options
     found: list[Candidate] = []
@@ -108,8 +186,9 @@ def _on_meshes(task: Task, budget: float) -> tuple[list[Candidate], list[Short]]
         for strategy in strategies:
             try:
                 result = solve_mesh(
-                    task.program, task.cluster, task.pricers[mesh], task.rules, task.setting, options, strategy, budget
-                )
+                    task.program, task.cluster, task.pricers[mesh], task.rules, task.setting, options, strategy, budget,
+                    recompute=policy,
+                )  # fmt: skip
             except (InfeasibleError, ConstraintError):
                 if strategy == options.strategy:
                     raise
@@ -126,8 +205,6 @@ def _on_meshes(task: Task, budget: float) -> tuple[list[Candidate], list[Short]]
 
 def replayed(task: Task, plan: Plan) -> Candidate:
     """A given plan, priced. Raises PlanError when it is for another model, cluster or batch."""
-    from autopar.passes.shard.replay import evaluate
-
     cluster = task.cluster
     if plan.ranks != cluster.size:
         raise PlanError(

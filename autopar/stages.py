@@ -84,7 +84,7 @@ class Search:
         self.available = tuple(b - a for a, b in zip(self.kinds, ends, strict=True))
         self.mixed = task.cluster.size <= MIXED_RANKS or len(self.kinds) > 1
         self._tasks: dict[int, Task | None] = {}
-        self._ways: dict[tuple[int, Mesh, float], Way | None] = {}
+        self._ways: dict[tuple[int, Mesh, float, str], Way | None] = {}
         self._least: dict[Program, tuple[float, float]] = {}
 
     # --- rough ----------------------------------------------------------------------------------------------------------
@@ -183,14 +183,14 @@ class Search:
         resting, held = self._least[task.program]
         return (resting + held * min(groups, rough.microbatches)) / task.cluster.size <= task.limit
 
-    def exact(self, rough: Draft, share: float = 0.95) -> Draft | None:
-        """The best cut at this M and on these submeshes that fits in that share of the memory."""
+    def exact(self, rough: Draft, share: float = 0.95, policy: str | None = None) -> Draft | None:
+        """The best cut at this M and on these submeshes that fits in that share of the memory, under a recompute policy."""
         M = rough.microbatches
         if self._tasks.get(M) is not rough.task:
             self._ways = {key: way for key, way in self._ways.items() if key[0] != M}
         task = self._tasks[M] = rough.task
         used = dict.fromkeys(rough.ways[s.option].mesh for s in rough.solution.stages)
-        found_ways = (self.way(M, mesh, share, task.cluster.size // mesh.size) for mesh in used)
+        found_ways = (self.way(M, mesh, share, task.cluster.size // mesh.size, policy) for mesh in used)
         ways = [way for way in found_ways if way is not None]
         found = [d for d in self._cuts(task, M, ways, share, rough.chunks) if self._fits(d)]
         return min((d for d in found if isinstance(d, Draft)), key=lambda d: d.step_s, default=None)
@@ -209,12 +209,17 @@ class Search:
             self._tasks[M] = derived(self.task, M, self.recapture)
         return self._tasks[M]
 
-    def way(self, M: int, mesh: Mesh, share: float = 0.0, pp: int = 1) -> Way | None:
-        """The whole program planned for one submesh, within a share of the memory of pp of them (0: any memory)."""
+    def way(self, M: int, mesh: Mesh, share: float = 0.0, pp: int = 1, policy: str | None = None) -> Way | None:
+        """The whole program planned for one submesh, within a share of the memory of pp of them (0: any memory).
+
+        policy: of recompute; by default the one that the options force, or none.
+        """
         task = self.at(M)
-        key = (M, mesh, share)
+        wanted = self.task.options.recompute
+        policy = policy or (wanted if wanted != "auto" else "none")
+        key = (M, mesh, share, policy)
         if task is not None and key not in self._ways:
-            self._ways[key] = plan_way(task, mesh, share * pp * task.limit_at(mesh.offset), pp)
+            self._ways[key] = plan_way(task, mesh, share * pp * task.limit_at(mesh.offset), pp, policy)
         return self._ways.get(key)
 
     def _cuts(

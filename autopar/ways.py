@@ -18,6 +18,8 @@ from autopar.passes.cut import cut_points
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.microbatch import in_microbatches
 from autopar.passes.rebatch import NoRebatch, rebatch
+from autopar.passes.recompute.policies import policy_set
+from autopar.passes.recompute.replay import replay
 from autopar.passes.shard.planner import solve_mesh
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.passes.shard.structure import shows_held
@@ -119,23 +121,26 @@ def least_bytes(task: Task) -> tuple[float, float]:
         type_ = program.parameters[name].type
         resting += type_.nbytes + type_.numel * setting.state_ratio * max(setting.state_bytes, type_.dtype.itemsize)
     held = 0.0
+    policy = {"auto": "full"}.get(task.options.recompute, task.options.recompute)
     for name, times in program.multiplicity.items():
         template = program.templates[name]
-        late = flow(template).late - set(template.params)
-        shown = {v for v in late if shows_held(template, resolve(template.nodes[v])[0], flow(template))}
+        late = set(replay(template, flow(template), policy_set(template, policy)).kept)
+        held_too = {*late, *template.params}
+        shown = {v for v in late if shows_held(template, resolve(template.nodes[v])[0], held_too)}
         held += times * sum(template.type_of(v).nbytes for v in late - shown)
     return resting, held if program.training else 0.0
 
 
-def plan_way(task: Task, mesh: Mesh, budget: float, pp: int) -> Way | None:
+def plan_way(task: Task, mesh: Mesh, budget: float, pp: int, policy: str) -> Way | None:
     """The whole program planned for one submesh. budget: bytes of pp such submeshes, a device each (0: any)."""
     pricer = task.pricers[mesh]
     in_flight = float(min(pp, task.setting.microbatches)) if task.program.training else 1.0
     setting = replace(task.setting, in_flight=in_flight)
     try:
         result = solve_mesh(
-            task.program, task.cluster, pricer, task.rules, setting, task.options, task.options.strategy, budget or None, 0.01
-        )
+            task.program, task.cluster, pricer, task.rules, setting, task.options, task.options.strategy, budget or None, 0.01,
+            policy,
+        )  # fmt: skip
     except InfeasibleError:
         return None
     if isinstance(result, Shortage):

@@ -85,7 +85,7 @@ def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
         local = spec.local_shape(type_.shape, stage.mesh)
         return f"{line.outs[0]} = torch.zeros({local!r}, dtype={printer.value(type_.dtype)}, device=rt.device)"
     if kind == "buffer.read":
-        return f"{line.outs[0]} = rt.buffers[{line.args[0]!r}]"
+        return f"{line.outs[0]} = rt.buffers[{line.args[0]!r}]" + (".clone()" if line.kwargs.get("copy") else "")
     if kind == "buffer.write":
         return f"rt.buffers[{line.args[0]!r}].copy_({line.args[1].name})"
     return f"{targets(line)} = {printer.expression(line)}  # {show_types(line)}"

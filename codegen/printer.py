@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -156,13 +156,13 @@ def _axes(axes: tuple[str, ...]) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
-def fuse_bias(function: Function) -> Function:
-    """`linear` whose result is only read by the addition of a vector becomes one `linear` with bias."""
+def fuse_bias(function: Function, saved: Iterable[str] = ()) -> Function:
+    """`linear` whose result is only read by the addition of a vector, and not saved, becomes one `linear` with bias."""
     uses: dict[str, int] = {}
     for line in function.lines:
         for name in line.reads():
             uses[name] = uses.get(name, 0) + 1
-    kept = {n for n in function.returns if n}
+    kept = {n for n in function.returns if n} | set(saved)
     made = {line.outs[0]: line for line in function.lines if line.op == "autopar.linear"}
     ranks: dict[str, int] = {n: len(t.shape) for n, (t, _) in function.arg_types.items()}
     fused: dict[str, Line] = {}

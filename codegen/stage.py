@@ -79,7 +79,7 @@ def _signature(function: Function) -> list[str]:
 
 
 def _forward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
-    function = fuse_bias(template.forward)
+    function = fuse_bias(template.forward, template.saved)
     outs = [n for n in function.returns if n]
     returned = {*outs, *template.saved}
     results = [*outs, f"[{', '.join(template.saved)}]"] if template.backward is not None else outs

@@ -75,7 +75,9 @@ class LoweredTemplate:
     """forward(params…, inputs…) -> outputs…, saved; backward(saved, params…, tangents…) -> gradients.
 
     Where the schedule runs B and W apart, backward returns the gradients of the inputs and `later`, and
-    weights(later) -> gradients of the parameters.
+    weights(later) -> gradients of the parameters. late_params: slots of the parameters that backward reads as its own
+    ops want them; again_params: slots of those that ops which run again want as in forward (after the former). kept:
+    the template's values that `saved` holds.
     """
 
     name: str
@@ -89,6 +91,8 @@ class LoweredTemplate:
     late_params: tuple[int, ...]
     weights: Function | None = None
     later: tuple[str, ...] = ()
+    again_params: tuple[int, ...] = ()
+    kept: frozenset[str] = frozenset()
 
     @property
     def functions(self) -> tuple[Function, ...]:

@@ -167,11 +167,13 @@ class Builder:
         """(parameter, local stem, steps, storage, wanted) of what call `index` needs gathered or sliced."""
         call = self.program.calls[index]
         template = self.program.template_of(call)
-        kind = "late" if late else "use"
+        specs = self.context.stage.templates[template.name].specs
+        places = [(slot, "late" if late else "use") for slot in range(len(call.params))]
+        if late:
+            places += [(slot, "use") for slot in self.context.templates[call.template].again_params]
         found = []
-        for slot, name in enumerate(call.params):
-            hub = f"{template.params[slot]}@{kind}"
-            wanted = self.context.stage.templates[template.name].specs.get(hub)
+        for slot, kind in places:
+            name, wanted = call.params[slot], specs.get(f"{template.params[slot]}@{kind}")
             if wanted is None:
                 continue
             storage = self.context.stage.parameters[name].storage
@@ -193,17 +195,15 @@ class Builder:
         """Arguments for the parameters of a call: stored shards by name, gathered ones by local name."""
         gathers = self._gather(index, late)
         key = f"{self.context.number(index)}{'b' if late else 'f'}"
-        taken = [(name, stem) for name, stem, steps, _, _ in gathers if steps]
-        local: dict[str, str] = {}
-        if taken:
-            for name, stem in taken:
-                local[name] = self.names.fresh(f"{stem}_{key}")
+        local = {i: self.names.fresh(f"{stem}_{key}") for i, (_, stem, steps, _, _) in enumerate(gathers) if steps}
+        if local:
+            taken = [gathers[i] for i in local]
             self.lines.append(
-                Line(tuple(local[n] for n, _ in taken), "params.take", (key,),
-                     types=tuple(self.program.parameters[n].type for n, _ in taken),
-                     specs=tuple(w for _, _, steps, _, w in gathers if steps), phase="B" if late else "F")
+                Line(tuple(local.values()), "params.take", (key,),
+                     types=tuple(self.program.parameters[name].type for name, *_ in taken),
+                     specs=tuple(wanted for *_, wanted in taken), phase="B" if late else "F")
             )  # fmt: skip
-        return [Ref(local[name]) if steps else name for name, _, steps, _, _ in gathers]
+        return [Ref(local[i]) if i in local else name for i, (name, *_) in enumerate(gathers)]
 
 
 class _Forward(Builder):
@@ -290,9 +290,21 @@ class _Forward(Builder):
             type_ = self.program.buffers[ref.name].type
             name = self.names.fresh(ref.name.replace(".", "_"))
             spec = Spec.replicated(len(type_.shape))
-            self.lines.append(Line((name,), "buffer.read", (ref.name,), types=(type_,), specs=(spec,)))
+            copied = {"copy": True} if self._changes_before_backward(ref) else {}
+            self.lines.append(Line((name,), "buffer.read", (ref.name,), copied, types=(type_,), specs=(spec,)))
             self.values[ref] = (name, spec)
         return self.values[ref]
+
+    def _changes_before_backward(self, ref: ValueRef) -> bool:
+        """Whether forward updates a buffer whose old value backward reads."""
+        if ref.name not in self.program.buffer_updates:
+            return False
+        for call, slot in self.program.readers.get(ref, ()):
+            template = self.context.templates[self.program.calls[call].template]
+            placeholder = self.program.templates[template.name].inputs[slot]
+            if call in self.program.backward_calls and placeholder in template.kept:
+                return True
+        return False
 
     def _call(self, index: int) -> None:
         call = self.program.calls[index]

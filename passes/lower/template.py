@@ -1,7 +1,8 @@
 """Lower one template: its ops on blocks, with a conversion wherever producer and consumer disagree.
 
 Decision points (`autopar.passes.values`) become conversions at their first reader. What backward reads is returned by
-the forward function in the spec the plan holds it in.
+the forward function in the spec the plan holds it in; what the plan recomputes is made again by backward just before its
+first use there, under the same strategies (`autopar.passes.recompute.replay`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from torch import fx
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.call import bind
 from autopar.ir.lowered import Function, Line, LoweredTemplate, Ref
-from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, result_types
+from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, resolve, result_types
 from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.costs import Pricer
 from autopar.passes.lower.convert import Converter, Names
+from autopar.passes.recompute.replay import replay
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.structure import value_names
 from autopar.passes.values import flow, phase_is_late
@@ -40,8 +42,11 @@ class _Body:
         return name
 
     def hub(self, name: str, phase: str, source: str) -> tuple[str, Spec]:
-        """Local name and spec of a hub (or plain value), converted on first use."""
+        """Local name and spec of a hub (or plain value), converted or made again on first use."""
         if name in self.held:
+            return self.held[name]
+        if name not in self.owner.flow.hubs:
+            self.again(name)
             return self.held[name]
         hub = self.owner.flow.hubs[name]
         held, before = self.hub(hub.source or hub.value, phase, source)
@@ -72,7 +77,13 @@ class _Body:
         types = {n: (self.owner.template.type_of(k.split("@")[0]), s) for k, (n, s) in self.held.items() if n in wanted}
         return Function(name, tuple(args), tuple(self.lines), tuple(n for n, _ in results), types)
 
-    def op(self, node: fx.Node) -> None:
+    def again(self, value: str) -> None:
+        """Run the op that makes a value again, and first what it reads; values that are held stay as they are."""
+        node = resolve(self.owner.template.nodes[value])[0]
+        self.op(node, again=True)
+
+    def op(self, node: fx.Node, again: bool = False) -> None:
+        """The op as a line, after the conversions of its operands. again: it runs for the second time, in backward."""
         owner = self.owner
         call = owner.template.op_calls[node.name]
         rule = owner.rules.rule(call)
@@ -83,6 +94,8 @@ class _Body:
                 f"{owner.pricer.mesh}; possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
             )
         phase, source = node.meta["phase"], node.meta["source"]
+        if again:
+            phase, source = "B", f"recomputed: {source or node.name}"
         operands: list[str] = []
         for i, operand in enumerate(operand_nodes(node)):
             held, spec = self.hub(owner.flow.reads[node.name, i] or operand.name, phase, source)
@@ -93,7 +106,7 @@ class _Body:
         definition = find(call.op)
         changes = definition.localize(block) if definition is not None and definition.localize else {}
         args = _arguments(node, operands, changes)
-        results = value_names(node)
+        results = {i: v for i, v in value_names(node).items() if not again or v in owner.recompute}
         count = len(call.results)
         outs = tuple(self.names.fresh(results[i]) if i in results else "_" for i in range(count))
         specs = tuple(rule.result_spec(i, strategy, owner.pricer.mesh) for i in range(count))
@@ -139,6 +152,8 @@ class _TemplateLowering:
     def __init__(self, template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook) -> None:
         self.template, self.plan, self.pricer, self.rules = template, plan, pricer, rules
         self.flow = flow(template)
+        self.recompute = frozenset(plan.recompute)
+        self.replay = replay(template, self.flow, plan.recompute)
 
     def strategy(self, node: str) -> tuple[str, ...]:
         try:
@@ -181,11 +196,9 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
     outputs = [forward.held[o] for o in template.outputs]
     saved: list[tuple[str, str, Spec]] = []
     if backward:
-        for value in template.nodes:
-            if value in fl.late and value not in template.params:
-                key = f"{value}@save" if f"{value}@save" in fl.hubs else value
-                name, spec = forward.hub(key, "F", "")
-                saved.append((key, name, spec))
+        for key in owner.replay.kept.values():
+            name, spec = forward.hub(key, "F", "")
+            saved.append((key, name, spec))
     types = {a: (template.type_of(k.split("@")[0]), s) for k, (a, s) in forward.held.items() if a in args}
     front = Function(f"{template.name}_forward", tuple(args), tuple(forward.lines), tuple(n for n, _ in outputs), types)
     late_params = tuple(i for i, p in enumerate(template.params) if f"{p}@late" in fl.hubs)
@@ -198,6 +211,13 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
         body.argument(key, name, spec)
     back_args = [body.argument(f"{template.params[i]}@late", template.params[i], owner.spec(f"{template.params[i]}@late"))
                  for i in late_params]  # fmt: skip
+    again_params = tuple(i for i in owner.replay.params if not _gathered_alike(owner, template.params[i]))
+    for i in owner.replay.params:
+        use = f"{template.params[i]}@use"
+        if i in again_params:
+            back_args.append(body.argument(use, template.params[i], owner.spec(use)))
+        else:
+            body.held[use] = body.held[f"{template.params[i]}@late"]
     for tangent in template.tangents:
         if tangent is not None:
             back_args.append(body.argument(tangent, tangent, owner.spec(tangent)))
@@ -211,6 +231,7 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
         back = body.function(f"{template.name}_backward", back_args, (*input_grads, *param_grads), saved)
         after = None
     else:
+        _ahead(owner, body)
         last, known = body.successor()
         for node in template.ops:
             if node.meta["phase"] == "W":
@@ -222,5 +243,32 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
         back = body.function(f"{template.name}_backward", back_args, input_grads, saved)
     return LoweredTemplate(
         template.name, front, back, tuple(name for _, name, _ in saved), random, out_specs,
-        tuple(s for _, s in input_grads), tuple(s for _, s in param_grads), late_params, after, later,
+        tuple(s for _, s in input_grads), tuple(s for _, s in param_grads), late_params, after, later, again_params,
+        frozenset(owner.replay.kept),
     )  # fmt: skip
+
+
+def _gathered_alike(owner: _TemplateLowering, param: str) -> bool:
+    """Whether backward's own ops want a parameter as forward's do."""
+    late = f"{param}@late"
+    return late in owner.flow.hubs and owner.spec(late) == owner.spec(f"{param}@use")
+
+
+def _ahead(owner: _TemplateLowering, body: _Body) -> None:
+    """Make again in B what W alone reads but needs a parameter: gathered parameters do not wait for W."""
+    template, params = owner.template, set(owner.template.params)
+
+    def needs_param(value: str, seen: set[str]) -> bool:
+        if value in params:
+            return True
+        if value in seen or value not in owner.recompute or value in body.held:
+            return False
+        seen.add(value)
+        return any(needs_param(n.name, seen) for n in operand_nodes(resolve(template.nodes[value])[0]))
+
+    for node in template.ops:
+        if node.meta["phase"] == "W":
+            for operand in operand_nodes(node):
+                value = operand.name
+                if value in owner.recompute and value not in body.held and needs_param(value, set()):
+                    body.again(value)

@@ -22,6 +22,7 @@ from autopar.ir.spec import Spec, parse_spec
 from autopar.options import Options
 from autopar.passes.account import Account
 from autopar.passes.costs import Pricer
+from autopar.passes.recompute.policies import policy_set
 from autopar.passes.shard.batch import batch_factors
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.problem import Allowed, Problem, Setting
@@ -153,9 +154,10 @@ def _named(program: Program) -> Iterator[tuple[Key, tuple[int, ...]]]:
 
 
 def build_problem(
-    program: Program, pricer: Pricer, rules: RuleBook, setting: Setting, options: Options, strategy: str
-) -> Problem:
-    """The factor graph of a mesh under a strategy and the user's constraints."""
+    program: Program, pricer: Pricer, rules: RuleBook, setting: Setting, options: Options, strategy: str,
+    recompute: str = "none",
+) -> Problem:  # fmt: skip
+    """The factor graph of a mesh under a strategy, a recompute policy and the user's constraints."""
     filters = [
         f
         for f in (
@@ -165,8 +167,9 @@ def build_problem(
         if f is not None
     ]
     allowed = (lambda key, state: all(f(key, state) for f in filters)) if filters else None
+    again = {name: policy_set(t, recompute) for name, t in program.templates.items()} if program.training else {}
     try:
-        return Problem(program, pricer, rules, setting, allowed)
+        return Problem(program, pricer, rules, setting, allowed, recompute=again)
     except InfeasibleError as error:
         if options.constraints:
             raise ConstraintError(f"{error} (constraints: {dict(options.constraints)})") from error
@@ -197,9 +200,11 @@ def solve_mesh(
     strategy: str,
     budget: float | None,
     close: float = 1e-4,
+    recompute: str = "none",
 ) -> Candidate | Shortage:
-    """Best plan on one mesh under a strategy, or how much memory it falls short. close: as in `solve`."""
-    problem = build_problem(program, pricer, rules, setting, options, strategy)
+    """Best plan on one mesh under a strategy, or how much memory it falls short. close: as in `solve`. recompute: the
+    policy that backward follows (`autopar.passes.recompute.policies`)."""
+    problem = build_problem(program, pricer, rules, setting, options, strategy, recompute)
     solution = solve(problem.graph, budget, options.solver_time_limit_s, 0.02 * pricer.copy_s, close)
     if isinstance(solution, Shortage):
         return solution
@@ -221,7 +226,7 @@ def extract(problem: Problem, choice: list[int], cluster: ClusterSpec, options: 
 def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> StagePlan:
     """What an assignment means for a stage."""
     graph, program = problem.graph, problem.program
-    templates = {name: TemplatePlan({}, {}) for name in program.templates}
+    templates = {name: TemplatePlan({}, {}, problem.recompute.get(name, ())) for name in program.templates}
     parameters: dict[str, ParameterPlan] = {}
     for key, states, s in zip(graph.keys, graph.states, choice, strict=True):
         state = states[s]

@@ -4,12 +4,12 @@ Variables: a strategy per op of each template; a spec per placeholder and hub (`
 optimizer) pair of specs per group of parameters that share a template slot or are tied. Every call of a template shares
 its variables, so an edge counts as often as calls use it, and depth costs nothing. Every edge is priced, also those
 between calls, gradients going back between calls, batch slicing, parameter gathers, gradient reductions and the gather
-after the optimizer step.
+after the optimizer step. What the plan recomputes is priced twice, and only what it keeps counts as memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar.ir.rule import Rule
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.costs import Pricer
+from autopar.passes.recompute.replay import Replay, replay
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.structure import (
@@ -52,11 +53,14 @@ class Setting:
 
 
 class Problem:
-    """Builds the factor graph; `allowed(key, state)` filters states (constraints, baselines), `given` fixes them."""
+    """Builds the factor graph; `allowed(key, state)` filters states (constraints, baselines), `given` fixes them.
+
+    recompute: per template the values that backward makes again (`autopar.passes.recompute`).
+    """
 
     def __init__(
         self, program: Program, pricer: Pricer, rules: RuleBook, setting: Setting, allowed: Allowed | None = None,
-        given: Callable[[Key], Any] | None = None,
+        given: Callable[[Key], Any] | None = None, recompute: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:  # fmt: skip
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
         self.setting = setting
@@ -64,6 +68,10 @@ class Problem:
         self.allowed = allowed or (lambda key, state: True)
         self.graph = FactorGraph()
         self.flows: dict[str, Flow] = {name: flow(t) for name, t in program.templates.items()}
+        self.recompute = dict(recompute or {})
+        self.replays: dict[str, Replay] = {
+            name: replay(t, self.flows[name], self.recompute.get(name, ())) for name, t in program.templates.items()
+        }
         self._result_specs: dict[Key, list[list[Spec | None]]] = {}
         self._operand_specs: dict[Key, list[list[Spec | None]]] = {}
         self.groups = parameter_groups(program)
@@ -86,9 +94,10 @@ class Problem:
 
     def _add_ops(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
-        times = calls * self.setting.microbatches
-        fl = self.flows[template.name]
+        microbatches = self.setting.microbatches
+        fl, again = self.flows[template.name], self.replays[template.name]
         for node in template.ops:
+            times = calls * microbatches * (2 if node.name in again.again else 1)
             call = template.op_calls[node.name]
             rule = self.rules.rule(call)
             strategies = [] if self.given else rule.strategies(self.mesh)
@@ -98,8 +107,8 @@ class Problem:
                     f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
                 )
             results = value_names(node)
-            held = [i for i, v in results.items() if v in fl.late and f"{v}@save" not in fl.hubs]
-            if shows_held(template, node, fl):
+            held = [i for i, v in results.items() if again.kept.get(v) == v]
+            if shows_held(template, node, self._rests(template)):
                 held = []
 
             def memory(s: Any, call: OpCall = call, rule: Rule = rule, held: list[int] = held) -> float:
@@ -111,7 +120,7 @@ class Problem:
                 return total * calls * self.setting.in_flight
 
             key = ("op", template.name, node.name)
-            self._add(key, strategies, lambda s, c=call, r=rule: times * self.pricer.op_s(c, r, s), memory)  # type: ignore[misc]
+            self._add(key, strategies, lambda s, c=call, r=rule, t=times: t * self.pricer.op_s(c, r, s), memory)  # type: ignore[misc]
             kept = self.graph.states[self.graph.index[key]]
             self._result_specs[key] = [
                 [rule.result_spec(i, s, self.mesh) for s in kept] for i in range(len(call.results))
@@ -126,15 +135,19 @@ class Problem:
                         if spec is not None:
                             self._wanted.setdefault((template.name, value), {})[spec] = None
 
+    def _rests(self, template: Template) -> set[str]:
+        """Values that are in memory when backward runs: those that are kept, and parameters."""
+        return {*self.replays[template.name].kept, *template.params}
+
     def _add_hubs(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
-        fl = self.flows[template.name]
+        fl, again = self.flows[template.name], self.replays[template.name]
         owed = {t for t in template.tangents if t is not None}
         params = set(template.params)
         for name in (*template.inputs, *(t for t in template.tangents if t is not None)):
             type_ = template.type_of(name)
             specs = self._specs(template, name, partial=type_.is_float or name in owed)
-            counted = name in fl.late and f"{name}@save" not in fl.hubs
+            counted = again.kept.get(name) == name
             self._add(("at", template.name, name), specs, _nothing, self._held(type_, calls if counted else 0))
         for hub in fl.hubs.values():
             type_ = template.type_of(hub.value)
@@ -144,7 +157,7 @@ class Problem:
                 key = ("op", template.name, producer[0].name)
                 own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
                 specs = list({**dict.fromkeys(specs), **own})
-            counted = hub.kind == "save" and not shows_held(template, producer[0], fl)
+            counted = again.kept.get(hub.value) == hub.name and not shows_held(template, producer[0], self._rests(template))
             self._add(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
 
     def _held(self, type_: TensorType, times: float) -> Callable[[Spec], float]:
@@ -189,7 +202,7 @@ class Problem:
         return lattice.costs[np.ix_(rows, columns)]
 
     def _connect_inside(self, template: Template) -> None:
-        fl = self.flows[template.name]
+        fl, again = self.flows[template.name], self.replays[template.name]
         times = self.program.multiplicity[template.name] * self.setting.microbatches
         params = set(template.params)
         for hub in fl.hubs.values():
@@ -197,13 +210,15 @@ class Problem:
                 continue
             u, before = self._at(template, hub.source) if hub.source else self._source(template, hub.value)
             v, after = self._at(template, hub.name)
-            self.graph.connect(u, v, times * self._conversion(template.type_of(hub.value), before, after))
+            twice = 2 if hub.name in again.hubs else 1
+            self.graph.connect(u, v, twice * times * self._conversion(template.type_of(hub.value), before, after))
         for (name, i), source in fl.reads.items():
             key = ("op", template.name, name)
             wanted = self._operand_specs[key][i]
             value = value_at(template.nodes[name], i)
             u, before = self._at(template, source) if source else self._source(template, value)
-            matrix = times * self._conversion(template.type_of(value), before, wanted)
+            twice = 2 if name in again.again else 1
+            matrix = twice * times * self._conversion(template.type_of(value), before, wanted)
             self.graph.connect(u, self.graph.index[key], matrix)
 
     def _connect_calls(self) -> None:
@@ -267,12 +282,18 @@ class Problem:
                     if f"{value}@{kind}" in self.flows[template_name].hubs:
                         u, wanted = self._at(template, f"{value}@{kind}")
                         pair = self._conversion(parameter.type, [s[0] for s in kept], wanted)
-                        self.graph.connect(v, u, calls * self.setting.microbatches * pair)
+                        twice = 2 if kind == "use" and self._gathered_again(template, slot) else 1
+                        self.graph.connect(v, u, twice * calls * self.setting.microbatches * pair)
                 grad = template.param_grads[slot]
                 if grad is not None and train:
                     u, before = self._source(template, grad)
                     pair = self._conversion(template.type_of(grad), before, [s[1] for s in kept], bucketed=True)
                     self.graph.connect(u, v, calls * pair)
+
+    def _gathered_again(self, template: Template, slot: int) -> bool:
+        """Whether what is recomputed needs a parameter that backward does not have anyway (taken to be wanted alike)."""
+        late = f"{template.params[slot]}@late" in self.flows[template.name].hubs
+        return slot in self.replays[template.name].params and not late
 
     def parameter_bytes(self, type_: TensorType, state: tuple[Spec, Spec], trained: bool) -> float:
         """Parameter, gradient and optimizer state of one parameter on one rank."""

@@ -38,7 +38,8 @@ def _stage(program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook, 
         except KeyError:
             raise PlanError(f"the plan says nothing about {' '.join(key[1:])}; it is for another model") from None
 
-    graph = Problem(program, pricer, rules, setting, given=state).graph
+    recompute = {name: stage.templates[name].recompute for name in program.templates if name in stage.templates}
+    graph = Problem(program, pricer, rules, setting, given=state, recompute=recompute).graph
     choice = tuple([0] * len(graph.keys))
     cost = graph.value(list(choice))
     return Solution(choice, cost, graph.memory_of(list(choice)), cost, "replay", graph.size, graph.size)

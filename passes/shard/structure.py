@@ -7,6 +7,7 @@ of a node. Nothing here is priced or decided.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
-from autopar.passes.values import Flow
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ def _refines(fine: Spec, coarse: Spec) -> bool:
     return all(f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True))
 
 
-def shows_held(template: Template, node: Any, fl: Flow) -> bool:
+def shows_held(template: Template, node: Any, held: Collection[str]) -> bool:
     """Whether a node is a view of a value that is held for backward anyway."""
     if node.op != "call_function":
         return False
     definition = find(template.op_calls[node.name].op)
-    return definition is not None and definition.free and value_at(node, 0) in fl.late
+    return definition is not None and definition.free and value_at(node, 0) in held
 
 
 def value_names(node: Any) -> dict[int, str]:

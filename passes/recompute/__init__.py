@@ -1,0 +1,1 @@
+"""Which values backward makes again instead of keeping them from forward."""
