@@ -187,7 +187,7 @@ class BranchSearch(Search):
             found += list(self._grouped(task, M, ways, math.inf))
         return sorted(found, key=lambda d: d.step_s)
 
-    def exact(self, rough: Draft, share: float = 0.95) -> Draft | None:
+    def exact(self, rough: Draft, share: float = 0.95, policy: str | None = None) -> Draft | None:
         """The best grouping at this M that fits in that share of the memory: on the draft's submeshes, or on any."""
         M = rough.microbatches
         if self._tasks.get(M) is not rough.task:
@@ -195,7 +195,7 @@ class BranchSearch(Search):
         task = self._tasks[M] = rough.task
         used = dict.fromkeys(rough.ways[s.option].mesh for s in rough.solution.stages)
         for meshes in (used, dict.fromkeys(way.mesh for way in rough.ways)):
-            found_ways = (self.way(M, mesh, share, task.cluster.size // mesh.size) for mesh in meshes)
+            found_ways = (self.way(M, mesh, share, task.cluster.size // mesh.size, policy) for mesh in meshes)
             ways = [way for way in found_ways if way is not None]
             for draft in self._grouped(task, M, ways, task.limit * share):
                 return draft

@@ -27,7 +27,8 @@ class Options:
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
         (parameters sharded), "megatron" (parameters sharded over the last mesh axis only).
     recompute: what backward makes again instead of its being kept: "none", "full" (a block keeps its inputs alone),
-        "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
+        "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short
+        (the search then takes longer).
     constraints: name pattern (shell wildcards) -> spec, such as {"*.q.weight": "[@tp, .]"}. Patterns match parameter
         names (the spec is how the parameter is stored) and values as "template.value".
     memory_fraction: share of device memory that a plan may use.
