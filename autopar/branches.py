@@ -189,14 +189,10 @@ class BranchSearch(Search):
 
     def exact(self, rough: Draft, share: float = 0.95, policy: str | None = None) -> Draft | None:
         """The best grouping at this M that fits in that share of the memory: on the draft's submeshes, or on any."""
-        M = rough.microbatches
-        if self._tasks.get(M) is not rough.task:
-            self._ways = {key: way for key, way in self._ways.items() if key[0] != M}
-        task = self._tasks[M] = rough.task
+        M, task = rough.microbatches, self.adopt(rough)
         used = dict.fromkeys(rough.ways[s.option].mesh for s in rough.solution.stages)
         for meshes in (used, dict.fromkeys(way.mesh for way in rough.ways)):
-            found_ways = (self.way(M, mesh, share, task.cluster.size // mesh.size, policy) for mesh in meshes)
-            ways = [way for way in found_ways if way is not None]
+            ways = self.ways_within(M, meshes, share, policy)
             for draft in self._grouped(task, M, ways, task.limit * share):
                 return draft
         return None

@@ -9,7 +9,7 @@ within memory, and cut again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -185,13 +185,9 @@ class Search:
 
     def exact(self, rough: Draft, share: float = 0.95, policy: str | None = None) -> Draft | None:
         """The best cut at this M and on these submeshes that fits in that share of the memory, under a recompute policy."""
-        M = rough.microbatches
-        if self._tasks.get(M) is not rough.task:
-            self._ways = {key: way for key, way in self._ways.items() if key[0] != M}
-        task = self._tasks[M] = rough.task
+        M, task = rough.microbatches, self.adopt(rough)
         used = dict.fromkeys(rough.ways[s.option].mesh for s in rough.solution.stages)
-        found_ways = (self.way(M, mesh, share, task.cluster.size // mesh.size, policy) for mesh in used)
-        ways = [way for way in found_ways if way is not None]
+        ways = self.ways_within(M, used, share, policy)
         found = [d for d in self._cuts(task, M, ways, share, rough.chunks) if self._fits(d)]
         return min((d for d in found if isinstance(d, Draft)), key=lambda d: d.step_s, default=None)
 
@@ -200,6 +196,19 @@ class Search:
             self.shortages.append(draft)
             return False
         return True
+
+    def adopt(self, rough: Draft) -> Task:
+        """The draft's task, from here on the one for its microbatch count: what was planned for another is forgotten."""
+        M = rough.microbatches
+        if self._tasks.get(M) is not rough.task:
+            self._ways = {key: way for key, way in self._ways.items() if key[0] != M}
+        self._tasks[M] = rough.task
+        return rough.task
+
+    def ways_within(self, M: int, meshes: Iterable[Mesh], share: float, policy: str | None) -> list[Way]:
+        """Ways on these submeshes within a share of the memory, where there are any."""
+        found = (self.way(M, mesh, share, self.task.cluster.size // mesh.size, policy) for mesh in meshes)
+        return [way for way in found if way is not None]
 
     # --- both -----------------------------------------------------------------------------------------------------------
 
