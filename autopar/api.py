@@ -19,6 +19,7 @@ from autopar.capture.export import Exported
 from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.compiled import ParallelProgram, Prediction, emit_program
+from autopar.counting import ByteCounter
 from autopar.errors import InfeasibleError, InputError, PlanError
 from autopar.inputs import check_batch_dims, check_options, most_targets
 from autopar.ir.program import Program
@@ -307,21 +308,31 @@ def _microbatch(inputs: Any, options: Options, parts: int) -> Any:
     return cut(inputs, [0])
 
 
-def optimizer_state(optimizer: OptimizerFactory | None, program: Program) -> tuple[float, int]:
-    """(state elements per parameter element, bytes each), found by one step on a small parameter."""
+def optimizer_state(optimizer: OptimizerFactory | None, program: Program) -> tuple[float, int, tuple[float, float]]:
+    """(state elements per parameter element, bytes each, scratch of a step: see Setting), found on small parameters."""
     if optimizer is None or not program.training:
-        return 0.0, 0
-    probe = nn.Parameter(torch.zeros(8, 8))
-    probe.grad = torch.ones(8, 8)
+        return 0.0, 0, (0.0, 0.0)
     try:
-        made = optimizer([probe])
-        made.step()
+        state, alone = _step_of(optimizer, 1)
+        _, both = _step_of(optimizer, 2)
     except Exception as error:
         raise InputError(
             f"the optimizer factory cannot make a working optimizer: {type(error).__name__}: {error}"
         ) from error
-    state = [v for v in made.state.get(probe, {}).values() if isinstance(v, torch.Tensor) and v.shape == probe.shape]
-    return float(len(state)), max((v.dtype.itemsize for v in state), default=0)
+    return float(len(state)), max((v.dtype.itemsize for v in state), default=0), (alone, max(both - alone, 0.0))
+
+
+def _step_of(optimizer: OptimizerFactory, count: int) -> tuple[list[torch.Tensor], float]:
+    """The state of one of `count` like parameters, and how many more of them a step needs for a moment."""
+    probes = [nn.Parameter(torch.zeros(64, 64)) for _ in range(count)]
+    made, counter = optimizer(probes), ByteCounter()
+    for probe in probes:
+        probe.grad = torch.ones(64, 64)
+    made.step()
+    with counter:
+        made.step()
+    state = [v for v in made.state.get(probes[0], {}).values() if isinstance(v, torch.Tensor) and v.shape == (64, 64)]
+    return state, float(counter.peak // probes[0].nbytes)  # whole tensors: numbers count for nothing
 
 
 __all__ = ["Options", "Prediction", "as_cluster", "compile"]

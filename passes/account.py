@@ -18,7 +18,8 @@ from autopar.ir.schedule import StageGraph, Table
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.costs import Pricer, Pricers
-from autopar.passes.memory import StageMemory, group_peaks, stage_memory, value_bytes
+from autopar.passes.liveness import value_bytes
+from autopar.passes.memory import StageMemory, group_peaks, stage_memory
 from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
 from autopar.plan import StagePlan, TemplatePlan

@@ -15,7 +15,7 @@ from autopar.ir.lowered import Function, LoweredStage
 from autopar.ir.program import Program
 from autopar.passes.account import gradient_work, line_seconds, template_seconds
 from autopar.passes.costs import Pricer
-from autopar.passes.memory import inside, pinned_values, value_bytes
+from autopar.passes.liveness import inside, pinned_values, value_bytes
 from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
 from autopar.plan import StagePlan

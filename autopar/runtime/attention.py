@@ -44,7 +44,7 @@ def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, offset: int) 
 def _fused(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, offset: int) -> bool:
     square = q.shape[2] == k.shape[2] and offset == 0
     same = q.dtype in (torch.float32, torch.float64, torch.bfloat16) and q.shape[-1] == v.shape[-1]
-    return q.device.type == "cpu" and p == 0.0 and same and (square or not causal) and min(q.numel(), k.numel()) > 0
+    return q.device.type in ("cpu", "meta") and p == 0.0 and same and (square or not causal) and min(q.numel(), k.numel()) > 0
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
@@ -54,7 +54,8 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """softmax out of scores and their log-sum-exp; rows that see nothing weigh nothing."""
-    return (scores - lse.unsqueeze(-1)).exp_().nan_to_num_(0.0) if lse.isinf().any() else scores.sub(lse.unsqueeze(-1)).exp_()
+    weights = scores.sub(lse.unsqueeze(-1)).exp_()
+    return weights if lse.is_meta or not lse.isinf().any() else weights.nan_to_num_(0.0)
 
 
 def _drop(local: torch.Size, p: float, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None,

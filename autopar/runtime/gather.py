@@ -53,10 +53,11 @@ def start_gathers(
     @torch.no_grad()
     def wait() -> list[Tensor]:
         results = []
-        for finish in finishers:
+        for index, finish in enumerate(finishers):
             if finish is None:
                 raise RuntimeProgramError("a gather was started without an end")
             results.append(finish())
+            finishers[index] = finish = None  # with what it received
         return results
 
     return Handle(wait)

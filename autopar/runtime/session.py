@@ -126,6 +126,7 @@ class Session(State):
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
+        self._forget_gradients()
         outputs = self._run(batch)
         gradients = {index: stage.rt.grads.finish() for index, stage in self.stages.items()}
         self.shared.earn(gradients)
@@ -191,6 +192,12 @@ class Session(State):
                 )
             if leaf.dtype != row["dtype"] and not (leaf.is_floating_point() and row["dtype"].is_floating_point):
                 raise RuntimeProgramError(f"input {row['name']}: dtype {leaf.dtype}, the program takes {row['dtype']}")
+
+    def _forget_gradients(self) -> None:
+        """Those of the last step, before this one needs their room."""
+        self.grads = {}
+        for parameter in self.opt_params.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def _optimize(self, optimizer: torch.optim.Optimizer) -> None:

@@ -251,8 +251,8 @@ def execute(calls: list[Call]) -> None:
     """Run one collective over the buffers of all its members, given in member order."""
     kind, op = calls[0].kind, calls[0].op
     if kind == "all_reduce":
-        result = reduce_in_order([call.inp for call in calls], op)
-        for call in calls:
+        result = reduce_in_order([call.inp for call in calls], op, calls[0].out)
+        for call in calls[1:]:
             call.out.copy_(result)
     elif kind == "all_gather":
         for call in calls:

@@ -43,12 +43,14 @@ class Setting:
     """What the problem depends on beside program and mesh.
 
     state_ratio: optimizer state elements per parameter, state_bytes each. in_flight: microbatches whose values are held
-    for backward at once (pipelines).
+    for backward at once (pipelines). scratch: elements that the optimizer's step needs for a moment, per element of
+    the parameter it updates and per element of the one before.
     """
 
     microbatches: int = 1
     state_ratio: float = 2.0
     state_bytes: int = 4
+    scratch: tuple[float, float] = (0.0, 0.0)
     in_flight: float = 1.0
 
 

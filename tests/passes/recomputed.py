@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram, Plan
+from autopar.ir.program import Template
+from autopar.passes.recompute.policies import policy_set
 from autopar.passes.recompute.replay import made_forward
 from tests.zoo.transformers import Llama, LlamaBlock
 
@@ -32,11 +35,17 @@ def llama_on(
 def with_random_recompute(program: ParallelProgram, plan: Plan, seed: int, share: float) -> Plan:
     """The plan with a random share of all values of forward made again."""
     rng = random.Random(seed)
+    return _with(program, plan, lambda t: tuple(v for v in sorted(made_forward(t)) if rng.random() < share))
+
+
+def with_policy(program: ParallelProgram, plan: Plan, policy: str) -> Plan:
+    """The plan with what a named policy makes again."""
+    return _with(program, plan, lambda t: policy_set(t, policy))
+
+
+def _with(program: ParallelProgram, plan: Plan, again: Callable[[Template], tuple[str, ...]]) -> Plan:
     stages = []
     for stage in plan.stages:
-        templates = {}
-        for name, planned in stage.templates.items():
-            values = sorted(made_forward(program.ir.templates[name]))
-            templates[name] = replace(planned, recompute=tuple(v for v in values if rng.random() < share))
+        templates = {n: replace(t, recompute=again(program.ir.templates[n])) for n, t in stage.templates.items()}
         stages.append(replace(stage, templates=templates))
     return replace(plan, stages=tuple(stages))
