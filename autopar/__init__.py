@@ -13,6 +13,7 @@ from autopar.errors import (
     EmitError,
     InfeasibleError,
     InputError,
+    MemoryLimitError,
     PlanError,
     ShardingError,
 )
@@ -21,11 +22,13 @@ from autopar.ops.custom import register_op
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.runtime.launch import load
+from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
 from autopar.verify import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "AutoparError", "CaptureError", "CheckError", "ClusterError", "ClusterSpec", "ConstraintError", "EmitError",
-    "InfeasibleError", "InputError", "Options", "ParallelProgram", "Plan", "PlanError", "Prediction", "Program",
-    "RunResult", "ShardingError", "Verification", "compile", "load", "random_plan", "register_op", "verify",
+    "AutoparError", "CaptureError", "CheckError", "ClipNorm", "ClusterError", "ClusterSpec", "ConstraintError", "EmitError",
+    "InfeasibleError", "InputError", "LossScaling", "MemoryLimitError", "Options", "ParallelProgram", "Plan", "PlanError",
+    "Prediction", "Program", "RunResult", "ShardingError", "UpdateRule", "Verification", "compile", "load", "random_plan",
+    "register_op", "verify",
 ]  # fmt: skip

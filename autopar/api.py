@@ -12,29 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.branches import search_branches
 from autopar.capture import capture_program
 from autopar.capture.build import fingerprint
 from autopar.capture.export import Exported
 from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.compiled import ParallelProgram, Prediction, emit_program
-from autopar.counting import ByteCounter
-from autopar.errors import InfeasibleError, InputError, PlanError
-from autopar.inputs import check_batch_dims, check_options, most_targets
+from autopar.errors import InputError, NoRoomError, PlanError
+from autopar.infeasible import explained
+from autopar.inputs import check_batch_dims, check_options, check_precision, most_targets, planned_precision
 from autopar.ir.program import Program
+from autopar.optimizing import examine, update_rule
 from autopar.options import Options
 from autopar.passes.microbatch import in_microbatches
-from autopar.passes.shard.planner import Candidate, candidate_meshes
+from autopar.passes.offload import KINDS
+from autopar.passes.shard.planner import candidate_meshes
 from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
-from autopar.pipelining import check_pipeline_options, search_pipelines
 from autopar.placing import placed
 from autopar.plan import Plan
-from autopar.planning import Task, infeasible, replayed, search_spmd
-from autopar.stages import Search
-
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
+from autopar.planning import Task, replayed
+from autopar.runtime.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
+from autopar.searching import Found, search_plans
+from autopar.ways import Capture
 
 
 def compile(
@@ -43,7 +43,11 @@ def compile(
     example_inputs: Any,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerFactory | UpdateRule | None = None,
+    scheduler: SchedulerFactory | None = None,
+    clip_grad_norm: float | ClipNorm | None = None,
+    clip_grad_value: float | None = None,
+    loss_scaling: bool | LossScaling = False,
     options: Options | None = None,
     plan: Plan | str | Path | None = None,
 ) -> ParallelProgram:
@@ -52,7 +56,14 @@ def compile(
     model: nn.Module, real or on the meta device. cluster: a ClusterSpec, a preset's name or a file. example_inputs:
     tuple of args or dict of kwargs for the global batch (the loss's targets last). loss_fn(output, *targets): optional;
     without it a model that returns a scalar, or an object with `.loss`, is trained on that, any other is compiled for
-    inference. optimizer: factory such as `functools.partial(torch.optim.AdamW, lr=1e-3)`. plan: replay this plan.
+    inference. plan: replay this plan.
+
+    optimizer: factory such as `functools.partial(torch.optim.AdamW, lr=1e-3)`, called with the list of parameters, or, if
+    its parameter is called `named_parameters`, with (name, parameter) pairs to make parameter groups of; it may return
+    several optimizers. scheduler: factory of a torch.optim.lr_scheduler over an optimizer, stepped once per step.
+    clip_grad_norm: the global norm (of all ranks and stages) that gradients are clipped to, ClipNorm for other norms;
+    clip_grad_value: clamps them instead. loss_scaling: dynamic, as torch.amp.GradScaler does it; a step whose gradients
+    overflow on any rank is skipped on all.
 
     Raises InputError, CaptureError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
@@ -65,9 +76,11 @@ def compile(
                 f"this plan has {given.microbatches} microbatches, Options ask for {options.microbatches}; set "
                 f"Options(microbatches={given.microbatches})"
             )
-        options = replace(options, microbatches=given.microbatches)
+        options = replace(options, microbatches=given.microbatches, precision=planned_precision(given, options))
     spec = as_cluster(cluster)
-    _check_model(model, loss_fn, optimizer)
+    _check_model(model, loss_fn)
+    rule = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
+    check_precision(options.precision, spec)
     inputs, targets = split_example(model, example_inputs, loss_fn)
     candidate_meshes(spec, options, spec.size // options.pp if options.pp else None)
     _check_batch(inputs, spec, options)
@@ -87,14 +100,22 @@ def compile(
 
     def capture_microbatch(parts: int) -> tuple[Program, Exported]:
         pieces, starts = _microbatch(inputs, options, parts), options.stage_boundaries or ()
-        return capture_program(model, pieces, loss_fn, targets, options.batch_dims, starts)
+        return capture_program(model, pieces, loss_fn, targets, options.batch_dims, starts, options.precision)
 
     known: dict[int, tuple[Task, Exported]] = {}
     batch = _batch_size(inputs, options)
 
     program, exported = capture(options.microbatches or 1)
     captured = time.perf_counter()
-    setting = Setting(options.microbatches or 1, *optimizer_state(optimizer, program))
+
+    def setting_for(ranks: int) -> Setting:
+        facts = examine(rule, program, ranks)
+        return Setting(
+            options.microbatches or 1, facts.state_ratio, facts.state_bytes, facts.scratch, offload=KINDS[options.offload],
+            whole=facts.whole, compensated=rule.compensated, state_of=facts.state_of, group_of=facts.group_of,
+        )  # fmt: skip
+
+    setting = setting_for(spec.size)
     task = Task(program, spec, rules, setting, options)
     known[setting.microbatches] = (task, exported)
     again_s = 0.0
@@ -109,12 +130,10 @@ def compile(
         return known[parts][0]
 
     if given is not None:
-        found, shortages = [(task, replayed(task, given))], list[Any]()
+        found = [(task, replayed(task, given))]
     else:
-        found, shortages = _search(task, batch, recapture)
+        found = _planned(task, batch, recapture, setting_for)
     planned = time.perf_counter()
-    if not found:
-        raise InfeasibleError(infeasible(task, shortages))
     owner, best = found[0]
     if given is None:
         best = owner.finish(best)
@@ -125,7 +144,7 @@ def compile(
     lowering_s = sum(t.lowering_s for t, _ in known.values())
     result = emit_program(
         model, spec, owner.program, known[owner.setting.microbatches][1], [c for _, c in found], rules, owner.setting,
-        options, optimizer, inputs, loss_fn, targets,
+        options, rule, inputs, loss_fn, targets,
     )  # fmt: skip
     result.timings["capture_s"] = captured - started + again_s
     result.timings["plan_s"] = planned - captured - lowering_s - again_s
@@ -133,27 +152,15 @@ def compile(
     return result
 
 
-def _search(
-    task: Task, batch: int, recapture: Callable[[int], Task]
-) -> tuple[list[tuple[Task, Candidate]], list[Any]]:
-    """Plans with the task each belongs to, best first, and what did not fit."""
-    options = task.options
-    check_pipeline_options(task)
-    forced = options.stage_boundaries is not None or (options.pp or 1) > 1 or (options.chunks or 1) > 1
-    spmd, shortages = ([], []) if forced else search_spmd(task)
-    found = [(task, c) for c in spmd]
-    alone = options.pp == 1 or options.strategy != "auto" or (options.mesh is not None and not forced)
-    if task.cluster.size == 1 or (alone and not forced):
-        return found, shortages
-    best_s = spmd[0].solution.cost if spmd else float("inf")
-    search = Search(task, batch, recapture, float("inf") if forced else best_s)
-    pipelines = search_pipelines(task, batch, recapture, best_s, search)
-    if forced:
-        return [*pipelines, *found], shortages
-    best_s = min([best_s, *(c.solution.cost for _, c in pipelines)])
-    rows = [rows for rows in (found, pipelines, search_branches(task, batch, recapture, best_s, search)) if rows]
-    rows.sort(key=lambda rows: rows[0][1].solution.cost)
-    return [pair for row in rows for pair in row], shortages
+def _planned(task: Task, batch: int, recapture: Capture, setting_for: Callable[[int], Setting]) -> Found:
+    """Plans with their tasks, best first. Raises InfeasibleError, which says what is short and what would do."""
+    try:
+        found, _ = search_plans(task, batch, recapture)
+    except NoRoomError as error:
+        raise explained(task, batch, setting_for, error) from None
+    if not found:
+        raise explained(task, batch, setting_for)
+    return found
 
 
 def _batch_size(inputs: Any, options: Options) -> int:
@@ -177,18 +184,11 @@ def as_cluster(cluster: ClusterSpec | str | Path) -> ClusterSpec:
     raise InputError(f"cluster must be a ClusterSpec, a preset's name or a file, not {type(cluster).__name__}")
 
 
-def _check_model(model: Any, loss_fn: Any, optimizer: Any) -> None:
+def _check_model(model: Any, loss_fn: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}; wrap a function in a Module")
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn must be callable (output, *targets) -> scalar, not {type(loss_fn).__name__}")
-    if isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(
-            "optimizer must be a factory, not an optimizer instance: each rank makes its own over its shards; pass "
-            f"functools.partial(torch.optim.{type(optimizer).__name__}, lr=…)"
-        )
-    if optimizer is not None and not callable(optimizer):
-        raise InputError(f"optimizer must be a factory params -> torch.optim.Optimizer, not {type(optimizer).__name__}")
 
 
 def split_example(model: nn.Module, inputs: Any, loss_fn: Any) -> tuple[Any, int]:
@@ -306,33 +306,6 @@ def _microbatch(inputs: Any, options: Options, parts: int) -> Any:
         return x
 
     return cut(inputs, [0])
-
-
-def optimizer_state(optimizer: OptimizerFactory | None, program: Program) -> tuple[float, int, tuple[float, float]]:
-    """(state elements per parameter element, bytes each, scratch of a step: see Setting), found on small parameters."""
-    if optimizer is None or not program.training:
-        return 0.0, 0, (0.0, 0.0)
-    try:
-        state, alone = _step_of(optimizer, 1)
-        _, both = _step_of(optimizer, 2)
-    except Exception as error:
-        raise InputError(
-            f"the optimizer factory cannot make a working optimizer: {type(error).__name__}: {error}"
-        ) from error
-    return float(len(state)), max((v.dtype.itemsize for v in state), default=0), (alone, max(both - alone, 0.0))
-
-
-def _step_of(optimizer: OptimizerFactory, count: int) -> tuple[list[torch.Tensor], float]:
-    """The state of one of `count` like parameters, and how many more of them a step needs for a moment."""
-    probes = [nn.Parameter(torch.zeros(64, 64)) for _ in range(count)]
-    made, counter = optimizer(probes), ByteCounter()
-    for probe in probes:
-        probe.grad = torch.ones(64, 64)
-    made.step()
-    with counter:
-        made.step()
-    state = [v for v in made.state.get(probes[0], {}).values() if isinstance(v, torch.Tensor) and v.shape == (64, 64)]
-    return state, float(counter.peak // probes[0].nbytes)  # whole tensors: numbers count for nothing
 
 
 __all__ = ["Options", "Prediction", "as_cluster", "compile"]

@@ -5,7 +5,10 @@ Ranks are numbered so that neighbours are close: consecutive ranks share a node,
 
     preset: dgx-h100          # or, in full:      nodes:
     nodes: 4                                        - {count: 4, device: h100, devices_per_node: 8, bandwidth_GBps: 450}
-                                                  network: {bandwidth_GBps: 50, latency_us: 8, oversubscription: 2}
+    tiers: usual                                  network: {bandwidth_GBps: 50, latency_us: 8, oversubscription: 2}
+                                                  tiers: {ddr: {capacity_GB: 2000, bandwidth_GBps: 50}, nvme: {…}}
+
+`tiers` is memory beyond the devices' own (`autopar.costmodel.tiers`): capacity of a node, bandwidth of each device.
 """
 
 from __future__ import annotations
@@ -19,8 +22,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from autopar.costmodel.device import DeviceSpec, EfficiencyCurve, device_from_dict, device_preset, load_data
+from autopar.costmodel.device import (
+    DeviceSpec,
+    EfficiencyCurve,
+    device_from_dict,
+    device_preset,
+    load_data,
+    usual_tiers,
+)
 from autopar.costmodel.link import LinkLevel, link_from_dict
+from autopar.costmodel.tiers import Tier, tiers_from_dict
 from autopar.errors import ClusterError
 
 
@@ -90,6 +101,12 @@ class ClusterSpec:
         measured = profile.get("links", {})
         levels = tuple(replace(lv, **measured[lv.name]) if lv.name in measured else lv for lv in self.levels)
         return replace(self, devices=devices, levels=levels)
+
+    def with_tiers(self, *tiers: Tier) -> ClusterSpec:
+        """The same cluster with memory tiers on every rank: the given ones, else those usual for each device."""
+        ordered = tuple(sorted(tiers, key=lambda tier: tier.name))  # ddr before nvme
+        devices = tuple((n, replace(d, tiers=ordered or usual_tiers(d))) for n, d in self.devices)
+        return replace(self, devices=devices)
 
     @staticmethod
     def local(n: int = 1, *, memory_bytes: float | None = None) -> ClusterSpec:
@@ -192,6 +209,9 @@ class ClusterSpec:
             runs = tuple((int(run["count"]), device_from_dict(run["device"])) for run in data["devices"])
             return ClusterSpec(str(data.get("name", "cluster")), runs, tuple(map(link_from_dict, data["levels"])))
         _known(data, {"name", "preset", "nodes", "network", "rack", "profile", "device", *_NODE_KEYS}, "cluster")
+        if "tiers" in data:
+            rest = {key: value for key, value in data.items() if key != "tiers"}
+            return _tiered(ClusterSpec.from_dict(rest), data["tiers"])
         if "preset" in data:
             return ClusterSpec.preset(str(data["preset"]), int(data.get("nodes", 1)))
         nodes = data.get("nodes")
@@ -205,7 +225,7 @@ class ClusterSpec:
         return _from_nodes(str(data.get("name", "cluster")), nodes, data.get("network", {}), data.get("rack"))
 
 
-_NODE_KEYS = {"count", "devices_per_node", "bandwidth_GBps", "latency_us", "efficiency", "in_switch"}
+_NODE_KEYS = {"count", "devices_per_node", "bandwidth_GBps", "latency_us", "efficiency", "in_switch", "tiers"}
 _NETWORK_KEYS = {"bandwidth_GBps", "latency_us", "efficiency", "oversubscription"}
 
 
@@ -226,6 +246,9 @@ def _from_nodes(
         count, per_node = int(entry.get("count", 1)), int(entry.get("devices_per_node", family["devices_per_node"]))
         if count < 1 or per_node < 1:
             raise ClusterError(f"nodes: count and devices_per_node must be at least 1, got {count} and {per_node}")
+        if "tiers" in entry:
+            usual = entry["tiers"] == "usual"
+            device = replace(device, tiers=usual_tiers(device) if usual else tiers_from_dict(entry["tiers"], per_node))
         rate = _positive(entry, "bandwidth_GBps", family["intra_bandwidth_Bps"] / 1e9) * 1e9
         inner.append(_described_link(_usual_link(family, "node", per_node, rate), entry))
         runs.append((count * per_node, device))
@@ -261,6 +284,27 @@ def _from_nodes(
         rate = _positive(network, "bandwidth_GBps", family["inter_bandwidth_Bps"] / 1e9) * 1e9
         levels.append(_described_link(_usual_link(family, "cluster", total, rate), network))
     return ClusterSpec(name, tuple(runs), tuple(levels))
+
+
+def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
+    """A cluster of so many times the nodes, linked as these are; several single nodes by their family's usual network."""
+    size, outer = cluster.size, cluster.levels[-1]
+    grown = tuple((count, device) for _ in range(times) for count, device in cluster.devices)
+    if cluster.homogeneous_devices:
+        grown = ((size * times, cluster.device(0)),)
+    levels = tuple(
+        replace(
+            level,
+            starts=tuple(start + k * size for k in range(times) for start in level.starts),
+            group_bandwidths=level.group_bandwidths * times,
+        )
+        for level in cluster.levels
+    )
+    if len(levels) == 1 and cluster.device(0).kind != "cpu":
+        levels += (_usual_link(_link_family(cluster.device(0)), "cluster", size * times),)
+    else:
+        levels = (*levels[:-1], replace(levels[-1], group_size=outer.group_size * times))
+    return ClusterSpec(f"{cluster.name}-times-{times}", grown, levels)
 
 
 def _link_family(device: DeviceSpec) -> dict[str, Any]:
@@ -308,6 +352,17 @@ def _described_link(link: LinkLevel, entry: Mapping[str, Any]) -> LinkLevel:
     if "in_switch" in entry:
         link = replace(link, in_switch=bool(entry["in_switch"]))
     return link
+
+
+def _tiered(cluster: ClusterSpec, tiers: Any) -> ClusterSpec:
+    """The cluster with what its file says about every node's tiers."""
+    if tiers == "usual":
+        return cluster.with_tiers()
+    per_node = min(cluster.levels[0].group_size, cluster.size)
+    if cluster.levels[0].name != "node":  # nodes of a rack that is one level (NVL72)
+        per_node = int(_link_family(cluster.devices[0][1])["devices_per_node"])
+    found = tiers_from_dict(tiers, per_node)
+    return cluster.with_tiers(*found) if found else cluster
 
 
 def _profiled_device(device: DeviceSpec, measured: Mapping[str, Any]) -> DeviceSpec:

@@ -23,15 +23,18 @@ from autopar.errors import InputError
 from autopar.inputs import check_plan
 from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.program import Program
+from autopar.memory_curve import as_data, curves
 from autopar.options import Options
 from autopar.passes.account import Account, account
 from autopar.passes.check import check_program
 from autopar.passes.costs import Pricers
 from autopar.passes.lower import lower
+from autopar.passes.memory import peak_kinds
 from autopar.passes.shard.planner import Candidate
 from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
 from autopar.plan import Plan
+from autopar.runtime.update_rule import OptimizerFactory, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class ParallelProgram:
     sources: tuple[str, ...] = field(repr=False)
     pipeline: str = field(repr=False)
     options: Options = field(repr=False)
-    optimizer: Callable[..., torch.optim.Optimizer] | None = field(repr=False)
+    update: UpdateRule = field(repr=False)
     model: nn.Module = field(repr=False)
     exported: Exported = field(repr=False)
     rules: RuleBook = field(repr=False)
@@ -101,6 +104,11 @@ class ParallelProgram:
     account: Account = field(repr=False)
     loss_fn: Any = field(repr=False, default=None)
     targets: int = field(repr=False, default=0)
+
+    @property
+    def optimizer(self) -> OptimizerFactory | None:
+        """The optimizer factory."""
+        return self.update.optimizer
 
     @property
     def training(self) -> bool:
@@ -143,6 +151,18 @@ class ParallelProgram:
         from autopar.report import report
 
         return report(self)
+
+    @cached_property
+    def peak_kinds(self) -> dict[str, float]:
+        """What the predicted peak consists of, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a
+        moment."""
+        return peak_kinds(self.lowered, [s.memory for s in self.account.stages])
+
+    def recompute_curves(self) -> list[dict[str, Any]]:
+        """Per stage what keeping less for backward would cost (`autopar.memory_curve`); nothing for inference."""
+        if not self.training:
+            return []
+        return as_data(curves(self.ir, self.plan, Pricers(self.cluster), self.rules))
 
     def save(self, directory: str | Path) -> Path:
         """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights."""
@@ -203,7 +223,7 @@ class ParallelProgram:
     def _ranks(self, body: Callable[[Any], Any]) -> list[Any]:
         made = self._program
         return running.run_ranks(
-            made.pipeline, made.modules, self.weights(), self.optimizer, self.options.seed, body
+            made.pipeline, made.modules, self.weights(), self.update, self.options.seed, body
         )
 
     def with_plan(self, plan: Plan) -> ParallelProgram:
@@ -214,13 +234,13 @@ class ParallelProgram:
             from autopar.api import compile
 
             free = replace(self.options, microbatches=plan.microbatches)
-            return compile(self.model, self.cluster, self.example_inputs, loss_fn=self.loss_fn, optimizer=self.optimizer,
+            return compile(self.model, self.cluster, self.example_inputs, loss_fn=self.loss_fn, optimizer=self.update,
                            options=free, plan=plan)  # fmt: skip
         check_plan(plan, self.ir)
         solution = evaluate(self.ir, plan, Pricers(self.cluster), self.rules, self.setting)
         made = emit_program(
             self.model, self.cluster, self.ir, self.exported, [Candidate(plan, solution)], self.rules, self.setting,
-            replace(self.options, microbatches=plan.microbatches), self.optimizer, self.example_inputs, self.loss_fn,
+            replace(self.options, microbatches=plan.microbatches), self.update, self.example_inputs, self.loss_fn,
             self.targets,
         )  # fmt: skip
         made.timings.update(capture_s=self.timings.get("capture_s", 0.0), plan_s=0.0)
@@ -249,7 +269,7 @@ def _batches(batches: Any) -> Iterable[Any]:
 
 def emit_program(
     model: nn.Module, cluster: ClusterSpec, program: Program, exported: Exported, candidates: list[Candidate],
-    rules: RuleBook, setting: Setting, options: Options, optimizer: Any, inputs: Any, loss_fn: Any, targets: int,
+    rules: RuleBook, setting: Setting, options: Options, update: UpdateRule, inputs: Any, loss_fn: Any, targets: int,
 ) -> ParallelProgram:  # fmt: skip
     """Lower, check and emit the first candidate; the others become alternatives."""
     best, pricers = candidates[0], Pricers(cluster)
@@ -262,14 +282,15 @@ def emit_program(
     sources = tuple(stage_source(s, f"Stage {s.index} of {name} on {s.mesh}.") for s in lowered.stages)
     pipeline = pipeline_source(lowered, program, f"The pipeline of {name} on {best.plan.ranks} ranks.")
     emitted = time.perf_counter()
-    step_s = best.solution.cost if len(lowered.stages) == 1 else counted.step_time_s
+    step_s = replace(best, account=counted).step_s if len(lowered.stages) == 1 else counted.step_time_s
     prediction = Prediction(step_s, counted.peak_bytes, counted.comm_time_s)
     plan = replace(best.plan, predicted={
         "step_time_s": prediction.step_time_s, "peak_bytes": prediction.peak_bytes, "comm_time_s": prediction.comm_time_s,
-    })  # fmt: skip
+    }, precision=options.precision or "")  # fmt: skip
     others = tuple(
         Alternative(
-            f"{c.plan.origin} {c.plan.show_meshes()}", c.plan, Prediction(c.solution.cost, c.solution.memory, 0.0)
+            f"{c.plan.origin} {c.plan.show_meshes()}", replace(c.plan, precision=plan.precision),
+            Prediction(c.step_s, c.solution.memory, 0.0),
         )
         for c in candidates[1:]
     )
@@ -282,6 +303,6 @@ def emit_program(
     }  # fmt: skip
     timings = {"capture_s": 0.0, "plan_s": 0.0, "lower_s": done - started, "emit_s": emitted - done}
     return ParallelProgram(
-        plan, cluster, prediction, others, timings, solver, program, lowered, sources, pipeline, options, optimizer, model,
+        plan, cluster, prediction, others, timings, solver, program, lowered, sources, pipeline, options, update, model,
         exported, rules, setting, inputs, counted, loss_fn, targets,
     )  # fmt: skip

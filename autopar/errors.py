@@ -1,5 +1,13 @@
 """Named errors. Each message says what was wrong, where in the user's code, and what to do about it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.changes import Change
+    from autopar.infeasible import MemoryShortage
+
 
 class AutoparError(Exception):
     """Base of every error that a user of autopar can cause."""
@@ -26,7 +34,22 @@ class ConstraintError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """Nothing fits: the message says what is short, by how much, and what would fit."""
+    """Nothing fits: the message says what is short, by how much, and what would fit.
+
+    shortage: the smallest plan's bytes per rank, by kind, against the limit; None where what is short is not memory.
+    alternatives: the nearest changes under which a plan was found, each with its predicted step time and peak.
+    """
+
+    shortage: MemoryShortage | None = None
+    alternatives: tuple[Change, ...] = ()
+
+
+class NoRoomError(InfeasibleError):
+    """It is memory that is short: on the device, or in the tiers that a plan is to use."""
+
+
+class MemoryLimitError(AutoparError):
+    """A running program asked for more memory than the limit that it is held to; the message says who, and how much."""
 
 
 class ShardingError(AutoparError):

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.cluster import ClusterSpec
+from autopar.costmodel.device import dtype_name
 from autopar.errors import InputError, PlanError
 from autopar.ir.program import Program
-from autopar.options import Options
+from autopar.options import PRECISIONS, Options
 from autopar.plan import Plan
 
 
@@ -22,6 +24,33 @@ def check_options(options: Any, plan: Any) -> None:
         raise InputError(f"options must be autopar.Options(…), not {type(options).__name__}")
     if plan is not None and not isinstance(plan, (Plan, str, Path)):
         raise InputError(f"plan must be an autopar.Plan or the path of a plan.json, not {type(plan).__name__}")
+
+
+def check_precision(precision: str | None, cluster: ClusterSpec) -> None:
+    """Raises InputError where a device of the cluster has no arithmetic in the dtype that is asked for."""
+    if precision is None:
+        return
+    devices = {device.name: device for _, device in cluster.devices}
+    lacking = [name for name, device in devices.items() if not device.supports(precision)]
+    if lacking:
+        shared = [d for d in next(iter(devices.values())).peak_flops if all(x.supports(d) for x in devices.values())]
+        usable = [p for p in PRECISIONS if dtype_name(p) in shared]
+        instead = f"use Options(precision={usable[0]!r})" if usable else "leave Options.precision out"
+        raise InputError(
+            f"Options.precision={precision!r}: {', '.join(lacking)} has no {dtype_name(precision)} arithmetic; every device of "
+            f"this cluster has {', '.join(shared) or 'no dtype in common'}; {instead}, or leave {', '.join(lacking)} out"
+        )
+
+
+def planned_precision(plan: Plan, options: Options) -> str | None:
+    """The precision of a plan that is replayed. Raises PlanError where the options ask for another."""
+    if options.precision not in (None, plan.precision):
+        said = f"precision={plan.precision!r}" if plan.precision else "the model's own dtypes"
+        raise PlanError(
+            f"this plan is for {said}, Options ask for precision={options.precision!r}; leave Options.precision out, or "
+            "compile without plan="
+        )
+    return plan.precision or None
 
 
 def most_targets(loss_fn: Any) -> int:

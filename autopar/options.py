@@ -10,6 +10,8 @@ from typing import Any
 from autopar.errors import InputError
 
 RECOMPUTE = ("auto", "none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "activations", "parameters", "all", "auto")
+PRECISIONS = ("bf16", "fp16")
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 
 
@@ -18,7 +20,7 @@ class Options:
     """Choices of one compilation.
 
     microbatches: pieces the global batch is cut into along its batch dim; gradients accumulate, synchronised once.
-        None: one without a pipeline, else what the search finds best.
+        None: what the search finds best.
     pp: groups of ranks that the program is cut over as a pipeline (1: none). None: searched.
     schedule: of the pipeline, a name of autopar.passes.schedule ("1f1b", "zb-h1", …) or "auto": the fastest that fits.
     chunks: stages per group of ranks (interleaved schedules). None: searched.
@@ -27,14 +29,23 @@ class Options:
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
         (parameters sharded), "megatron" (parameters sharded over the last mesh axis only).
     recompute: what backward makes again instead of its being kept: "none", "full" (a block keeps its inputs alone),
-        "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short
-        (the search then takes longer).
+        "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
+    offload: what rests in the cluster's memory tiers (host memory, then NVMe) instead of on the device: "none",
+        "optimizer" (its state), "activations" (what forward keeps for backward), "parameters" (stored shards with their
+        gradients, and optimizer state), "all", or "auto": what costs
+        least, where memory is short and the cluster describes tiers.
+    precision: "bf16" or "fp16": products, attention, look-ups and what is pointwise compute in that dtype; norms, softmax,
+        losses and other reductions in float32; parameters, gradient sums and optimizer state stay float32, parameters
+        are cast before they are gathered. None: as the model is.
     constraints: name pattern (shell wildcards) -> spec, such as {"*.q.weight": "[@tp, .]"}. Patterns match parameter
         names (the spec is how the parameter is stored) and values as "template.value".
     memory_fraction: share of device memory that a plan may use.
     memory_bytes: limit per rank in bytes instead of the device's memory times memory_fraction.
     solver_time_limit_s: seconds the solver may spend on one mesh.
+    explain_s: seconds that may be spent on the nearest changes that would do when nothing fits (0: none are looked for).
     seed: seed of every random number of the program (dropout).
+    compensated_sums: add the gradients of microbatches with a compensation of what rounding loses (Kahan), for one more
+        buffer per gradient while they are added.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -45,12 +56,16 @@ class Options:
     stage_boundaries: Sequence[str] | None = None
     mesh: Mapping[str, int] | None = None
     strategy: str = "auto"
-    recompute: str = "none"
+    recompute: str = "auto"
+    offload: str = "auto"
+    precision: str | None = None
     constraints: Mapping[str, str] = field(default_factory=dict)
     memory_fraction: float = 0.9
     memory_bytes: float | None = None
     solver_time_limit_s: float = 60.0
+    explain_s: float = 30.0
     seed: int = 0
+    compensated_sums: bool = False
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -59,7 +74,8 @@ class Options:
             if value is not None and not isinstance(value, Mapping):
                 raise InputError(f"Options.{name} must be a dict, it is a {type(value).__name__}")
         counts = ("microbatches", "pp", "chunks")
-        for name, kind in (*((n, int) for n in counts), ("memory_fraction", Real), ("solver_time_limit_s", Real), ("seed", int)):
+        reals = ("memory_fraction", "solver_time_limit_s", "explain_s")
+        for name, kind in (*((n, int) for n in counts), *((n, Real) for n in reals), ("seed", int)):
             value = getattr(self, name)
             if name in counts and value is None:
                 continue
@@ -80,6 +96,12 @@ class Options:
             raise InputError(f"Options.strategy {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
         if self.recompute not in RECOMPUTE:
             raise InputError(f"Options.recompute {self.recompute!r} is unknown; choose one of {', '.join(RECOMPUTE)}")
+        if self.offload not in OFFLOAD:
+            raise InputError(f"Options.offload {self.offload!r} is unknown; choose one of {', '.join(OFFLOAD)}")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise InputError(
+                f"Options.precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}, or None"
+            )
         if not 0 < self.memory_fraction <= 1:
             raise InputError(f"Options.memory_fraction must lie in (0, 1], it is {self.memory_fraction}")
         if self.mesh is not None and any(int(n) < 1 for n in self.mesh.values()):

@@ -7,14 +7,14 @@ every schedule that fits in memory is simulated: the fastest wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.errors import InputError, NoRoomError, PlanError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
 from autopar.ir.schedule import StageGraph, Table, show_row
 from autopar.options import Options
 from autopar.passes.account import Account, account, step_seconds
@@ -31,10 +31,12 @@ from autopar.planning import Task
 from autopar.recomputing import fitted
 from autopar.report import size_text
 from autopar.stages import Draft, Search
-from autopar.ways import boundary_calls, least_bytes
+from autopar.ways import boundary_calls, least_bytes, same_structure
 
 CHAINS = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe")
-MOST_TRIED, MOST_MADE = 8, 3
+MOST_TRIED, MOST_MADE, MOST_SHARES = 8, 3, 4
+SHARE = 0.95
+"""Of the memory, what is counted before lowering may take at first."""
 Capture = Callable[[int], Task]
 
 
@@ -51,48 +53,88 @@ def search_pipelines(
     forced = asks_for_pipeline(task.options)
     search = search or Search(task, batch, recapture, math.inf if forced else best_s)
     made: list[tuple[Draft, Candidate]] = []
-    tried = 0
-    for rough in search.rough():
+    for rough, policy, draft in _promising(search):
         bar = made[0][1].solution.cost if made else search.best_s
-        if rough.step_s >= bar * 0.999 or tried >= MOST_TRIED or len(made) >= MOST_MADE:
+        if draft.step_s >= bar or len(made) >= MOST_MADE:
             break
-        if not search.within_reach(rough):
-            continue
-        tried += 1
-        found = _fitting(search, rough, bar)
-        if found is not None:
-            made.append(found)
-            made.sort(key=lambda m: m[1].solution.cost)
+        found = _realised(search, rough, policy, draft, bar)
+        if found is not None and found[1].solution.cost < bar:
+            made = [found, *made]
+    if made:
+        made[0] = made[0][0], _less_recompute(*made[0])
     settled = _settled(search, made, recapture)
     if forced and not settled:
-        raise InfeasibleError(_no_pipeline(task, search.shortages))
+        raise NoRoomError(_no_pipeline(task, search.shortages))
     return settled
 
 
-def _fitting(search: Search, rough: Draft, bar: float) -> tuple[Draft, Candidate] | None:
-    """The cut as a plan that fits. Where memory costs time or nothing fits, plans that recompute are made, too, and then
-    recompute as little as fits (`autopar.recomputing`)."""
-    if search.task.options.recompute != "auto" or not search.task.program.training:
-        return _under(search, rough, bar, None)
-    best = _under(search, rough, bar, "none")
-    if best is not None and best[1].solution.cost <= rough.step_s * 1.02:
-        return best
-    for policy in ("selective", "full"):
-        cost = best[1].solution.cost if best is not None else bar
-        found = _under(search, rough, math.inf, policy)
-        if found is None:
+def _promising(search: Search) -> list[tuple[Draft, str | None, Draft]]:
+    """(cut with memory left out, recompute policy, the cut within memory) of the most promising cuts, best first."""
+    found: list[tuple[Draft, str | None, Draft]] = []
+    best_s, tried = search.best_s, 0
+    seen: set[Any] = set()
+    for rough in search.rough():
+        if rough.step_s >= best_s * 0.999 or tried >= MOST_TRIED:
+            break
+        key = rough.microbatches, *sorted({rough.ways[s.option].mesh.axes for s in rough.solution.stages})
+        if not search.within_reach(rough):
             continue
-        draft, candidate = found
-        candidate = _less_recompute(draft, candidate)
-        if candidate.solution.cost < cost:
-            best = draft, candidate
-    return best
+        tried += key not in seen
+        seen.add(key)
+        for policy, draft in _within(search, rough):
+            found.append((rough, policy, draft))
+            best_s = min(best_s, 1.03 * draft.step_s)
+    return sorted(found, key=lambda row: row[2].step_s)
+
+
+def _within(search: Search, rough: Draft) -> Iterator[tuple[str | None, Draft]]:
+    """The cut within memory; where that costs time, also with recompute chosen together with the sharding."""
+    free = search.task.options.recompute == "auto" and search.task.program.training
+    first = search.exact(rough, SHARE, "none" if free else None)
+    if first is not None:
+        yield "none" if free else None, first
+    if free and (first is None or first.step_s > rough.step_s * 1.02):
+        second = search.exact(rough, SHARE, "auto")
+        if second is not None and (first is None or second.step_s < first.step_s):
+            yield "auto", second
+
+
+def _fitting(search: Search, rough: Draft, bar: float) -> tuple[Draft, Candidate] | None:
+    """The cut as a plan that fits."""
+    best: tuple[Draft, Candidate] | None = None
+    for policy, draft in sorted(_within(search, rough), key=lambda row: row[1].step_s):
+        found = _realised(search, rough, policy, draft, bar)
+        if found is not None:
+            bar, best = found[1].solution.cost, found
+    return best if best is None else (best[0], _less_recompute(*best))
+
+
+def _realised(
+    search: Search, rough: Draft, policy: str | None, draft: Draft, bar: float
+) -> tuple[Draft, Candidate] | None:
+    """The cut as a plan that fits. What lives for a moment is known after lowering: where it is too much, the cut is made
+    again in less memory."""
+    share, made = SHARE, draft
+    for _ in range(MOST_SHARES):
+        candidate = realise(made.task, made)
+        if isinstance(candidate, Candidate):
+            return made, candidate
+        if candidate == math.inf:
+            return None
+        share *= 0.97 / candidate
+        again = search.exact(rough, share, policy)
+        if again is None or again.step_s >= bar * 1.05:
+            return None
+        made = again
+    return None
 
 
 def _less_recompute(draft: Draft, candidate: Candidate) -> Candidate:
-    """The same plan and schedule with as little recomputed as fits, where that is faster."""
+    """The same plan and schedule with as little recomputed as fits (`autopar.recomputing`), where that is faster."""
     task, plan, lowered = draft.task, candidate.plan, candidate.lowered
     assert lowered is not None
+    if not any(t.recompute for stage in plan.stages for t in stage.templates.values()):
+        return candidate
 
     def judge(changed: Plan) -> Account:
         made = lower(task.program, changed, task.pricers, task.rules)
@@ -103,23 +145,6 @@ def _less_recompute(draft: Draft, candidate: Candidate) -> Candidate:
         return candidate
     again = _candidate(task, found[0], draft, plan.schedule, plan.table)
     return candidate if isinstance(again, float) else again
-
-
-def _under(search: Search, rough: Draft, bar: float, policy: str | None) -> tuple[Draft, Candidate] | None:
-    """The cut as a plan that fits under a recompute policy. What lives for a moment is known after lowering: where it is
-    too much, the cut is made again in less memory."""
-    share = 0.95
-    for _ in range(3):
-        draft = search.exact(rough, share, policy)
-        if draft is None or draft.step_s >= bar * 1.1:
-            return None
-        candidate = realise(draft.task, draft)
-        if isinstance(candidate, Candidate):
-            return draft, candidate
-        if candidate == math.inf:
-            return None
-        share *= 0.97 / candidate
-    return None
 
 
 def _settled(
@@ -170,17 +195,6 @@ def check_pipeline_options(task: Task) -> None:
                 f"Options.stage_boundaries {list(options.stage_boundaries)} make {stages} stages, Options.pp is {options.pp}; "
                 "leave one of them out"
             )
-
-
-def same_structure(one: Program, other: Program) -> bool:
-    """Whether plans of one program mean the same for the other."""
-    if [(c.template, c.params, c.early) for c in one.calls] != [(c.template, c.params, c.early) for c in other.calls]:
-        return False
-    pairs = ((t, other.templates[name]) for name, t in one.templates.items())
-    return all(
-        list(a.nodes) == list(b.nodes) and all(x.meta.get("type") == y.meta.get("type") for x, y in zip(
-            a.graph.nodes, b.graph.nodes, strict=True)) for a, b in pairs
-    )  # fmt: skip
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from autopar.costmodel.tiers import TIER_NAMES
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Strategy
@@ -26,19 +27,28 @@ class TemplatePlan:
     """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec.
 
     recompute: values of forward that backward makes again instead of their being kept (`autopar.passes.recompute`).
+    offload: kept values that rest in the memory tier `offload_tier` from forward to backward (`autopar.passes.offload`).
     """
 
     strategies: dict[str, Strategy]
     specs: dict[str, Spec]
     recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    offload_tier: str = "ddr"
 
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """storage: how the parameter rests between steps. optimizer: gradient and optimizer state (refines storage)."""
+    """storage: how the parameter rests between steps. optimizer: gradient and optimizer state (refines storage).
+
+    tier: the memory tier in which the stored shard and its gradient rest; optimizer_tier: that of the optimizer's state
+    ("": on the device).
+    """
 
     storage: Spec
     optimizer: Spec
+    tier: str = ""
+    optimizer_tier: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class Plan:
 
     stages: in program order; stages on the same ranks are interleaved. schedule: a name of `passes.schedule`. table: the
     actions of every group where they do not follow from the name ("F0.0 F1.0 B0.0 …"). placement: logical rank of every
-    physical one (empty: the same).
+    physical one (empty: the same). precision: "bf16" or "fp16" where the program computes in it ("": as the model is).
     """
 
     program: str
@@ -70,6 +80,7 @@ class Plan:
     predicted: dict[str, float] = field(default_factory=dict, compare=False)
     table: tuple[str, ...] = ()
     placement: tuple[int, ...] = ()
+    precision: str = ""
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_dict(), sort_keys=True))
@@ -78,7 +89,7 @@ class Plan:
         """`dp=2×tp=2`, or the meshes of a pipeline's stages: `1f1b of 2 stages on dp=2`."""
         meshes = list(dict.fromkeys(str(stage.mesh) for stage in self.stages))
         if len(self.stages) == 1:
-            return meshes[0]
+            return meshes[0] + (f", {self.microbatches} microbatches" if self.microbatches > 1 else "")
         shown = ", ".join(meshes[:4]) + (", …" if len(meshes) > 4 else "")
         return f"{self.schedule} of {len(self.stages)} stages on {shown}, {self.microbatches} microbatches"
 
@@ -88,6 +99,7 @@ class Plan:
             "autopar_plan": VERSION, "program": self.program, "cluster": self.cluster, "ranks": self.ranks,
             "microbatches": self.microbatches, "schedule": self.schedule, "origin": self.origin,
             "predicted": self.predicted, "table": list(self.table), "placement": list(self.placement),
+            **({"precision": self.precision} if self.precision else {}),
             "stages": [_stage_out(s) for s in self.stages],
         }  # fmt: skip
 
@@ -107,7 +119,7 @@ class Plan:
                 str(data["program"]), str(data["cluster"]), int(data["ranks"]),
                 tuple(_stage_in(s) for s in data["stages"]), int(data["microbatches"]), str(data["schedule"]),
                 str(data["origin"]), dict(data["predicted"]), tuple(map(str, data.get("table", ()))),
-                tuple(map(int, data.get("placement", ()))),
+                tuple(map(int, data.get("placement", ()))), str(data.get("precision", "")),
             )  # fmt: skip
         except KeyError as error:
             raise PlanError(f"the plan is corrupt: {error} is missing; compile again to write a new one") from error
@@ -158,19 +170,31 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
                 "strategies": {n: show_strategy(s, stage.mesh) for n, s in t.strategies.items()},
                 "specs": {n: s.show() for n, s in t.specs.items()},
                 **({"recompute": list(t.recompute)} if t.recompute else {}),
+                **({"offload": list(t.offload), "offload_tier": t.offload_tier} if t.offload else {}),
             }
             for name, t in stage.templates.items()
         },
         "parameters": {
-            name: {"storage": p.storage.show(), "optimizer": p.optimizer.show()} for name, p in stage.parameters.items()
+            name: {
+                "storage": p.storage.show(), "optimizer": p.optimizer.show(),
+                **({"tier": p.tier} if p.tier else {}),
+                **({"optimizer_tier": p.optimizer_tier} if p.optimizer_tier else {}),
+            }
+            for name, p in stage.parameters.items()
         },
-    }
+    }  # fmt: skip
 
 
-def _names(found: Any) -> tuple[str, ...]:
+def _names(found: Any, what: str) -> tuple[str, ...]:
     if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"recompute must be a list of value names, it is {found!r}")
+        raise ValueError(f"{what} must be a list of value names, it is {found!r}")
     return tuple(found)
+
+
+def _tier(name: Any) -> str:
+    if name not in ("", *TIER_NAMES):
+        raise ValueError(f"{name!r} is no memory tier; tiers are {', '.join(TIER_NAMES)}")
+    return str(name)
 
 
 def _stage_in(data: Any) -> StagePlan:
@@ -179,12 +203,16 @@ def _stage_in(data: Any) -> StagePlan:
         name: TemplatePlan(
             {n: parse_strategy(s, mesh) for n, s in t["strategies"].items()},
             {n: parse_spec(s) for n, s in t["specs"].items()},
-            _names(t.get("recompute", ())),
+            _names(t.get("recompute", ()), "recompute"),
+            _names(t.get("offload", ()), "offload"),
+            _tier(t.get("offload_tier", "ddr")),
         )
         for name, t in data["templates"].items()
     }
     parameters = {
-        name: ParameterPlan(parse_spec(p["storage"]), parse_spec(p["optimizer"]))
+        name: ParameterPlan(
+            parse_spec(p["storage"]), parse_spec(p["optimizer"]), _tier(p.get("tier", "")), _tier(p.get("optimizer_tier", ""))
+        )
         for name, p in data["parameters"].items()
     }
     first, last = data["calls"]

@@ -5,9 +5,8 @@ per byte cuts all curves of a group of ranks, so their corners in order of secon
 keeps all, every further one moves one template to its next corner. The level is found by bisection, and every level that
 is looked at is lowered and accounted: what backward holds while it runs again counts.
 
-Sharding comes first and recomputing second: the strategies of a plan stay as they are. In return several plans are
-tried (`autopar.planning`, `autopar.pipelining`): sharded with memory left out, within memory, and within memory under
-each recompute policy.
+The strategies of a plan stay as they are: this is for the stages of a pipeline, whose sharding and recompute were chosen
+together for the stage that holds most (`autopar.passes.recompute.joint`), and of which the later ones hold less.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from autopar.passes.account import Account
 from autopar.passes.costs import Pricers
 from autopar.passes.cut import cut
 from autopar.passes.recompute.choose import Choice, hull
-from autopar.passes.recompute.problem import recompute_problem
+from autopar.passes.recompute.problem import recompute_problems
 from autopar.passes.shard.rules import RuleBook
 from autopar.plan import Plan, StagePlan, TemplatePlan
 
@@ -70,19 +69,8 @@ def _price(corners: list[Choice], k: int) -> float:
 
 def curves(part: Program, stage: StagePlan, pricers: Pricers, rules: RuleBook) -> dict[str, list[Choice]]:
     """Per template of a stage that has a backward the corners of its curve, seconds ascending."""
-    found = {}
-    names = {part.calls[i].template for i in part.backward_calls}
-    for name, template in part.templates.items():
-        if name not in names:
-            continue
-        calls = [call for call in part.calls if call.template == name]
-        stored = {p: stage.parameters[given] for p, given in zip(template.params, calls[0].params, strict=True)}
-        resting = [
-            value for i, value in enumerate(template.inputs) if all(call.inputs[i].kind == "buffer" for call in calls)
-        ]
-        problem = recompute_problem(template, stage.templates[name], stored, pricers[stage.mesh], rules, resting)
-        found[name] = hull(problem)
-    return found
+    problems = recompute_problems(part, stage, pricers[stage.mesh], rules)
+    return {name: hull(problem) for name, problem in problems.items()}
 
 
 def fitted(

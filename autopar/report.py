@@ -9,7 +9,7 @@ from autopar.ir.spec import Spec
 
 def size_text(nbytes: float) -> str:
     """`1.5 GB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} B"
@@ -33,15 +33,21 @@ def report(program: Any) -> str:
         + ", ".join(f"{name}×{ir.multiplicity[name]}" for name in ir.templates),
         f"predicted: step {time_text(predicted.step_time_s)}, of which communication {time_text(predicted.comm_time_s)}; "
         f"peak {size_text(predicted.peak_bytes)} per rank ("
-        + ", ".join(f"{k} {size_text(v)}" for k, v in program.account.resting_bytes.items())
+        + ", ".join(f"{k} {size_text(v)}" for k, v in program.peak_kinds.items() if v >= 0.5)
         + ")",
     ]
+    if plan.precision:
+        lines.append(
+            f"computed in {plan.precision} with {_masters(ir)} parameters, gradient sums and optimizer state; norms, softmax and "
+            "losses in float32"
+        )
     if plan.microbatches > 1:
         lines.append(f"{plan.microbatches} microbatches, gradients synchronised once per step" + _coupled(ir))
     if len(program.stages) > 1:
         lines += _pipeline(program)
     for stage in program.stages[:1] if len({s.mesh.axes for s in program.stages}) == 1 else program.stages:
         lines += _storage(stage)
+    lines += _tiers(program)
     lines += _communication(program)
     lines += _placement(program)
     if program.alternatives:
@@ -57,6 +63,11 @@ def report(program: Any) -> str:
     timings = program.timings
     lines.append("compiled in " + ", ".join(f"{k.removesuffix('_s')} {v:.2f} s" for k, v in timings.items()))
     return "\n".join(lines)
+
+
+def _masters(ir: Any) -> str:
+    """Dtypes that parameters are stored in."""
+    return " and ".join(dict.fromkeys(str(p.type.dtype).removeprefix("torch.") for p in ir.parameters.values()))
 
 
 def _coupled(ir: Any) -> str:
@@ -118,6 +129,23 @@ def _storage(stage: Any) -> list[str]:
         first = members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
         state = "" if optimizer == storage else f", gradient and optimizer state {optimizer}"
         lines.append(f"  {storage}{state}: {size_text(total)} in {first}")
+    return lines
+
+
+def _tiers(program: Any) -> list[str]:
+    """What rests in memory tiers, and what moving it costs."""
+    counted, lines = program.account, []
+    for tier in sorted({tier for peaks in counted.tier_peaks for tier in peaks}):
+        peak = max(peaks.get(tier, 0.0) for peaks in counted.tier_peaks)
+        had = program.cluster.device(0).tier(tier).capacity_bytes
+        lines.append(f"memory tier {tier}: {size_text(peak)} per rank, of {size_text(had)}")
+    for kind, tier in sorted({(move.kind, move.tier) for move in counted.moves}):
+        moves = [m for m in counted.moves if (m.kind, m.tier) == (kind, tier)]
+        worst = max(moves, key=lambda m: m.time_s)
+        lines.append(
+            f"  {kind}: {size_text(worst.nbytes)} moved per step in {time_text(worst.time_s)}, of which "
+            f"{time_text(worst.exposed_s)} add to the step"
+        )
     return lines
 
 

@@ -16,6 +16,7 @@ from autopar.runtime.comm import Comm
 from autopar.runtime.session import Session
 from autopar.runtime.tables import world_mesh
 from autopar.runtime.threads import run_threads
+from autopar.runtime.update_rule import OptimizerFactory, UpdateRule
 
 T = TypeVar("T")
 
@@ -42,13 +43,13 @@ class InProcess:
 
 def run_ranks(
     pipeline: Any, modules: Sequence[Any], weights: Mapping[str, torch.Tensor],
-    optimizer: Callable[..., torch.optim.Optimizer] | None, seed: int, body: Callable[[Session], T],
+    update: UpdateRule | OptimizerFactory | None, seed: int, body: Callable[[Session], T],
     dtype: torch.dtype | None = None, timeout_s: float = 600.0,
 ) -> list[T]:  # fmt: skip
     """Start a session on every rank, load weights, run `body`; results in rank order. modules: of all stages."""
 
     def rank(comm: Comm) -> T:
-        session = Session(pipeline, modules, comm, optimizer, seed, dtype=dtype)
+        session = Session(pipeline, modules, comm, update, seed, dtype=dtype)
         session.load_weights(weights)
         return body(session)
 

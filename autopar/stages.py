@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import InfeasibleError, InputError
+from autopar.fitting import joint_on
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.cut import cut_points
+from autopar.passes.recompute.joint import Joint
 from autopar.passes.schedule import stages_per_group
 from autopar.passes.shard.planner import candidate_meshes
 from autopar.passes.stage import StageProblem, StageShortage, StageSolution, solve_stages
@@ -31,6 +33,7 @@ from autopar.ways import (
     derived,
     device_kinds,
     flight_rule,
+    flying,
     least_bytes,
     microbatch_counts,
     option_of,
@@ -40,6 +43,8 @@ from autopar.ways import (
 MIXED_RANKS = 16
 """Up to here stages may have submeshes of different sizes."""
 MOST_CHUNKED = 6
+_TIGHTER = (1.0, 0.85, 0.7)
+"""Shares of the memory that ways which recompute are planned for in turn, as no cut shares it out evenly."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,18 @@ class Search:
         self.mixed = task.cluster.size <= MIXED_RANKS or len(self.kinds) > 1
         self._tasks: dict[int, Task | None] = {}
         self._ways: dict[tuple[int, Mesh, float, str], Way | None] = {}
+        self._joints: dict[tuple[int, Mesh], tuple[Task, Joint]] = {}
         self._least: dict[Program, tuple[float, float]] = {}
 
     # --- rough ----------------------------------------------------------------------------------------------------------
 
     def rough(self) -> list[Draft]:
         """Cuts by optimistic estimate, best first."""
+        resting, _ = least_bytes(self.task)
+        if resting / self.task.cluster.size > self.task.limit or self._least_s() >= self.best_s:
+            return []
         counts = [M for M in microbatch_counts(self.task, self.batch) if self.at(M) is not None]
-        if not counts or self._least_s() >= self.best_s:
+        if not counts:
             return []
         low, high = counts[len(counts) // 4], counts[(3 * len(counts)) // 4]
         pairs: list[tuple[Way, Way]] = []
@@ -187,9 +196,12 @@ class Search:
         """The best cut at this M and on these submeshes that fits in that share of the memory, under a recompute policy."""
         M, task = rough.microbatches, self.adopt(rough)
         used = dict.fromkeys(rough.ways[s.option].mesh for s in rough.solution.stages)
-        ways = self.ways_within(M, used, share, policy)
-        found = [d for d in self._cuts(task, M, ways, share, rough.chunks) if self._fits(d)]
-        return min((d for d in found if isinstance(d, Draft)), key=lambda d: d.step_s, default=None)
+        for tight in _TIGHTER if policy == "auto" else (1.0,):
+            ways = self.ways_within(M, used, share * tight, policy)
+            found = [d for d in self._cuts(task, M, ways, share, rough.chunks) if self._fits(d)]
+            if found:
+                return min((d for d in found if isinstance(d, Draft)), key=lambda d: d.step_s)
+        return None
 
     def _fits(self, draft: Draft | StageShortage) -> bool:
         if isinstance(draft, StageShortage):
@@ -228,8 +240,16 @@ class Search:
         policy = policy or (wanted if wanted != "auto" else "none")
         key = (M, mesh, share, policy)
         if task is not None and key not in self._ways:
-            self._ways[key] = plan_way(task, mesh, share * pp * task.limit_at(mesh.offset), pp, policy)
+            joint = self._joint(task, M, mesh, pp) if policy == "auto" else None
+            self._ways[key] = plan_way(task, mesh, share * pp * task.limit_at(mesh.offset), pp, policy, joint)
         return self._ways.get(key)
+
+    def _joint(self, task: Task, M: int, mesh: Mesh, pp: int) -> Joint:
+        """Sharding and recompute of the whole program on one submesh; budgets that are asked in turn share its points."""
+        known = self._joints.get((M, mesh))
+        if known is None or known[0] is not task:
+            known = self._joints[M, mesh] = task, joint_on(task, mesh, flying(task, pp))
+        return known[1]
 
     def _cuts(
         self, task: Task, M: int, ways: list[Way], share: float, chunks: int | None = None

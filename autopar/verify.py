@@ -205,7 +205,7 @@ def _ours(
         return found
 
     every = running.run_ranks(
-        made.pipeline, made.modules, weights, program.optimizer if program.training else None, program.options.seed, body,
+        made.pipeline, made.modules, weights, program.update if program.training else None, program.options.seed, body,
         dtype=dtype,
     )  # fmt: skip
     worst = every[0]
@@ -266,38 +266,44 @@ def _eager(program: ParallelProgram, model: nn.Module, batch: Any, steps: int, d
     loss_fn = program.loss_fn
     loss_fn = _copy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
     inputs = _map(batch, lambda t: _cast(t, dtype))
-    from autopar.reference import loss_of, run_model
+    from autopar.reference import EagerUpdate, loss_of, run_model
 
+    if not program.training:
+        with _promoted(dtype, model), torch.no_grad():
+            return {f"output/{i}": t for i, t in enumerate(flatten(run_model(reference, inputs))[0])}
+    found: Values = {}
+    named = dict(reference.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    update = EagerUpdate(program.update, list(trained.items()))
+    parts = program.plan.microbatches if program.ir.loss_kind == "coupled" else 1
+    for step in range(steps):
+        for p in trained.values():
+            p.grad = None
+        with _promoted(dtype, model):
+            total = torch.zeros(())
+            for piece in _pieces(inputs, parts, program):
+                loss = loss_of(reference, piece, loss_fn, program.targets) / parts
+                loss.backward()
+                total = total + loss.detach()
+        found[f"loss/{step}"] = total.clone()
+        update.clip()
+        if step == 0:
+            found |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
+        update.step(total)
+    found |= {f"param/{n}": p.detach() for n, p in named.items()}
+    persistent = reference.state_dict().keys()
+    found |= {f"buffer/{n}": b for n, b in reference.named_buffers() if n in persistent}
+    return found
+
+
+@contextmanager
+def _promoted(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
+    """The model computes in `dtype` whatever it says. Updates stay outside: the optimizer's own dtypes are part of it."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with _Promote(dtype), _KeepEps(_eps(model)):
-            if not program.training:
-                with torch.no_grad():
-                    out = run_model(reference, inputs)
-                return {f"output/{i}": t for i, t in enumerate(flatten(out)[0])}
-            found: Values = {}
-            named = dict(reference.named_parameters())
-            trained = [p for p in named.values() if p.requires_grad]
-            optimizer = program.optimizer(trained) if program.optimizer is not None else None
-            parts = program.plan.microbatches if program.ir.loss_kind == "coupled" else 1
-            for step in range(steps):
-                for p in trained:
-                    p.grad = None
-                total = torch.zeros(())
-                for piece in _pieces(inputs, parts, program):
-                    loss = loss_of(reference, piece, loss_fn, program.targets) / parts
-                    loss.backward()
-                    total = total + loss.detach()
-                found[f"loss/{step}"] = total.clone()
-                if step == 0:
-                    found |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
-                if optimizer is not None:
-                    optimizer.step()
-            found |= {f"param/{n}": p.detach() for n, p in named.items()}
-            persistent = reference.state_dict().keys()
-            found |= {f"buffer/{n}": b for n, b in reference.named_buffers() if n in persistent}
-            return found
+            yield
     finally:
         torch.set_default_dtype(previous)
 

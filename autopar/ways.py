@@ -5,6 +5,7 @@ A *way* is the program planned for one submesh shape as if all of it ran there, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,15 +13,18 @@ import numpy as np
 
 from autopar.cluster import ClusterSpec
 from autopar.errors import InfeasibleError, InputError
+from autopar.fitting import solution_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, resolve
 from autopar.passes.cut import cut_points
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.microbatch import in_microbatches
 from autopar.passes.rebatch import NoRebatch, rebatch
+from autopar.passes.recompute.joint import Joint
 from autopar.passes.recompute.policies import policy_set
 from autopar.passes.recompute.replay import replay
 from autopar.passes.shard.planner import solve_mesh
+from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.passes.shard.structure import shows_held
 from autopar.passes.stage import InFlight, Option, interleaved, one_f_one_b
@@ -114,12 +118,16 @@ def device_kinds(cluster: ClusterSpec) -> list[int]:
 
 
 def least_bytes(task: Task) -> tuple[float, float]:
-    """Bytes of parameters, gradients and optimizer state, and of what one microbatch holds for backward, on one device."""
+    """Bytes of parameters, gradients and optimizer state, and of what one microbatch holds for backward, on one device
+    (what rests in memory tiers apart)."""
     program, setting = task.program, task.setting
-    resting = float(sum(p.type.nbytes for p in program.parameters.values()))
+    away = setting.offload
+    resting = 0.0 if "parameters" in away else float(sum(p.type.nbytes for p in program.parameters.values()))
     for name in program.trained:
         type_ = program.parameters[name].type
-        resting += type_.nbytes + type_.numel * setting.state_ratio * max(setting.state_bytes, type_.dtype.itemsize)
+        resting += 0.0 if "parameters" in away else type_.nbytes
+        state = type_.numel * setting.state_ratio * max(setting.state_bytes, type_.dtype.itemsize)
+        resting += 0.0 if "optimizer" in away else state
     held = 0.0
     policy = {"auto": "full"}.get(task.options.recompute, task.options.recompute)
     for name, times in program.multiplicity.items():
@@ -128,26 +136,36 @@ def least_bytes(task: Task) -> tuple[float, float]:
         held_too = {*late, *template.params}
         shown = {v for v in late if shows_held(template, resolve(template.nodes[v])[0], held_too)}
         held += times * sum(template.type_of(v).nbytes for v in late - shown)
-    return resting, held if program.training else 0.0
+    return resting, held if program.training and "activations" not in away else 0.0
 
 
-def plan_way(task: Task, mesh: Mesh, budget: float, pp: int, policy: str) -> Way | None:
-    """The whole program planned for one submesh. budget: bytes of pp such submeshes, a device each (0: any)."""
+def flying(task: Task, pp: int) -> Setting:
+    """The setting of the stage that holds most: the first of so many."""
+    return replace(task.setting, in_flight=float(min(pp, task.setting.microbatches)) if task.program.training else 1.0)
+
+
+def plan_way(task: Task, mesh: Mesh, budget: float, pp: int, policy: str, joint: Joint | None = None) -> Way | None:
+    """The whole program planned for one submesh. budget: bytes of pp such submeshes, a device each (0: any). policy: of
+    recompute. joint: choose recompute together with the sharding instead."""
     pricer = task.pricers[mesh]
-    in_flight = float(min(pp, task.setting.microbatches)) if task.program.training else 1.0
-    setting = replace(task.setting, in_flight=in_flight)
     try:
-        result = solve_mesh(
-            task.program, task.cluster, pricer, task.rules, setting, task.options, task.options.strategy, budget or None, 0.01,
-            policy,
-        )  # fmt: skip
+        if joint is not None:
+            point = joint.within(budget or math.inf, 0.02)
+            if isinstance(point, Shortage):
+                return None
+            plan, solution = point.plan, solution_of(point, joint.free.seconds)
+        else:
+            result = solve_mesh(
+                task.program, task.cluster, pricer, task.rules, flying(task, pp), task.options, task.options.strategy,
+                budget or None, 0.01, policy,
+            )  # fmt: skip
+            if isinstance(result, Shortage):
+                return None
+            plan, solution = result.plan.stages[0], result.solution
     except InfeasibleError:
         return None
-    if isinstance(result, Shortage):
-        return None
-    plan = result.plan.stages[0]
     lowered = lower_stage(task.program, plan, task.pricers, task.rules, task.setting.microbatches, task.program.training)
-    return Way(mesh, plan, measure(task.program, lowered, plan, pricer, task.rules, task.setting), result.solution)
+    return Way(mesh, plan, measure(task.program, lowered, plan, pricer, task.rules, task.setting), solution)
 
 
 def option_of(way: Way, kinds: list[int], limit: float) -> Option:
@@ -162,3 +180,14 @@ def flight_rule(task: Task, V: int) -> InFlight:
     if not task.program.training:
         return lambda after, stages, M: 1.0
     return one_f_one_b if V == 1 else interleaved(V)
+
+
+def same_structure(one: Program, other: Program) -> bool:
+    """Whether plans of one program mean the same for the other."""
+    if [(c.template, c.params, c.early) for c in one.calls] != [(c.template, c.params, c.early) for c in other.calls]:
+        return False
+    pairs = ((t, other.templates[name]) for name, t in one.templates.items())
+    return all(
+        list(a.nodes) == list(b.nodes) and all(x.meta.get("type") == y.meta.get("type") for x, y in zip(
+            a.graph.nodes, b.graph.nodes, strict=True)) for a, b in pairs
+    )  # fmt: skip

@@ -16,6 +16,9 @@ WHAT = {
 }
 
 
+TIERS = {"ddr": "host memory", "nvme": "a file"}
+
+
 def stage_functions(stage: LoweredStage, printer: Printer) -> list[dict[str, Any]]:
     """Name, arguments, docstring, statements and result of every function of the stage."""
     made = []
@@ -68,7 +71,9 @@ def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
         return _use(line, stage)
     if kind == "params.prefetch":
         key, gathers = line.args
-        rows = "".join(f"    ({name!r}, {steps!r}),\n" for name, steps in gathers)
+        rows = "".join(
+            f"    ({name!r}, {steps!r}{f', {printer.value(dtype)}' if dtype else ''}),\n" for name, steps, dtype in gathers
+        )
         return f"rt.prefetch({key!r}, [\n{rows}])"
     if kind == "params.take":
         return f"{', '.join(line.outs)}{',' if len(line.outs) == 1 else ''} = rt.take({line.args[0]!r})"
@@ -79,11 +84,22 @@ def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
         return f"{line.outs[0]} = rt.grads.start_sum({line.args[0].name}, {line.args[1]!r})  # {show_types(line)}"
     if kind == "grads.seed":
         (type_,) = line.args
-        return f"{line.outs[0]} = torch.ones({type_.shape!r}, dtype={printer.value(type_.dtype)}, device=rt.device)"
+        dtype = printer.value(type_.dtype)
+        return f"{line.outs[0]} = torch.full({type_.shape!r}, rt.loss_scale, dtype={dtype}, device=rt.device)"
     if kind == "grads.zero":
         type_, spec = line.args
         local = spec.local_shape(type_.shape, stage.mesh)
         return f"{line.outs[0]} = torch.zeros({local!r}, dtype={printer.value(type_.dtype)}, device=rt.device)"
+    if kind == "tier.park":
+        saved, places, tier, name = line.args
+        values = [stage.templates[name].saved[i] for i in places]
+        what = ", ".join(values[:4]) + (", …" if len(values) > 4 else "")
+        shown = f"({', '.join(map(str, places))}{',' if len(places) == 1 else ''})"
+        return f"rt.park({saved.name}, {shown}, {tier!r})  # {what} rest in {TIERS.get(tier, tier)} until backward"
+    if kind == "tier.fetch":
+        return f"rt.fetch({line.args[0].name})  # on their way back, one call ahead"
+    if kind == "tier.ready":
+        return f"rt.ready({line.args[0].name})"
     if kind == "buffer.read":
         return f"{line.outs[0]} = rt.buffers[{line.args[0]!r}]" + (".clone()" if line.kwargs.get("copy") else "")
     if kind == "buffer.write":

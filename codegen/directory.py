@@ -20,6 +20,7 @@ import shutil
 import textwrap
 import types
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from autopar.codegen.stage import render
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ops.custom import USER_FUNCTIONS
+from autopar.runtime.update_rule import UpdateRule
 
 
 def write_directory(program: Any, directory: Path) -> Path:
     """Write everything; returns the directory. Raises EmitError when a part cannot be written."""
-    optimizer = optimizer_entry(program.optimizer) if program.training else None
+    update = update_entry(program.update) if program.training else None
     directory.mkdir(parents=True, exist_ok=True)
     program.plan.save(directory / "plan.json")
     for name in ("stages", "ranks", "weights"):
@@ -57,7 +59,7 @@ def write_directory(program: Any, directory: Path) -> Path:
         (directory / "user_ops.py").write_text(own[0])
     weights = _weights(program, directory)
     manifest = {
-        "world_size": program.plan.ranks, "pipeline": "pipeline.py", "training": program.training, "optimizer": optimizer,
+        "world_size": program.plan.ranks, "pipeline": "pipeline.py", "training": program.training, "update": update,
         "seed": program.options.seed, "weights": weights, "inputs": _inputs(program),
         "placement": list(program.plan.placement) or None,
     }  # fmt: skip
@@ -82,26 +84,40 @@ def _place(program: Any, rank: int) -> dict[str, Any]:
     return {"group": group, "stages": list(stages), "coordinates": named[0] if len(named) == 1 else named}
 
 
-def optimizer_entry(factory: Any) -> dict[str, Any] | None:
-    """Module, name and keyword arguments of an optimizer factory. Raises EmitError when it has no importable name."""
+def update_entry(rule: UpdateRule) -> dict[str, Any] | None:
+    """An update rule as plain data. Raises EmitError when a factory has no importable name."""
+    if rule == UpdateRule():
+        return None
+    return {
+        "optimizer": factory_entry(rule.optimizer, "optimizer", "torch.optim.AdamW, lr=…"),
+        "scheduler": factory_entry(rule.scheduler, "scheduler", "torch.optim.lr_scheduler.StepLR, step_size=…"),
+        "clip_norm": asdict(rule.clip_norm) if rule.clip_norm is not None else None, "clip_value": rule.clip_value,
+        "loss_scaling": asdict(rule.loss_scaling) if rule.loss_scaling is not None else None,
+        "compensated": rule.compensated,
+    }  # fmt: skip
+
+
+def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | None:
+    """Module, name and keyword arguments of a class or a function. Raises EmitError when it has no importable name."""
     if factory is None:
         return None
     kwargs: dict[str, Any] = {}
     while isinstance(factory, functools.partial):
         if factory.args:
-            raise EmitError("the optimizer factory has positional arguments; give them by keyword in functools.partial")
+            raise EmitError(f"the {what} factory has positional arguments; give them by keyword in functools.partial")
         kwargs = {**factory.keywords, **kwargs}
         factory = factory.func
-    if not inspect.isclass(factory) or factory.__module__ == "__main__":
+    name, module = getattr(factory, "__qualname__", ""), getattr(factory, "__module__", None)
+    if not name.isidentifier() or module in (None, "__main__"):
         raise EmitError(
-            f"the optimizer factory {getattr(factory, '__qualname__', factory)} cannot be written to a program; use "
-            "functools.partial(torch.optim.AdamW, lr=…) or another importable optimizer class"
+            f"the {what} factory {name or factory} cannot be written to a program; use functools.partial({example}), or a "
+            "class or function of a module that can be imported where the program runs"
         )
     try:
         json.dumps(kwargs)
     except TypeError as error:
-        raise EmitError(f"an argument of the optimizer cannot be written to a program ({error}); use plain numbers") from error
-    return {"module": factory.__module__, "name": factory.__qualname__, "kwargs": kwargs}
+        raise EmitError(f"an argument of the {what} cannot be written to a program ({error}); use plain numbers") from error
+    return {"module": module, "name": name, "kwargs": kwargs}
 
 
 def _weights(program: Any, directory: Path) -> str | None:

@@ -18,7 +18,7 @@ def facts(program: Any) -> dict[str, Any]:
         "autopar_program": 2, "torch": torch.__version__, "python": sys.version.split()[0], "training": program.training,
         "ranks": program.plan.ranks, "origin": program.plan.origin, "solver": program.solver,
         "predicted": program.plan.predicted, "timings": program.timings,
-        "memory": program.account.resting_bytes, "peak_bytes": program.account.peak_bytes,
+        "memory": program.peak_kinds, "peak_bytes": program.account.peak_bytes,
         "alternatives": [{"name": a.name, "step_time_s": a.predicted.step_time_s, "peak_bytes": a.predicted.peak_bytes}
                          for a in program.alternatives],
         "microbatches": program.plan.microbatches, "model": type(program.model).__name__, "cluster": program.cluster.name,
@@ -35,6 +35,7 @@ def facts(program: Any) -> dict[str, Any]:
              "from": t.source_spec.show(t.type), "to": t.target_spec.show(t.type)}
             for t in program.lowered.transfers
         ],
+        "recompute": program.recompute_curves(),
         "shared": {name: list(stages) for name, stages in program.lowered.shared.items()},
         "stages": [_stage(stage, program) for stage in program.stages],
     }  # fmt: skip

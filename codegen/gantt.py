@@ -99,7 +99,7 @@ def svg(timeline: Timeline, title: str = "", width: int = 1200, row: int = 26) -
     ]
     if title:
         out.append(f'<text x="{left}" y="20" font-size="14" font-weight="600" fill="#222222">{escape(title)}</text>')
-    for at in _ticks(span):
+    for at in ticks(span):
         x = left + at * scale
         out.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#dddddd"/>')
         out.append(f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" fill="#555555">{seconds_text(at)}</text>')
@@ -134,7 +134,7 @@ def _bar(e: Event, x: float, y: float, wide: float, high: float) -> str:
     return f'<g>{hint}{box}fill-opacity="{opacity:g}" {edge}/>{text}</g>'
 
 
-def _ticks(span: float) -> list[float]:
+def ticks(span: float) -> list[float]:
     """About eight round times from 0 to the end."""
     step = 10.0 ** floor(log10(span / 8))
     step = next(step * n for n in (1, 2, 5, 10) if span / (step * n) <= 8)

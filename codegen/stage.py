@@ -63,7 +63,10 @@ def _row(row: Row, printer: Printer) -> str:
 
 def _parameter(p: Any, printer: Printer) -> tuple[str, str]:
     row = f"dict(shape={p.type.shape!r}, dtype={printer.dtype(p.type.dtype)!r}, spec={p.storage.dims!r}"
-    row += f", opt_spec={p.optimizer.dims!r}, trainable={p.trainable!r}, gather={p.regather!r})"
+    row += f", opt_spec={p.optimizer.dims!r}, trainable={p.trainable!r}, gather={p.regather!r}"
+    row += f", tier={p.tier!r}" if p.tier else ""
+    row += f", optimizer_tier={p.optimizer_tier!r}" if p.optimizer_tier else ""
+    row += ")"
     return p.name, row
 
 

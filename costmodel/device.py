@@ -14,6 +14,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from autopar.costmodel.tiers import Tier, tiers_from_dict
 from autopar.errors import ClusterError
 
 DTYPE_BYTES: dict[str, float] = {
@@ -91,9 +92,13 @@ class EfficiencyCurve:
         return dict(self.__dict__)
 
 
+NO_TIERS = "describe tiers in the cluster file (`tiers: usual`, or their figures), or use cluster.with_tiers()"
+
+
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One device. FLOP/s, bytes, bytes/s, seconds. host_bandwidth_Bps: to the host's memory, one direction."""
+    """One device. FLOP/s, bytes, bytes/s, seconds. host_bandwidth_Bps: to the host's memory, one direction. tiers: memory
+    beyond its own that a rank on it may use, fastest first (none: everything rests on the device)."""
 
     name: str
     peak_flops: Mapping[str, float]
@@ -103,6 +108,7 @@ class DeviceSpec:
     host_bandwidth_Bps: float = 25e9
     curve: EfficiencyCurve = field(default_factory=EfficiencyCurve)
     kind: str = "gpu"
+    tiers: tuple[Tier, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.peak_flops:
@@ -112,7 +118,9 @@ class DeviceSpec:
                 raise ClusterError(f"device {self.name}: {what} must be positive, got {getattr(self, what)}")
         if any(not v > 0 for v in self.peak_flops.values()):
             raise ClusterError(f"device {self.name}: every peak_flops entry must be positive")
-        key = (self.name, tuple(sorted(self.peak_flops.items())), self.memory_bytes, self.memory_bandwidth_Bps)
+        if len({tier.name for tier in self.tiers}) < len(self.tiers):
+            raise ClusterError(f"device {self.name}: a memory tier is given twice")
+        key = (self.name, tuple(sorted(self.peak_flops.items())), self.memory_bytes, self.memory_bandwidth_Bps, self.tiers)
         object.__setattr__(self, "_hash", hash((key, self.launch_overhead_s, self.host_bandwidth_Bps, self.curve)))
 
     def __hash__(self) -> int:
@@ -132,8 +140,17 @@ class DeviceSpec:
             )
         return self.peak_flops[name]
 
+    def tier(self, name: str) -> Tier:
+        """A memory tier by name. Raises ClusterError where the device has none of that name."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        had = ", ".join(t.name for t in self.tiers) or "none"
+        raise ClusterError(f"{self.name} has no memory tier {name!r} (it has {had}); {NO_TIERS}")
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `device_from_dict` reads it back."""
+        tiers = {"tiers": {tier.name: tier.to_dict() for tier in self.tiers}} if self.tiers else {}
         return {
             "name": self.name,
             "kind": self.kind,
@@ -143,6 +160,7 @@ class DeviceSpec:
             "launch_overhead_s": self.launch_overhead_s,
             "host_bandwidth_Bps": self.host_bandwidth_Bps,
             "curve": self.curve.to_dict(),
+            **tiers,
         }
 
 
@@ -222,6 +240,7 @@ _DEVICE_KEYS = {
     "memory_bandwidth_Bps",
     "launch_overhead_s",
     "curve",
+    "tiers",
 }
 
 
@@ -240,6 +259,8 @@ def device_from_dict(data: str | Mapping[str, Any]) -> DeviceSpec:
         fields["curve"] = EfficiencyCurve(**fields["curve"])
     if "peak_flops" in fields:
         fields["peak_flops"] = {dtype_name(k): float(v) for k, v in fields["peak_flops"].items()}
+    if "tiers" in fields:
+        fields["tiers"] = tiers_from_dict(fields["tiers"])
     for key in ("memory_bytes", "memory_bandwidth_Bps", "launch_overhead_s", "host_bandwidth_Bps"):
         if key in fields:
             fields[key] = float(fields[key])
@@ -251,3 +272,16 @@ def device_from_dict(data: str | Mapping[str, Any]) -> DeviceSpec:
             f"device: {missing[0]} is missing; give it, or start from `preset: <one of {device_names()}>`"
         )
     return DeviceSpec(**fields)
+
+
+def usual_tiers(device: DeviceSpec) -> tuple[Tier, ...]:
+    """The tiers that machines with this device usually have, a rank's share (data/tiers.json)."""
+    table = load_data("tiers.json")
+    families: dict[str, dict[str, Any]] = table["families"]
+    key = next((k for k in sorted(families, key=len, reverse=True) if device.name.startswith(k)), "default")
+    row = families[key]
+    share = 1.0 / row["devices"]
+    return (
+        Tier("ddr", row["ddr_bytes"] * share, device.host_bandwidth_Bps, table["ddr_latency_s"]),
+        Tier("nvme", row["nvme_bytes"] * share, row["nvme_Bps"] * row["drives"] * share, table["nvme_latency_s"]),
+    )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from autopar.costmodel.simulate import Timeline, makespan_s, simulate
 from autopar.ir.lowered import Function, Line, LoweredProgram, LoweredStage, LoweredTemplate, Ref, StoredParameter
 from autopar.ir.program import Template
@@ -19,9 +21,10 @@ from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.costs import Pricer, Pricers
 from autopar.passes.liveness import value_bytes
-from autopar.passes.memory import StageMemory, group_peaks, stage_memory
+from autopar.passes.memory import StageMemory, group_peaks, stage_memory, tier_peaks
 from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.tier_costs import TierMove, gather_moves, gradient_moves, optimizer_moves, saved_moves
 from autopar.plan import StagePlan, TemplatePlan
 
 Add = Callable[[str, str, str, float, int], None]
@@ -42,21 +45,29 @@ class Collective:
 
 @dataclass(frozen=True)
 class StageAccount:
-    """One stage on one of its ranks. seconds: of one action by kind, communication included; step_s: once per step."""
+    """One stage on one of its ranks. seconds: of one action by kind, communication and exposed transfers to memory tiers
+    included; step_s: once per step; moves: what goes to memory tiers and back per step."""
 
     memory: StageMemory
     seconds: dict[str, float]
     step_s: float
     collectives: tuple[Collective, ...]
+    moves: tuple[TierMove, ...] = ()
 
     @property
     def comm_time_s(self) -> float:
         return sum(c.time_s for c in self.collectives)
 
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that memory tiers add to a step."""
+        return sum(move.exposed_s for move in self.moves)
+
 
 @dataclass(frozen=True)
 class Account:
-    """A whole program per step. peaks: bytes of a rank of every group. hand_over: seconds from stage to stage."""
+    """A whole program per step. peaks: bytes of a rank of every group. hand_over: seconds from stage to stage.
+    tier_peaks: bytes in memory tiers of a rank of every group, by tier."""
 
     stages: tuple[StageAccount, ...]
     peaks: tuple[float, ...]
@@ -65,6 +76,12 @@ class Account:
     table: Table
     graph: StageGraph
     hand_over: dict[tuple[int, int], float]
+    tier_peaks: tuple[dict[str, float], ...] = ()
+
+    @property
+    def moves(self) -> tuple[TierMove, ...]:
+        """What goes to memory tiers and back, of all stages."""
+        return tuple(move for s in self.stages for move in s.moves)
 
     @property
     def seconds(self) -> dict[tuple[int, str], float]:
@@ -101,7 +118,8 @@ def account(
     )
     peaks = group_peaks(lowered, [s.memory for s in stages])
     between = hand_over(lowered, pricers)
-    found = Account(stages, peaks, 0.0, max(s.comm_time_s for s in stages), lowered.table, lowered.graph, between)
+    found = Account(stages, peaks, 0.0, max(s.comm_time_s for s in stages), lowered.table, lowered.graph, between,
+                    tier_peaks(lowered, [s.memory for s in stages]))  # fmt: skip
     return replace(found, step_time_s=step_seconds(found, lowered.table))
 
 
@@ -135,8 +153,17 @@ def account_stage(
     functions = zip("FBW", (stage.forward, stage.backward, stage.weights), strict=True)
     seconds = {kind: _action_seconds(function, inside, stage, pricer) for kind, function in functions}
     once = sum(gradient_work(stage, pricer, setting).values())
+    added, moves = saved_moves(stage, inside, pricer)
+    more, gathers = gather_moves(stage, inside, pricer)
+    computed = stage.microbatches * (seconds["B"] + seconds["W"])
+    seconds = {kind: value + added.get(kind, 0.0) + more.get(kind, 0.0) for kind, value in seconds.items()}
+    away = [p for p in stage.parameters.values() if p.optimizer_tier or p.tier]
+    last = gradient_moves(stage, pricer, computed)
+    last += optimizer_moves(stage, setting, pricer, sum(optimizer_s(p, stage, pricer, setting) for p in away))
+    moves += [*gathers, *last]
+    once += sum(move.exposed_s for move in last)
     once += stage.microbatches * _action_seconds(stage.prepare, inside, stage, pricer)
-    return StageAccount(stage_memory(stage, setting), seconds, once, found)
+    return StageAccount(stage_memory(stage, setting), seconds, once, found, tuple(moves))
 
 
 def _action_seconds(
@@ -160,8 +187,8 @@ def _action_seconds(
 def line_seconds(line: Line, known: dict[str, float], stage: LoweredStage, pricer: Pricer) -> float:
     """Seconds of what happens between calls: conversions, gathers, the loss's sum. known: bytes of the values so far."""
     if line.op == "params.prefetch":
-        rows = ((stage.parameters[name], steps) for name, steps in line.args[1])
-        return sum(_steps_s(pricer, p.type, p.storage, steps) for p, steps in rows)
+        rows = ((stage.parameters[name], steps, dtype) for name, steps, dtype in line.args[1])
+        return sum(_gather_s(pricer, p, steps, dtype) for p, steps, dtype in rows)
     if line.op == "grads.sum":
         nbytes = float(line.types[0].nbytes) if line.types[0] else 0.0
         return sum(pricer.bucketed_s("all_reduce", nbytes, axis) for axis in line.args[1])
@@ -170,7 +197,6 @@ def line_seconds(line: Line, known: dict[str, float], stage: LoweredStage, price
 
 def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict[str, float]:
     """Per trained parameter the seconds once per step: gradient reduction, optimizer, gather of the updated value."""
-    touched = 3 + 2 * setting.state_ratio
     found = {}
     for p in stage.parameters.values():
         if p.contributions:
@@ -182,9 +208,14 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
 
             _reductions(add, p, pricer)
             _steps(add, "", p.type, p.optimizer, p.regather, pricer, 1)
-            optimizer = touched * p.optimizer.local_bytes(p.type, stage.mesh) * pricer.copy_s if p.owned else 0.0
-            found[p.name] = sum(total) + optimizer
+            found[p.name] = sum(total) + optimizer_s(p, stage, pricer, setting)
     return found
+
+
+def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting: Setting) -> float:
+    """Seconds of the optimizer's update of one parameter's shard."""
+    touched = 3 + 2 * setting.state_ratio
+    return touched * p.optimizer.local_bytes(p.type, stage.mesh) * pricer.copy_s if p.owned and p.contributions else 0.0
 
 
 def template_seconds(
@@ -224,6 +255,18 @@ def _line_s(line: Line, known: dict[str, float], pricer: Pricer) -> float:
     held = known.get(source.name, 0.0) if isinstance(source, Ref) else 0.0
     size = pricer.mesh.sizes[axis]
     return pricer.collective_s(kind, held * size if kind == "all_gather" else held, axis) if size > 1 else 0.0
+
+
+def _used(p: StoredParameter, dtype: torch.dtype | None) -> TensorType:
+    """The type in which a parameter is gathered: it is cast before."""
+    return p.type if dtype is None else TensorType(p.type.shape, dtype)
+
+
+def _gather_s(pricer: Pricer, p: StoredParameter, steps: tuple[Any, ...], dtype: torch.dtype | None) -> float:
+    """Seconds to cast a stored shard and bring it to where it is used."""
+    type_ = _used(p, dtype)
+    cast = 0.0 if dtype is None else pricer.cast_s(p.type, type_, p.storage)
+    return cast + _steps_s(pricer, type_, p.storage, steps)
 
 
 def _steps_s(pricer: Pricer, type_: TensorType, start: Spec, steps: tuple[Any, ...]) -> float:
@@ -268,9 +311,9 @@ def _collectives(stage: LoweredStage, pricer: Pricer) -> list[Collective]:
             for axis in line.args[1]:
                 add("all_reduce", axis, "loss", float(line.types[0].nbytes) if line.types[0] else 0.0, microbatches)
         elif line.op == "params.prefetch":
-            for name, steps in line.args[1]:
+            for name, steps, dtype in line.args[1]:
                 p = stage.parameters[name]
-                _steps(add, f"gather {name}", p.type, p.storage, steps, pricer, microbatches)
+                _steps(add, f"gather {name}", _used(p, dtype), p.storage, steps, pricer, microbatches)
     for name, t in stage.templates.items():
         for op, function in (("call.forward", t.forward), ("call.backward", t.backward), ("call.weights", t.weights)):
             if function is not None:

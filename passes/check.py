@@ -74,7 +74,7 @@ def _same(where: str, names: tuple[str, ...], made: dict[str, Typed], read: dict
 def _function(function: Function, mesh: Mesh, rules: RuleBook, known: dict[str, Typed]) -> dict[str, Typed]:
     for line in function.lines:
         for name in line.reads():
-            if name not in known and not line.op.startswith("call."):
+            if name not in known and not line.op.startswith(("call.", "tier.")):
                 raise CheckError(f"{function.name}: {line.op} reads {name} before it is made")
         derived = _derive(line, mesh, rules, known, function.name)
         for i, out in enumerate(line.outs):
@@ -102,7 +102,7 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, known: dict[str, Typed], wh
                 f"{where}: {source.name} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone"
             )
         return [spec.without_partial()]
-    if line.op.split(".")[0] in ("call", "params", "grads", "buffer"):
+    if line.op.split(".")[0] in ("call", "params", "grads", "buffer", "tier"):
         return None
     reads = [known[n] for n in line.reads()]
     rule = rules.rule(_global_call(line, [t for t, _ in reads]))

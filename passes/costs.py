@@ -63,6 +63,10 @@ class Pricer:
         ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
         return self.lattice(type_, ops).cost(before, after)
 
+    def cast_s(self, before: TensorType, after: TensorType, spec: Spec) -> float:
+        """Seconds to cast a block from one dtype to another: it is read and written."""
+        return self.copy_s * (spec.local_bytes(before, self.mesh) + spec.local_bytes(after, self.mesh))
+
     def hand_over_s(self, nbytes: float) -> float:
         """Seconds of a point-to-point message of nbytes to a rank of the next stage."""
         if self.cluster.size <= self.mesh.size:

@@ -24,7 +24,7 @@ def _is_view(line: Line) -> bool:
     if line.op.startswith("comm."):
         return line.op == "comm.slice"
     definition = (
-        find(line.op) if "." in line.op and not line.op.startswith(("call.", "params.", "grads.", "buffer.")) else None
+        find(line.op) if "." in line.op and not line.op.startswith(("call.", "params.", "grads.", "buffer.", "tier.")) else None
     )
     return definition is not None and definition.free
 
@@ -48,7 +48,7 @@ class _Inside:
         return sum(self.kept.values())
 
 
-def _roots(lines: tuple[Line, ...], args: tuple[str, ...]) -> dict[str, str]:
+def roots(lines: tuple[Line, ...], args: tuple[str, ...]) -> dict[str, str]:
     """The value whose memory a name shows: itself, or what it is a view of."""
     root = {a: a for a in args}
     for line in lines:
@@ -60,7 +60,7 @@ def _roots(lines: tuple[Line, ...], args: tuple[str, ...]) -> dict[str, str]:
 
 def inside(function: Function, mesh: Mesh, saved: tuple[str, ...] = ()) -> _Inside:
     """Bytes inside a template's function."""
-    root = _roots(function.lines, (*function.args, *function.arg_types))
+    root = roots(function.lines, (*function.args, *function.arg_types))
     outputs = {root.get(n, n) for n in function.returns if n}
     held = {root.get(n, n) for n in saved}
     last: dict[str, int] = {}
@@ -91,8 +91,8 @@ def inside(function: Function, mesh: Mesh, saved: tuple[str, ...] = ()) -> _Insi
 
 def pinned_values(stage: LoweredStage) -> dict[str, frozenset[str]]:
     """Per list that forward saves, the values of the stage that it keeps alive."""
-    held = {n: inside(t.forward, stage.mesh, t.saved) for n, t in stage.templates.items()}
-    root = _roots(stage.forward.lines, (*stage.forward.args, *stage.forward.arg_types))
+    held = {n: inside(t.forward, stage.mesh, t.stays) for n, t in stage.templates.items()}
+    root = roots(stage.forward.lines, (*stage.forward.args, *stage.forward.arg_types))
     found: dict[str, frozenset[str]] = {}
     for line in stage.forward.lines:
         if line.op == "call.forward" and line.kwargs["keep"]:

@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.types import TensorType
 from autopar.runtime import attention, ops, rnn
 from autopar.runtime.comm import Call, Comm
-from autopar.runtime.gather import start_gathers
+from autopar.runtime.gather import Gather, start_gathers
 
 SMALL = 4 << 20
 
@@ -218,15 +218,22 @@ def local(type_: TensorType, spec: Any, mesh: Mesh) -> Layout:
 def gathers(
     shards: tuple[Layout, ...], steps: tuple[Any, ...], axes: tuple[tuple[str, int], ...]
 ) -> tuple[int, int, int, Effect]:
-    """Gathering parameters together: (bytes after the start, most until then, most until the end, effect)."""
-    counter, tensors = ByteCounter(), [shard.tensor() for shard in shards]
+    """Gathering parameters together, each along its (steps, dtype, tier): (bytes after the start, most until then, most
+    until the end, effect). Shards in a tier come to the device first."""
+    counter = ByteCounter()
+    here = {i: shard.tensor() for i, (shard, (_, _, tier)) in enumerate(zip(shards, steps, strict=True)) if not tier}
     with counter:
-        handle = start_gathers(_rank(axes).comm, list(zip(tensors, steps, [None] * len(tensors), strict=True)))
+        items: list[Gather] = [
+            (here[i] if i in here else shard.tensor(), path, None)
+            for i, (shard, (path, _, _)) in enumerate(zip(shards, steps, strict=True))
+        ]
+        handle = start_gathers(_rank(axes).comm, items, dtypes=[dtype for _, dtype, _ in steps])
+        del items
         started, most = counter.alive, counter.peak
         counter.restart()
         results = handle.wait()
         ended = counter.peak
-    given = {t.untyped_storage()._cdata: i for i, t in enumerate(tensors)}
+    given = {t.untyped_storage()._cdata: i for i, t in here.items()}
     outs, sizes = [], []
     for value in results:
         storage = value.untyped_storage()

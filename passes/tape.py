@@ -27,19 +27,30 @@ NOTHING = Held(-1, None)
 
 
 class Machine:
-    """Storages with their bytes and how many hold each. alive: bytes now; top: the most since it was set."""
+    """Storages with their bytes and how many hold each. alive: bytes now; top: the most since it was set; parked: bytes
+    now in memory tiers, by tier; tier: which storages are there."""
 
     def __init__(self) -> None:
         self.size: list[int] = []
         self.refs: list[int] = []
         self.alive = 0
         self.top = 0
+        self.parked: dict[str, int] = {}
+        self.tier: dict[int, str] = {}
 
     def new(self, nbytes: int) -> int:
         """A storage that nobody holds yet."""
         self.size.append(nbytes)
         self.refs.append(0)
         self.alive += nbytes
+        return len(self.size) - 1
+
+    def park(self, nbytes: int, tier: str) -> int:
+        """A storage in a tier that nobody holds yet."""
+        self.size.append(nbytes)
+        self.refs.append(0)
+        self.parked[tier] = self.parked.get(tier, 0) + nbytes
+        self.tier[len(self.size) - 1] = tier
         return len(self.size) - 1
 
     def hold(self, block: int) -> None:
@@ -50,7 +61,10 @@ class Machine:
         if block >= 0:
             self.refs[block] -= 1
             if self.refs[block] == 0:
-                self.alive -= self.size[block]
+                if block in self.tier:
+                    self.parked[self.tier[block]] -= self.size[block]
+                else:
+                    self.alive -= self.size[block]
 
     def peak(self, nbytes: int) -> None:
         """So much beside what is alive, for a moment."""

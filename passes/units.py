@@ -66,7 +66,9 @@ def measure(
         if p.contributions:
             shard = p.optimizer.local_bytes(p.type, stage.mesh)
             each = max(setting.state_bytes, p.type.dtype.itemsize)
-            resting[i] += shard + shard / p.type.dtype.itemsize * setting.state_ratio * each
+            resting[i] += shard
+            if not p.optimizer_tier:
+                resting[i] += shard / p.type.dtype.itemsize * setting.state_ratio * each
             step[i] += work[name]
     for i, nbytes in _held(program, stage).items():
         held[i] = nbytes
@@ -95,7 +97,7 @@ def _spread(
 
 def _held(program: Program, stage: LoweredStage) -> dict[int, float]:
     """Bytes that each call keeps for its backward; a value of the stage counts where it is first kept."""
-    kept = {name: inside(t.forward, stage.mesh, t.saved) for name, t in stage.templates.items()}
+    kept = {name: inside(t.forward, stage.mesh, t.stays) for name, t in stage.templates.items()}
     pinned = pinned_values(stage)
     sizes = {n: value_bytes(t, s, stage.mesh) for n, (t, s) in stage.forward.arg_types.items()}
     found: dict[int, float] = {}

@@ -8,7 +8,7 @@ the actions. The result is the same for every microbatch; what the gradient stor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.codegen.printer import fuse_bias
@@ -26,18 +26,21 @@ class Given:
     name: str
     nbytes: int
     owned: bool
+    itemsize: int
 
 
 @dataclass(frozen=True)
 class Course:
     """An action of a microbatch: gradients given, the most alive after them, what is alive at its end; without what is
-    received and sent. received: bytes that arrive for it, sent: bytes that leave after it."""
+    received and sent. received: bytes that arrive for it, sent: bytes that leave after it. parked: bytes in tiers at its
+    end, by tier."""
 
     given: tuple[Given, ...]
     after: int
     end: int
     received: int
     sent: int
+    parked: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -100,7 +103,7 @@ class _Walk:
             if name not in states:
                 self._release(value)
         sent = before - machine.alive
-        return Course(tuple(self.given), top, machine.alive, received, sent)
+        return Course(tuple(self.given), top, machine.alive, received, sent, dict(machine.parked))
 
     # ---- lines
 
@@ -110,6 +113,8 @@ class _Walk:
             self._call(line)
         elif op == "params.prefetch":
             self._prefetch(line)
+        elif op.startswith("tier."):
+            self._tier(line)
         elif op == "params.take":
             self._take(line)
         elif op == "buffer.read":
@@ -194,10 +199,10 @@ class _Walk:
     def _prefetch(self, line: Line) -> None:
         key, rows = line.args
         shards, steps = [], []
-        for name, path in rows:
+        for name, path, dtype in rows:
             p = self.stage.parameters[name]
             shards.append(local(p.type, p.storage, self.stage.mesh))
-            steps.append(path)
+            steps.append((path, dtype, p.tier))
         started, most, _, _ = gathers(tuple(shards), tuple(steps), self.stage.mesh.axes)
         self.machine.peak(most)
         block = self.machine.new(started)
@@ -218,8 +223,28 @@ class _Walk:
         nbytes = held.layout.nbytes if held.layout is not None else 0
         before = self.machine.top
         self._drop(gone)
-        self.given.append(Given(before, self.machine.alive, line.args[0], nbytes, bool(line.kwargs.get("owned"))))
+        itemsize = held.layout.dtype.itemsize if held.layout is not None else 0
+        self.given.append(
+            Given(before, self.machine.alive, line.args[0], nbytes, bool(line.kwargs.get("owned")), itemsize)
+        )
         self.machine.top = self.machine.alive
+
+    def _tier(self, line: Line) -> None:
+        """Saved values move to a tier, or come back, storage by storage; what rests anyway (block -1) stays."""
+        machine, held = self.machine, self._list(line.args[0].name)
+        places = line.args[1] if line.op == "tier.park" else range(len(held)) if line.op == "tier.fetch" else ()
+        moved: dict[int, int] = {}
+        for place in places:
+            block = held[place].block
+            if block < 0 or (line.op == "tier.fetch" and block not in machine.tier):
+                continue
+            if block not in moved:
+                size = machine.size[block]
+                moved[block] = machine.park(size, line.args[2]) if line.op == "tier.park" else machine.new(size)
+                machine.peak(0)
+            machine.hold(moved[block])
+            held[place] = replace(held[place], block=moved[block])
+            machine.drop(block)
 
     # ---- names
 

@@ -96,7 +96,7 @@ def test_encoders_get_ranks_of_their_own_where_the_network_is_slow() -> None:
 
 def test_side_by_side_is_predicted_faster_than_every_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     program = beside_each_other()
-    monkeypatch.setattr(autopar.api, "search_branches", lambda *_: [])
+    monkeypatch.setattr(autopar.searching, "search_branches", lambda *_: [])
     assert program.predicted.step_time_s < compiled(slow_network()).predicted.step_time_s
     for pp in (2, 4):
         chain = compiled(slow_network(), Options(pp=pp))

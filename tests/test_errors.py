@@ -202,13 +202,15 @@ def test_constraints_that_cannot_be_met(pattern: str, spec: str, says: str) -> N
 def test_what_does_not_fit_says_what_is_short_by_how_much_and_what_would_fit() -> None:
     text = message(InfeasibleError, lambda: build(options=Options(memory_bytes=800)))
     short = re.search(
-        r"nothing fits in 800 B per rank: the smallest plan \(.*\) needs ([\d.]+) kB, ([\d.]+) (k?B) too much "
-        r"\(parameters ([\d.]+) kB in all, .*\)\. About (\d+) such ranks, a smaller batch, or ([\d.]+) kB per rank would do",
+        r"nothing fits in 800 B per rank: the smallest plan \(.*\) needs ([\d.]+) kB, ([\d.]+) (k?B) too much: parameters "
+        r"([\d.]+) B, .*\(in all: parameters 1.12 kB, .*\)\nWhat would do:\n(?:  - .*\n)*  - (\d+) ranks instead of 2: .* a "
+        r"step, ([\d.]+) B per rank",
         text,
     )
     assert short, text
     need, over = float(short[1]) * 1e3, float(short[2]) * (1e3 if short[3] == "kB" else 1)
     assert need - over == pytest.approx(800, abs=10)
+    assert float(short[6]) <= 800
     assert build(options=Options(memory_bytes=need * 3)).plan.ranks == 2
 
 

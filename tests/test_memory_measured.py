@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import autopar
 from autopar.counting import ByteCounter
@@ -51,8 +52,10 @@ WIDE = (
 )
 
 
-def compiled(zoo: ZooModel, plan: str, ranks: int, microbatches: int) -> autopar.Program:
-    options = dataclasses.replace(PLANS[plan], microbatches=microbatches)
+def compiled(
+    zoo: ZooModel, plan: str, ranks: int, microbatches: int, precision: str | None = None
+) -> autopar.Program:
+    options = dataclasses.replace(PLANS[plan], microbatches=microbatches, precision=precision)
     if options.mesh is not None:
         options = dataclasses.replace(options, mesh={"dp": ranks // 2, "tp": 2})
     return autopar.compile(
@@ -127,6 +130,47 @@ def test_in_place_ops_make_nothing_and_temporaries_count_in_the_peak() -> None:
     assert counted(lambda: (torch.zeros(1000) + 1) * 2) == (4000, 8000)
 
 
+def test_a_resized_storage_counts_with_its_size_of_the_moment() -> None:
+    counter = ByteCounter()
+    with counter:
+        a = torch.empty(1000)
+        storage = a.untyped_storage()
+        storage.resize_(0)
+        assert counter.alive == 0
+        storage.resize_(8000)
+        assert counter.alive == 8000
+        a.resize_(3000)
+        assert counter.alive == 12000
+    storage.resize_(40)  # the counter is not at work, but what it has counted is still freed in full
+    del a, storage
+    assert (counter.alive, counter.peak) == (0, 12000)
+
+
+def test_a_wrapper_counts_what_is_inside_it() -> None:
+    counter = ByteCounter()
+    with counter:
+        a = TwoTensor(torch.ones(100), torch.ones(100))
+        assert counter.alive == 800
+        b = a * 2
+        assert counter.alive == 1600
+        assert b.a.sum() == 200
+    del a, b
+    assert counter.alive == 0
+
+
+def test_a_limit_stops_the_op_that_passes_it() -> None:
+    counter = ByteCounter(10_000, "rank 3")
+    with counter:
+        a = torch.zeros(1000)
+        b = a + 1
+        del b
+        b = a + 1
+        with pytest.raises(autopar.MemoryLimitError, match=r"rank 3: aten.cat.* asked for 8,000 bytes with 8,000 in use.*6,000"):
+            torch.cat([a, b])
+        with pytest.raises(autopar.MemoryLimitError, match=r"resize_ of a storage asked for 6,000 bytes"):
+            a.untyped_storage().resize_(10_000)
+
+
 def test_a_training_step_by_hand() -> None:
     """One linear layer, SGD without momentum: weight, input kept, output, and the gradients of a sum."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False))
@@ -167,6 +211,12 @@ def test_small_networks_hold_what_was_predicted(name: str) -> None:
 @pytest.mark.parametrize("zoo", [WIDE[1], WIDE[2]], ids=str)
 def test_what_is_made_again_is_not_held(zoo: ZooModel, policy: str, plan: str) -> None:
     assert_kept(remade(compiled(zoo, plan, 2, 4), policy), zoo.batch(1))
+
+
+@pytest.mark.parametrize("plan", ["dp", "zero3", "zb-h1"])
+@pytest.mark.parametrize("policy", ["none", "selective", "random"])
+def test_programs_in_16_bits_hold_what_was_predicted(policy: str, plan: str) -> None:
+    assert_kept(remade(compiled(WIDE[1], plan, 2, 4, "bf16"), policy), WIDE[1].batch(1))
 
 
 def test_inference_holds_what_was_predicted() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 import autopar
 from autopar import Options
-from autopar.errors import CheckError, InfeasibleError, InputError, PlanError
+from autopar.errors import CheckError, InputError, NoRoomError, PlanError
 from autopar.ir.schedule import show_row
 from tests.test_errors import X, Y, build, message
 
@@ -79,7 +79,7 @@ def test_a_forced_strategy_counts_the_ranks_of_a_stage() -> None:
 
 
 def test_memory_that_no_cut_can_meet_says_what_would() -> None:
-    text = message(InfeasibleError, lambda: piped(pp=2, memory_bytes=500))
+    text = message(NoRoomError, lambda: piped(pp=2, memory_bytes=500))
     short = re.search(r"no pipeline with pp=2 fits in 500 B per rank.*; use (\d+) ranks or more, or as much memory", text)
     assert short, text
     assert int(short[1]) > 4

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from torch import fx
 
+from autopar.capture.marks import is_cast, may_part, shown
 from autopar.ir.program import is_getitem
 
 Group = tuple[str, list[fx.Node]]
@@ -68,9 +69,9 @@ def _bits(x: int) -> list[int]:
 
 def _work(node: fx.Node, parameters: set[fx.Node]) -> float:
     """About the multiplications of products with a parameter; a look-up has none."""
-    if "embedding" in str(node.target):
+    if "embedding" in str(node.target) or is_cast(node):
         return 0.0
-    inner = [math.prod(r.meta["val"].shape[1:]) for r in node.all_input_nodes
+    inner = [math.prod(r.meta["val"].shape[1:]) for r in map(shown, node.all_input_nodes)
              if r in parameters and len(r.meta["val"].shape) > 1]  # fmt: skip
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
@@ -91,7 +92,8 @@ def _modules(paths: dict[fx.Node, str], weight: dict[fx.Node, float]) -> dict[fx
 
 
 def _by_module(members: list[fx.Node], module: dict[fx.Node, str]) -> list[list[fx.Node]]:
-    starts = [i for i, (a, b) in enumerate(pairwise(members), 1) if module[a] != module[b] and not is_getitem(b)]
+    borders = enumerate(pairwise(members), 1)
+    starts = [i for i, (a, b) in borders if module[a] != module[b] and not is_getitem(b) and may_part(a, b)]
     return [members[i:j] for i, j in pairwise([0, *starts, len(members)])]
 
 

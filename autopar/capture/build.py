@@ -18,6 +18,7 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.export import Exported, export_step
 from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
+from autopar.capture.precision import DTYPES, lower_precision, use_dtype
 from autopar.errors import CaptureError
 from autopar.ir.program import Buffer, Call, Parameter, Program, Template, ValueRef, op_name
 from autopar.ir.types import TensorType
@@ -25,11 +26,16 @@ from autopar.ir.types import TensorType
 
 def capture_program(
     model: nn.Module, inputs: Any, loss_fn: Any = None, targets: int = 0, batch_dims: Any = None,
-    starts: Sequence[str] = (),
+    starts: Sequence[str] = (), precision: str | None = None,
 ) -> tuple[Program, Exported]:  # fmt: skip
-    """Capture, fold and differentiate. starts: modules at which a call must start. Raises CaptureError, InputError."""
+    """Capture, fold and differentiate. starts: modules at which a call must start. precision: see Options.
+
+    Raises CaptureError, InputError.
+    """
     mode = fake_mode()
     exported = export_step(model, inputs, loss_fn, targets, mode)
+    if precision is not None:
+        lower_precision(exported, DTYPES[precision], mode)
     with mode:
         builder = _Builder(exported, model)
         builder.run(mode, starts)
@@ -89,19 +95,25 @@ class _Builder:
             if segment.writes:
                 self._add(segment, mode)
 
-    def _describe(self, node: fx.Node) -> Any:
-        return TensorType.of(node.meta["val"]), self._is_param(node), self.flows[node]
+    def _type(self, node: fx.Node, inside: frozenset[fx.Node]) -> TensorType:
+        """The type in which a segment gets a value: parameters in the dtype that its ops read them in."""
+        type_ = TensorType.of(node.meta["val"])
+        low = use_dtype(node, inside) if self._is_param(node) else None
+        return type_ if low is None else TensorType(type_.shape, low)
 
     def _is_param(self, node: fx.Node) -> bool:
         return node.op == "placeholder" and self.exported.kinds[node.name][0] == "param"
 
     def _add(self, segment: Segment, mode: Any) -> None:
         pulled = [w in self.reach for w in segment.writes]
-        key = signature(segment, self._describe), tuple(pulled)
+        inside = frozenset(segment.nodes)
+        types = {r: self._type(r, inside) for r in segment.reads}
+        described = {r: (types[r], self._is_param(r), self.flows[r]) for r in segment.reads}
+        key = signature(segment, described.__getitem__), tuple(pulled)
         known = self.by_signature.get(key)
         if known is None:
             name = self._name(segment)
-            reads = [self._fake(r, mode) for r in segment.reads]
+            reads = [self._fake(types[r], self.flows[r], mode) for r in segment.reads]
             known = trace_template(name, segment, reads, [self._is_param(r) for r in segment.reads], pulled, mode)
             self.by_signature[key] = known
             self.templates[name] = known[0]
@@ -114,11 +126,10 @@ class _Builder:
             self.where[write] = ValueRef("call", index, i)
             self.flows[write] = flows[i]
 
-    def _fake(self, node: fx.Node, mode: Any) -> torch.Tensor:
-        value = node.meta["val"]
+    def _fake(self, type_: TensorType, flows: bool, mode: Any) -> torch.Tensor:
         with mode:
-            made = torch.empty(value.shape, dtype=value.dtype)
-        return made.requires_grad_(self.flows[node])
+            made = torch.empty(type_.shape, dtype=type_.dtype)
+        return made.requires_grad_(flows)
 
     def _name(self, segment: Segment) -> str:
         path = segment.path.split("@")[0]

@@ -22,6 +22,8 @@ from autopar.capture import functions
 from autopar.capture.canonical import canonicalize
 from autopar.capture.explain import first_line, user_frame
 from autopar.capture.fold import Segment, module_path
+from autopar.capture.marks import is_cast
+from autopar.capture.precision import cast_again
 from autopar.errors import CaptureError
 from autopar.ir.call import bind
 from autopar.ir.program import RANDOM_OPS, Template, op_name
@@ -114,9 +116,13 @@ def _fresh(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
 
 
 def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
-    """Run the segment's captured nodes through the lift table."""
+    """Run the segment's captured nodes through the lift table; a value is cast to a dtype once."""
     env: dict[fx.Node, Any] = dict(zip(segment.reads, values, strict=True))
+    casts: dict[Any, Any] = {}
     for node in segment.nodes:
+        if is_cast(node) and (known := casts.get((node.args[0], node.kwargs["dtype"]))) is not None:
+            env[node] = known
+            continue
         args = fx.map_arg(node.args, lambda n: env[n])
         kwargs = {k: v for k, v in fx.map_arg(node.kwargs, lambda n: env[n]).items() if k != "pin_memory"}
         if "device" in kwargs:
@@ -128,6 +134,8 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
             raise
         except Exception as error:
             raise CaptureError(f"cannot trace {node.target} at {source_of(node)}: {first_line(str(error))}") from error
+        if is_cast(node):
+            casts[node.args[0], node.kwargs["dtype"]] = env[node]
     return [env[w] for w in segment.writes]
 
 
@@ -151,6 +159,7 @@ def _assemble(
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     outs, grads = results[: len(flows)], results[len(flows) :]
     _mark_phases(graph, tangents, outs)
+    cast_again(graph)
     taken: set[str] = {n.name for n in graph.nodes}
     for node, read in zip(reads, segment.reads, strict=True):
         _rename(node, _local_name(read.name, segment.path), taken)
@@ -165,6 +174,8 @@ def _assemble(
         if has:
             by_read[index] = next(flowing_grads)
     params = [i for i, p in enumerate(is_param) if p]
+    for i in params:
+        reads[i].meta["stored"] = segment.reads[i].meta["val"].dtype
     inputs = [i for i, p in enumerate(is_param) if not p]
 
     def grad(i: int) -> str | None:

@@ -20,6 +20,7 @@ from torch import fx
 
 from autopar.capture import functions
 from autopar.capture.apart import apart
+from autopar.capture.marks import is_cast, may_part, shown
 from autopar.ir.program import is_getitem
 
 LEAST_SEGMENTS = 8
@@ -143,8 +144,10 @@ def _weight(nodes: list[fx.Node]) -> float:
     """About the multiplications in an interval: products with a parameter count its inner size."""
     total = 0.0
     for node in nodes:
+        if is_cast(node):
+            continue
         inner = 1
-        for read in node.all_input_nodes:
+        for read in map(shown, node.all_input_nodes):
             value: Any = read.meta.get("val")
             if read.op == "placeholder" and hasattr(value, "shape") and len(value.shape) > 1:
                 inner = max(inner, math.prod(value.shape[1:]))
@@ -155,8 +158,8 @@ def _weight(nodes: list[fx.Node]) -> float:
 def _middle(nodes: list[fx.Node]) -> int:
     """Where to halve an interval; 0 where it cannot be."""
     paths = [module_path(n) for n in nodes]
-    inner = [i for i in range(1, len(nodes)) if paths[i] != paths[i - 1] and not is_getitem(nodes[i])]
-    places = inner or ([i for i in range(1, len(nodes)) if not is_getitem(nodes[i])] if not any(paths) else [])
+    inner = [i for i in range(1, len(nodes)) if paths[i] != paths[i - 1] and not _tied(nodes, i)]
+    places = inner or ([i for i in range(1, len(nodes)) if not _tied(nodes, i)] if not any(paths) else [])
     whole = _weight(nodes)
     best, least = 0, float("inf")
     for at in places:
@@ -169,6 +172,11 @@ def _middle(nodes: list[fx.Node]) -> int:
         if crossing and cost < least:
             best, least = at, cost
     return best
+
+
+def _tied(nodes: list[fx.Node], i: int) -> bool:
+    """Whether no border may be before node i."""
+    return is_getitem(nodes[i]) or not may_part(nodes[i - 1], nodes[i])
 
 
 def _segment(nodes: tuple[fx.Node, ...], outputs: set[fx.Node], block: str) -> Segment:

@@ -3,9 +3,11 @@
 autopar-dump OUT                         everything: plan, mesh, calls, sharded graph, schedule, collectives, parameters
 autopar-dump OUT --section collectives   one part
 autopar-dump OUT --section schedule      the pipeline as a Gantt chart
+autopar-dump OUT --section memory        bytes by kind, and what keeping less for backward would cost
 autopar-dump OUT --rank 3                the code of rank 3
 autopar-dump OUT --format dot | dot -Tsvg > graph.svg
 autopar-dump OUT --format svg > schedule.svg
+autopar-dump OUT --section memory --format svg > memory.svg
 autopar-dump OUT --format chrome-trace > trace.json      for Perfetto
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from autopar.codegen.curve import curve_svg
 from autopar.codegen.gantt import svg, text_gantt
 from autopar.costmodel.simulate import Timeline, simulate
 from autopar.errors import AutoparError, InputError
@@ -198,6 +201,21 @@ def schedule_lines(program: Facts, plan: Facts) -> Iterator[str]:
         yield f"{name} lives in stages {', '.join(map(str, stages))}, owned by {stages[0]}"
 
 
+def memory_lines(program: Facts, plan: Facts) -> Iterator[str]:
+    """Bytes per rank by kind, and what keeping less for backward would cost."""
+    yield f"peak {size_text(program['peak_bytes'])} per rank"
+    curves = program.get("recompute") or [None] * len(program["stages"])
+    for number, (stage, curve) in enumerate(zip(program["stages"], curves, strict=True)):
+        kinds = ", ".join(f"{kind} {size_text(n)}" for kind, n in stage["resting"].items() if n)
+        yield f"stage {number}: {kinds}; a microbatch keeps {size_text(stage['held_bytes'])}"
+        if curve is not None:
+            places = {**curve["policies"], "the plan": curve["chosen"]}
+            yield from _columns([
+                ("recompute", "kept", "made again"),
+                *((name, size_text(b), time_text(s)) for name, (b, s) in places.items()),
+            ])  # fmt: skip
+
+
 def timeline_of(program: Facts) -> Timeline:
     """The predicted timeline of a saved program, simulated again."""
     schedule = program["schedule"]
@@ -224,6 +242,7 @@ SECTIONS: dict[str, Callable[[Facts, Facts], Iterator[str]]] = {
     "schedule": schedule_lines,
     "collectives": collective_lines,
     "parameters": parameter_lines,
+    "memory": memory_lines,
 }
 
 
@@ -238,6 +257,10 @@ def as_json(program: Facts, plan: Facts, sections: Sequence[str]) -> str:
         "graph": [{k: s[k] for k in ("templates", "functions")} for s in program["stages"]],
         "schedule": {k: program[k] for k in ("schedule", "transfers", "shared")},
         "collectives": [c for s in program["stages"] for c in s["collectives"]],
+        "memory": {
+            "peak_bytes": program["peak_bytes"], "recompute": program.get("recompute", []),
+            "stages": [{k: s[k] for k in ("resting", "held_bytes")} for s in program["stages"]],
+        },
         "parameters": {n: row for s in program["stages"] for n, row in s["parameters"].items()},
     }
     head = {k: program[k] for k in ("model", "training", "ranks", "microbatches", "torch")}
@@ -286,6 +309,12 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def _memory_svg(program: Facts) -> str:
+    if not program.get("recompute"):
+        raise InputError("--section memory --format svg shows what recompute costs; this program has no backward")
+    return curve_svg(program["recompute"], f"{program['model']}: what keeping less costs in a step", size_text)
+
+
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
@@ -323,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.format == "dot":
             text = as_dot(program)
         elif args.format == "svg":
-            text = svg(timeline_of(program))
+            text = _memory_svg(program) if sections == ["memory"] else svg(timeline_of(program))
         elif args.format == "chrome-trace":
             text = timeline_of(program).chrome_trace()
         else:

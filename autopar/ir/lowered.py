@@ -30,7 +30,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Line:
-    """`outs` = op(args, kwargs). op: an op name, `comm.<kind>`, or at stage level `call.<…>`, `params.<…>`, `grads.<…>`.
+    """`outs` = op(args, kwargs). op: an op name, `comm.<kind>`, or at stage level `call.<…>`, `params.<…>`, `grads.<…>`,
+    `tier.<…>`.
 
     types, specs: global type and spec per out (None: not a tensor, or not used). phase: F, B, W.
     """
@@ -77,7 +78,8 @@ class LoweredTemplate:
     Where the schedule runs B and W apart, backward returns the gradients of the inputs and `later`, and
     weights(later) -> gradients of the parameters. late_params: slots of the parameters that backward reads as its own
     ops want them; again_params: slots of those that ops which run again want as in forward (after the former). kept:
-    the template's values that `saved` holds.
+    the template's values that `saved` holds. offload: places in `saved` of values that rest in `offload_tier` from forward
+    to backward.
     """
 
     name: str
@@ -93,6 +95,13 @@ class LoweredTemplate:
     later: tuple[str, ...] = ()
     again_params: tuple[int, ...] = ()
     kept: frozenset[str] = frozenset()
+    offload: tuple[int, ...] = ()
+    offload_tier: str = ""
+
+    @property
+    def stays(self) -> tuple[str, ...]:
+        """What forward saves on the device."""
+        return tuple(name for place, name in enumerate(self.saved) if place not in self.offload)
 
     @property
     def functions(self) -> tuple[Function, ...]:
@@ -103,7 +112,8 @@ class LoweredTemplate:
 class StoredParameter:
     """How one parameter rests: spec, the finer spec of gradient and optimizer state, and the steps between them.
 
-    owned: its optimizer state is here (a parameter of several stages is owned by one).
+    owned: its optimizer state is here (a parameter of several stages is owned by one). tier: where the stored shard and
+    its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device).
     """
 
     name: str
@@ -115,6 +125,8 @@ class StoredParameter:
     contributions: int
     reduce: tuple[RuntimeStep, ...]
     owned: bool = True
+    tier: str = ""
+    optimizer_tier: str = ""
 
 
 @dataclass(frozen=True)

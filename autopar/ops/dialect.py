@@ -107,16 +107,20 @@ def _grad_impl(f: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def _attention_shape(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty([*q.shape[:3], v.shape[3]]), q.new_empty(q.shape[:3], dtype=_attention.softmax_dtype(q))
+
+
 attention = _define(
     f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {_ATTN}) -> (Tensor, Tensor)", _attention_impl,
-    lambda q, k, v, mask, *a: (q.new_empty([*q.shape[:3], v.shape[3]]), q.new_empty(q.shape[:3])))  # fmt: skip
+    _attention_shape)  # fmt: skip
 _GRAD = f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {_ATTN})"
 attention_grad = _define(
     f"attention_grad{_GRAD} -> (Tensor, Tensor, Tensor)", _grad_impl(_attention.attention_grad),
     lambda g, q, k, v, *a: (_like(q), _like(k), _like(v)))  # fmt: skip
 attention_mask_grad = _define(
     f"attention_mask_grad{_GRAD} -> Tensor", _grad_impl(_attention.attention_mask_grad),
-    lambda g, q, k, v, *a: q.new_empty([*q.shape[:3], k.shape[2]]))  # fmt: skip
+    lambda g, q, k, v, *a: q.new_empty([*q.shape[:3], k.shape[2]], dtype=_attention.softmax_dtype(q)))  # fmt: skip
 
 _RNN = "str mode, Tensor x, Tensor h0, Tensor? c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh"
 

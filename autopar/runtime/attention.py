@@ -27,28 +27,33 @@ def _sum_groups(grad: Tensor, heads: int) -> Tensor:
     return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(2)
 
 
+def softmax_dtype(q: Tensor) -> torch.dtype:
+    """Scores and their softmax are in float32 where queries are in 16 bits."""
+    return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+
+
 def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, offset: int) -> Tensor | None:
-    """Additive mask in q's dtype, causal triangle included (row r of the whole sequence sees keys <= r)."""
-    bias = None
+    """Additive mask in the dtype of the scores, causal triangle included (row r of the whole sequence sees keys <= r)."""
+    bias, dtype = None, softmax_dtype(q)
     if mask is not None:
-        bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-        bias = bias.to(q.dtype)
+        bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+        bias = bias.to(dtype)
     if causal:
         row = torch.arange(offset, offset + q.shape[2], device=q.device).unsqueeze(1)
         future = torch.arange(k.shape[2], device=q.device).unsqueeze(0) > row
-        triangle = torch.zeros(future.shape, dtype=q.dtype, device=q.device).masked_fill_(future, -math.inf)
+        triangle = torch.zeros(future.shape, dtype=dtype, device=q.device).masked_fill_(future, -math.inf)
         bias = triangle if bias is None else bias + triangle
     return bias
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, offset: int) -> bool:
     square = q.shape[2] == k.shape[2] and offset == 0
-    same = q.dtype in (torch.float32, torch.float64, torch.bfloat16) and q.shape[-1] == v.shape[-1]
+    same = q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
     return q.device.type in ("cpu", "meta") and p == 0.0 and same and (square or not causal) and min(q.numel(), k.numel()) > 0
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-    scores = (q * scale) @ k.transpose(-1, -2)
+    scores = ((q * scale) @ k.transpose(-1, -2)).to(softmax_dtype(q))
     return scores if bias is None else scores + bias
 
 
@@ -85,7 +90,7 @@ def attention(
     weights = _weights(scores, lse)
     if p > 0.0:
         weights = weights * _drop(weights.shape, p, key, shape, offsets, weights)
-    return weights @ values, lse
+    return weights.to(values.dtype) @ values, lse
 
 
 def attention_grad(
@@ -104,7 +109,8 @@ def attention_grad(
         )
         return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
     weights, dscores, drop = _score_grad(g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets)
-    dv = (weights if drop is None else weights * drop).transpose(-1, -2) @ g
+    dv = (weights if drop is None else weights * drop).to(g.dtype).transpose(-1, -2) @ g
+    dscores = dscores.to(q.dtype)
     dq = (dscores @ keys) * scale
     dk = dscores.transpose(-1, -2) @ (q * scale)
     return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
@@ -115,7 +121,7 @@ def attention_mask_grad(
     scale: float, offset: int = 0, key: int = 0, shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Gradient of an additive mask, at full size (batch, heads, query, key)."""
+    """Gradient of an additive mask, at full size (batch, heads, query, key), in the dtype of the scores."""
     keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     return _score_grad(g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets)[1]
 
@@ -125,11 +131,11 @@ def _score_grad(
     causal: bool, scale: float, offset: int, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(weights before dropout, d scores, dropout factors)."""
-    weights = _weights(_scores(q, keys, scale, _bias(mask, causal, q, keys, offset)), lse.to(q.dtype))
-    dweights = g @ values.transpose(-1, -2)
+    weights = _weights(_scores(q, keys, scale, _bias(mask, causal, q, keys, offset)), lse.to(softmax_dtype(q)))
+    dweights = (g @ values.transpose(-1, -2)).to(weights.dtype)
     drop = None
     if p > 0.0:
         drop = _drop(weights.shape, p, key, shape, offsets, weights)
         dweights = dweights * drop
-    delta = (g * out).sum(-1, keepdim=True)
+    delta = (g.to(weights.dtype) * out).sum(-1, keepdim=True)
     return weights, weights * (dweights - delta), drop

@@ -291,6 +291,10 @@ class Comm(ABC):
     def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
         """The Comm of every (mesh, first rank), None where this rank is outside. All ranks call it alike."""
 
+    def release(self) -> None:
+        """A step is over: let go of the memory that messages have used."""
+        return
+
     @abstractmethod
     def share(self, value: Any) -> list[Any]:
         """Every rank's small Python value, by rank. All ranks of a Comm that is no part of a split call it."""

@@ -21,19 +21,22 @@ Gather = tuple[Tensor, tuple[Step, ...], Tensor | None]
 
 @torch.no_grad()
 def start_gathers(
-    comm: Comm, items: Sequence[Gather], site: str = "", direct_bytes: int = DIRECT_BYTES
+    comm: Comm, items: Sequence[Gather], site: str = "", direct_bytes: int = DIRECT_BYTES,
+    dtypes: Sequence[torch.dtype | None] = (),
 ) -> Handle[list[Tensor]]:
     """Start (shard, steps, out) for every item; wait() gives the full tensors in order.
 
     steps are all_gathers (others run too, later and one by one). out, when given, is a contiguous tensor that receives
-    the result; the shard may be its own part of out. A shard must not change before the wait.
+    the result; the shard may be its own part of out. dtypes: shards are cast before they are sent, so that what is
+    narrow travels (what needs no steps, in the end). A shard must not change before the wait.
     """
+    items = [_cast(comm, item, dtype) for item, dtype in zip(items, dtypes, strict=True)] if dtypes else items
     finishers: list[Callable[[], Tensor] | None] = [None] * len(items)
     groups: dict[Any, list[int]] = {}
     for index, (shard, steps, out) in enumerate(items):
         steps = tuple(step for step in steps if comm.axis_size(step[1]) > 1)
         if not steps:
-            finishers[index] = _constant(shard if out is None else _into(out, shard))
+            finishers[index] = _constant(shard if out is None else _into(out, shard), dtypes[index] if dtypes else None)
         elif steps[0][0] != "all_gather":
             finishers[index] = _sequence(comm, Handle(None, shard), steps, out, site)
         elif shard.numel() * shard.element_size() >= direct_bytes:
@@ -71,8 +74,13 @@ def _into(out: Tensor, value: Tensor) -> Tensor:
     return out if out.data_ptr() == value.data_ptr() else out.copy_(value)
 
 
-def _constant(value: Tensor) -> Callable[[], Tensor]:
-    return lambda: value
+def _constant(value: Tensor, dtype: torch.dtype | None) -> Callable[[], Tensor]:
+    return lambda: value if dtype is None else value.to(dtype)
+
+
+def _cast(comm: Comm, item: Gather, dtype: torch.dtype | None) -> Gather:
+    shard, steps, out = item
+    return item if dtype is None or not _real(comm, steps) else (shard.to(dtype), steps, out)
 
 
 def _sequence(

@@ -7,7 +7,7 @@ all_reduces in one round trip. Large ones stay with Gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,13 +47,14 @@ def start(call: Call, number: int, process_group: Any, pool: BufferPool) -> Call
             row.copy_(call.inp)
         return _exchange(call, number, process_group, call.out, lambda _: row)
     if call.kind == "reduce_scatter":
-        scratch = pool.take(call.inp.numel(), call.inp)
-        arrived = scratch.view(call.inp.shape)
+        scratch = pool.take(call.inp.numel() // n * (n - 1), call.inp)
+        arrived = dict(zip((m for m in range(n) if m != me), scratch.view(n - 1, *call.inp.shape[1:]), strict=True))
         wait_chunks = _exchange(call, number, process_group, arrived, lambda member: call.inp[member])
 
         def finish_scatter() -> None:
             wait_chunks()
             _reduce([call.inp[m] if m == me else arrived[m] for m in range(n)], call.op, call.out)
+            arrived.clear()
             pool.give(scratch)
 
         return finish_scatter
@@ -64,7 +65,7 @@ def start(call: Call, number: int, process_group: Any, pool: BufferPool) -> Call
 
 
 def _exchange(
-    call: Call, number: int, process_group: Any, rows: Tensor, outgoing: Callable[[int], Tensor]
+    call: Call, number: int, process_group: Any, rows: Tensor | Mapping[int, Tensor], outgoing: Callable[[int], Tensor]
 ) -> Callable[[], None]:
     """Send outgoing(member) to every other member, receive theirs in rows[member].
 

@@ -29,8 +29,9 @@ import torch.distributed as dist
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
 from .process import TorchComm
-from .session import OptimizerFactory, Session
+from .session import Session
 from .tables import show_meshes, world_mesh
+from .update_rule import ClipNorm, LossScaling, UpdateRule
 
 USAGE_ERROR = 2
 
@@ -48,7 +49,7 @@ class Manifest:
     pipeline: str
     training: bool
     inputs: tuple[dict[str, Any], ...]
-    optimizer: dict[str, Any] | None = None
+    update: dict[str, Any] | None = None
     seed: int = 0
     weights: str | None = None
     placement: tuple[int, ...] = ()
@@ -64,7 +65,7 @@ class Manifest:
                 pipeline=str(raw["pipeline"]),
                 training=bool(raw["training"]),
                 inputs=tuple(raw["inputs"]),
-                optimizer=raw.get("optimizer"),
+                update=raw.get("update"),
                 seed=int(raw.get("seed", 0)),
                 weights=raw.get("weights"),
                 placement=tuple(int(rank) for rank in raw.get("placement") or ()),
@@ -94,11 +95,19 @@ class Manifest:
         """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""
         return show_meshes([stage["mesh"] for stage in self.load_pipeline().STAGES])
 
-    def optimizer_factory(self) -> OptimizerFactory | None:
-        if not self.training or self.optimizer is None:
-            return None
-        kind = getattr(importlib.import_module(self.optimizer["module"]), self.optimizer["name"])
-        return functools.partial(kind, **self.optimizer.get("kwargs", {}))
+    def update_rule(self) -> UpdateRule:
+        """How parameters follow from gradients; nothing without `update`."""
+        row = self.update if self.training else None
+        if row is None:
+            return UpdateRule()
+        return UpdateRule(
+            optimizer=_factory(row.get("optimizer")),
+            scheduler=_factory(row.get("scheduler")),
+            clip_norm=ClipNorm(**row["clip_norm"]) if row.get("clip_norm") else None,
+            clip_value=row.get("clip_value"),
+            loss_scaling=LossScaling(**row["loss_scaling"]) if row.get("loss_scaling") else None,
+            compensated=bool(row.get("compensated", False)),
+        )
 
 
 class LoadedProgram:
@@ -147,12 +156,14 @@ def load(
     seed: int | None = None,
     timeout_s: float = 600.0,
     check: bool = False,
+    tier_directory: str | Path | None = None,
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded.
 
     Joins the default process group, or makes it (nccl when there is a GPU per local rank, else gloo). Weights come
     from `weights`, else from those emitted with the program; without either they are uninitialized until
-    load_state_dict or resume. Raises WrongWorldSize before any process group is made.
+    load_state_dict or resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of
+    temporary files). Raises WrongWorldSize before any process group is made.
     """
     from . import checkpoint
 
@@ -169,16 +180,32 @@ def load(
         store = _join(backend or _pick_backend(), timeout_s, manifest.placement)
     pipeline = manifest.load_pipeline()
     comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
-    factory = manifest.optimizer_factory()
+    rule = manifest.update_rule()
 
     def stage(index: int) -> ModuleType:
         return load_stage(manifest.directory / pipeline.STAGES[index]["file"])
 
-    session = Session(pipeline, stage, comm, factory, manifest.seed if seed is None else seed)
+    session = Session(
+        pipeline, stage, comm, rule, manifest.seed if seed is None else seed, tier_directory=tier_directory
+    )
     source = weights or (manifest.directory / manifest.weights if manifest.weights else None)
     if source is not None:
         checkpoint.load(source, session)
     return LoadedProgram(manifest, session)
+
+
+def _factory(row: Mapping[str, Any] | None) -> Any:
+    """A class or function by module and name, with its keyword arguments."""
+    if row is None:
+        return None
+    try:
+        kind = getattr(importlib.import_module(row["module"]), row["name"])
+    except (ImportError, AttributeError) as error:
+        raise RuntimeProgramError(
+            f"{row['name']} of module {row['module']}, which this program trains with, cannot be imported here ({error}); "
+            "install it, or put it on PYTHONPATH"
+        ) from error
+    return functools.partial(kind, **row.get("kwargs", {}))
 
 
 def load_stage(path: Path) -> ModuleType:
@@ -212,6 +239,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             seed=arguments.seed,
             timeout_s=arguments.timeout,
             check=arguments.check,
+            tier_directory=arguments.tier_directory,
         )
         run(program, arguments)
     except BaseException as error:
@@ -264,6 +292,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=None, help="seed of random data and dropout")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl with GPUs, else gloo")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a collective may take (default: 600)")
+    parser.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
     parser.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return parser
 

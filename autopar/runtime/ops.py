@@ -139,7 +139,10 @@ def embedding_grad(g: Tensor, index: Tensor, rows: int, padding: int, offset: in
         where = where - offset
         keep = keep & (where >= 0) & (where < rows)
     where = where.where(keep, torch.zeros_like(where))
-    return g.new_zeros(rows, g.shape[-1]).index_add_(0, where, flat * keep.unsqueeze(-1).to(flat.dtype))
+    flat = flat * keep.unsqueeze(-1).to(flat.dtype)
+    if g.dtype in (torch.bfloat16, torch.float16):  # a row is the sum of many: summed in float32
+        return g.new_zeros(rows, g.shape[-1], dtype=torch.float32).index_add_(0, where, flat.float()).to(g.dtype)
+    return g.new_zeros(rows, g.shape[-1]).index_add_(0, where, flat)
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ class Executor:
         rt.microbatch = microbatch
         if step.kind == "F":
             inputs = stage.inputs(batch, microbatch)
+            rt.inputs = frozenset(t.untyped_storage()._cdata for t in inputs)
             prepared = list(self._prepared[stage.index])
             outputs, sent, left = module.forward(rt, inputs, received, prepared)
             self._outputs[stage.index][microbatch] = self._wanted(stage, outputs)

@@ -275,6 +275,9 @@ class TorchComm(Comm):
         late = "timed out" in first.lower() or "timeout" in first.lower()
         return CollectiveTimeout(text) if late else RuntimeProgramError(text)
 
+    def release(self) -> None:
+        self._job.pool.clear()
+
     def leave_note(self, what: str) -> None:
         """Tell the other ranks what this one was doing when it failed. Only the first note of a rank counts."""
         self._job.notes.leave(what)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .comm import Comm, Handle, Step
 from .errors import RuntimeProgramError
-from .gather import start_gathers
+from .gather import Gather, start_gathers
 from .grads import GradStore
 from .random import make_key
+from .tiers import Tiers
 
 Steps = tuple[Step, ...]
+Wanted = tuple[str, Steps] | tuple[str, Steps, torch.dtype]
+"""A parameter's name, the steps from its storage shard, and the dtype that the shard is cast to before them."""
 
 
 class Rank:
     """State of one rank between and during steps.
 
     params hold storage shards and buffers local values, by name; step counts optimizer steps, microbatch the position
-    inside a step; use_steps says how a parameter's storage shard becomes what the computation uses (ZeRO-3).
+    inside a step; use_steps says how a parameter's storage shard becomes what the computation uses (ZeRO-3); loss_scale
+    is what backward starts from. in_tier: the parameters whose shards rest in memory tiers.
     """
 
     def __init__(
@@ -32,8 +37,13 @@ class Rank:
         *,
         use_steps: Mapping[str, Steps] | None = None,
         seed: int = 0,
+        tiers: Tiers | None = None,
+        in_tier: frozenset[str] = frozenset(),
     ) -> None:
         self.comm = comm
+        self.tiers = tiers or Tiers(comm.device)
+        self.inputs: frozenset[int] = frozenset()
+        self.in_tier = in_tier
         self.params = params
         self.buffers = buffers
         self.grads = grads
@@ -41,6 +51,7 @@ class Rank:
         self.seed = seed
         self.step = 0
         self.microbatch = 0
+        self.loss_scale = 1.0
         self.device: torch.device = comm.device
         self._prefetched: dict[str, Handle[list[Tensor]]] = {}
 
@@ -48,7 +59,7 @@ class Rank:
         """The parameters as the computation uses them, gathered together."""
         return self._start([(name, self.use_steps.get(name, ())) for name in names], site).wait()
 
-    def prefetch(self, key: str, items: Sequence[tuple[str, Steps]], site: str = "") -> None:
+    def prefetch(self, key: str, items: Sequence[Wanted], site: str = "") -> None:
         """Start gathering parameters along their steps; `take(key)` gives them."""
         if key in self._prefetched:
             raise RuntimeProgramError(f"prefetch of {key!r} was started twice")
@@ -61,6 +72,19 @@ class Rank:
             raise RuntimeProgramError(f"take of {key!r} without a prefetch before it")
         return handle.wait()
 
+    def park(self, saved: list[Any], places: Sequence[int], tier: str) -> None:
+        """Move these entries of what a call saved to a memory tier; parameters, buffers and the batch stay where they are."""
+        at_rest = {t.untyped_storage()._cdata for held in (self.params, self.buffers) for t in held.values()}
+        self.tiers.park(saved, places, tier, at_rest | self.inputs)
+
+    def fetch(self, saved: list[Any]) -> None:
+        """Start bringing back what was parked of it."""
+        self.tiers.fetch(saved)
+
+    def ready(self, saved: list[Any]) -> None:
+        """It is there."""
+        self.tiers.ready(saved)
+
     def key(self, call: int, site: int) -> int:
         """Key of one random op: the same on every rank, and again when backward or recompute asks for it."""
         return make_key(self.seed, self.step, self.microbatch, call, site)
@@ -70,10 +94,25 @@ class Rank:
         if self._prefetched:
             raise RuntimeProgramError(f"prefetched and never taken: {', '.join(self._prefetched)}")
 
-    def _start(self, items: Sequence[tuple[str, Steps]], site: str) -> Handle[list[Tensor]]:
-        gathers = []
-        for name, steps in items:
+    def _start(self, items: Sequence[Wanted], site: str) -> Handle[list[Tensor]]:
+        gathers: list[Gather] = []
+        dtypes: list[torch.dtype | None] = []
+        for name, steps, *dtype in items:
             if name not in self.params:
                 raise RuntimeProgramError(f"the program has no parameter {name!r}")
-            gathers.append((self.params[name], steps, None))
-        return start_gathers(self.comm, gathers, site)
+            shard = self.params[name]
+            gathers.append((self.tiers.read(shard) if name in self.in_tier else shard, steps, None))
+            dtypes.append(dtype[0] if dtype else None)
+        mark = self.tiers.mark()
+        if not any(name in self.in_tier and self._travels(steps) for name, steps, *_ in items):
+            handle = start_gathers(self.comm, gathers, site, dtypes=dtypes if any(dtypes) else ())
+            return handle if mark is None else Handle(lambda: self._arrived(mark, handle))
+        self.tiers.arrived(mark)
+        return start_gathers(self.comm, gathers, site, dtypes=dtypes if any(dtypes) else ())
+
+    def _travels(self, steps: Steps) -> bool:
+        return any(self.comm.axis_size(step[1]) > 1 for step in steps)
+
+    def _arrived(self, mark: Any, handle: Handle[list[Tensor]]) -> list[Tensor]:
+        self.tiers.arrived(mark)
+        return handle.wait()

@@ -1,34 +1,37 @@
 """A program with its state: weights in, training steps, forwards and full tensors out (checkpoints: state.py).
 
 One optimizer step: run the group's row of actions over the microbatches (pipeline.py), finish the gradients, bring
-those of shared parameters to their owners, run the optimizer on this rank's optimizer shards of all its stages, gather
+those of shared parameters to their owners, update this rank's optimizer shards of all its stages (update.py), gather
 the new shards back into storage, and tell everyone the loss. A program without pipeline is one stage on all ranks, with
 a row like `F0.0 B0.0 F1.0 B1.0`.
-
-The optimizer sees shards: elementwise optimizers (SGD, Adam, …) compute exactly what they would on full tensors.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .clipping import counts
 from .comm import Comm, Handle
 from .errors import RuntimeProgramError
 from .grads import MIB
 from .layout import TensorInfo, gather_full, local_shape
+from .parts import Parts
 from .pipeline import Executor, Record
 from .rank import Rank
 from .shared import Shared, held_alike
 from .stage import SliceReader, Stage
 from .state import State
 from .tables import Modules, Pipeline
+from .tiers import Tiers
+from .update import Updater
+from .update_rule import OptimizerFactory, UpdateRule, as_rule
 
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
 
@@ -40,14 +43,17 @@ class Session(State):
         pipeline: Any,
         stages: Modules,
         comm: Comm,
-        optimizer_factory: OptimizerFactory | None = None,
+        update: UpdateRule | OptimizerFactory | None = None,
         seed: int = 0,
         *,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 25 * MIB,
+        tier_directory: str | os.PathLike[str] | None = None,
     ) -> None:
         """pipeline: the module of pipeline.py; stages: the stage modules by index (all, or a function that imports
-        one); comm: of all ranks; dtype: hold every floating tensor in it instead of the tables'."""
+        one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
+        every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"."""
+        rule = as_rule(update)
         self.pipeline = Pipeline(pipeline, stages, dtype)
         self.comm = comm
         if comm.world_size != self.pipeline.world:
@@ -62,12 +68,15 @@ class Session(State):
         self.microbatches = self.pipeline.microbatches
         self.group = self.pipeline.group_of(comm.rank)
         comms = comm.split(self.pipeline.meshes)
+        tiers = Tiers(comm.device, tier_directory)
         self.stages: dict[int, Stage] = {}
         for index in sorted(self.pipeline.groups[self.group]):
             own = comms[index]
             assert own is not None
             tables = self.pipeline.tables(index)
-            self.stages[index] = Stage(self.pipeline, tables, own, seed, bucket_bytes, self._held(index))
+            self.stages[index] = Stage(
+                self.pipeline, tables, own, seed, bucket_bytes, self._held(index), rule.compensated, tiers
+            )
         self.shared = Shared(self.pipeline, comm, self.stages)
         self.executor = Executor(self.pipeline, comm, self.stages, comm.in_order)
         if comm.in_order:
@@ -76,11 +85,10 @@ class Session(State):
             self._loss = self.pipeline.loss()
         self.grads: dict[str, Tensor] = {}
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
-        self._updates = self.training and optimizer_factory is not None
-        self.optimizer: torch.optim.Optimizer | None = None
-        if self.training and optimizer_factory is not None and self.opt_params:
-            self.optimizer = optimizer_factory(list(self.opt_params.values()))
-            self._check_optimizer(self.optimizer)
+        self.updater = self._updater(rule)
+        for one in self.updater.optimizers:
+            self._check_optimizer(one)
+        self.parts = self._parts(tiers)
 
     @property
     def rts(self) -> list[Rank]:
@@ -91,6 +99,16 @@ class Session(State):
     def rt(self) -> Rank:
         """The `rt` of this rank's first stage."""
         return self.rts[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's optimizer, the first where there are several (`updater.optimizers`)."""
+        return next(iter(self.updater.optimizers), None)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm of the last step's gradients before they were clipped."""
+        return self.updater.grad_norm
 
     @property
     def record(self) -> bool:
@@ -122,19 +140,25 @@ class Session(State):
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches.
 
-        `self.grads` holds the reduced local gradients until the next step. Without an optimizer nothing is updated.
+        `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step. Without an optimizer
+        nothing is updated.
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
-        self._forget_gradients()
+        self.grads = {}
+        self.updater.forget_gradients()
+        for rt in self.rts:
+            rt.grads.forget()
+            rt.loss_scale = self.updater.loss_scale
         outputs = self._run(batch)
         gradients = {index: stage.rt.grads.finish() for index, stage in self.stages.items()}
         self.shared.earn(gradients)
         self.grads = {name: grad for found in gradients.values() for name, grad in found.items()}
         loss = self._start_loss(outputs)
-        if self.optimizer is not None:
-            self._optimize(self.optimizer)
-        if self._updates:
+        borrowed = {name for rt in self.rts for name in rt.grads.borrowed}
+        if self.updater.step(self.grads, loss, borrowed):
+            for wait in [stage.start_regather() for stage in self.stages.values()]:
+                wait()
             self.shared.spread_parameters()
         self._end_step()
         return loss.wait()
@@ -166,6 +190,7 @@ class Session(State):
     def _end_step(self, advance: bool = True) -> None:
         self.executor.finish()
         self.shared.spread_buffers()
+        self.comm.release()
         for rt in self.rts:
             rt.step += advance
 
@@ -192,20 +217,6 @@ class Session(State):
                 )
             if leaf.dtype != row["dtype"] and not (leaf.is_floating_point() and row["dtype"].is_floating_point):
                 raise RuntimeProgramError(f"input {row['name']}: dtype {leaf.dtype}, the program takes {row['dtype']}")
-
-    def _forget_gradients(self) -> None:
-        """Those of the last step, before this one needs their room."""
-        self.grads = {}
-        for parameter in self.opt_params.values():
-            parameter.grad = None
-
-    @torch.no_grad()
-    def _optimize(self, optimizer: torch.optim.Optimizer) -> None:
-        for name, parameter in self.opt_params.items():
-            parameter.grad = self.grads[name]
-        optimizer.step()
-        for wait in [stage.start_regather() for stage in self.stages.values()]:
-            wait()
 
     # ---- full tensors
 
@@ -267,10 +278,44 @@ class Session(State):
             if {index, other} <= set(holders) and held_alike(self.pipeline, index, other, name)
         }
 
+    def _updater(self, rule: UpdateRule) -> Updater:
+        """What updates this rank's parameters; nothing where the program is for inference."""
+        if not self.training:
+            return Updater(UpdateRule(), {}, {}, (), self.comm)
+        rows = [row for stage in self.pipeline.stages for row in self.pipeline.optimized(stage)]
+        every = {row.name: (len(row.shape), row.dtype) for row in rows}
+        counted = {
+            name
+            for stage in self.stages.values()
+            for name in stage.opt_params
+            if counts(stage.tables.parameters[name].opt_spec, stage.comm)
+        }
+        return Updater(rule, self.opt_params, every, counted, self.comm)
+
+    def _parts(self, tiers: Tiers) -> Parts | None:
+        """How the optimizer's step is divided where its state rests in tiers."""
+        where = [
+            {name: stage.tables.parameters[name].optimizer_tier for name in stage.opt_params}
+            for stage in self.stages.values()
+        ]
+        values = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items() if n in stage.rt.in_tier}
+        if not self.updater.optimizers or not (values or any(tier for stage in where for tier in stage.values())):
+            return None
+
+        def store(updated: Mapping[str, Tensor]) -> None:
+            for stage in self.stages.values():
+                stage.store_updated({n: value for n, value in updated.items() if n in stage.opt_params})
+
+        sizes = {name: p.numel() * p.element_size() for name, p in self.opt_params.items()}
+        parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda name: self.grads[name], store)
+        self.updater.parts, self.updater.bring = parts.parts, parts.bring
+        return parts
+
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         kind, cut = type(optimizer).__name__, []
+        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for stage in self.stages.values():
-            for name in stage.opt_params:
+            for name in (name for name, parameter in stage.opt_params.items() if id(parameter) in taken):
                 info = stage.tables.parameters[name]
                 if local_shape(info.shape, info.opt_spec, stage.comm) != info.shape:
                     cut.append(name)

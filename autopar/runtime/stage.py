@@ -19,6 +19,7 @@ from .grads import GradStore
 from .layout import TensorInfo, local_shape, local_slices, refinement
 from .rank import Rank
 from .tables import Pipeline, StageTables
+from .tiers import Tiers
 
 SliceReader = Callable[[str, tuple[slice, ...]], Tensor]
 Cut = tuple[slice, ...]
@@ -35,26 +36,39 @@ class Stage:
         seed: int,
         bucket_bytes: int,
         held: Mapping[str, Tensor] | None = None,
+        compensated: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self.index = tables.index
         self.tables = tables
         self.comm = comm
         self.module = tables.module
         self.held = held or {}
+        self.tiers = tiers or Tiers(comm.device)
         self.rt = Rank(
             comm,
             {name: self._storage(info) for name, info in tables.parameters.items()},
             {name: self._storage(info) for name, info in tables.buffers.items()},
-            GradStore(comm, tables.gradients, pipeline.microbatches, bucket_bytes, scale=pipeline.loss_scale),
+            GradStore(
+                comm,
+                tables.gradients,
+                pipeline.microbatches,
+                bucket_bytes,
+                scale=pipeline.loss_scale,
+                compensated=compensated,
+                tiers=self.tiers,
+                tier_of={name: info.tier for name, info in tables.parameters.items() if info.tier},
+            ),
             use_steps={name: info.use_steps for name, info in tables.parameters.items()},
             seed=seed,
+            tiers=self.tiers,
+            in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
         )
         self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
         self.opt_params: dict[str, nn.Parameter] = {}
         if pipeline.training:
-            for name, info in tables.parameters.items():
-                if info.trainable and pipeline.owns(self.index, name) and self._earned(pipeline, name):
-                    self.opt_params[name] = self._optimizer_shard(info)
+            for info in pipeline.optimized(self.index):
+                self.opt_params[info.name] = self._optimizer_shard(info)
 
     def stored(self) -> Iterator[tuple[TensorInfo, Tensor]]:
         """Parameters and buffers with their local values."""
@@ -101,9 +115,20 @@ class Stage:
         gathers: list[Gather] = [
             (parameter.data, self.tables.parameters[name].gather, self.rt.params[name])
             for name, parameter in self.opt_params.items()
-            if self.tables.parameters[name].gather
+            if self.tables.parameters[name].gather and name not in self.rt.in_tier
         ]
         return start_gathers(self.comm, gathers, site="updated parameters").wait if gathers else lambda: None
+
+    @torch.no_grad()
+    def store_updated(self, shards: Mapping[str, Tensor]) -> None:
+        """Bring updated optimizer shards, which are on the device, to storage that rests in a tier."""
+        rows = {name: shard for name, shard in shards.items() if self.tables.parameters[name].gather}
+        gathers: list[Gather] = [(shard, self.tables.parameters[name].gather, None) for name, shard in rows.items()]
+        handle = start_gathers(self.comm, gathers, site="updated parameters") if gathers else None
+        for name, shard in shards.items():
+            self.tiers.write(self.opt_params[name].data, shard)
+        for name, full in zip(rows, handle.wait() if handle is not None else [], strict=True):
+            self.tiers.write(self.rt.params[name], full)
 
     @torch.no_grad()
     def refresh_optimizer_shards(self) -> None:
@@ -115,20 +140,22 @@ class Stage:
 
     # ---- small print
 
-    def _earned(self, pipeline: Pipeline, name: str) -> bool:
-        return name in self.tables.gradients or (name in pipeline.shared and bool(pipeline.earners(name)))
-
     def _storage(self, info: TensorInfo) -> Tensor:
         if info.name in self.held:
             return self.held[info.name]
         shape = local_shape(info.shape, info.spec, self.comm, info.name)
+        if info.tier:
+            return self.tiers.empty(shape, info.dtype, info.tier)
         return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
 
     def _optimizer_shard(self, info: TensorInfo) -> nn.Parameter:
         if info.opt_spec != info.spec and not info.gather:
             raise RuntimeProgramError(f"{info.name}: optimizer spec {info.opt_spec} without the steps back to storage")
         shard = self._shard_view(info)
-        return nn.Parameter(shard if shard.is_contiguous() else shard.contiguous())
+        if not shard.is_contiguous():
+            apart = self.tiers.empty(shard.shape, shard.dtype, info.tier) if info.tier else shard.contiguous()
+            shard = apart.copy_(shard)
+        return nn.Parameter(shard)
 
     def _shard_view(self, info: TensorInfo) -> Tensor:
         """This rank's part of its storage shard under the optimizer spec."""

@@ -6,7 +6,6 @@ global shape and spec, so checkpoint.py can move it between meshes and pipelines
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,9 +15,11 @@ from torch import Tensor, nn
 from .comm import Comm
 from .errors import CheckpointError
 from .layout import StateEntry, TensorInfo
+from .parts import Parts, on_device
 from .shared import Shared
 from .stage import Stage
 from .tables import Pipeline
+from .update import Updater
 
 
 class State:
@@ -29,7 +30,8 @@ class State:
     stages: dict[int, Stage]
     shared: Shared
     opt_params: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | None
+    updater: Updater
+    parts: Parts | None
 
     def state_dict(self) -> dict[str, Any]:
         """State by name. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
@@ -56,15 +58,15 @@ class State:
         }
         step = next(iter(self.stages.values())).rt.step
         extra: dict[str, StateEntry] = {"step": StateEntry(torch.tensor(step), (), (), self.comm)}
-        if self.optimizer is not None:
-            for stage, name, parameter in self._optimized():
-                info = stage.tables.parameters[name]
-                for key, value in self.optimizer.state.get(parameter, {}).items():
-                    sharded = isinstance(value, Tensor) and value.shape == parameter.shape
-                    shape = info.shape if sharded else tuple(getattr(value, "shape", ()))
-                    spec = info.opt_spec if sharded else ((),) * len(shape)
-                    extra[f"optim.{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
-            extra["optim_groups"] = StateEntry(_dump_groups(self.optimizer), (), (), self.comm)
+        for stage, name, parameter in self._optimized():
+            info = stage.tables.parameters[name]
+            for key, value in self.updater.state_of(name).items():
+                sharded = isinstance(value, Tensor) and value.shape == parameter.shape
+                shape = info.shape if sharded else tuple(getattr(value, "shape", ()))
+                spec = info.opt_spec if sharded else ((),) * len(shape)
+                value = on_device(value, parameter.device)
+                extra[f"optim.{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
+        extra |= {name: StateEntry(text, (), (), self.comm) for name, text in self.updater.dump().items()}
         clash = entries.keys() & extra.keys()
         if clash:
             raise CheckpointError(f"parameter names {sorted(clash)} are reserved in checkpoints; rename them")
@@ -72,21 +74,21 @@ class State:
 
     def prepare_optimizer_state(self, available: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]) -> None:
         """Allocate the optimizer state that a checkpoint has (name -> shape and dtype; None: no tensor)."""
-        if self.optimizer is None:
-            return
         shapes = {name: stage.tables.parameters[name].shape for stage, name, _ in self._optimized()}
         for full_name, signature in available.items():
             name, _, key = full_name.removeprefix("optim.").rpartition(".")
-            parameter = self.opt_params.get(name) if full_name.startswith("optim.") else None
-            if parameter is None or key in self.optimizer.state[parameter]:
+            if not full_name.startswith("optim.") or not self.updater.takes(name):
+                continue
+            parameter, state = self.opt_params[name], self.updater.state_of(name)
+            if key in state:
                 continue
             if signature is None:
-                self.optimizer.state[parameter][key] = None
+                state[key] = None
                 continue
             shape, dtype = signature
             local = parameter.shape if shape == shapes[name] else shape
             device = parameter.device if local else torch.device("cpu")
-            self.optimizer.state[parameter][key] = torch.zeros(local, dtype=dtype, device=device)
+            state[key] = torch.zeros(local, dtype=dtype, device=device)
 
     @torch.no_grad()
     def accept(self, local: Mapping[str, Any]) -> None:
@@ -97,16 +99,17 @@ class State:
                 target.copy_(value)
         for stage in self.stages.values():
             stage.rt.step = int(local["step"])
-        if self.optimizer is not None:
-            for name, parameter in self.opt_params.items():
-                state = self.optimizer.state.get(parameter, {})
-                for key in state:
-                    value = local[f"optim.{name}.{key}"]
-                    if not isinstance(state[key], Tensor):
-                        state[key] = value
-                    elif value.data_ptr() != state[key].data_ptr():
-                        state[key].copy_(value)
-            _restore_groups(self.optimizer, local["optim_groups"])
+        for name in self.opt_params:
+            state = self.updater.state_of(name)
+            for key in state:
+                value = local[f"optim.{name}.{key}"]
+                if not isinstance(state[key], Tensor):
+                    state[key] = value
+                elif value.data_ptr() != state[key].data_ptr():
+                    state[key].copy_(value)
+        self.updater.restore({name: local[name] for name in self.updater.dump()})
+        if self.parts is not None:
+            self.parts.park()
         for stage in self.stages.values():
             stage.refresh_optimizer_shards()
         self.shared.spread_parameters()
@@ -130,26 +133,3 @@ class State:
 
 def _signature(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else None
-
-
-def _dump_groups(optimizer: torch.optim.Optimizer) -> str:
-    """Learning rates and the like as JSON (a nested value would be taken apart by the checkpoint writer)."""
-    plain = (int, float, bool, str, tuple, list, type(None))
-    groups = []
-    for group in optimizer.param_groups:
-        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-        groups.append({key: value for key, value in values.items() if key != "params" and isinstance(value, plain)})
-    return json.dumps({"optimizer": type(optimizer).__name__, "groups": groups})
-
-
-def _restore_groups(optimizer: torch.optim.Optimizer, dumped: str) -> None:
-    state, kind = json.loads(dumped), type(optimizer).__name__
-    if state["optimizer"] != kind:
-        raise CheckpointError(f"the checkpoint was written with {state['optimizer']}, this program trains with {kind}")
-    for group, saved in zip(optimizer.param_groups, state["groups"], strict=False):
-        for key, value in saved.items():
-            current = group.get(key)
-            if isinstance(current, Tensor):
-                current.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value

@@ -42,7 +42,9 @@ class StageTables:
         self.inputs = [TensorInfo(row["name"], row, dtype) for row in module.INPUTS]
         self.outputs = [TensorInfo(row["name"], row, dtype) for row in module.OUTPUTS]
         self.gradients = {
-            name: GradEntry(int(row["contributions"]), tuple(tuple(step) for step in row["steps"]))
+            name: GradEntry(
+                int(row["contributions"]), tuple(tuple(step) for step in row["steps"]), self.parameters[name].dtype
+            )
             for name, row in getattr(module, "GRADS", {}).items()
             if row["contributions"] > 0
         }
@@ -118,6 +120,16 @@ class Pipeline:
         if not found:
             raise RuntimeProgramError(f"the program has no parameter or buffer {name!r}")
         return found
+
+    def optimized(self, stage: int) -> list[TensorInfo]:
+        """The parameters that are updated in a stage: it owns them, and they get a gradient there or elsewhere."""
+        tables = self.tables(stage)
+        return [
+            info
+            for name, info in tables.parameters.items()
+            if info.trainable and self.owns(stage, name)
+            and (name in tables.gradients or (name in self.shared and bool(self.earners(name))))
+        ]
 
     def owns(self, stage: int, name: str) -> bool:
         """Whether a tensor that a stage holds has its optimizer state and checkpoint entry there."""

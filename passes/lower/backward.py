@@ -35,9 +35,11 @@ class Backward(Builder):
             if self.program.loss is not None:
                 self._seed(self.program.loss)
             self.prefetch(order[0], True)
+            self._fetch(order[0])
         for position, index in enumerate(order):
             if position + 1 < len(order):
                 self.prefetch(order[position + 1], True)
+                self._fetch(order[position + 1])
             self._call(index)
         returns: list[str | None] = [*self._departures(), *self.later.values()]
         backward = self.function(returns, tuple(self.saved.values()))
@@ -126,12 +128,19 @@ class Backward(Builder):
                 tangents.append(Ref(total[0]))
         return tangents
 
+    def _fetch(self, index: int) -> None:
+        """Start bringing back what a call's forward parked."""
+        if self.context.templates[self.program.calls[index].template].offload:
+            self.lines.append(Line((), "tier.fetch", (Ref(self.saved[index]),), phase="B"))
+
     def _call(self, index: int) -> None:
         call, number = self.program.calls[index], self.context.number(index)
         template = self.program.templates[call.template]
         lowered = self.context.templates[call.template]
         tangents = self._tangents(index)
         params = self.params(index, True)
+        if lowered.offload:
+            self.lines.append(Line((), "tier.ready", (Ref(self.saved[index]),), phase="B"))
         results: list[str] = []
         types: list[TensorType | None] = []
         for slot, grad in enumerate(template.input_grads):
@@ -168,14 +177,15 @@ class Backward(Builder):
 
     def _store(self, into: Builder, call: Call, results: list[str]) -> None:
         """Parameter gradients of a call go to the store."""
-        lowered = self.context.templates[call.template]
+        lowered, template = self.context.templates[call.template], self.program.templates[call.template]
         for slot, name in enumerate(call.params):
-            grad_name, arrived = results[slot], lowered.param_grads[slot]
-            if grad_name == "_" or arrived is None:
+            grad_name, arrived, grad = results[slot], lowered.param_grads[slot], template.param_grads[slot]
+            if grad_name == "_" or arrived is None or grad is None:
                 continue
             _, _, target = self.context.contributions[name]
             if target is not None:
                 type_ = self.program.parameters[name].type
+                grad_name = _stored(into, call, template.type_of(grad), type_, grad_name, arrived)
                 grad_name = into.converter.convert(grad_name, grad_name, type_, arrived, target, "W", call.path)
             owned = grad_name in results and self._fresh(call.template, slot)
             into.lines.append(
@@ -207,3 +217,15 @@ class Backward(Builder):
             )  # fmt: skip
             self._store(builder, call, results)
         return builder.function([], tuple(self.later.values()))
+
+
+def _stored(into: Builder, call: Call, type_: TensorType, stored: TensorType, name: str, spec: Spec) -> str:
+    """A parameter's gradient in the dtype that the parameter is stored in: what follows may reduce it."""
+    if type_ == stored:
+        return name
+    made = into.names.fresh(f"{name}_cast")
+    into.lines.append(
+        Line((made,), "aten._to_copy.default", (), {"self": Ref(name), "dtype": stored.dtype}, (stored,), (spec,), "W",
+             call.path)
+    )  # fmt: skip
+    return made

@@ -5,6 +5,9 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 from autopar.ir.lowered import Line, Ref, RuntimeStep
 from autopar.ir.spec import Spec
@@ -42,6 +45,25 @@ class Names:
     def _claim(self, name: str) -> str:
         self._taken[name] = 1
         return name
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A parameter as a call wants it: steps from storage, dtype it is cast to before them (None: as stored), and the
+    type and spec that come out. stem: of its local name. tier: where the shard rests ("": on the device)."""
+
+    name: str
+    stem: str
+    steps: tuple[RuntimeStep, ...]
+    dtype: torch.dtype | None
+    type: TensorType
+    wanted: Spec
+    tier: str = ""
+
+    @property
+    def moves(self) -> bool:
+        """Whether what is stored is not what is wanted, where it is wanted."""
+        return bool(self.steps) or self.dtype is not None or bool(self.tier)
 
 
 class Converter:

@@ -6,6 +6,9 @@ them is direct: every rank of the target is sent the pieces it needs by ranks of
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from autopar.errors import PlanError
 from autopar.ir.lowered import LoweredProgram, LoweredStage, Transfer
 from autopar.ir.program import Program
@@ -15,7 +18,7 @@ from autopar.passes.cut import cut, shared_parameters
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.schedule import build
 from autopar.passes.shard.rules import RuleBook
-from autopar.plan import Plan
+from autopar.plan import Plan, StagePlan
 
 
 def lower(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> LoweredProgram:
@@ -30,12 +33,18 @@ def lower(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> Lo
     graph = stage_graph(plan, parts)
     table = table_of(plan, graph, program.training)
     split = program.training and any(a.kind == "W" for row in table for a in row)
+    shared = shared_parameters(program, ranges) if len(ranges) > 1 else {}
     stages = tuple(
-        lower_stage(part, stage, pricers, rules, plan.microbatches, split)
+        lower_stage(part, _shared_at_home(stage, shared), pricers, rules, plan.microbatches, split)
         for part, stage in zip(parts, plan.stages, strict=True)
     )
-    shared = shared_parameters(program, ranges) if len(ranges) > 1 else {}
     return LoweredProgram(stages, tuple(_transfers(stages)), shared, graph, table)
+
+
+def _shared_at_home(stage: StagePlan, shared: Collection[str]) -> StagePlan:
+    """Parameters of several stages travel between these, so they rest on the device, whatever the plan says of tiers."""
+    moved = {n: replace(p, tier="") for n, p in stage.parameters.items() if p.tier and n in shared}
+    return replace(stage, parameters=stage.parameters | moved) if moved else stage
 
 
 def stage_graph(plan: Plan, parts: tuple[Program, ...]) -> StageGraph:

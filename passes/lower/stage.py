@@ -27,7 +27,7 @@ from autopar.ir.program import Program, Template, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.costs import Pricer, Pricers
-from autopar.passes.lower.convert import Converter, Names, path, runtime_steps
+from autopar.passes.lower.convert import Converter, Gathered, Names, path, runtime_steps
 from autopar.passes.lower.template import lower_template
 from autopar.passes.shard.rules import RuleBook
 from autopar.plan import StagePlan, TemplatePlan
@@ -141,7 +141,7 @@ class StageContext:
             count, steps, _ = self.contributions.get(name, (0, (), None))
             stored[name] = StoredParameter(
                 name, parameter.type, planned.storage, planned.optimizer, parameter.trainable, regather, count, steps,
-                name not in foreign,
+                name not in foreign, planned.tier, planned.optimizer_tier,
             )  # fmt: skip
         return stored
 
@@ -163,8 +163,8 @@ class Builder:
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
-    def _gather(self, index: int, late: bool) -> list[tuple[str, str, tuple[RuntimeStep, ...], Spec, Spec]]:
-        """(parameter, local stem, steps, storage, wanted) of what call `index` needs gathered or sliced."""
+    def _gather(self, index: int, late: bool) -> list[Gathered]:
+        """What call `index` needs cast, gathered or sliced."""
         call = self.program.calls[index]
         template = self.program.template_of(call)
         specs = self.context.stage.templates[template.name].specs
@@ -176,16 +176,18 @@ class Builder:
             name, wanted = call.params[slot], specs.get(f"{template.params[slot]}@{kind}")
             if wanted is None:
                 continue
-            storage = self.context.stage.parameters[name].storage
-            steps = runtime_steps(path(self.pricer, self.program.parameters[name].type, storage, wanted))
+            stored = self.context.stage.parameters[name]
+            storage, type_ = stored.storage, template.type_of(template.params[slot])
+            steps = runtime_steps(path(self.pricer, type_, storage, wanted))
             if steps is None:
                 raise PlanError(f"parameter {name}: no gather leads from {storage} to {wanted}")
-            found.append((name, template.params[slot], steps, storage, wanted))
+            dtype = None if type_ == self.program.parameters[name].type else type_.dtype
+            found.append(Gathered(name, template.params[slot], steps, dtype, type_, wanted, stored.tier))
         return found
 
     def prefetch(self, index: int, late: bool) -> None:
         """Start the gathers of a call."""
-        gathers = [(name, steps) for name, _, steps, _, _ in self._gather(index, late) if steps]
+        gathers = [(g.name, g.steps, g.dtype) for g in self._gather(index, late) if g.moves]
         if gathers:
             key = f"{self.context.number(index)}{'b' if late else 'f'}"
             self.lines.append(Line((), "params.prefetch", (key, tuple(gathers)), phase="B" if late else "F",
@@ -195,15 +197,15 @@ class Builder:
         """Arguments for the parameters of a call: stored shards by name, gathered ones by local name."""
         gathers = self._gather(index, late)
         key = f"{self.context.number(index)}{'b' if late else 'f'}"
-        local = {i: self.names.fresh(f"{stem}_{key}") for i, (_, stem, steps, _, _) in enumerate(gathers) if steps}
+        local = {i: self.names.fresh(f"{g.stem}_{key}") for i, g in enumerate(gathers) if g.moves}
         if local:
             taken = [gathers[i] for i in local]
             self.lines.append(
                 Line(tuple(local.values()), "params.take", (key,),
-                     types=tuple(self.program.parameters[name].type for name, *_ in taken),
-                     specs=tuple(wanted for *_, wanted in taken), phase="B" if late else "F")
+                     types=tuple(g.type for g in taken), specs=tuple(g.wanted for g in taken),
+                     phase="B" if late else "F")
             )  # fmt: skip
-        return [Ref(local[i]) if i in local else name for i, (name, *_) in enumerate(gathers)]
+        return [Ref(local[i]) if i in local else g.name for i, g in enumerate(gathers)]
 
 
 class _Forward(Builder):
@@ -330,6 +332,10 @@ class _Forward(Builder):
                  (*types, None) if keeps else types, (*lowered.outputs, None) if keeps else lowered.outputs,
                  "F", call.path)
         )  # fmt: skip
+        if keeps and lowered.offload:
+            self.lines.append(
+                Line((), "tier.park", (Ref(self.saved[index]), lowered.offload, lowered.offload_tier, call.template))
+            )
         for o, (name, spec) in enumerate(zip(outs, lowered.outputs, strict=True)):
             self.values[ValueRef("call", index, o)] = (name, spec)
 

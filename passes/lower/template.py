@@ -19,6 +19,7 @@ from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.costs import Pricer
 from autopar.passes.lower.convert import Converter, Names
+from autopar.passes.precision import late_upcasts, wide_gradients
 from autopar.passes.recompute.replay import replay
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.structure import value_names
@@ -34,6 +35,7 @@ class _Body:
         self.lines: list[Line] = []
         self.names = Names()
         self.held: dict[str, tuple[str, Spec]] = {}
+        self.widened: dict[str, str] = {}
         self.converter = Converter(owner.pricer, self.names, self.lines.append)
 
     def argument(self, key: str, stem: str, spec: Spec) -> str:
@@ -51,11 +53,22 @@ class _Body:
         hub = self.owner.flow.hubs[name]
         held, before = self.hub(hub.source or hub.value, phase, source)
         wanted = self.owner.plan.specs[name]
-        made = self.converter.convert(
-            held, hub.value, self.owner.template.type_of(hub.value), before, wanted, phase, source
-        )
+        made = self._converted(held, hub.value, before, wanted, phase, source)
         self.held[name] = (made, wanted)
         return self.held[name]
+
+    def _converted(self, held: str, value: str, before: Spec, wanted: Spec, phase: str, source: str) -> str:
+        """Name of a value in the spec wanted; a parameter's gradient is made wide before it is reduced."""
+        type_, wide = self.owner.template.type_of(value), self.owner.wide.get(value)
+        if wide is not None and set(before.partial) - set(wanted.partial):
+            if held not in self.widened:
+                self.widened[held] = self.names.fresh(f"{value}_cast")
+                cast = {"self": Ref(held), "dtype": wide.dtype}
+                self.lines.append(
+                    Line((self.widened[held],), "aten._to_copy.default", (), cast, (wide,), (before,), phase, source)
+                )
+            held, type_ = self.widened[held], wide
+        return self.converter.convert(held, value, type_, before, wanted, phase, source)
 
     def result(self, value: str | None) -> tuple[str | None, Spec | None]:
         """Local name and spec of a gradient that the function returns."""
@@ -94,19 +107,19 @@ class _Body:
                 f"{owner.pricer.mesh}; possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
             )
         phase, source = node.meta["phase"], node.meta["source"]
-        if again:
+        if again and node.name not in owner.recast:
             phase, source = "B", f"recomputed: {source or node.name}"
         operands: list[str] = []
         for i, operand in enumerate(operand_nodes(node)):
             held, spec = self.hub(owner.flow.reads[node.name, i] or operand.name, phase, source)
             wanted = rule.operand_spec(i, strategy, owner.pricer.mesh)
             assert wanted is not None
-            operands.append(self.converter.convert(held, operand.name, call.operands[i], spec, wanted, phase, source))
+            operands.append(self._converted(held, operand.name, spec, wanted, phase, source))
         block = Block(call, rule, strategy, owner.pricer.mesh)
         definition = find(call.op)
         changes = definition.localize(block) if definition is not None and definition.localize else {}
         args = _arguments(node, operands, changes)
-        results = {i: v for i, v in value_names(node).items() if not again or v in owner.recompute}
+        results = {i: v for i, v in value_names(node).items() if not again or v in owner.recompute or v in owner.recast}
         count = len(call.results)
         outs = tuple(self.names.fresh(results[i]) if i in results else "_" for i in range(count))
         specs = tuple(rule.result_spec(i, strategy, owner.pricer.mesh) for i in range(count))
@@ -154,6 +167,8 @@ class _TemplateLowering:
         self.flow = flow(template)
         self.recompute = frozenset(plan.recompute)
         self.replay = replay(template, self.flow, plan.recompute)
+        self.wide = wide_gradients(template)
+        self.recast = late_upcasts(template)
 
     def strategy(self, node: str) -> tuple[str, ...]:
         try:
@@ -233,6 +248,9 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
     else:
         _ahead(owner, body)
         last, known = body.successor()
+        for value in owner.recast:  # the narrow value is kept for W, and cast again there
+            last.held.pop(value, None)
+            last.held.pop(f"{value}@use", None)
         for node in template.ops:
             if node.meta["phase"] == "W":
                 last.op(node)
@@ -244,8 +262,24 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
     return LoweredTemplate(
         template.name, front, back, tuple(name for _, name, _ in saved), random, out_specs,
         tuple(s for _, s in input_grads), tuple(s for _, s in param_grads), late_params, after, later, again_params,
-        frozenset(owner.replay.kept),
+        frozenset(owner.replay.kept), _parked(owner, [key for key, _, _ in saved]), plan_tier(owner.plan),
     )  # fmt: skip
+
+
+def plan_tier(plan: TemplatePlan) -> str:
+    """The tier that saved values go to, if any do."""
+    return plan.offload_tier if plan.offload else ""
+
+
+def _parked(owner: _TemplateLowering, forms: list[str]) -> tuple[int, ...]:
+    """Places among the saved values of those that the plan parks. Names that are not kept have nothing to park."""
+    unknown = [v for v in owner.plan.offload if v not in owner.template.nodes or v in owner.template.params]
+    if unknown:
+        raise PlanError(
+            f"the plan offloads {owner.template.name}.{unknown[0]}, which is no value of this template; it is for another model"
+        )
+    chosen = {owner.replay.kept[v] for v in owner.plan.offload if v in owner.replay.kept}
+    return tuple(place for place, form in enumerate(forms) if form in chosen)
 
 
 def _gathered_alike(owner: _TemplateLowering, param: str) -> bool:

@@ -93,6 +93,16 @@ def at_price(problem: RecomputeProblem, seconds: int, nbytes: int) -> Choice:
     return found
 
 
+def at_byte_price(problem: RecomputeProblem, price: float) -> Choice:
+    """The least of seconds + price · bytes (price: seconds per byte)."""
+    if not problem.needed:
+        return Choice(0.0, 0.0, frozenset(), frozenset(), ())
+    scale_s, scale_b = _scales(problem)
+    seconds, nbytes = 1 / scale_s, price / scale_b
+    unit = max(seconds, nbytes) / _STEPS
+    return at_price(problem, max(round(seconds / unit), 1), max(round(nbytes / unit), 1))
+
+
 def hull(problem: RecomputeProblem) -> list[Choice]:
     """Corners of the lower convex hull, from least seconds to least bytes."""
     if not problem.needed:

@@ -16,15 +16,16 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from autopar.ir.program import Template, operand_values, resolve
+from autopar.ir.program import Program, Template, operand_values, resolve
 from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 from autopar.passes.costs import Pricer
 from autopar.passes.recompute.replay import kept_form
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.structure import value_names
 from autopar.passes.values import Flow, flow, phase_is_late
-from autopar.plan import ParameterPlan, TemplatePlan
+from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,19 @@ def recompute_problem(
     stored: how the parameter of every placeholder rests. free_inputs: placeholders that stay in memory anyway (buffers).
     """
     return _Builder(template, plan, stored, pricer, rules, free_inputs).run()
+
+
+def recompute_problems(
+    program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook
+) -> dict[str, RecomputeProblem]:  # fmt: skip
+    """The graphs of the templates that have a backward; program: the calls of the stage."""
+    found = {}
+    for name in sorted({program.calls[i].template for i in program.backward_calls}):
+        template, calls = program.templates[name], [call for call in program.calls if call.template == name]
+        stored = {p: stage.parameters[given] for p, given in zip(template.params, calls[0].params, strict=True)}
+        resting = [v for i, v in enumerate(template.inputs) if all(c.inputs[i].kind == "buffer" for c in calls)]
+        found[name] = recompute_problem(template, stage.templates[name], stored, pricer, rules, resting)
+    return found
 
 
 class _Builder:
@@ -125,7 +139,12 @@ class _Builder:
             storage = self.stored[hub.value].storage
             late = f"{hub.value}@late"
             alike = late in self.flow.hubs and self.plan.specs[late] == wanted
-            return self._add(name, "", math.inf, 0.0 if alike else self.pricer.convert_s(type_, storage, wanted), ())
+            if alike:
+                return self._add(name, "", math.inf, 0.0, ())
+            seconds = self.pricer.convert_s(type_, storage, wanted)
+            stored = TensorType(type_.shape, self.template.nodes[hub.value].meta.get("stored") or type_.dtype)
+            seconds += self.pricer.cast_s(stored, type_, storage) if stored != type_ else 0.0
+            return self._add(name, "", math.inf, seconds, ())
         source = self._at(hub.source or hub.value)
         seconds = self.pricer.convert_s(type_, self.specs[hub.source or hub.value], wanted)
         shown = seconds == 0 and math.isinf(self.items[source].bytes_kept) and self._shows(hub.value)

@@ -114,10 +114,9 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
         return Answer({} if fits else None, 0.0, True)
     model = _build(r, budget)
     limit = datetime.timedelta(seconds=max(time_limit_s, 0.1))
-    lp = mathopt.solve(
-        mathopt.Model.from_model_proto(model.proto), mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(time_limit=limit),
-    )  # fmt: skip
+    lp = _solved(model, mathopt.SolveParameters(time_limit=limit))
+    if lp is None:
+        return Answer(None, -float("inf"), False)
     reason = lp.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return Answer(None, float("inf"), True)
@@ -129,14 +128,19 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
         return Answer(chosen, bound, True)
     for i in range(model.first_edge):
         model.proto.variables.integers[i] = True
-    mip = mathopt.solve(
-        mathopt.Model.from_model_proto(model.proto), mathopt.SolverType.HIGHS,
-        params=mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=1e-4),
-    )  # fmt: skip
-    if not mip.has_primal_feasible_solution():
+    mip = _solved(model, mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=1e-4))
+    if mip is None or not mip.has_primal_feasible_solution():
         return Answer(None, bound, False)
     chosen, _ = _read(r, model, mip)
     return Answer(chosen, max(bound, mip.best_objective_bound() * model.scale), True)
+
+
+def _solved(model: _Model, params: mathopt.SolveParameters) -> mathopt.SolveResult | None:
+    """The solver's result; None where it gives up for numerical reasons (it raises what its own binding cannot tell)."""
+    try:
+        return mathopt.solve(mathopt.Model.from_model_proto(model.proto), mathopt.SolverType.HIGHS, params=params)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _read(r: Reduced, model: _Model, result: mathopt.SolveResult) -> tuple[dict[int, int], bool]:

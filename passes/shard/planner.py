@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from autopar.ir.spec import Spec, parse_spec
 from autopar.options import Options
 from autopar.passes.account import Account
 from autopar.passes.costs import Pricer
+from autopar.passes.offload import offloaded
 from autopar.passes.recompute.policies import policy_set
 from autopar.passes.shard.batch import batch_factors
 from autopar.passes.shard.graph import FactorGraph, Key
@@ -40,6 +41,13 @@ class Candidate:
     solution: Solution
     lowered: LoweredProgram | None = None
     account: Account | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; once lowered with the transfers to memory tiers that it really waits for."""
+        if self.account is not None and len(self.plan.stages) == 1 and self.account.stages[0].moves:
+            return self.account.step_time_s
+        return self.solution.cost
 
 
 def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None = None) -> list[Mesh]:
@@ -155,9 +163,9 @@ def _named(program: Program) -> Iterator[tuple[Key, tuple[int, ...]]]:
 
 def build_problem(
     program: Program, pricer: Pricer, rules: RuleBook, setting: Setting, options: Options, strategy: str,
-    recompute: str = "none",
+    recompute: str | Mapping[str, tuple[str, ...]] = "none",
 ) -> Problem:  # fmt: skip
-    """The factor graph of a mesh under a strategy, a recompute policy and the user's constraints."""
+    """The factor graph of a mesh under a strategy, a recompute policy (or sets of values) and the user's constraints."""
     filters = [
         f
         for f in (
@@ -167,7 +175,10 @@ def build_problem(
         if f is not None
     ]
     allowed = (lambda key, state: all(f(key, state) for f in filters)) if filters else None
-    again = {name: policy_set(t, recompute) for name, t in program.templates.items()} if program.training else {}
+    if isinstance(recompute, str):
+        again = {name: policy_set(t, recompute) for name, t in program.templates.items()} if program.training else {}
+    else:
+        again = dict(recompute)
     try:
         return Problem(program, pricer, rules, setting, allowed, recompute=again)
     except InfeasibleError as error:
@@ -237,7 +248,8 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
         else:
             for name in problem.groups[key[1]].names:
                 parameters[name] = ParameterPlan(*state)
-    return StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
+    stage = StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
+    return offloaded(program, stage, problem.pricer.device, problem.setting)
 
 
 def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:

@@ -10,7 +10,7 @@ after the optimizer step. What the plan recomputes is priced twice, and only wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,12 @@ from autopar.ir.rule import Rule
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.costs import Pricer
+from autopar.passes.precision import wide_gradients
 from autopar.passes.recompute.replay import Replay, replay
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.rules import RuleBook
 from autopar.passes.shard.structure import (
+    Group,
     call_edges,
     parameter_groups,
     shows_held,
@@ -44,7 +46,11 @@ class Setting:
 
     state_ratio: optimizer state elements per parameter, state_bytes each. in_flight: microbatches whose values are held
     for backward at once (pipelines). scratch: elements that the optimizer's step needs for a moment, per element of
-    the parameter it updates and per element of the one before.
+    the parameter it updates and per element of the one before. offload: kinds that rest in memory tiers whatever the
+    plan ("optimizer", "activations", "parameters"; `autopar.passes.offload`), which therefore take no memory here. whole:
+    parameters that the optimizer updates as whole tensors. compensated: gradients of microbatches are summed with what
+    rounding loses. state_of: the ratio of parameters where it is not state_ratio (which then is that of the model);
+    group_of: which group of the optimizer a parameter is updated with, where there are several.
     """
 
     microbatches: int = 1
@@ -52,6 +58,15 @@ class Setting:
     state_bytes: int = 4
     scratch: tuple[float, float] = (0.0, 0.0)
     in_flight: float = 1.0
+    offload: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    compensated: bool = False
+    state_of: Mapping[str, float] = field(default_factory=dict)
+    group_of: Mapping[str, int] = field(default_factory=dict)
+
+    def ratio(self, name: str) -> float:
+        """Optimizer state elements per element of a parameter."""
+        return self.state_of.get(name, self.state_ratio)
 
 
 class Problem:
@@ -66,6 +81,8 @@ class Problem:
     ) -> None:  # fmt: skip
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
         self.setting = setting
+        away = (pricer.device.tiers or (pricer.device.tier("ddr"),))[0] if setting.offload and program.training else None
+        self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
         self.given = given
         self.allowed = allowed or (lambda key, state: True)
         self.graph = FactorGraph()
@@ -94,6 +111,16 @@ class Problem:
             raise InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
         return self.graph.add(key, kept, np.array([cost(s) for s in kept]), np.array([memory(s) for s in kept]))
 
+    def _add_held(self, key: Key, states: list[Any], cost: Callable[[Any], float], held: Callable[[Any], float]) -> int:
+        """A variable whose states keep so many bytes of a microbatch until backward: on the device, or away and back."""
+        v = self._add(key, states, cost, held)
+        if "activations" in self.setting.offload:
+            self.graph.cost[v] = self.graph.cost[v] + 2 * self._move_s * self.setting.microbatches * self.graph.memory[v]
+            self.graph.memory[v] = np.zeros_like(self.graph.memory[v])
+        else:
+            self.graph.memory[v] = self.setting.in_flight * self.graph.memory[v]
+        return v
+
     def _add_ops(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
         microbatches = self.setting.microbatches
@@ -119,10 +146,10 @@ class Problem:
                     spec, type_ = rule.result_spec(i, s, self.mesh), call.results[i]
                     if spec is not None and type_ is not None:
                         total += spec.local_bytes(type_, self.mesh)
-                return total * calls * self.setting.in_flight
+                return total * calls
 
             key = ("op", template.name, node.name)
-            self._add(key, strategies, lambda s, c=call, r=rule, t=times: t * self.pricer.op_s(c, r, s), memory)  # type: ignore[misc]
+            self._add_held(key, strategies, lambda s, c=call, r=rule, t=times: t * self.pricer.op_s(c, r, s), memory)  # type: ignore[misc]
             kept = self.graph.states[self.graph.index[key]]
             self._result_specs[key] = [
                 [rule.result_spec(i, s, self.mesh) for s in kept] for i in range(len(call.results))
@@ -150,7 +177,7 @@ class Problem:
             type_ = template.type_of(name)
             specs = self._specs(template, name, partial=type_.is_float or name in owed)
             counted = again.kept.get(name) == name
-            self._add(("at", template.name, name), specs, _nothing, self._held(type_, calls if counted else 0))
+            self._add_held(("at", template.name, name), specs, _nothing, self._held(type_, calls if counted else 0))
         for hub in fl.hubs.values():
             type_ = template.type_of(hub.value)
             specs = self._specs(template, hub.value, partial=hub.value not in params)
@@ -160,11 +187,10 @@ class Problem:
                 own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
                 specs = list({**dict.fromkeys(specs), **own})
             counted = again.kept.get(hub.value) == hub.name and not shows_held(template, producer[0], self._rests(template))
-            self._add(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
+            self._add_held(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
 
     def _held(self, type_: TensorType, times: float) -> Callable[[Spec], float]:
-        """Bytes that a value of this type keeps until backward, over all calls."""
-        times = times * self.setting.in_flight
+        """Bytes that a value of this type keeps until backward, over all calls of a microbatch."""
         return lambda spec: times * spec.local_bytes(type_, self.mesh) if times else 0.0
 
     def _specs(self, template: Template, value: str, partial: bool) -> list[Spec]:
@@ -206,21 +232,22 @@ class Problem:
     def _connect_inside(self, template: Template) -> None:
         fl, again = self.flows[template.name], self.replays[template.name]
         times = self.program.multiplicity[template.name] * self.setting.microbatches
-        params = set(template.params)
+        params, wide = set(template.params), wide_gradients(template)
         for hub in fl.hubs.values():
             if hub.value in params:
                 continue
             u, before = self._at(template, hub.source) if hub.source else self._source(template, hub.value)
             v, after = self._at(template, hub.name)
             twice = 2 if hub.name in again.hubs else 1
-            self.graph.connect(u, v, twice * times * self._conversion(template.type_of(hub.value), before, after))
+            type_ = wide.get(hub.value) or template.type_of(hub.value)
+            self.graph.connect(u, v, twice * times * self._conversion(type_, before, after))
         for (name, i), source in fl.reads.items():
             key = ("op", template.name, name)
             wanted = self._operand_specs[key][i]
             value = value_at(template.nodes[name], i)
             u, before = self._at(template, source) if source else self._source(template, value)
             twice = 2 if name in again.again else 1
-            matrix = twice * times * self._conversion(template.type_of(value), before, wanted)
+            matrix = twice * times * self._conversion(wide.get(value) or template.type_of(value), before, wanted)
             self.graph.connect(u, self.graph.index[key], matrix)
 
     def _connect_calls(self) -> None:
@@ -267,14 +294,16 @@ class Problem:
             step_s = self._optimizer_s(parameter.type)
 
             def cost(
-                s: tuple[Spec, Spec], t: bool = train, la: Any = lattice, o: Any = step_s, c: int = count
-            ) -> float:
-                return c * (_gather_s(la, s[1], s[0]) + o(s[1])) if t else 0.0
+                s: tuple[Spec, Spec], t: bool = train, la: Any = lattice, o: Any = step_s, c: int = count,
+                ty: TensorType = parameter.type, r: int = self._reads(group),
+            ) -> float:  # fmt: skip
+                moved = c * self._moved_s(ty, s, t, r / c) if self._move_s else 0.0
+                return moved + (c * (_gather_s(la, s[1], s[0]) + o(s[1])) if t else 0.0)
 
             def memory(s: tuple[Spec, Spec], t: bool = train, ty: TensorType = parameter.type, c: int = count) -> float:
                 return c * self.parameter_bytes(ty, s, t)
 
-            v = self._add(("param", name), states, cost, memory)
+            v = self._add_parameter(name, states, cost, memory)
             kept = self.graph.states[v]
             for template_name, slot in group.slots:
                 template = self.program.templates[template_name]
@@ -283,14 +312,37 @@ class Problem:
                 for kind in ("use", "late"):
                     if f"{value}@{kind}" in self.flows[template_name].hubs:
                         u, wanted = self._at(template, f"{value}@{kind}")
-                        pair = self._conversion(parameter.type, [s[0] for s in kept], wanted)
+                        pair = self._use_s(parameter.type, template.type_of(value), [s[0] for s in kept], wanted)
                         twice = 2 if kind == "use" and self._gathered_again(template, slot) else 1
                         self.graph.connect(v, u, twice * calls * self.setting.microbatches * pair)
                 grad = template.param_grads[slot]
                 if grad is not None and train:
                     u, before = self._source(template, grad)
-                    pair = self._conversion(template.type_of(grad), before, [s[1] for s in kept], bucketed=True)
+                    pair = self._conversion(parameter.type, before, [s[1] for s in kept], bucketed=True)
                     self.graph.connect(u, v, calls * pair)
+
+    def _add_parameter(self, name: str, states: list[Any], cost: Any, memory: Any) -> int:
+        """The variable of a group of parameters, whole where its optimizer asks for that."""
+        whole = next((n for n in self.groups[name].names if n in self.setting.whole), None)
+        if whole is None:
+            return self._add(("param", name), states, cost, memory)
+        states, why = [s for s in states if s[1].is_replicated], f"its optimizer updates {whole} as a whole tensor"
+        if self.given is not None and not self.given(("param", name))[1].is_replicated:
+            raise PlanError(f"{why}, the plan shards it; compile again without plan=, or with an elementwise optimizer")
+        try:
+            return self._add(("param", name), states, cost, memory)
+        except InfeasibleError as error:
+            raise InfeasibleError(
+                f"{why}, which the strategy or the constraints forbid; leave it whole (strategy 'dp' or 'auto'), or use an "
+                "elementwise optimizer such as AdamW"
+            ) from error
+
+    def _use_s(self, stored: TensorType, used: TensorType, before: list[Spec | None], after: list[Spec | None]) -> Any:
+        """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
+        seconds = self._conversion(used, before, after)
+        if used == stored:
+            return seconds
+        return seconds + np.array([[self.pricer.cast_s(stored, used, s)] for s in before if s is not None])
 
     def _gathered_again(self, template: Template, slot: int) -> bool:
         """Whether what is recomputed needs a parameter that backward does not have anyway (taken to be wanted alike)."""
@@ -299,14 +351,35 @@ class Problem:
 
     def parameter_bytes(self, type_: TensorType, state: tuple[Spec, Spec], trained: bool) -> float:
         """Parameter, gradient and optimizer state of one parameter on one rank."""
-        stored = state[0].local_bytes(type_, self.mesh)
-        if not trained:
+        stored = 0.0 if "parameters" in self.setting.offload else state[0].local_bytes(type_, self.mesh)
+        if not trained or "parameters" in self.setting.offload:
             return stored
         shard = state[1].local_bytes(type_, self.mesh)
+        if "optimizer" in self.setting.offload:
+            return stored + shard
         elements = shard / type_.dtype.itemsize
         return (
             stored + shard + elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
         )
+
+    def _reads(self, group: Group) -> int:
+        """How often in a step the parameters of a group are brought from storage to use."""
+        calls = 0
+        for name, slot in group.slots:
+            hubs, value = self.flows[name].hubs, self.program.templates[name].params[slot]
+            calls += self.program.multiplicity[name] * sum(f"{value}@{kind}" in hubs for kind in ("use", "late"))
+        return calls * self.setting.microbatches
+
+    def _moved_s(self, type_: TensorType, state: tuple[Spec, Spec], trained: bool, reads: float) -> float:
+        """Seconds of a step that one parameter's way from and to a memory tier takes, where nothing hides it."""
+        away, shard = self.setting.offload, state[1].local_bytes(type_, self.mesh)
+        moved = 0.0
+        if "parameters" in away:
+            moved += reads * state[0].local_bytes(type_, self.mesh) + (4 * shard if trained else 0.0)
+        if "optimizer" in away and trained:
+            elements = shard / type_.dtype.itemsize
+            moved += 2 * elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
+        return moved * self._move_s
 
     def _optimizer_s(self, type_: TensorType) -> Callable[[Spec], float]:
         touched = 3 + 2 * self.setting.state_ratio

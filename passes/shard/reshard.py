@@ -76,7 +76,8 @@ def neighbours(spec: Spec, shape: tuple[int, ...], mesh: Mesh, ordered: bool = T
 
 
 def step_cost(step: Step, before: Spec, type_: TensorType, mesh: Mesh, cost: CollectiveCost, copy_s: float) -> float:
-    """Seconds of one step. Slices and masks cost a little, so that equal paths prefer fewer steps."""
+    """Seconds of one step. Slices and masks cost a little, so that equal paths prefer fewer steps; so do gathers and scatters
+    along any dim but the first, where chunks lie apart in memory and are copied."""
     held = before.local_bytes(type_, mesh)
     size = mesh.sizes[step.axis]
     if step.kind == "slice":
@@ -84,8 +85,9 @@ def step_cost(step: Step, before: Spec, type_: TensorType, mesh: Mesh, cost: Col
     if step.kind == "to_partial":
         return copy_s * held + 1e-8
     if step.kind == "all_gather":
-        return cost("all_gather", held * size, step.axis)
-    return cost(step.kind, held, step.axis)
+        return cost("all_gather", held * size, step.axis) + (0.1 * copy_s * held * size if step.dim else 0.0)
+    apart = step.kind == "reduce_scatter" and step.dim
+    return cost(step.kind, held, step.axis) + (0.1 * copy_s * held if apart else 0.0)
 
 
 class Lattice:

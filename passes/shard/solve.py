@@ -63,14 +63,14 @@ def solve(
     relative distance to the bound at which memory prices are good enough; the MIP with a memory row is for less than 1e-3.
     """
     deadline = time.monotonic() + time_limit_s
-    free, bound, after = _priced(graph, tie_price, deadline)
+    free, bound, after = priced(graph, tie_price, deadline)
     if free is not None:
         bound -= tie_price * graph.memory_of(free)
     method = "exact" if free is not None else "greedy"
     choice = free if free is not None else greedy(graph)
     if budget is None or graph.memory_of(choice) <= budget:
         return _solution(graph, choice, bound, method, after)
-    least, _, _ = _priced(graph, None, deadline)
+    least, _, _ = priced(graph, None, deadline)
     least = least if least is not None else greedy(graph, memory_only=True)
     if graph.memory_of(least) > budget:
         return Shortage(graph.memory_of(least), tuple(least))
@@ -94,8 +94,11 @@ def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, 
     return Solution(tuple(choice), cost, graph.memory_of(choice), min(bound, cost), method, graph.size, after)
 
 
-def _priced(graph: FactorGraph, price: float | None, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
-    """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone.
+def priced(
+    graph: FactorGraph, price: float | None, deadline: float, close: float = _CLOSED
+) -> tuple[list[int] | None, float, dict[str, int]]:
+    """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone. deadline: of
+    time.monotonic(). close: relative distance to the bound that will do.
 
     Large problems: message passing bounds and prunes, an exact solve over the likeliest states gives a plan, and only
     what bound and plan leave open goes to the ILP.
@@ -111,7 +114,7 @@ def _priced(graph: FactorGraph, price: float | None, deadline: float) -> tuple[l
     lower = _settled(r) + known.lower
     choice = _promising(graph, r, known, deadline)
     upper = graph.value(choice) + price * graph.memory_of(choice)
-    if upper - lower <= _CLOSED * abs(upper):
+    if upper - lower <= close * abs(upper):
         return choice, lower, size
     _prune(r, known, upper - lower)
     r = reduce_graph(r)
@@ -175,7 +178,7 @@ def _by_price(
         if span <= 0 or rise <= 0 or time.monotonic() > deadline:
             break
         price = rise / span
-        choice, value, _ = _priced(graph, price, deadline)
+        choice, value, _ = priced(graph, price, deadline)
         if choice is None:
             break
         bound = max(bound, value - price * budget)

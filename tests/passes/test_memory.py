@@ -1,4 +1,4 @@
-"""Bytes of a pipeline over its schedule: what is in flight, or waits, is held (test_memory_measured holds them to measurement)."""
+"""Bytes of a pipeline over its schedule: what is in flight, or waits, is held (measured: test_memory_measured)."""
 
 from __future__ import annotations
 

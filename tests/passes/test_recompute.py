@@ -222,7 +222,7 @@ def llama(recompute: str, share: float | None = None, **options: object) -> Para
     given = {"mesh": {"dp": 4}, "pp": 1, **options}
     if share is not None:
         given["memory_bytes"] = share * llama("none").predicted.peak_bytes
-    return llama_on(recompute=recompute, layers=3, **given)
+    return llama_on(recompute=recompute, layers=3, microbatches=1, **given)
 
 
 def test_policies_trade_memory_for_time() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from autopar.runtime import GradEntry, GradStore, RuntimeProgramError, run_threads
 
-from . import scenarios
+from . import scenarios, stages
 
 
 def test_bucket_sizes_do_not_change_results():
@@ -129,3 +129,59 @@ def test_a_loss_travels_with_the_gradients():
 def test_miscounted_contributions_are_errors(misuse, words):
     with pytest.raises(RuntimeProgramError, match=words):
         run_threads(1, {"a": 1}, lambda comm: misuse(GradStore(comm, {"x": GradEntry(1)})))
+
+
+def accumulated(parts, owned, compensated, scale=1.0):
+    """A float32 gradient of many microbatches through a store on one rank."""
+
+    def body(comm):
+        store = GradStore(comm, {"w": GradEntry(1)}, len(parts), scale=scale, compensated=compensated)
+        for _ in range(2):  # buffers of the first step must not leak into the second
+            for k, part in enumerate(parts):
+                store.add("w", part.clone() if owned(k) else part, owned=owned(k))
+            got = store.finish()["w"].clone()
+        return got
+
+    return run_threads(1, {"dp": 1}, body, timeout_s=30)[0]
+
+
+@pytest.mark.parametrize("owned", [lambda k: True, lambda k: False, lambda k: k % 2 == 0], ids=["owned", "lent", "mixed"])
+def test_compensated_sums_come_closer_to_float64(owned):
+    make = torch.Generator().manual_seed(1)
+    parts = [torch.randn(500, generator=make) + 10 for _ in range(256)]
+    kept = [part.clone() for part in parts]
+    want = torch.stack(parts).double().sum(0)
+    plain, better = (accumulated(parts, owned, compensated) for compensated in (False, True))
+    assert (better - want).abs().max() <= torch.finfo(torch.float32).eps * want.abs().max()  # one rounding
+    assert (better - want).norm() < 0.2 * (plain - want).norm()
+    assert all(torch.equal(part, own) for part, own in zip(parts, kept, strict=True)), "a lent gradient was written"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_compensated_sums_of_few_microbatches(count):
+    parts = [torch.full((4,), float(k + 1)) for k in range(count)]
+    assert torch.equal(accumulated(parts, lambda k: True, True, 0.5), torch.full((4,), 0.5 * sum(range(1, count + 1))))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_reduced_once_per_step_however_many_microbatches(zero):
+    """The messages of an optimizer step, counted: those of two microbatches are those of one, and equally long."""
+
+    def sent(microbatches):
+        program = stages.mlp(4, 1, zero, microbatches)
+
+        def body(comm):
+            session = scenarios.session_of(program, comm)
+            session.load_weights(stages.weights())
+            session.train_step(stages.batches(1)[0])
+            calls, start = [], session.rt.comm._start
+            session.rt.comm._start = lambda call: calls.append((call.kind, call.inp.numel(), call.site)) or start(call)
+            session.train_step(stages.batches(1)[0])
+            return [(kind, numel) for kind, numel, site in calls if site.startswith("gradients of")], len(calls)
+
+        return run_threads(4, program.mesh, body, timeout_s=30)[0]
+
+    (one, all_one), (two, all_two) = sent(1), sent(2)
+    assert all_two > all_one, "other messages are sent by every microbatch"
+    assert len(one) == len(two)
+    assert sum(numel for _, numel in two) <= sum(numel for _, numel in one) + 1  # the loss of the second microbatch rides along

@@ -64,7 +64,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pipeline": "pipeline.py",
         "placement": [1, 0],
         "training": True,
-        "optimizer": {"module": "torch.optim", "name": "AdamW", "kwargs": {"lr": 1e-2}},
+        "update": {"optimizer": {"module": "torch.optim", "name": "AdamW", "kwargs": {"lr": 1e-2}}},
         "seed": 3,
         "weights": "weights",
         "inputs": [{"shape": [8, 8], "dtype": "float64"}, {"shape": [8, 8], "dtype": "float64"}],

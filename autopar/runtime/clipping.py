@@ -1,0 +1,50 @@
+"""The norm of all gradients of the program, although each rank holds shards and copies of some of them.
+
+    ||g||_p  =  ( Σ over ranks, over the gradients counted there:  ||shard||_p ^ p ) ^ (1/p)         max for p = ∞
+
+A shard is counted on one of the ranks that hold the same one (`counts`: the first along every axis that does not shard
+it), a parameter of several stages where its owner is. So one small all-reduce makes the norm of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .comm import Comm
+from .mesh import SpecDims
+from .update_rule import norm_power
+
+
+def counts(spec: SpecDims, comm: Comm) -> bool:
+    """Whether this rank is the one that counts its shard under a spec."""
+    sharding = {axis for dim in spec for axis in dim}
+    return all(index == 0 for axis, index in comm.position.items() if axis not in sharding)
+
+
+def powered_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """This rank's part of the sum above (of the maximum), in float64; shape (1,)."""
+    kind, power = norm_power(norm_type)
+    found = [grad for grad in grads if grad.numel()]
+    if not found:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    wide = [torch.float64 if grad.dtype == torch.float64 else torch.float32 for grad in found]
+    norms = torch.stack(
+        [
+            torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(device, torch.float64)
+            for grad, dtype in zip(found, wide, strict=True)
+        ]
+    )
+    return (norms.amax() if kind == "max" else (norms**power).sum()).reshape(1)
+
+
+def joined_norm(total: Tensor, norm_type: float) -> Tensor:
+    """The norm of the whole from the reduced parts."""
+    return total ** (1.0 / norm_power(norm_type)[1])
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients are multiplied by (torch.nn.utils.clip_grad_norm_ has the same 1e-6)."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,0 +1,58 @@
+"""Dynamic loss scaling: the scale that backward starts from, and what becomes of it after each step.
+
+Small gradients of fp16 values would be rounded to zero; the loss is multiplied by a large scale, gradients are divided
+by it after they are reduced. A scale that is too large shows as a gradient that is not finite: then all ranks skip the
+step and the scale shrinks. The numbers are those of torch.amp.GradScaler, its kernel included.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .update_rule import LossScaling
+
+
+class Scaler:
+    """The state of dynamic loss scaling, the same on every rank. growth_tracker: steps since the scale changed."""
+
+    def __init__(self, choice: LossScaling) -> None:
+        self.choice = choice
+        self.scale = _float32(choice.initial)
+        self.growth_tracker = 0
+
+    def unscale(self, grads: Iterable[Tensor], device: torch.device) -> Tensor:
+        """Divide gradients by the scale, in place; positive where one of this rank's is not finite, else 0."""
+        total = torch.zeros(1, device=device)
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for grad in grads:
+            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (own, _), members in alike.items():
+            found, inverse = torch.zeros(1, device=own), torch.full((1,), 1.0 / self.scale, device=own)
+            torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
+            total += found.to(device)
+        return total
+
+    def update(self, overflow: bool) -> None:
+        """After a step: shrink the scale where a gradient overflowed, let it grow after enough steps without."""
+        if overflow:
+            self.scale, self.growth_tracker = _float32(self.scale * self.choice.backoff), 0
+            return
+        self.growth_tracker += 1
+        if self.growth_tracker == self.choice.interval:
+            grown = _float32(self.scale * self.choice.growth)
+            self.scale, self.growth_tracker = grown if grown < float("inf") else self.scale, 0
+
+    def dump(self) -> str:
+        return json.dumps({"scale": self.scale, "growth_tracker": self.growth_tracker})
+
+    def restore(self, dumped: str) -> None:
+        state = json.loads(dumped)
+        self.scale, self.growth_tracker = float(state["scale"]), int(state["growth_tracker"])
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))

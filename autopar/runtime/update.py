@@ -1,0 +1,220 @@
+"""From reduced gradients to updated parameters: what one optimizer step does on a rank.
+
+    unscale -> clamp -> norm and overflow of all ranks, one message -> clip -> optimizers -> scheduler
+
+Optimizers see shards: elementwise ones (SGD, Adam, …) compute exactly what they would on full tensors, and for others
+the plan keeps tensors whole. Every rank takes the same decisions from the same numbers, so a skipped step is skipped by
+all. The step may run in parts, a few parameters at a time with no gradient on the others, between which state can be
+brought in and taken away (`bring`).
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from .clipping import clip_factor, joined_norm, powered_norm
+from .comm import Comm, Handle
+from .errors import CheckpointError
+from .scaling import Scaler
+from .update_rule import UpdateRule, make_optimizers, norm_power, stand_in
+
+Kind = tuple[int, torch.dtype]  # of a parameter: number of dims, dtype
+Bring = Callable[[Sequence[str]], AbstractContextManager[Any]]
+
+
+class Updater:
+    """The optimizers of one rank with what surrounds them; every method is called by all ranks together.
+
+    parts: names that one `optimizer.step()` updates at a time (None: all at once), inside `bring(names)`.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        own: Mapping[str, nn.Parameter],
+        every: Mapping[str, Kind],
+        counted: Collection[str],
+        comm: Comm,
+    ) -> None:
+        """own: this rank's optimizer shards; every: all trained parameters of the program, in the order that the
+        factory sees; counted: those of own that this rank counts in the global norm; comm: of all ranks."""
+        self.rule = rule
+        self.own = dict(own)
+        self.comm = comm
+        self.counted = frozenset(counted)
+        self.parts: list[list[str]] | None = None
+        self.bring: Bring = lambda names: nullcontext()
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
+        if rule.optimizer is not None and every:
+            named = [(name, own[name] if name in own else stand_in(*kind, comm.device)) for name, kind in every.items()]
+            self.optimizers = make_optimizers(rule.optimizer, named)
+        self.schedulers = [rule.scheduler(one) for one in self.optimizers] if rule.scheduler is not None else []
+        self.scaler = Scaler(rule.loss_scaling) if rule.loss_scaling is not None else None
+        self.grad_norm: Tensor | None = None
+        self.skipped = False
+        self._taken_by = {id(p): one for one in self.optimizers for group in one.param_groups for p in group["params"]}
+
+    @property
+    def loss_scale(self) -> float:
+        """What backward starts from."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    # ---- the step
+
+    @torch.no_grad()
+    def step(self, grads: dict[str, Tensor], loss: Handle[Tensor], borrowed: Collection[str] = ()) -> bool:
+        """Update parameters from reduced gradients, which are unscaled and clipped in place; whether it was done.
+
+        borrowed: gradients that somebody else may hold too, to be copied before they are changed.
+        """
+        self.skipped = not self._prepare(grads, borrowed)
+        if self.skipped or not self.optimizers:
+            return False
+        self.step_in_parts(grads, [list(self.own)] if self.parts is None else self.parts)
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(loss.wait().item())
+            else:
+                scheduler.step()
+        return True
+
+    def step_in_parts(self, grads: Mapping[str, Tensor], parts: Iterable[Sequence[str]]) -> None:
+        """The optimizers' step, over the parameters of one part after the other; gradients stay on the parameters."""
+        for names in parts:
+            for parameter in self.own.values():
+                parameter.grad = None
+            for name in names:
+                self.own[name].grad = grads[name]
+            with self.bring(names):
+                for optimizer in self.optimizers:
+                    optimizer.step()
+        for name, parameter in self.own.items():
+            parameter.grad = grads[name]
+
+    def forget_gradients(self) -> None:
+        """Those of the last step, before the next one needs their room."""
+        for parameter in self.own.values():
+            parameter.grad = None
+
+    def _prepare(self, grads: dict[str, Tensor], borrowed: Collection[str]) -> bool:
+        """Unscale and clip; False where a gradient overflowed on any rank."""
+        clip, value, scaler, device = self.rule.clip_norm, self.rule.clip_value, self.scaler, self.comm.device
+        if clip is None and value is None and scaler is None:
+            return True
+        for name in borrowed:
+            if name in grads:
+                grads[name] = grads[name].clone()
+        own = list(grads.values())
+        found = torch.zeros(1, dtype=torch.float64, device=device)
+        if scaler is not None:
+            found = scaler.unscale(own, device).double()
+        if value is not None and own:
+            torch._foreach_clamp_min_(own, -value)
+            torch._foreach_clamp_max_(own, value)
+        kind, parts = "sum", [found]
+        if clip is not None:
+            kind = norm_power(clip.norm_type)[0]
+            parts.append(powered_norm([grads[n] for n in grads if n in self.counted], clip.norm_type, device))
+        if clip is not None or scaler is not None:
+            total = self.comm.all_reduce(torch.cat(parts), tuple(self.comm.mesh), kind, "norm and overflow of gradients")
+            if clip is not None:
+                self.grad_norm = joined_norm(total[1], clip.norm_type)
+            if scaler is not None:
+                overflow = bool(total[0].item())
+                scaler.update(overflow)
+                if overflow:
+                    return False
+        if clip is not None and own:
+            assert self.grad_norm is not None
+            factor = clip_factor(self.grad_norm, clip.max_norm)
+            for grad in own:
+                grad.mul_(factor.to(grad))
+        return True
+
+    # ---- state
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Optimizer state of one of this rank's parameters ({} when no optimizer has it)."""
+        parameter = self.own[name]
+        optimizer = self._taken_by.get(id(parameter))
+        return {} if optimizer is None else optimizer.state[parameter]
+
+    def takes(self, name: str) -> bool:
+        """Whether an optimizer has this rank's parameter."""
+        return name in self.own and id(self.own[name]) in self._taken_by
+
+    def dump(self) -> dict[str, str]:
+        """What a checkpoint holds beside the state of parameters, as text by entry name: the same on every rank."""
+        if not self.optimizers:
+            return {}
+        found = {"optim_groups": json.dumps([_groups(one) for one in self.optimizers])}
+        if self.schedulers:
+            found["optim_schedulers"] = _text([one.state_dict() for one in self.schedulers])
+        if self.scaler is not None:
+            found["optim_scaling"] = self.scaler.dump()
+        return found
+
+    def restore(self, dumped: Mapping[str, str]) -> None:
+        """The inverse of dump; what is missing stays as it is."""
+        if "optim_groups" in dumped:
+            saved = json.loads(dumped["optim_groups"])
+            saved = [saved] if isinstance(saved, dict) else saved
+            kinds = [type(one).__name__ for one in self.optimizers]
+            if [one["optimizer"] for one in saved] != kinds:
+                raise CheckpointError(
+                    f"the checkpoint was written with {' and '.join(one['optimizer'] for one in saved)}, this program "
+                    f"trains with {' and '.join(kinds)}"
+                )
+            for one, state in zip(self.optimizers, saved, strict=True):
+                _restore_groups(one, state["groups"])
+        if "optim_schedulers" in dumped and self.schedulers:
+            for scheduler, state in zip(self.schedulers, _value(dumped["optim_schedulers"]), strict=True):
+                scheduler.load_state_dict(state)
+        if "optim_scaling" in dumped and self.scaler is not None:
+            self.scaler.restore(dumped["optim_scaling"])
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Learning rates and the like (a nested value would be taken apart by the checkpoint writer)."""
+    plain = (int, float, bool, str, tuple, list, type(None))
+    groups = []
+    for group in optimizer.param_groups:
+        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
+        own = {k: v for k, v in values.items() if k not in ("params", "param_names") and isinstance(v, plain)}
+        groups.append(own)
+    return {"optimizer": type(optimizer).__name__, "groups": groups}
+
+
+def _restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's {type(optimizer).__name__} has {len(groups)} parameter groups, this program's "
+            f"{len(optimizer.param_groups)}; make the optimizer with the same groups"
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            current = group.get(key)
+            if isinstance(current, Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _text(value: Any) -> str:
+    """Plain Python data as text; JSON would lose tuples, counters and keys that are numbers."""
+    made = io.BytesIO()
+    torch.save(value, made)
+    return base64.b64encode(made.getvalue()).decode()
+
+
+def _value(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
