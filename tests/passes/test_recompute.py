@@ -294,10 +294,11 @@ def test_a_policy_that_is_unknown_is_refused() -> None:
 
 
 def test_a_pipeline_recomputes_where_memory_is_short() -> None:
-    free = llama_on(recompute="none", layers=4, pp=2, microbatches=4, schedule="1f1b", chunks=1)
-    limit = 0.8 * free.predicted.peak_bytes
-    auto = llama_on(recompute="auto", layers=4, pp=2, microbatches=4, schedule="1f1b", chunks=1, memory_bytes=limit)
+    asked = {"layers": 4, "pp": 2, "microbatches": 4, "schedule": "1f1b", "chunks": 1}
+    limit = 0.85 * llama_on(recompute="none", **asked).predicted.peak_bytes
+    auto = llama_on(recompute="auto", memory_bytes=limit, **asked)
     assert auto.pp == 2
     assert auto.predicted.peak_bytes <= limit
-    full = llama_on(recompute="full", layers=4, pp=2, microbatches=4, schedule="1f1b", chunks=1)
+    assert any(t.recompute for stage in auto.plan.stages for t in stage.templates.values())
+    full = llama_on(recompute="full", memory_bytes=limit, **asked)
     assert auto.predicted.step_time_s < full.predicted.step_time_s
