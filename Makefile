@@ -62,6 +62,7 @@ bench: $(READY)
 	$(PY) benchmarks/compile_time.py --quick
 	$(PY) benchmarks/step_time.py
 	$(PY) benchmarks/pipeline.py
+	$(PY) benchmarks/memory.py --zero3 --recompute
 
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

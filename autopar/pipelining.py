@@ -34,7 +34,7 @@ from autopar.stages import Draft, Search
 from autopar.ways import boundary_calls, least_bytes, same_structure
 
 CHAINS = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe")
-MOST_TRIED, MOST_MADE, MOST_SHARES = 8, 3, 4
+MOST_TRIED, MOST_MADE, MOST_SHARES = 6, 3, 4
 SHARE = 0.95
 """Of the memory, what is counted before lowering may take at first."""
 Capture = Callable[[int], Task]

@@ -169,13 +169,10 @@ def zero3_worker(args: argparse.Namespace) -> dict[str, Any]:
 def zero3(args: argparse.Namespace, ranks: int) -> int:
     import autopar
 
-    front = {name: "[@dp, .]" for name, p in make_model().named_parameters() if p.dim() == 2}  # as FSDP2 shards
     program = autopar.compile(
         make_model(), autopar.ClusterSpec.local(ranks), make_batch(0, args.rows * ranks), loss_fn=next_token_loss,
         optimizer=OPTIMIZER,
-        options=autopar.Options(
-            mesh={"dp": ranks}, strategy="zero3", pp=1, recompute="none", microbatches=1, constraints=front,
-        ),
+        options=autopar.Options(mesh={"dp": ranks}, strategy="zero3", pp=1, recompute="none", microbatches=1),
     )  # fmt: skip
     return spread(args, "zero3", ranks, {"zero3": program}, {"predicted_peak_bytes": int(program.predicted.peak_bytes)})
 
