@@ -66,7 +66,7 @@ class Joint:
         self.program, self.build = program, build
         self.price = 0.0
         self.fixed = fixed
-        self.deadline = time.monotonic() + time_limit_s
+        self.time_limit_s = time_limit_s
         self.tie_price = tie_price
         self.problems: dict[_Key, Problem] = {}
         self.points: list[Point] = []
@@ -104,11 +104,12 @@ class Joint:
             return self.free
         if self.least().nbytes > budget:
             return Shortage(self.smallest.nbytes, self.smallest.choice)
+        deadline = time.monotonic() + self.time_limit_s
         over = min((p for p in self.points if p.nbytes > budget), key=lambda p: p.nbytes)
         under = self._fastest(budget)
         for _ in range(_STEPS):
             span, rise = over.nbytes - under.nbytes, under.seconds - over.seconds
-            if span <= 0 or rise <= close * under.seconds or time.monotonic() > self.deadline:
+            if span <= 0 or rise <= close * under.seconds or time.monotonic() > deadline:
                 break
             self.price = price = rise / span
             level = over.value(price) * (1 - 1e-4)
@@ -124,9 +125,8 @@ class Joint:
 
     def cheapest(self, point: Point, price: float) -> dict[str, tuple[str, ...]]:
         """The sets that are best for a sharding at a price."""
-        setting = point.problem.setting
-        weighed = price * setting.in_flight / setting.microbatches
-        return {name: at_byte_price(p, weighed).recompute for name, p in self.graphs(point).items()}
+        held_s = point.problem.held_s(price)
+        return {name: at_byte_price(p, held_s).recompute for name, p in self.graphs(point).items()}
 
     def graphs(self, point: Point) -> dict[str, RecomputeProblem]:
         """Per template that has a backward what keeping and making again cost there."""
@@ -198,7 +198,7 @@ class Joint:
         if key not in self.problems:
             self.problems[key] = self.build(sets)
         problem = self.problems[key]
-        choice, _, _ = priced(problem.graph, price, self.deadline, _CLOSE)
+        choice, _, _ = priced(problem.graph, price, time.monotonic() + self.time_limit_s, _CLOSE)
         if choice is None:
             raise InfeasibleError("the sharding of a mesh was not found in time; raise Options.solver_time_limit_s")
         return Point(problem, tuple(choice), problem.graph.value(choice), problem.graph.memory_of(choice))

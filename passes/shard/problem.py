@@ -362,6 +362,11 @@ class Problem:
             stored + shard + elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
         )
 
+    def held_s(self, price: float) -> float:
+        """Seconds that a byte held by a microbatch costs, per microbatch, where a byte of the device has this price."""
+        away = "activations" in self.setting.offload
+        return 2 * self._move_s if away else price * self.setting.in_flight / self.setting.microbatches
+
     def _reads(self, group: Group) -> int:
         """How often in a step the parameters of a group are brought from storage to use."""
         calls = 0

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.costmodel.tiers import Tier
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.costs import Pricers
@@ -130,3 +131,16 @@ def test_one_after_the_other_is_worse_however_well_each_is_done() -> None:
         gains.append(min(sharded_first, set_first) / found.seconds - 1)
     assert min(gains) >= -5e-3
     assert max(gains) > 0.01
+
+
+@pytest.mark.parametrize(("bandwidth_Bps", "again"), [(1e13, False), (1e7, True)])
+def test_what_would_go_to_a_slow_tier_is_rather_made_again(bandwidth_Bps: float, again: bool) -> None:
+    program = llama_on(4, recompute="none", pp=1)
+    cluster = program.cluster.with_tiers(Tier("ddr", 1e12, bandwidth_Bps, 1e-6))
+    pricer, setting = Pricers(cluster)[Mesh.of(dp=4)], Setting(offload=frozenset({"activations"}))
+    joint = Joint(program.ir, lambda sets: Problem(program.ir, pricer, RULES, setting, recompute=sets))
+    found = joint.turns(0.0, joint.free)
+    sets = found.problem.recompute
+    again_s = sum(of_values(graph, sets.get(name, ())).again_s for name, graph in joint.graphs(found).items())
+    assert (again_s > 0) == again
+    assert found.seconds <= joint.free.seconds
