@@ -27,8 +27,8 @@ from autopar.options import Options
 from autopar.passes.microbatch import in_microbatches
 from autopar.passes.offload import KINDS
 from autopar.passes.shard.planner import candidate_meshes
-from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.placing import placed
 from autopar.plan import Plan
 from autopar.planning import Task, replayed

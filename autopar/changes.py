@@ -26,7 +26,7 @@ from autopar.passes.microbatch import in_microbatches
 from autopar.passes.offload import KINDS
 from autopar.passes.rebatch import NoRebatch, rebatch
 from autopar.passes.shard.planner import Candidate
-from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.setting import Setting
 from autopar.pipelining import asks_for_pipeline, search_pipelines
 from autopar.planning import Task
 from autopar.report import size_text, time_text
@@ -146,7 +146,7 @@ def best_of(task: Task, batch: int, limit_s: float) -> tuple[float, float] | Non
                 if small and time.monotonic() > end - 2 * limit_s / 3:
                     break
             for s in sorted(small, key=lambda s: s.joint.free.seconds):
-                s.joint.deadline = min(time.monotonic() + SOLVER_S, end)
+                s.joint.time_limit_s = max(min(SOLVER_S, end - time.monotonic()), 0.0)
                 made = fitting(s.task, s.mesh, s.joint)
                 best += [_figures(s.task, made)] if isinstance(made, Candidate) else []
         if asks_for_pipeline(options) or (free and task.cluster.size > 1):

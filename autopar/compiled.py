@@ -31,8 +31,8 @@ from autopar.passes.costs import Pricers
 from autopar.passes.lower import lower
 from autopar.passes.memory import peak_kinds
 from autopar.passes.shard.planner import Candidate
-from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.plan import Plan
 from autopar.runtime.update_rule import OptimizerFactory, UpdateRule
 

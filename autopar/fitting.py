@@ -11,7 +11,7 @@ import math
 from autopar.ir.mesh import Mesh
 from autopar.passes.recompute.joint import Joint, Point
 from autopar.passes.shard.planner import Candidate, build_problem
-from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.plan import Plan
 from autopar.planning import Task

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from autopar.changes import SOLVER_S, Change, OutOfTime, TimedPricers, nearest
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.passes.memory import peak_kinds
-from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.setting import Setting
 from autopar.pipelining import asks_for_pipeline
 from autopar.planning import Task
 from autopar.report import size_text, time_text

@@ -22,9 +22,9 @@ from autopar.passes.account import account
 from autopar.passes.costs import Pricers
 from autopar.passes.lower import lower
 from autopar.passes.shard.planner import Candidate, candidate_meshes, solve_mesh
-from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.replay import evaluate
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.solve import Shortage
 from autopar.plan import Plan
 

@@ -24,7 +24,7 @@ from autopar.passes.recompute.joint import Joint
 from autopar.passes.recompute.policies import policy_set
 from autopar.passes.recompute.replay import replay
 from autopar.passes.shard.planner import solve_mesh
-from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.passes.shard.structure import shows_held
 from autopar.passes.stage import InFlight, Option, interleaved, one_f_one_b

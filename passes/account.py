@@ -22,8 +22,8 @@ from autopar.ir.types import TensorType
 from autopar.passes.costs import Pricer, Pricers
 from autopar.passes.liveness import value_bytes
 from autopar.passes.memory import StageMemory, group_peaks, stage_memory, tier_peaks
-from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.passes.tier_costs import TierMove, gather_moves, gradient_moves, optimizer_moves, saved_moves
 from autopar.plan import StagePlan, TemplatePlan
 

@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import Action
 from autopar.passes.gradients import StoreBytes
 from autopar.passes.probe import gathers, local, regather_peak
-from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.setting import Setting
 from autopar.passes.walk import Course, courses
 from autopar.runtime.parts import divide
 

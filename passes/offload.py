@@ -17,7 +17,7 @@ from autopar.errors import NoRoomError
 from autopar.ir.program import Program, Template, operand_values, resolve
 from autopar.ops.registry import find
 from autopar.passes.recompute.replay import replay
-from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.setting import Setting
 from autopar.passes.values import flow
 from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 

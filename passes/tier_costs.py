@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.costs import Pricer
 from autopar.passes.liveness import roots, value_bytes
 from autopar.passes.memory import step_parts
-from autopar.passes.shard.problem import Setting
+from autopar.passes.shard.setting import Setting
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from autopar.ir.program import Program
 from autopar.passes.account import gradient_work, line_seconds, template_seconds
 from autopar.passes.costs import Pricer
 from autopar.passes.liveness import inside, pinned_values, value_bytes
-from autopar.passes.shard.problem import Setting
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.plan import StagePlan
 
 

@@ -31,8 +31,9 @@ from autopar.passes.lower.pipeline import stage_graph
 from autopar.passes.schedule import build
 from autopar.passes.schedule.grouped import group_graph, grouped
 from autopar.passes.shard.planner import Candidate, random_choice, random_mesh, stage_plan
-from autopar.passes.shard.problem import Problem, Setting
+from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.planning import Task
 from tests.branching import Driving, driving_batch, driving_loss
 from tests.passes.pipelines import dags

@@ -26,8 +26,9 @@ from autopar.passes.offload import offloaded
 from autopar.passes.recompute.policies import policy_set
 from autopar.passes.shard.batch import batch_factors
 from autopar.passes.shard.graph import FactorGraph, Key
-from autopar.passes.shard.problem import Allowed, Problem, Setting
+from autopar.passes.shard.problem import Allowed, Problem
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.solve import Shortage, Solution, solve
 from autopar.passes.shard.structure import parameter_groups
 from autopar.plan import ParameterPlan, Plan, StagePlan, TemplatePlan

@@ -10,7 +10,6 @@ after the optimizer step. What the plan recomputes is priced twice, and only wha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,9 @@ from autopar.passes.costs import Pricer
 from autopar.passes.precision import wide_gradients
 from autopar.passes.recompute.replay import Replay, replay
 from autopar.passes.shard.graph import FactorGraph, Key
+from autopar.passes.shard.parameters import State, moved_bytes, optimizer_s, parameter_bytes
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.structure import (
     Group,
     call_edges,
@@ -38,35 +39,6 @@ from autopar.passes.shard.structure import (
 from autopar.passes.values import Flow, flow
 
 Allowed = Callable[[Key, Any], bool]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the problem depends on beside program and mesh.
-
-    state_ratio: optimizer state elements per parameter, state_bytes each. in_flight: microbatches whose values are held
-    for backward at once (pipelines). scratch: elements that the optimizer's step needs for a moment, per element of
-    the parameter it updates and per element of the one before. offload: kinds that rest in memory tiers whatever the
-    plan ("optimizer", "activations", "parameters"; `autopar.passes.offload`), which therefore take no memory here. whole:
-    parameters that the optimizer updates as whole tensors. compensated: gradients of microbatches are summed with what
-    rounding loses. state_of: the ratio of parameters where it is not state_ratio (which then is that of the model);
-    group_of: which group of the optimizer a parameter is updated with, where there are several.
-    """
-
-    microbatches: int = 1
-    state_ratio: float = 2.0
-    state_bytes: int = 4
-    scratch: tuple[float, float] = (0.0, 0.0)
-    in_flight: float = 1.0
-    offload: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
-    compensated: bool = False
-    state_of: Mapping[str, float] = field(default_factory=dict)
-    group_of: Mapping[str, int] = field(default_factory=dict)
-
-    def ratio(self, name: str) -> float:
-        """Optimizer state elements per element of a parameter."""
-        return self.state_of.get(name, self.state_ratio)
 
 
 class Problem:
@@ -291,17 +263,17 @@ class Problem:
             states = storage_states(parameter.type, self.mesh, train)
             count = len(group.names)
             lattice = self.pricer.lattice(parameter.type, bucketed=True)
-            step_s = self._optimizer_s(parameter.type)
 
             def cost(
-                s: tuple[Spec, Spec], t: bool = train, la: Any = lattice, o: Any = step_s, c: int = count,
-                ty: TensorType = parameter.type, r: int = self._reads(group),
+                s: State, t: bool = train, la: Any = lattice, c: int = count, ty: TensorType = parameter.type,
+                r: float = self._reads(group) / count,
             ) -> float:  # fmt: skip
-                moved = c * self._moved_s(ty, s, t, r / c) if self._move_s else 0.0
-                return moved + (c * (_gather_s(la, s[1], s[0]) + o(s[1])) if t else 0.0)
+                moved = moved_bytes(ty, s, t, r, self.setting, self.mesh) if self._move_s else 0.0
+                updated = optimizer_s(ty, s[1], self.setting, self.mesh, self.pricer.copy_s)
+                return c * moved * self._move_s + (c * (_gather_s(la, s[1], s[0]) + updated) if t else 0.0)
 
-            def memory(s: tuple[Spec, Spec], t: bool = train, ty: TensorType = parameter.type, c: int = count) -> float:
-                return c * self.parameter_bytes(ty, s, t)
+            def memory(s: State, t: bool = train, ty: TensorType = parameter.type, c: int = count) -> float:
+                return c * parameter_bytes(ty, s, t, self.setting, self.mesh)
 
             v = self._add_parameter(name, states, cost, memory)
             kept = self.graph.states[v]
@@ -349,19 +321,6 @@ class Problem:
         late = f"{template.params[slot]}@late" in self.flows[template.name].hubs
         return slot in self.replays[template.name].params and not late
 
-    def parameter_bytes(self, type_: TensorType, state: tuple[Spec, Spec], trained: bool) -> float:
-        """Parameter, gradient and optimizer state of one parameter on one rank."""
-        stored = 0.0 if "parameters" in self.setting.offload else state[0].local_bytes(type_, self.mesh)
-        if not trained or "parameters" in self.setting.offload:
-            return stored
-        shard = state[1].local_bytes(type_, self.mesh)
-        if "optimizer" in self.setting.offload:
-            return stored + shard
-        elements = shard / type_.dtype.itemsize
-        return (
-            stored + shard + elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
-        )
-
     def held_s(self, price: float) -> float:
         """Seconds that a byte held by a microbatch costs, per microbatch, where a byte of the device has this price."""
         away = "activations" in self.setting.offload
@@ -374,25 +333,6 @@ class Problem:
             hubs, value = self.flows[name].hubs, self.program.templates[name].params[slot]
             calls += self.program.multiplicity[name] * sum(f"{value}@{kind}" in hubs for kind in ("use", "late"))
         return calls * self.setting.microbatches
-
-    def _moved_s(self, type_: TensorType, state: tuple[Spec, Spec], trained: bool, reads: float) -> float:
-        """Seconds of a step that one parameter's way from and to a memory tier takes, where nothing hides it."""
-        away, shard = self.setting.offload, state[1].local_bytes(type_, self.mesh)
-        moved = 0.0
-        if "parameters" in away:
-            moved += reads * state[0].local_bytes(type_, self.mesh) + (4 * shard if trained else 0.0)
-        if "optimizer" in away and trained:
-            elements = shard / type_.dtype.itemsize
-            moved += 2 * elements * self.setting.state_ratio * max(self.setting.state_bytes, type_.dtype.itemsize)
-        return moved * self._move_s
-
-    def _optimizer_s(self, type_: TensorType) -> Callable[[Spec], float]:
-        touched = 3 + 2 * self.setting.state_ratio
-
-        def seconds(spec: Spec) -> float:
-            return touched * spec.local_bytes(type_, self.mesh) * self.pricer.copy_s
-
-        return seconds
 
 
 def _gather_s(lattice: Any, before: Spec, after: Spec) -> float:

@@ -10,8 +10,9 @@ from autopar.ir.program import Program
 from autopar.passes.costs import Pricer, Pricers
 from autopar.passes.cut import cut
 from autopar.passes.shard.graph import Key
-from autopar.passes.shard.problem import Problem, Setting
+from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan, StagePlan
 

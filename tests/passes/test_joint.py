@@ -18,8 +18,9 @@ from autopar.passes.costs import Pricers
 from autopar.passes.recompute.choose import of_values, within
 from autopar.passes.recompute.joint import Joint, Point
 from autopar.passes.recompute.replay import made_forward
-from autopar.passes.shard.problem import Problem, Setting
+from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.rules import RuleBook
+from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.solve import Shortage, solve
 from tests.passes.recomputed import llama_on
 
