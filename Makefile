@@ -47,6 +47,7 @@ test-all: $(READY)
 
 lint: $(READY)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 
 # mypy reads the source tree by package name, so it is shown the tree as it installs.
 TYPED := build/typed

@@ -1,9 +1,13 @@
 """autopar: a plain PyTorch model and a cluster in, one readable parallel PyTorch program per rank out."""
 
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+if not (_HERE / "passes").is_dir():  # a checkout: passes, costmodel and codegen lie beside this folder
+    __path__.append(str(_HERE.parent))
+
 from autopar.api import compile
 from autopar.cluster import ClusterSpec
-from autopar.compiled import ParallelProgram, Prediction, RunResult
-from autopar.compiled import ParallelProgram as Program
 from autopar.errors import (
     AutoparError,
     CaptureError,
@@ -17,18 +21,43 @@ from autopar.errors import (
     PlanError,
     ShardingError,
 )
-from autopar.fuzz import random_plan
 from autopar.ops.custom import register_op
 from autopar.options import Options
 from autopar.plan import Plan
+from autopar.program import ParallelProgram, Prediction, RunResult
+from autopar.program import ParallelProgram as Program
+from autopar.proof.random_plans import random_plan
+from autopar.proof.verify import Verification, verify
 from autopar.runtime.launch import load
 from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
-from autopar.verify import Verification, verify
 
 __version__ = "0.1.0"
 __all__ = [
-    "AutoparError", "CaptureError", "CheckError", "ClipNorm", "ClusterError", "ClusterSpec", "ConstraintError", "EmitError",
-    "InfeasibleError", "InputError", "LossScaling", "MemoryLimitError", "Options", "ParallelProgram", "Plan", "PlanError",
-    "Prediction", "Program", "RunResult", "ShardingError", "UpdateRule", "Verification", "compile", "load", "random_plan",
-    "register_op", "verify",
-]  # fmt: skip
+    "AutoparError",
+    "CaptureError",
+    "CheckError",
+    "ClipNorm",
+    "ClusterError",
+    "ClusterSpec",
+    "ConstraintError",
+    "EmitError",
+    "InfeasibleError",
+    "InputError",
+    "LossScaling",
+    "MemoryLimitError",
+    "Options",
+    "ParallelProgram",
+    "Plan",
+    "PlanError",
+    "Prediction",
+    "Program",
+    "RunResult",
+    "ShardingError",
+    "UpdateRule",
+    "Verification",
+    "compile",
+    "load",
+    "random_plan",
+    "register_op",
+    "verify",
+]

@@ -17,24 +17,24 @@ from autopar.capture.build import fingerprint
 from autopar.capture.export import Exported
 from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
-from autopar.compiled import ParallelProgram, Prediction, emit_program
 from autopar.errors import InputError, NoRoomError, PlanError
-from autopar.infeasible import explained
-from autopar.inputs import check_batch_dims, check_options, check_precision, most_targets, planned_precision
 from autopar.ir.program import Program
-from autopar.optimizing import examine, update_rule
+from autopar.ir.setting import Setting
+from autopar.optimizer.examine import examine, update_rule
 from autopar.options import Options
-from autopar.passes.microbatch import in_microbatches
-from autopar.passes.offload import KINDS
-from autopar.passes.shard.planner import candidate_meshes
-from autopar.passes.shard.rules import RuleBook
-from autopar.passes.shard.setting import Setting
-from autopar.placing import placed
+from autopar.passes.batch.microbatch import in_microbatches
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.search.every_kind import Found, search_plans
+from autopar.passes.search.infeasible import explained
+from autopar.passes.search.placement import placed
+from autopar.passes.search.spmd import Task, replayed
+from autopar.passes.search.submesh import Capture
+from autopar.passes.shard.mesh_plan import candidate_meshes
+from autopar.passes.shard.offload import KINDS
 from autopar.plan import Plan
-from autopar.planning import Task, replayed
+from autopar.program import ParallelProgram, Prediction, emit_program
+from autopar.request import check_batch_dims, check_options, check_precision, most_targets, planned_precision
 from autopar.runtime.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
-from autopar.searching import Found, search_plans
-from autopar.ways import Capture
 
 
 def compile(
@@ -111,9 +111,16 @@ def compile(
     def setting_for(ranks: int) -> Setting:
         facts = examine(rule, program, ranks)
         return Setting(
-            options.microbatches or 1, facts.state_ratio, facts.state_bytes, facts.scratch, offload=KINDS[options.offload],
-            whole=facts.whole, compensated=rule.compensated, state_of=facts.state_of, group_of=facts.group_of,
-        )  # fmt: skip
+            options.microbatches or 1,
+            facts.state_ratio,
+            facts.state_bytes,
+            facts.scratch,
+            offload=KINDS[options.offload],
+            whole=facts.whole,
+            compensated=rule.compensated,
+            state_of=facts.state_of,
+            group_of=facts.group_of,
+        )
 
     setting = setting_for(spec.size)
     task = Task(program, spec, rules, setting, options)
@@ -143,9 +150,19 @@ def compile(
         found[0] = (owner, best)
     lowering_s = sum(t.lowering_s for t, _ in known.values())
     result = emit_program(
-        model, spec, owner.program, known[owner.setting.microbatches][1], [c for _, c in found], rules, owner.setting,
-        options, rule, inputs, loss_fn, targets,
-    )  # fmt: skip
+        model,
+        spec,
+        owner.program,
+        known[owner.setting.microbatches][1],
+        [c for _, c in found],
+        rules,
+        owner.setting,
+        options,
+        rule,
+        inputs,
+        loss_fn,
+        targets,
+    )
     result.timings["capture_s"] = captured - started + again_s
     result.timings["plan_s"] = planned - captured - lowering_s - again_s
     result.timings["lower_s"] += lowering_s

@@ -84,7 +84,9 @@ class Options:
         if self.solver_time_limit_s <= 0 or (self.memory_bytes is not None and self.memory_bytes <= 0):
             raise InputError("Options.solver_time_limit_s and Options.memory_bytes must be positive")
         if self.mesh is not None and not all(isinstance(n, int) for n in self.mesh.values()):
-            raise InputError(f"Options.mesh maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {dict(self.mesh)}")
+            raise InputError(
+                f"Options.mesh maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {dict(self.mesh)}"
+            )
         for name in counts:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"Options.{name} must be at least 1, it is {getattr(self, name)}")

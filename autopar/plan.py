@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.costmodel.tiers import TIER_NAMES
+from autopar.cluster.tiers import TIER_NAMES
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Strategy
@@ -27,7 +27,7 @@ class TemplatePlan:
     """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec.
 
     recompute: values of forward that backward makes again instead of their being kept (`autopar.passes.recompute`).
-    offload: kept values that rest in the memory tier `offload_tier` from forward to backward (`autopar.passes.offload`).
+    offload: kept values that rest in the memory tier `offload_tier` from forward to backward (`autopar.passes.shard.offload`).
     """
 
     strategies: dict[str, Strategy]
@@ -96,12 +96,19 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
-            "autopar_plan": VERSION, "program": self.program, "cluster": self.cluster, "ranks": self.ranks,
-            "microbatches": self.microbatches, "schedule": self.schedule, "origin": self.origin,
-            "predicted": self.predicted, "table": list(self.table), "placement": list(self.placement),
+            "autopar_plan": VERSION,
+            "program": self.program,
+            "cluster": self.cluster,
+            "ranks": self.ranks,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "origin": self.origin,
+            "predicted": self.predicted,
+            "table": list(self.table),
+            "placement": list(self.placement),
             **({"precision": self.precision} if self.precision else {}),
             "stages": [_stage_out(s) for s in self.stages],
-        }  # fmt: skip
+        }
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
@@ -116,11 +123,18 @@ class Plan:
                     f"this plan is of format {data['autopar_plan']}, this autopar reads {VERSION}; plan again"
                 )
             return Plan(
-                str(data["program"]), str(data["cluster"]), int(data["ranks"]),
-                tuple(_stage_in(s) for s in data["stages"]), int(data["microbatches"]), str(data["schedule"]),
-                str(data["origin"]), dict(data["predicted"]), tuple(map(str, data.get("table", ()))),
-                tuple(map(int, data.get("placement", ()))), str(data.get("precision", "")),
-            )  # fmt: skip
+                str(data["program"]),
+                str(data["cluster"]),
+                int(data["ranks"]),
+                tuple(_stage_in(s) for s in data["stages"]),
+                int(data["microbatches"]),
+                str(data["schedule"]),
+                str(data["origin"]),
+                dict(data["predicted"]),
+                tuple(map(str, data.get("table", ()))),
+                tuple(map(int, data.get("placement", ()))),
+                str(data.get("precision", "")),
+            )
         except KeyError as error:
             raise PlanError(f"the plan is corrupt: {error} is missing; compile again to write a new one") from error
         except (TypeError, ValueError, AttributeError, ShardingError) as error:
@@ -176,13 +190,14 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
         },
         "parameters": {
             name: {
-                "storage": p.storage.show(), "optimizer": p.optimizer.show(),
+                "storage": p.storage.show(),
+                "optimizer": p.optimizer.show(),
                 **({"tier": p.tier} if p.tier else {}),
                 **({"optimizer_tier": p.optimizer_tier} if p.optimizer_tier else {}),
             }
             for name, p in stage.parameters.items()
         },
-    }  # fmt: skip
+    }
 
 
 def _names(found: Any, what: str) -> tuple[str, ...]:
@@ -211,7 +226,10 @@ def _stage_in(data: Any) -> StagePlan:
     }
     parameters = {
         name: ParameterPlan(
-            parse_spec(p["storage"]), parse_spec(p["optimizer"]), _tier(p.get("tier", "")), _tier(p.get("optimizer_tier", ""))
+            parse_spec(p["storage"]),
+            parse_spec(p["optimizer"]),
+            _tier(p.get("tier", "")),
+            _tier(p.get("optimizer_tier", "")),
         )
         for name, p in data["parameters"].items()
     }

@@ -17,7 +17,13 @@ def size_text(nbytes: float) -> str:
 
 def time_text(seconds: float) -> str:
     """`12.3 ms`."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+    return (
+        f"{seconds:.3g} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.3g} ms"
+        if seconds >= 1e-3
+        else f"{seconds * 1e6:.3g} µs"
+    )
 
 
 def report(program: Any) -> str:
@@ -105,7 +111,7 @@ def _placement(program: Any) -> list[str]:
     placement = program.plan.placement
     if not placement:
         return []
-    from autopar.placing import placement_gain
+    from autopar.passes.search.placement import placement_gain
 
     level = program.cluster.levels[0]
     nodes: dict[int, list[int]] = {}

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.costmodel.device import EfficiencyCurve, device_preset, load_data, preset_key
-from autopar.costmodel.layer import StepConstants
-from autopar.costmodel.rows import estimate_row
+from autopar.cluster.device import EfficiencyCurve, device_preset, load_data, preset_key
+from autopar.costmodel.estimator.layer import StepConstants
+from autopar.costmodel.estimator.rows import estimate_row
 
 DATA = Path(__file__).resolve().parent.parent / "costmodel" / "data"
 Params = dict[str, float]

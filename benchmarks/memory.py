@@ -62,7 +62,7 @@ def make_batch(step: int, batch: int = BATCH, seq: int = SEQ) -> Batch:
 
 def counted_peak(make: Callable[[], Step], batch: Callable[[int], Batch], limit_bytes: float | None = None) -> Any:
     """(the step function, bytes at the peak of its third step, bytes between steps), everything made under a counter."""
-    from autopar.counting import ByteCounter
+    from autopar.counter import ByteCounter
 
     gc.collect()
     gc.disable()
@@ -149,8 +149,9 @@ def zero3_worker(args: argparse.Namespace) -> dict[str, Any]:
     ranks = dist.get_world_size()
     batch = functools.partial(make_batch, batch=args.rows * ranks)
     makers: dict[str, Callable[[], Step]] = {
-        "autopar": functools.partial(autopar_step, args.worker / "zero3"), "fsdp2": fsdp2_step,
-    }  # fmt: skip
+        "autopar": functools.partial(autopar_step, args.worker / "zero3"),
+        "fsdp2": fsdp2_step,
+    }
     programs: dict[str, Step] = {}
     peaks: dict[str, int] = {}
     resting: dict[str, int] = {}
@@ -159,21 +160,30 @@ def zero3_worker(args: argparse.Namespace) -> dict[str, Any]:
         peaks[name], resting[name] = int(highest(peak)), int(highest(alive))
     times, losses = take_turns(programs, batch, args.steps, args.warmup, dist.barrier)
     return {
-        "benchmark": "memory: zero3", "ranks": ranks, "steps": args.steps, "peak_bytes": peaks,
-        "bytes_between_steps": resting, "peak_ratio": round(peaks["autopar"] / peaks["fsdp2"], 4),
-        "median_ms": medians_ms(times), **ratios(times, "autopar", "fsdp2"), "last_loss": losses,
+        "benchmark": "memory: zero3",
+        "ranks": ranks,
+        "steps": args.steps,
+        "peak_bytes": peaks,
+        "bytes_between_steps": resting,
+        "peak_ratio": round(peaks["autopar"] / peaks["fsdp2"], 4),
+        "median_ms": medians_ms(times),
+        **ratios(times, "autopar", "fsdp2"),
+        "last_loss": losses,
         "losses_agree": max(losses.values()) - min(losses.values()) < 1e-3,
-    }  # fmt: skip
+    }
 
 
 def zero3(args: argparse.Namespace, ranks: int) -> int:
     import autopar
 
     program = autopar.compile(
-        make_model(), autopar.ClusterSpec.local(ranks), make_batch(0, args.rows * ranks), loss_fn=next_token_loss,
+        make_model(),
+        autopar.ClusterSpec.local(ranks),
+        make_batch(0, args.rows * ranks),
+        loss_fn=next_token_loss,
         optimizer=OPTIMIZER,
         options=autopar.Options(mesh={"dp": ranks}, strategy="zero3", pp=1, recompute="none", microbatches=1),
-    )  # fmt: skip
+    )
     return spread(args, "zero3", ranks, {"zero3": program}, {"predicted_peak_bytes": int(program.predicted.peak_bytes)})
 
 
@@ -197,11 +207,12 @@ def limit(args: argparse.Namespace) -> int:
     }
     predicted = {name: program.predicted.step_time_s for name, program in programs.items()}
     more = {
-        "limit_bytes": int(needed / args.times), "predicted_ms": {name: round(1e3 * s, 2) for name, s in predicted.items()},
+        "limit_bytes": int(needed / args.times),
+        "predicted_ms": {name: round(1e3 * s, 2) for name, s in predicted.items()},
         "predicted_ratio": round(predicted["limited"] / predicted["unlimited"], 3),
         "plans": {name: program.plan.show_meshes() for name, program in programs.items()},
         "microbatches": {name: program.plan.microbatches for name, program in programs.items()},
-    }  # fmt: skip
+    }
     args.limit_bytes = needed / args.times
     return spread(args, "limit", RANKS, programs, more)
 
@@ -216,10 +227,15 @@ def limit_worker(args: argparse.Namespace) -> dict[str, Any]:
         peaks[name] = int(highest(peak))
     times, losses = take_turns(programs, batch, args.steps, args.warmup, dist.barrier)
     return {
-        "benchmark": "memory: limit", "ranks": RANKS, "steps": args.steps, "peak_bytes": peaks,
-        "median_ms": medians_ms(times), **ratios(times, "limited", "unlimited"), "last_loss": losses,
+        "benchmark": "memory: limit",
+        "ranks": RANKS,
+        "steps": args.steps,
+        "peak_bytes": peaks,
+        "median_ms": medians_ms(times),
+        **ratios(times, "limited", "unlimited"),
+        "last_loss": losses,
         "losses_agree": max(losses.values()) - min(losses.values()) < 1e-3,
-    }  # fmt: skip
+    }
 
 
 # --- processes
@@ -243,9 +259,14 @@ def spread(
         command += [f"--{case}", "--worker", directory, "--steps", str(args.steps), "--warmup", str(args.warmup)]
         command += ["--rows", str(args.rows), "--limit-bytes", str(args.limit_bytes)]
         ran = subprocess.run(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            text=True, check=False, timeout=args.timeout,
-        )  # fmt: skip
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=args.timeout,
+        )
     if ran.returncode:
         return ran.returncode
     found = json.loads(next(line for line in ran.stdout.splitlines() if line.startswith('{"benchmark"')))

@@ -29,9 +29,11 @@ from benchmarks.models import Gpt, next_token_loss
 BATCH, SEQ, VOCAB = 8, 256, 512
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 SAVED = {
-    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}  # fmt: skip
+}
 BUDGETS = (0.3, 0.5, 0.7)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -118,10 +120,13 @@ def autopar_step(limit_bytes: float, profile: Any, directory: Path) -> tuple[Ste
     import autopar
 
     program = autopar.compile(
-        make_model(), autopar.ClusterSpec.local(1).with_profile(profile), batch_of(0), loss_fn=next_token_loss,
+        make_model(),
+        autopar.ClusterSpec.local(1).with_profile(profile),
+        batch_of(0),
+        loss_fn=next_token_loss,
         optimizer=OPTIMIZER,
         options=autopar.Options(recompute="auto", microbatches=1, pp=1, memory_bytes=limit_bytes),
-    )  # fmt: skip
+    )
     program.save(directory)
     loaded = autopar.load(directory)
     return lambda batch: float(loaded(batch)), program
@@ -129,7 +134,7 @@ def autopar_step(limit_bytes: float, profile: Any, directory: Path) -> tuple[Ste
 
 def counted(step: Step, resting_bytes: int) -> int:
     """The most bytes alive in a step, those that rest beside what the step makes."""
-    from autopar.counting import ByteCounter
+    from autopar.counter import ByteCounter
 
     gc.collect()
     gc.disable()
@@ -173,14 +178,20 @@ def compare(kind: str, profile: Any, steps: int, warmup: int) -> dict[str, Any]:
         own = counted(ours, resting)  # a gradient that lies there from the step before is none of the profiler's
         times, losses = take_turns({"autopar": ours, kind: theirs}, batch_of, steps, warmup, lambda: None)
     return {
-        "benchmark": "memory: recompute", "against": kind, "backend": backend(kind), "steps": steps,
+        "benchmark": "memory: recompute",
+        "against": kind,
+        "backend": backend(kind),
+        "steps": steps,
         "peak_bytes": {"autopar": own, kind: peak},
-        "peak_ratio": round(own / peak, 4), "predicted_peak_bytes": int(program.predicted.peak_bytes),
+        "peak_ratio": round(own / peak, 4),
+        "predicted_peak_bytes": int(program.predicted.peak_bytes),
         "resting_bytes": resting,
         "made_again": {n: len(t.recompute) for n, t in program.plan.stages[0].templates.items()},
-        "median_ms": medians_ms(times), **ratios(times, "autopar", kind), "last_loss": losses,
+        "median_ms": medians_ms(times),
+        **ratios(times, "autopar", kind),
+        "last_loss": losses,
         "losses_agree": max(losses.values()) - min(losses.values()) < 1e-3,
-    }  # fmt: skip
+    }
 
 
 def recompute(steps: int, warmup: int, kinds: Sequence[str] = ()) -> None:

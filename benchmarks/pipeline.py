@@ -177,16 +177,26 @@ def compare(args: argparse.Namespace) -> int:
     )
     pairs = [a / b for a, b in zip(times["autopar"], times["torch"], strict=True)]
     predicted = program.predicted.step_time_s
-    print(json.dumps({
-        "benchmark": "pipeline", "ranks": 2, "microbatches": args.microbatches, "steps": args.steps,
-        "median_ms": {name: round(1e3 * value, 2) for name, value in medians.items()},
-        "ratio_of_medians": round(medians["autopar"] / medians["torch"], 3),
-        "ratio_of_pairs": round(statistics.median(pairs), 3),
-        "predicted_ms": round(1e3 * predicted, 2), "prediction_error": round(predicted / medians["autopar"] - 1, 3),
-        "simulated_from_actions_ms": round(1e3 * from_actions, 2),
-        "simulation_error": round(from_actions / medians["autopar"] - 1, 3),
-        "last_loss": got["losses"], "losses_agree": abs(got["losses"]["autopar"] - got["losses"]["torch"]) < 1e-3,
-    }, indent=2))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "pipeline",
+                "ranks": 2,
+                "microbatches": args.microbatches,
+                "steps": args.steps,
+                "median_ms": {name: round(1e3 * value, 2) for name, value in medians.items()},
+                "ratio_of_medians": round(medians["autopar"] / medians["torch"], 3),
+                "ratio_of_pairs": round(statistics.median(pairs), 3),
+                "predicted_ms": round(1e3 * predicted, 2),
+                "prediction_error": round(predicted / medians["autopar"] - 1, 3),
+                "simulated_from_actions_ms": round(1e3 * from_actions, 2),
+                "simulation_error": round(from_actions / medians["autopar"] - 1, 3),
+                "last_loss": got["losses"],
+                "losses_agree": abs(got["losses"]["autopar"] - got["losses"]["torch"]) < 1e-3,
+            },
+            indent=2,
+        )
+    )
     return 0
 
 
@@ -203,32 +213,43 @@ def growth_case(layers: int, devices: int) -> dict[str, Any]:
         ids = torch.zeros(max(2048, devices // 8), 8192, dtype=torch.long)
     started = time.perf_counter()
     program = autopar.compile(
-        model, autopar.ClusterSpec.preset("dgx-h100", nodes=devices // 8), (ids, ids),
+        model,
+        autopar.ClusterSpec.preset("dgx-h100", nodes=devices // 8),
+        (ids, ids),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-4),
-    )  # fmt: skip
+    )
     whole = time.perf_counter() - started
     timings = program.timings
     return {
-        "layers": layers, "devices": devices, "compile_s": round(whole, 2),
+        "layers": layers,
+        "devices": devices,
+        "compile_s": round(whole, 2),
         **{key: round(value, 2) for key, value in timings.items()},
         "after_capture_s": round(whole - timings["capture_s"], 2),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
-        "plan": program.plan.show_meshes(), "predicted_step_s": round(program.predicted.step_time_s, 3),
+        "plan": program.plan.show_meshes(),
+        "predicted_step_s": round(program.predicted.step_time_s, 3),
         "predicted_peak_gb": round(program.predicted.peak_bytes / 1e9, 1),
-    }  # fmt: skip
+    }
 
 
 def growth() -> int:
     """Every case in a process of its own."""
     for layers, devices in GROWTH:
         ran = subprocess.run(
-            [sys.executable, __file__, "--case", str(layers), str(devices)], capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-        )  # fmt: skip
+            [sys.executable, __file__, "--case", str(layers), str(devices)],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
         said = ran.stderr.strip().splitlines()
-        row = ran.stdout.splitlines()[-1] if not ran.returncode else json.dumps(
-            {"layers": layers, "devices": devices, "error": said[-1] if said else "killed"}
-        )  # fmt: skip
+        row = (
+            ran.stdout.splitlines()[-1]
+            if not ran.returncode
+            else json.dumps({"layers": layers, "devices": devices, "error": said[-1] if said else "killed"})
+        )
         print(row, flush=True)
     return 0
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.costmodel.compare import Answers, Comparison, compare_all, describe
-from autopar.costmodel.rows import row_arguments
-from autopar.costmodel.step import estimate
+from autopar.costmodel.estimator.compare import Answers, Comparison, compare_all, describe
+from autopar.costmodel.estimator.rows import row_arguments
+from autopar.costmodel.estimator.step import estimate
 from benchmarks.published_runs import measured_step_s
 
 Row = Mapping[str, Any]
@@ -93,11 +93,7 @@ def totals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def labels() -> list[str]:
     """Names of the intervals of gains."""
     marks = [f"{e:.0%}" for e in EDGES]
-    return [
-        f"at most {marks[0]}",
-        *(f"{a} to {b}" for a, b in pairwise(marks)),
-        f"over {marks[-1]}",
-    ]
+    return [f"at most {marks[0]}", *(f"{a} to {b}" for a, b in pairwise(marks)), f"over {marks[-1]}"]
 
 
 def first_saving(why: str) -> str:
@@ -149,12 +145,18 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The result as tables."""
     lines = ["| | all rows | rows with nothing assumed |", "|---|---|---|"]
     a, c = result["all"], result["complete"]
-    lines += [f"| {what} | {a[key]} | {c[key]} |" for what, key in (
-        ("rows compared", "rows"), ("of these ran", "ran"), ("agrees (within 1 %)", "agrees"),
-        ("published plan over the predicted memory", "over_memory"),
-        ("... of these, preferred plan within memory is as fast", "over_memory_strict_as_fast"),
-        ("published as out of memory", "out_of_memory_rows"), ("... and predicted so", "out_of_memory_predicted"),
-    )]  # fmt: skip
+    lines += [
+        f"| {what} | {a[key]} | {c[key]} |"
+        for what, key in (
+            ("rows compared", "rows"),
+            ("of these ran", "ran"),
+            ("agrees (within 1 %)", "agrees"),
+            ("published plan over the predicted memory", "over_memory"),
+            ("... of these, preferred plan within memory is as fast", "over_memory_strict_as_fast"),
+            ("published as out of memory", "out_of_memory_rows"),
+            ("... and predicted so", "out_of_memory_predicted"),
+        )
+    ]
     lines += [f"| predicted gain {name} | {a['gains'][name]} | {c['gains'][name]} |" for name in labels()]
     for q in a["quantiles"]:
         lines.append(f"| quantile {q} of the gain | {a['quantiles'][q]:.1%} | {c['quantiles'].get(q, 0):.1%} |")

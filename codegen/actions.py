@@ -25,7 +25,13 @@ def stage_functions(stage: LoweredStage, printer: Printer) -> list[dict[str, Any
     for function in stage.functions:
         returns = [n or "None" for n in function.returns]
         lines = body(function, lambda line: _text(line, stage, printer), {n for n in function.returns if n})
-        row: dict[str, Any] = {"name": function.name, "what": WHAT[function.name], "args": ["rt"], "take": [], "result": ""}
+        row: dict[str, Any] = {
+            "name": function.name,
+            "what": WHAT[function.name],
+            "args": ["rt"],
+            "take": [],
+            "result": "",
+        }
         if function.name == "prepare":
             row |= {"args": ["rt", "inputs"], "take": [_take("inputs", [r.name for r in stage.inputs])]}
             row["result"] = f"[{', '.join(returns)}]"
@@ -34,7 +40,10 @@ def stage_functions(stage: LoweredStage, printer: Printer) -> list[dict[str, Any
         elif function.name == "backward":
             count = len(stage.gradients_sent)
             arrived = [a for a in function.args if a in function.arg_types]
-            row |= {"args": ["rt", "state", "received"], "what": WHAT["inputs" if stage.weights is not None else "backward"]}
+            row |= {
+                "args": ["rt", "state", "received"],
+                "what": WHAT["inputs" if stage.weights is not None else "backward"],
+            }
             row["take"] = [_take("state", stage.state, True), _take("received", arrived, True)]
             row["result"] = f"[{', '.join(returns[:count])}], [{', '.join(returns[count:])}]"
         else:
@@ -72,7 +81,8 @@ def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
     if kind == "params.prefetch":
         key, gathers = line.args
         rows = "".join(
-            f"    ({name!r}, {steps!r}{f', {printer.value(dtype)}' if dtype else ''}),\n" for name, steps, dtype in gathers
+            f"    ({name!r}, {steps!r}{f', {printer.value(dtype)}' if dtype else ''}),\n"
+            for name, steps, dtype in gathers
         )
         return f"rt.prefetch({key!r}, [\n{rows}])"
     if kind == "params.take":

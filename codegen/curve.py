@@ -13,8 +13,10 @@ _LEFT, _TOP, _WIDTH, _HEIGHT = 84, 36, 760, 420
 
 
 def curve_svg(stages: Sequence[dict[str, Any]], title: str = "", size_text: Any = str) -> str:
-    """stages: corners, policies and chosen, each (bytes, seconds) of one stage (`autopar.memory_curve`). Stages whose curves
-    are alike share a line."""
+    """stages: corners, policies and chosen, each (bytes, seconds) of one stage (`passes.recompute.curve`).
+
+    Stages whose curves are alike share a line.
+    """
     rows: dict[str, tuple[list[int], dict[str, Any]]] = {}
     for number, stage in enumerate(stages):
         rows.setdefault(repr(stage), ([], stage))[0].append(number)
@@ -35,20 +37,30 @@ def curve_svg(stages: Sequence[dict[str, Any]], title: str = "", size_text: Any 
     for value in ticks(most_b):
         x = at((value, 0.0))[0]
         out.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#eeeeee"/>')
-        out.append(f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" fill="#555555">{escape(size_text(value))}</text>')
+        out.append(
+            f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" fill="#555555">{escape(size_text(value))}</text>'
+        )
     for value in ticks(most_s):
         y = at((0.0, value))[1]
         out.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#eeeeee"/>')
-        out.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{seconds_text(value)}</text>')
-    out.append(f'<text x="{_LEFT + _WIDTH / 2}" y="{bottom + 30}" text-anchor="middle" fill="#222222">'
-               "kept for backward by a microbatch, per rank</text>")  # fmt: skip
+        out.append(
+            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{seconds_text(value)}</text>'
+        )
+    out.append(
+        f'<text x="{_LEFT + _WIDTH / 2}" y="{bottom + 30}" text-anchor="middle" fill="#222222">'
+        "kept for backward by a microbatch, per rank</text>"
+    )
     for (_, stage), colour in zip(rows.values(), _COLOURS, strict=False):
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, stage["corners"]))
         out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         out += [_dot(at(place), colour, name, place, size_text) for name, place in stage["policies"].items()]
         x, y = at(stage["chosen"])
-        hint = f"<title>the plan: {size_text(stage['chosen'][0])}, {seconds_text(stage['chosen'][1])} made again</title>"
-        out.append(f'<g>{hint}<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none" stroke="#222222" stroke-width="2"/></g>')
+        hint = (
+            f"<title>the plan: {size_text(stage['chosen'][0])}, {seconds_text(stage['chosen'][1])} made again</title>"
+        )
+        out.append(
+            f'<g>{hint}<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none" stroke="#222222" stroke-width="2"/></g>'
+        )
     for k, ((numbers, _), colour) in enumerate(zip(rows.values(), _COLOURS, strict=False)):
         y = bottom + 50 + 18 * k
         named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} … {numbers[-1]} ({len(numbers)})"

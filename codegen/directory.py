@@ -1,14 +1,14 @@
 """The emitted directory: files out.
 
-    plan.json            the plan, replayable and hand-editable
-    pipeline.py          stages, what travels between them, and what every group of ranks does in a step
-    program.json         facts for `autopar-dump` (mesh, collectives, storage, predictions)
-    manifest.json        what run.py needs to know
-    stages/stage_0.py    the code; ranks that are alike share it
-    ranks/rank_0.py …    one short file per rank: its coordinates and its stages
-    autopar_runtime/     the small runtime, torch only
-    run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
-    weights/             the model's weights, where it has any (torch.distributed.checkpoint)
+plan.json            the plan, replayable and hand-editable
+pipeline.py          stages, what travels between them, and what every group of ranks does in a step
+program.json         facts for `autopar-dump` (mesh, collectives, storage, predictions)
+manifest.json        what run.py needs to know
+stages/stage_0.py    the code; ranks that are alike share it
+ranks/rank_0.py …    one short file per rank: its coordinates and its stages
+autopar_runtime/     the small runtime, torch only
+run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
+weights/             the model's weights, where it has any (torch.distributed.checkpoint)
 """
 
 from __future__ import annotations
@@ -59,10 +59,15 @@ def write_directory(program: Any, directory: Path) -> Path:
         (directory / "user_ops.py").write_text(own[0])
     weights = _weights(program, directory)
     manifest = {
-        "world_size": program.plan.ranks, "pipeline": "pipeline.py", "training": program.training, "update": update,
-        "seed": program.options.seed, "weights": weights, "inputs": _inputs(program),
+        "world_size": program.plan.ranks,
+        "pipeline": "pipeline.py",
+        "training": program.training,
+        "update": update,
+        "seed": program.options.seed,
+        "weights": weights,
+        "inputs": _inputs(program),
         "placement": list(program.plan.placement) or None,
-    }  # fmt: skip
+    }
     (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     (directory / "program.json").write_text(json.dumps(facts(program), indent=1) + "\n")
     ranks = program.plan.ranks
@@ -91,10 +96,11 @@ def update_entry(rule: UpdateRule) -> dict[str, Any] | None:
     return {
         "optimizer": factory_entry(rule.optimizer, "optimizer", "torch.optim.AdamW, lr=…"),
         "scheduler": factory_entry(rule.scheduler, "scheduler", "torch.optim.lr_scheduler.StepLR, step_size=…"),
-        "clip_norm": asdict(rule.clip_norm) if rule.clip_norm is not None else None, "clip_value": rule.clip_value,
+        "clip_norm": asdict(rule.clip_norm) if rule.clip_norm is not None else None,
+        "clip_value": rule.clip_value,
         "loss_scaling": asdict(rule.loss_scaling) if rule.loss_scaling is not None else None,
         "compensated": rule.compensated,
-    }  # fmt: skip
+    }
 
 
 def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | None:
@@ -116,7 +122,9 @@ def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | Non
     try:
         json.dumps(kwargs)
     except TypeError as error:
-        raise EmitError(f"an argument of the {what} cannot be written to a program ({error}); use plain numbers") from error
+        raise EmitError(
+            f"an argument of the {what} cannot be written to a program ({error}); use plain numbers"
+        ) from error
     return {"module": module, "name": name, "kwargs": kwargs}
 
 

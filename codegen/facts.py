@@ -7,70 +7,109 @@ from typing import Any
 
 import torch
 
+from autopar.ir.actions import show_row
 from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate
-from autopar.ir.schedule import show_row
 
 
 def facts(program: Any) -> dict[str, Any]:
     """Everything about a program that its plan does not say."""
     counted = program.account
     return {
-        "autopar_program": 2, "torch": torch.__version__, "python": sys.version.split()[0], "training": program.training,
-        "ranks": program.plan.ranks, "origin": program.plan.origin, "solver": program.solver,
-        "predicted": program.plan.predicted, "timings": program.timings,
-        "memory": program.peak_kinds, "peak_bytes": program.account.peak_bytes,
-        "alternatives": [{"name": a.name, "step_time_s": a.predicted.step_time_s, "peak_bytes": a.predicted.peak_bytes}
-                         for a in program.alternatives],
-        "microbatches": program.plan.microbatches, "model": type(program.model).__name__, "cluster": program.cluster.name,
+        "autopar_program": 2,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "training": program.training,
+        "ranks": program.plan.ranks,
+        "origin": program.plan.origin,
+        "solver": program.solver,
+        "predicted": program.plan.predicted,
+        "timings": program.timings,
+        "memory": program.peak_kinds,
+        "peak_bytes": program.account.peak_bytes,
+        "alternatives": [
+            {"name": a.name, "step_time_s": a.predicted.step_time_s, "peak_bytes": a.predicted.peak_bytes}
+            for a in program.alternatives
+        ],
+        "microbatches": program.plan.microbatches,
+        "model": type(program.model).__name__,
+        "cluster": program.cluster.name,
         "calls": [{"template": c.template, "path": c.path} for c in program.ir.calls],
         "schedule": {
-            "name": program.plan.schedule, "peaks": list(counted.peaks), "groups": [list(g) for g in counted.graph.groups],
-            "edges": counted.graph.edges, "gradients": counted.graph.gradients,
+            "name": program.plan.schedule,
+            "peaks": list(counted.peaks),
+            "groups": [list(g) for g in counted.graph.groups],
+            "edges": counted.graph.edges,
+            "gradients": counted.graph.gradients,
             "table": [show_row(row) for row in counted.table],
             "seconds": [[stage, kind, s] for (stage, kind), s in counted.seconds.items()],
             "hand_over": [[u, v, s] for (u, v), s in counted.hand_over.items()],
         },
         "transfers": [
-            {"name": t.name, "kind": t.kind, "source": t.source, "target": t.target, "bytes": t.type.nbytes,
-             "from": t.source_spec.show(t.type), "to": t.target_spec.show(t.type)}
+            {
+                "name": t.name,
+                "kind": t.kind,
+                "source": t.source,
+                "target": t.target,
+                "bytes": t.type.nbytes,
+                "from": t.source_spec.show(t.type),
+                "to": t.target_spec.show(t.type),
+            }
             for t in program.lowered.transfers
         ],
         "recompute": program.recompute_curves(),
         "shared": {name: list(stages) for name, stages in program.lowered.shared.items()},
         "stages": [_stage(stage, program) for stage in program.stages],
-    }  # fmt: skip
+    }
 
 
 def _stage(stage: LoweredStage, program: Any) -> dict[str, Any]:
     counted = program.account.stages[stage.index]
     return {
-        "mesh": dict(stage.mesh.axes), "first_rank": stage.mesh.offset,
-        "seconds": counted.seconds, "step_s": counted.step_s, "resting": counted.memory.resting,
+        "mesh": dict(stage.mesh.axes),
+        "first_rank": stage.mesh.offset,
+        "seconds": counted.seconds,
+        "step_s": counted.step_s,
+        "resting": counted.memory.resting,
         "held_bytes": counted.memory.actions["F"].after,
         "inputs": {r.name: r.spec.show(r.type) for r in stage.inputs},
         "outputs": {r.name: r.spec.show(r.type) for r in stage.outputs},
         "templates": {name: _template(t) for name, t in stage.templates.items()},
-        "functions": {f.name: {"arguments": _arguments(f), "lines": [_line(line) for line in f.lines],
-                               "results": [n for n in f.returns if n]} for f in stage.functions},
+        "functions": {
+            f.name: {
+                "arguments": _arguments(f),
+                "lines": [_line(line) for line in f.lines],
+                "results": [n for n in f.returns if n],
+            }
+            for f in stage.functions
+        },
         "collectives": [vars(c) for c in counted.collectives],
         "parameters": {
-            p.name: {"stored": p.storage.show(p.type), "gradient_and_optimizer": p.optimizer.show(p.type),
-                     "trained": p.contributions > 0, "local_bytes": p.storage.local_bytes(p.type, stage.mesh),
-                     "reduction": [list(step) for step in p.reduce]}
+            p.name: {
+                "stored": p.storage.show(p.type),
+                "gradient_and_optimizer": p.optimizer.show(p.type),
+                "trained": p.contributions > 0,
+                "local_bytes": p.storage.local_bytes(p.type, stage.mesh),
+                "reduction": [list(step) for step in p.reduce],
+            }
             for p in stage.parameters.values()
         },
-    }  # fmt: skip
+    }
 
 
 def _template(t: LoweredTemplate) -> dict[str, Any]:
     return {
-        "saved": list(t.saved), "later": list(t.later),
+        "saved": list(t.saved),
+        "later": list(t.later),
         "functions": {
-            kind: {"arguments": _arguments(f), "lines": [_line(line) for line in f.lines],
-                   "results": [n for n in f.returns if n]}
-            for kind, f in (("forward", t.forward), ("backward", t.backward), ("weights", t.weights)) if f is not None
+            kind: {
+                "arguments": _arguments(f),
+                "lines": [_line(line) for line in f.lines],
+                "results": [n for n in f.returns if n],
+            }
+            for kind, f in (("forward", t.forward), ("backward", t.backward), ("weights", t.weights))
+            if f is not None
         },
-    }  # fmt: skip
+    }
 
 
 def _arguments(function: Function) -> dict[str, str]:
@@ -79,5 +118,12 @@ def _arguments(function: Function) -> dict[str, str]:
 
 def _line(line: Line) -> dict[str, Any]:
     shown = [s.show(t) if t is not None and s is not None else "" for t, s in zip(line.types, line.specs, strict=False)]
-    return {"out": list(line.outs), "op": line.op, "reads": list(line.reads()), "specs": shown, "phase": line.phase,
-            "source": line.source, "axis": line.args[1] if line.op.startswith("comm.") else None}  # fmt: skip
+    return {
+        "out": list(line.outs),
+        "op": line.op,
+        "reads": list(line.reads()),
+        "specs": shown,
+        "phase": line.phase,
+        "source": line.source,
+        "axis": line.args[1] if line.op.startswith("comm.") else None,
+    }

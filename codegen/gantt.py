@@ -107,7 +107,9 @@ def svg(timeline: Timeline, title: str = "", width: int = 1200, row: int = 26) -
         y = top + g * (row + gap)
         out.append(f'<text x="{left - 8}" y="{y + row / 2 + 4:.1f}" text-anchor="end" fill="#222222">group {g}</text>')
         out.append(f'<rect x="{left}" y="{y}" width="{span * scale:.1f}" height="{row}" fill="#f3f3f3"/>')
-        out.extend(_bar(e, left + e.start_s * scale, y, (e.end_s - e.start_s) * scale, row) for e in _compute(timeline, g))
+        out.extend(
+            _bar(e, left + e.start_s * scale, y, (e.end_s - e.start_s) * scale, row) for e in _compute(timeline, g)
+        )
     x = float(left)
     for kind, what in _WHAT.items():
         out.append(f'<rect x="{x:.0f}" y="{bottom + 32}" width="12" height="12" fill="{_COLOURS[kind]}"/>')

@@ -9,9 +9,9 @@ from typing import Any
 
 from autopar.codegen.printer import Dtypes, Printer
 from autopar.codegen.stage import render
+from autopar.ir.actions import show_row
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
-from autopar.ir.schedule import show_row
 
 
 def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtypes: Dtypes | None = None) -> str:
@@ -24,8 +24,12 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
         for t in lowered.transfers
     ]
     return render(
-        "pipeline.py.j2", title=title, world=sum(lowered.stages[g[0]].mesh.size for g in lowered.graph.groups),
-        microbatches=microbatches, training=program.training, transfers=transfers,
+        "pipeline.py.j2",
+        title=title,
+        world=sum(lowered.stages[g[0]].mesh.size for g in lowered.graph.groups),
+        microbatches=microbatches,
+        training=program.training,
+        transfers=transfers,
         inputs=[
             f"dict(name={name!r}, shape={_whole(type_.shape, dim, microbatches)!r}, dtype={printer.dtype(type_.dtype)!r}, "
             f"batch_dim={dim!r})"
@@ -36,10 +40,11 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
             for s in lowered.stages
         ],
         loss="sum" if program.loss_kind == "sum" else "mean",
-        shared={name: list(held) for name, held in lowered.shared.items()}, groups=[list(g) for g in lowered.graph.groups],
+        shared={name: list(held) for name, held in lowered.shared.items()},
+        groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],
         split=any(a.kind == "W" for row in lowered.table for a in row),
-    )  # fmt: skip
+    )
 
 
 def pipeline_module(source: str) -> types.ModuleType:

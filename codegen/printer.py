@@ -22,14 +22,38 @@ from autopar.ops.registry import Offset
 from autopar.passes.lower.template import Site
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
-_BINARY = {"aten.add.Tensor": "+", "aten.sub.Tensor": "-", "aten.mul.Tensor": "*", "aten.div.Tensor": "/",
-           "aten.add.Scalar": "+", "aten.sub.Scalar": "-", "aten.mul.Scalar": "*", "aten.div.Scalar": "/"}  # fmt: skip
+_BINARY = {
+    "aten.add.Tensor": "+",
+    "aten.sub.Tensor": "-",
+    "aten.mul.Tensor": "*",
+    "aten.div.Tensor": "/",
+    "aten.add.Scalar": "+",
+    "aten.sub.Scalar": "-",
+    "aten.mul.Scalar": "*",
+    "aten.div.Scalar": "/",
+}
 _METHODS = {"aten.reshape.default": "reshape", "aten.permute.default": "permute", "aten.expand.default": "expand"}
-_FACTORIES = ("aten.full.", "aten.zeros.", "aten.ones.", "aten.empty.", "aten.arange.", "aten.linspace.", "aten.eye.",
-              "aten.scalar_tensor.", "autopar.random_uniform", "autopar.random_normal", "aten.tril_indices.",
-              "aten.triu_indices.")  # fmt: skip
-_HOME = {"attention": "attention", "attention_grad": "attention", "attention_mask_grad": "attention", "rnn": "rnn",
-         "rnn_grad": "rnn"}  # fmt: skip
+_FACTORIES = (
+    "aten.full.",
+    "aten.zeros.",
+    "aten.ones.",
+    "aten.empty.",
+    "aten.arange.",
+    "aten.linspace.",
+    "aten.eye.",
+    "aten.scalar_tensor.",
+    "autopar.random_uniform",
+    "autopar.random_normal",
+    "aten.tril_indices.",
+    "aten.triu_indices.",
+)
+_HOME = {
+    "attention": "attention",
+    "attention_grad": "attention",
+    "attention_mask_grad": "attention",
+    "rnn": "rnn",
+    "rnn_grad": "rnn",
+}
 _DROPPED = ("device", "layout", "pin_memory", "memory_format")
 
 
@@ -170,23 +194,43 @@ def fuse_bias(function: Function, saved: Iterable[str] = ()) -> Function:
     for line in function.lines:
         left, right = line.kwargs.get("self"), line.kwargs.get("other")
         if (
-            line.op == "aten.add.Tensor" and line.kwargs.get("alpha", 1) == 1 and isinstance(left, Ref)
-            and isinstance(right, Ref) and left.name in made and uses[left.name] == 1 and left.name not in kept
-            and ranks.get(right.name) == 1 and len(line.types[0].shape if line.types[0] else ()) > 1
-        ):  # fmt: skip
+            line.op == "aten.add.Tensor"
+            and line.kwargs.get("alpha", 1) == 1
+            and isinstance(left, Ref)
+            and isinstance(right, Ref)
+            and left.name in made
+            and uses[left.name] == 1
+            and left.name not in kept
+            and ranks.get(right.name) == 1
+            and len(line.types[0].shape if line.types[0] else ()) > 1
+        ):
             base = made[left.name]
             fused[left.name] = base
-            lines.append(Line(line.outs, "autopar.linear", (), {**base.kwargs, "b": right}, line.types, line.specs,
-                              line.phase, base.source, line.node))  # fmt: skip
+            lines.append(
+                Line(
+                    line.outs,
+                    "autopar.linear",
+                    (),
+                    {**base.kwargs, "b": right},
+                    line.types,
+                    line.specs,
+                    line.phase,
+                    base.source,
+                    line.node,
+                )
+            )
             continue
         lines.append(line)
         for out, type_ in zip(line.outs, line.types, strict=False):
             if type_ is not None:
                 ranks[out] = len(type_.shape)
     return Function(
-        function.name, function.args, tuple(x for x in lines if not (x.op == "autopar.linear" and x.outs[0] in fused)),
-        function.returns, function.arg_types,
-    )  # fmt: skip
+        function.name,
+        function.args,
+        tuple(x for x in lines if not (x.op == "autopar.linear" and x.outs[0] in fused)),
+        function.returns,
+        function.arg_types,
+    )
 
 
 def body(function: Function, text_of: Callable[[Line], str], returned: set[str]) -> list[str]:

@@ -12,9 +12,12 @@ from autopar.codegen.printer import Dtypes, Printer, body, fuse_bias, show_types
 from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate, Row
 
 _ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.PackageLoader("autopar.codegen", "templates"), trim_blocks=True, lstrip_blocks=True,
-    keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
-)  # fmt: skip
+    loader=jinja2.PackageLoader("autopar.codegen", "templates"),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+)
 
 
 def render(template: str, **values: Any) -> str:
@@ -33,20 +36,32 @@ def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) 
         if template.weights is not None:
             functions.append(_weights(template, printer))
     return render(
-        "stage.py.j2", title=title, stage=stage, functions=functions, actions=stage_functions(stage, printer),
+        "stage.py.j2",
+        title=title,
+        stage=stage,
+        functions=functions,
+        actions=stage_functions(stage, printer),
         parameters=[_parameter(p, printer) for p in stage.parameters.values()],
-        buffers=[(n, f"dict(shape={t.shape!r}, dtype={printer.dtype(t.dtype)!r}, spec={((),) * len(t.shape)!r})")
-                 for n, t in stage.buffers.items()],
-        inputs=[_row(row, printer) for row in stage.inputs], outputs=[_row(row, printer) for row in stage.outputs],
-        gradients=[(p.name, f"dict(contributions={p.contributions}, steps={p.reduce!r})")
-                   for p in stage.parameters.values() if p.contributions],
+        buffers=[
+            (n, f"dict(shape={t.shape!r}, dtype={printer.dtype(t.dtype)!r}, spec={((),) * len(t.shape)!r})")
+            for n, t in stage.buffers.items()
+        ],
+        inputs=[_row(row, printer) for row in stage.inputs],
+        outputs=[_row(row, printer) for row in stage.outputs],
+        gradients=[
+            (p.name, f"dict(contributions={p.contributions}, steps={p.reduce!r})")
+            for p in stage.parameters.values()
+            if p.contributions
+        ],
         ports={
-            "RECEIVES": [p.name for p in stage.received], "SENDS": [p.name for p in stage.sent],
+            "RECEIVES": [p.name for p in stage.received],
+            "SENDS": [p.name for p in stage.sent],
             "GRADIENT_RECEIVES": [p.name for p in stage.gradients_received],
             "GRADIENT_SENDS": [p.name for p in stage.gradients_sent],
         },
-        mesh=dict(stage.mesh.axes), user_ops=_uses(stage, "autopar_ops."),
-    )  # fmt: skip
+        mesh=dict(stage.mesh.axes),
+        user_ops=_uses(stage, "autopar_ops."),
+    )
 
 
 def _uses(stage: LoweredStage, prefix: str) -> bool:
@@ -87,10 +102,13 @@ def _forward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
     returned = {*outs, *template.saved}
     results = [*outs, f"[{', '.join(template.saved)}]"] if template.backward is not None else outs
     return {
-        "name": function.name, "args": ["rt", "call", *function.args], "doc": _signature(function),
+        "name": function.name,
+        "args": ["rt", "call", *function.args],
+        "doc": _signature(function),
         "what": f"Forward of template {template.name}.",
-        "body": body(function, _statement(printer), returned), "result": ", ".join(results),
-    }  # fmt: skip
+        "body": body(function, _statement(printer), returned),
+        "result": ", ".join(results),
+    }
 
 
 def _backward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
@@ -103,9 +121,13 @@ def _backward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
         results.append(f"[{', '.join(template.later)}]")
     what = "gradients of its inputs" + ("" if template.weights else ", then of its parameters")
     return {
-        "name": function.name, "args": ["rt", "call", "saved", *function.args], "doc": _signature(function),
-        "what": f"Backward of template {template.name}: {what}.", "body": lines, "result": _tuple(results),
-    }  # fmt: skip
+        "name": function.name,
+        "args": ["rt", "call", "saved", *function.args],
+        "doc": _signature(function),
+        "what": f"Backward of template {template.name}: {what}.",
+        "body": lines,
+        "result": _tuple(results),
+    }
 
 
 def _weights(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
@@ -113,10 +135,13 @@ def _weights(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
     assert function is not None
     lines = _unpack("later", function.args, body(function, _statement(printer), {n for n in function.returns if n}))
     return {
-        "name": function.name, "args": ["rt", "call", "later"], "doc": _signature(function),
-        "what": f"Gradients of the parameters of template {template.name}.", "body": lines,
+        "name": function.name,
+        "args": ["rt", "call", "later"],
+        "doc": _signature(function),
+        "what": f"Gradients of the parameters of template {template.name}.",
+        "body": lines,
         "result": _tuple([n or "None" for n in function.returns]),
-    }  # fmt: skip
+    }
 
 
 def _unpack(source: str, names: Sequence[str], lines: list[str]) -> list[str]:

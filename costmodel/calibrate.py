@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from autopar.costmodel.device import DeviceSpec, device_preset, preset_key
+from autopar.cluster.device import DeviceSpec, device_preset, preset_key
 
 Progress = Callable[[str], None]
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import TYPE_CHECKING
 
-from autopar.costmodel.link import LinkLevel
+from autopar.cluster.link import LinkLevel
 from autopar.errors import ClusterError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from autopar.costmodel.device import DeviceSpec, dtype_bytes, dtype_name
+from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
 from autopar.errors import ClusterError
 
 OP_KINDS = ("matmul", "attention", "conv", "pointwise")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.ir.schedule import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table
 
 Durations = Mapping[tuple[int, str], float]
 """Seconds of (stage, kind)."""
@@ -231,11 +231,7 @@ def uniform(stages: int, tf: float, tb: float, tw: float) -> dict[tuple[int, str
 
 
 def simulate(
-    table: Table,
-    graph: StageGraph,
-    durations: Durations,
-    comm_s: Comm = 0.0,
-    collectives: Sequence[Collective] = (),
+    table: Table, graph: StageGraph, durations: Durations, comm_s: Comm = 0.0, collectives: Sequence[Collective] = ()
 ) -> Timeline:
     """The timeline of one step. Raises PlanError when the table deadlocks or a duration is missing."""
     net = network(table, graph)

@@ -63,15 +63,22 @@ torch.manual_seed(0)
 model = Driving()
 n = 16
 batch = (
-    torch.randn(n, 16, 12), torch.randn(n, 16, 8), torch.randn(n, 16, 4), torch.randn(n, 4), torch.randint(0, 8, (n,)),
-)  # fmt: skip
-cluster = autopar.ClusterSpec.homogeneous(
-    devices=8, device="cpu", devices_per_node=2, intra_bandwidth_Bps=4e9, inter_bandwidth_Bps=1e8,
-    intra_latency_s=5e-6, inter_latency_s=50e-6,
-)  # fmt: skip
-program = autopar.compile(
-    model, cluster, batch, loss_fn=loss, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)
+    torch.randn(n, 16, 12),
+    torch.randn(n, 16, 8),
+    torch.randn(n, 16, 4),
+    torch.randn(n, 4),
+    torch.randint(0, 8, (n,)),
 )
+cluster = autopar.ClusterSpec.homogeneous(
+    devices=8,
+    device="cpu",
+    devices_per_node=2,
+    intra_bandwidth_Bps=4e9,
+    inter_bandwidth_Bps=1e8,
+    intra_latency_s=5e-6,
+    inter_latency_s=50e-6,
+)
+program = autopar.compile(model, cluster, batch, loss_fn=loss, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
 print(program.report())
 for stage in program.plan.stages:
     first, last = stage.calls

@@ -17,9 +17,13 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
 batch = (torch.randn(32, 64), torch.randint(0, 8, (32,)))
 compile_model = functools.partial(
-    autopar.compile, model, autopar.ClusterSpec.local(4), batch,
-    loss_fn=nn.functional.cross_entropy, optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
-)  # fmt: skip
+    autopar.compile,
+    model,
+    autopar.ClusterSpec.local(4),
+    batch,
+    loss_fn=nn.functional.cross_entropy,
+    optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+)
 
 chosen = compile_model(options=autopar.Options(mesh={"dp": 4}, strategy="dp"))
 path = Path("plan.json")

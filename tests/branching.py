@@ -61,6 +61,9 @@ def driving_loss(output: tuple[Tensor, Tensor], boxes: Tensor, kinds: Tensor) ->
 
 def driving_batch(n: int = 8) -> tuple[Tensor, ...]:
     return (
-        torch.randn(n, 16, 12), torch.randn(n, 16, 8), torch.randn(n, 16, 4), torch.randn(n, 4),
+        torch.randn(n, 16, 12),
+        torch.randn(n, 16, 8),
+        torch.randn(n, 16, 4),
+        torch.randn(n, 4),
         torch.randint(0, 8, (n,)),
-    )  # fmt: skip
+    )

@@ -17,14 +17,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Options
-from autopar.errors import (
-    AutoparError,
-    ClusterError,
-    ConstraintError,
-    InfeasibleError,
-    InputError,
-    PlanError,
-)
+from autopar.errors import AutoparError, ClusterError, ConstraintError, InfeasibleError, InputError, PlanError
 from tests.capture.equal import SGD
 
 X, Y = torch.randn(8, 8), torch.arange(8)

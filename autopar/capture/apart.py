@@ -30,11 +30,16 @@ def apart(groups: Sequence[Group], path_of: Callable[[fx.Node], str], parameters
     if not total:
         return list(groups)
     module = _modules({n: path_of(n) for n in weight}, weight)
-    pieces = [(g, part) for g, (block, members) in enumerate(groups)
-              for part in ([members] if block else _by_module(members, module))]  # fmt: skip
+    pieces = [
+        (g, part)
+        for g, (block, members) in enumerate(groups)
+        for part in ([members] if block else _by_module(members, module))
+    ]
     share = [sum(weight[n] for n in part) / total for _, part in pieces]
     sides = beside(_edges([part for _, part in pieces]), [s >= LEAST_PIECE for s in share])
-    if not any(s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_BESIDE for s, side in zip(share, sides, strict=True)):
+    if not any(
+        s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_BESIDE for s, side in zip(share, sides, strict=True)
+    ):
         return list(groups)
     made: list[tuple[int, frozenset[int], list[fx.Node]]] = []
     for (g, part), side in zip(pieces, sides, strict=True):
@@ -71,8 +76,11 @@ def _work(node: fx.Node, parameters: set[fx.Node]) -> float:
     """About the multiplications of products with a parameter; a look-up has none."""
     if "embedding" in str(node.target) or is_cast(node):
         return 0.0
-    inner = [math.prod(r.meta["val"].shape[1:]) for r in map(shown, node.all_input_nodes)
-             if r in parameters and len(r.meta["val"].shape) > 1]  # fmt: skip
+    inner = [
+        math.prod(r.meta["val"].shape[1:])
+        for r in map(shown, node.all_input_nodes)
+        if r in parameters and len(r.meta["val"].shape) > 1
+    ]
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     sizes = [math.prod(v.shape) for v in values if v is not None and hasattr(v, "shape")]

@@ -25,9 +25,14 @@ from autopar.ir.types import TensorType
 
 
 def capture_program(
-    model: nn.Module, inputs: Any, loss_fn: Any = None, targets: int = 0, batch_dims: Any = None,
-    starts: Sequence[str] = (), precision: str | None = None,
-) -> tuple[Program, Exported]:  # fmt: skip
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Any = None,
+    targets: int = 0,
+    batch_dims: Any = None,
+    starts: Sequence[str] = (),
+    precision: str | None = None,
+) -> tuple[Program, Exported]:
     """Capture, fold and differentiate. starts: modules at which a call must start. precision: see Options.
 
     Raises CaptureError, InputError.
@@ -149,9 +154,17 @@ class _Builder:
         outputs = tuple(self.where[nodes[current[o]]] for o in exported.outputs)
         updates = {buffer: self.where[nodes[current[n]]] for buffer, n in exported.updates.items()}
         program = Program(
-            self.templates, tuple(self.calls), self.parameters, self.buffers, tuple(self.inputs), outputs, updates,
-            exported.training, tuple(_batch_dims(self.inputs, batch_dims)), structure=exported.output_structure,
-        )  # fmt: skip
+            self.templates,
+            tuple(self.calls),
+            self.parameters,
+            self.buffers,
+            tuple(self.inputs),
+            outputs,
+            updates,
+            exported.training,
+            tuple(_batch_dims(self.inputs, batch_dims)),
+            structure=exported.output_structure,
+        )
         self._check_gradients(program)
         object.__setattr__(program, "fingerprint", fingerprint(program))
         return program

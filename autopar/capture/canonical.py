@@ -17,14 +17,38 @@ from autopar.ir.program import is_getitem, op_name
 from autopar.ir.types import TensorType
 
 aten = torch.ops.aten
-_COPIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.clone.default,
-           aten.contiguous.default, aten.lift_fresh.default, aten.lift.default}  # fmt: skip
-_REGROUP = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.dim, aten.squeeze.dims,
-            aten.squeeze.default, aten.unsqueeze.default, aten.flatten.using_ints, aten.unflatten.int,
-            aten._reshape_alias.default, aten.view_as.default, aten.reshape_as.default}  # fmt: skip
+_COPIES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.lift_fresh_copy.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.lift.default,
+}
+_REGROUP = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze.default,
+    aten.unsqueeze.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten._reshape_alias.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+}
 _REORDER = {aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.movedim.intlist}
-_CASTS = {aten._to_copy.default, aten.to.dtype, aten.type_as.default, aten.to.dtype_layout, aten.to.device,
-          aten.to.other}  # fmt: skip
+_CASTS = {
+    aten._to_copy.default,
+    aten.to.dtype,
+    aten.type_as.default,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+}
 
 
 def canonicalize(module: fx.GraphModule) -> None:
@@ -48,10 +72,14 @@ def canonicalize(module: fx.GraphModule) -> None:
 
 
 _RESULTS = {
-    "attention": ("attended", "lse"), "attention_grad": ("dq", "dk", "dv"), "rms_norm": ("normed", "rstd"),
-    "layer_norm": ("normed", "mean", "rstd"), "rnn": ("states", "h", "c"), "topk": ("top", "chosen"),
+    "attention": ("attended", "lse"),
+    "attention_grad": ("dq", "dk", "dv"),
+    "rms_norm": ("normed", "rstd"),
+    "layer_norm": ("normed", "mean", "rstd"),
+    "rnn": ("states", "h", "c"),
+    "topk": ("top", "chosen"),
     "max_pool2d_with_indices": ("pooled", "argmax"),
-}  # fmt: skip
+}
 
 
 def _name_values(graph: fx.Graph) -> None:

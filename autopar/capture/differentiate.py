@@ -36,9 +36,13 @@ Tensor = torch.Tensor
 
 
 def trace_template(
-    name: str, segment: Segment, reads: Sequence[Tensor], is_param: Sequence[bool], pulled: Sequence[bool],
+    name: str,
+    segment: Segment,
+    reads: Sequence[Tensor],
+    is_param: Sequence[bool],
+    pulled: Sequence[bool],
     mode: FakeTensorMode,
-) -> tuple[Template, list[bool]]:  # fmt: skip
+) -> tuple[Template, list[bool]]:
     """The template of `segment` and, per output, whether it carries a gradient.
 
     `reads`: fake tensors for `segment.reads`, with requires_grad set where a gradient may flow. `pulled`: per output
@@ -50,8 +54,10 @@ def trace_template(
     with mode, torch.set_grad_enabled(training):
         probe = _forward(segment, leaves)
     flows = [bool(o.requires_grad) and p for o, p in zip(probe, pulled, strict=True)]
-    tangents = [torch.empty_like(o, memory_format=torch.contiguous_format) if f else None
-                for o, f in zip(_fresh(probe, mode), flows, strict=True)]  # fmt: skip
+    tangents = [
+        torch.empty_like(o, memory_format=torch.contiguous_format) if f else None
+        for o, f in zip(_fresh(probe, mode), flows, strict=True)
+    ]
     wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
     got: list[bool] = []
 
@@ -148,9 +154,14 @@ def _apply(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _assemble(
-    name: str, module: fx.GraphModule, segment: Segment, is_param: Sequence[bool], flows: Sequence[bool],
-    wanted: Sequence[int], got: Sequence[bool],
-) -> Template:  # fmt: skip
+    name: str,
+    module: fx.GraphModule,
+    segment: Segment,
+    is_param: Sequence[bool],
+    flows: Sequence[bool],
+    wanted: Sequence[int],
+    got: Sequence[bool],
+) -> Template:
     canonicalize(module)
     graph = module.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -182,11 +193,16 @@ def _assemble(
         return by_read[i].name if i in by_read else None
 
     return Template(
-        name, graph, tuple(reads[i].name for i in params), tuple(reads[i].name for i in inputs),
-        tuple(o.name for o in outs), tuple(s.name if s is not None else None for s in slots),
-        tuple(grad(i) for i in inputs), tuple(grad(i) for i in params),
+        name,
+        graph,
+        tuple(reads[i].name for i in params),
+        tuple(reads[i].name for i in inputs),
+        tuple(o.name for o in outs),
+        tuple(s.name if s is not None else None for s in slots),
+        tuple(grad(i) for i in inputs),
+        tuple(grad(i) for i in params),
         any(_is_random(n) for n in graph.nodes),
-    )  # fmt: skip
+    )
 
 
 def _local_name(name: str, path: str) -> str:

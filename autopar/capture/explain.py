@@ -19,11 +19,24 @@ _DYNAMIC = (
     "indexing or nonzero, tensors instead of .item(), and for expert routing topk with a fixed capacity or a grouped matmul"
 )
 _FIXES = (
-    (("data-dependent", "data dependent", "guardondatadependent", "unbacked", "dynamicoutputshape", "tolist",
-      "_local_scalar_dense", "constrain_range"), _DYNAMIC),
-    ((".numpy() is not supported", "can't convert", "numpy"),
-     "it leaves torch for numpy, which has no graph and no gradient. Use the torch op of the same name"),
-)  # fmt: skip
+    (
+        (
+            "data-dependent",
+            "data dependent",
+            "guardondatadependent",
+            "unbacked",
+            "dynamicoutputshape",
+            "tolist",
+            "_local_scalar_dense",
+            "constrain_range",
+        ),
+        _DYNAMIC,
+    ),
+    (
+        (".numpy() is not supported", "can't convert", "numpy"),
+        "it leaves torch for numpy, which has no graph and no gradient. Use the torch op of the same name",
+    ),
+)
 
 
 def explain(error: Exception, model: nn.Module) -> Exception:

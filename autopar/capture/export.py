@@ -150,10 +150,19 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
         own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
         constants |= {name: tensor.detach() for name, tensor in own}
     return Exported(
-        exported.graph, kinds, updates, users, seen["structure"], structure, tuple(names), seen["training"], constants,
-        frozenset(_strip(n) for n in eager), {_strip(k): _strip(v) for k, v in first.items()},
+        exported.graph,
+        kinds,
+        updates,
+        users,
+        seen["structure"],
+        structure,
+        tuple(names),
+        seen["training"],
+        constants,
+        frozenset(_strip(n) for n in eager),
+        {_strip(k): _strip(v) for k, v in first.items()},
         tuple(n.name for n in outputs),
-    )  # fmt: skip
+    )
 
 
 def _strip(name: str) -> str:

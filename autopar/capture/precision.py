@@ -161,7 +161,9 @@ class _Pass:
             return "pass"
         tags = getattr(node.target, "tags", ())
         pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-        return "follow" if name in _FOLLOW or (pointwise and name not in _KEPT and not name.endswith("_loss")) else "keep"
+        return (
+            "follow" if name in _FOLLOW or (pointwise and name not in _KEPT and not name.endswith("_loss")) else "keep"
+        )
 
     def _too_large(self, node: fx.Node) -> bool:
         """Whether a number among the arguments is beyond the low dtype (masks of -1e9 in float16)."""
@@ -213,7 +215,12 @@ class _Pass:
             return
         with self.graph.inserting_after(last):
             made = self.graph.call_function(CAST, (value,), {"dtype": self.low})
-        made.meta = {**_place(node), "val": self._like(_first(node.meta["val"]), self.low), MARK: True, TIED: "previous"}
+        made.meta = {
+            **_place(node),
+            "val": self._like(_first(node.meta["val"]), self.low),
+            MARK: True,
+            TIED: "previous",
+        }
         value.replace_all_uses_with(made, lambda user: user is not made)
         self.was[made] = self.was[value]
 

@@ -25,8 +25,8 @@ from autopar.codegen.curve import curve_svg
 from autopar.codegen.gantt import svg, text_gantt
 from autopar.costmodel.simulate import Timeline, simulate
 from autopar.errors import AutoparError, InputError
+from autopar.ir.actions import StageGraph, parse_row
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import StageGraph, parse_row
 from autopar.report import size_text, time_text
 
 Facts = dict[str, Any]
@@ -149,7 +149,9 @@ def _short(op: str) -> str:
 def collective_lines(program: Facts, plan: Facts) -> Iterator[str]:
     """A row per collective: how often a step runs it, over which axis, bytes of the full array, seconds in all."""
     del plan
-    rows = sorted((c for stage in program["stages"] for c in stage["collectives"]), key=lambda c: -c["times"] * c["nbytes"])
+    rows = sorted(
+        (c for stage in program["stages"] for c in stage["collectives"]), key=lambda c: -c["times"] * c["nbytes"]
+    )
     if not rows:
         yield "none"
         return
@@ -159,7 +161,14 @@ def collective_lines(program: Facts, plan: Facts) -> Iterator[str]:
     )
     table = [("times", "kind", "axis", "bytes each", "seconds", "what")]
     table += [
-        (str(c["times"]), c["kind"], c["axis"], size_text(c["nbytes"]), time_text(c["time_s"]), " ".join(c["what"].split()))
+        (
+            str(c["times"]),
+            c["kind"],
+            c["axis"],
+            size_text(c["nbytes"]),
+            time_text(c["time_s"]),
+            " ".join(c["what"].split()),
+        )
         for c in rows
     ]
     yield from _columns(table)
@@ -210,10 +219,12 @@ def memory_lines(program: Facts, plan: Facts) -> Iterator[str]:
         yield f"stage {number}: {kinds}; a microbatch keeps {size_text(stage['held_bytes'])}"
         if curve is not None:
             places = {**curve["policies"], "the plan": curve["chosen"]}
-            yield from _columns([
-                ("recompute", "kept", "made again"),
-                *((name, size_text(b), time_text(s)) for name, (b, s) in places.items()),
-            ])  # fmt: skip
+            yield from _columns(
+                [
+                    ("recompute", "kept", "made again"),
+                    *((name, size_text(b), time_text(s)) for name, (b, s) in places.items()),
+                ]
+            )
 
 
 def timeline_of(program: Facts) -> Timeline:
@@ -221,9 +232,10 @@ def timeline_of(program: Facts) -> Timeline:
     schedule = program["schedule"]
     gradients = schedule["gradients"]
     graph = StageGraph(
-        tuple(map(tuple, schedule["groups"])), tuple(map(tuple, schedule["edges"])),
+        tuple(map(tuple, schedule["groups"])),
+        tuple(map(tuple, schedule["edges"])),
         None if gradients is None else tuple(map(tuple, gradients)),
-    )  # fmt: skip
+    )
     seconds = {(stage, kind): s for stage, kind, s in schedule["seconds"]}
     between = {(u, v): s for u, v, s in schedule["hand_over"]}
     return simulate(tuple(map(parse_row, schedule["table"])), graph, seconds, between)
@@ -258,7 +270,8 @@ def as_json(program: Facts, plan: Facts, sections: Sequence[str]) -> str:
         "schedule": {k: program[k] for k in ("schedule", "transfers", "shared")},
         "collectives": [c for s in program["stages"] for c in s["collectives"]],
         "memory": {
-            "peak_bytes": program["peak_bytes"], "recompute": program.get("recompute", []),
+            "peak_bytes": program["peak_bytes"],
+            "recompute": program.get("recompute", []),
             "stages": [{k: s[k] for k in ("resting", "held_bytes")} for s in program["stages"]],
         },
         "parameters": {n: row for s in program["stages"] for n, row in s["parameters"].items()},
@@ -299,7 +312,9 @@ def _cluster(name: str, arguments: dict[str, str], rows: list[Facts]) -> list[st
             if read not in made:
                 made[read] = (f"{name}/{read}", "saved by forward")
                 lines.append(f"    {_quoted(made[read][0])} [label={_quoted(read)}, shape=ellipse, style=dashed];")
-            edges.append(f"    {_quoted(made[read][0])} -> {_quoted(node)} [label={_quoted(made[read][1])}, fontsize=8];")
+            edges.append(
+                f"    {_quoted(made[read][0])} -> {_quoted(node)} [label={_quoted(made[read][1])}, fontsize=8];"
+            )
         for k, out in enumerate(row["out"]):
             made[out] = (node, row["specs"][k] if k < len(row["specs"]) else "")
     return [*lines, *edges, "  }"]
@@ -326,9 +341,10 @@ def rank_code(directory: Path, program: Facts, rank: int) -> str:
     parts = [own] if own.exists() else []
     stages = program["stages"]
     parts += [
-        directory / "stages" / f"stage_{i}.py" for i, s in enumerate(stages)
+        directory / "stages" / f"stage_{i}.py"
+        for i, s in enumerate(stages)
         if s["first_rank"] <= rank < s["first_rank"] + math.prod(s["mesh"].values())
-    ]  # fmt: skip
+    ]
     return "\n".join(f"# --- {p.relative_to(directory)}\n{p.read_text()}" for p in parts)
 
 
@@ -356,7 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif args.format == "chrome-trace":
             text = timeline_of(program).chrome_trace()
         else:
-            text = "\n\n".join(f"{name}\n" + "\n".join(f"  {s}" for s in SECTIONS[name](program, plan)) for name in sections)
+            text = "\n\n".join(
+                f"{name}\n" + "\n".join(f"  {s}" for s in SECTIONS[name](program, plan)) for name in sections
+            )
         print(text)
     except BrokenPipeError:
         sys.stderr.close()

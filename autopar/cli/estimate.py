@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.search import SearchResult, search
-from autopar.costmodel.shape import ParallelConfig, TransformerShape
-from autopar.costmodel.step import Estimate, estimate
+from autopar.costmodel.estimator.search import SearchResult, search
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.step import Estimate, estimate
 from autopar.errors import AutoparError, ConstraintError, InputError
 
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gated_mlp": True}

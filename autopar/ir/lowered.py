@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.ir.actions import StageGraph, Table
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import StageGraph, Table
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 

@@ -22,9 +22,15 @@ from autopar.ir.types import TensorType
 
 Phase = Literal["F", "B", "W"]
 RANDOM_OPS = frozenset(
-    {"autopar.dropout", "autopar.random_uniform", "autopar.random_normal", "autopar.attention",
-     "autopar.attention_grad", "autopar.attention_mask_grad"}
-)  # fmt: skip
+    {
+        "autopar.dropout",
+        "autopar.random_uniform",
+        "autopar.random_normal",
+        "autopar.attention",
+        "autopar.attention_grad",
+        "autopar.attention_mask_grad",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Boundary:
-    """How a stage's program hangs in the whole one (`autopar.passes.cut`).
+    """How a stage's program hangs in the whole one (`autopar.passes.lower.cut`).
 
     inputs, outputs: index in the whole program of each own batch input and output. received: what the inputs after
     those are. sent, sent_values: what leaves, and where the stage makes it. held: parameters whose state is elsewhere.
@@ -156,7 +162,7 @@ class Boundary:
 class Program:
     """A whole step, or a stage of one. Of a whole one outputs[0] is the loss when `training`.
 
-    loss_kind: how the losses of microbatches make that of the batch (`autopar.passes.microbatch`).
+    loss_kind: how the losses of microbatches make that of the batch (`autopar.passes.batch.microbatch`).
     """
 
     templates: dict[str, Template]

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.schedule import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table
 
 
 def forward(graph: StageGraph, m: int) -> Table:
     """Forwards alone (inference): as many microbatches as there are groups walk through a group's stages together."""
     p = len(graph.groups)
     return tuple(
-        tuple(
-            Action("F", mb, s) for first in range(0, m, p) for s in group for mb in range(first, min(first + p, m))
-        )
+        tuple(Action("F", mb, s) for first in range(0, m, p) for s in group for mb in range(first, min(first + p, m)))
         for group in graph.groups
     )
 

@@ -87,16 +87,21 @@ class _Trial:
         """Whether running on every combination of parts and joining gives the whole."""
         joined = [s for s in splits if None not in s.results]
         added = [s for s in splits if None in s.results]
-        if any(s.results[i] is None and w is not None and not w.dtype.is_floating_point
-               for s in added for i, w in enumerate(self.whole)):  # fmt: skip
+        if any(
+            s.results[i] is None and w is not None and not w.dtype.is_floating_point
+            for s in added
+            for i, w in enumerate(self.whole)
+        ):
             return False
         # A join can be checked place by place; results that are sums in one place and joins in another need all parts.
         mixed = any(d is not None for s in added for d in s.results)
         for where in itertools.product(*(_places(s.parts) for s in joined)):
             blocks = list(zip(joined, where, strict=True))
             try:
-                held = [run_call(self.call, self._cut([*blocks, *zip(added, inner, strict=True)]))
-                        for inner in itertools.product(*(range(s.parts) for s in added))]  # fmt: skip
+                held = [
+                    run_call(self.call, self._cut([*blocks, *zip(added, inner, strict=True)]))
+                    for inner in itertools.product(*(range(s.parts) for s in added))
+                ]
             except Exception:
                 return False
             found = self._combined(held, added) if mixed else [_sum(list(ts)) for ts in zip(*held, strict=True)]
@@ -125,9 +130,13 @@ class _Trial:
         """Fold the innermost split first: join where it joins, add where it adds."""
         for split in reversed(added):
             groups = [held[i : i + split.parts] for i in range(0, len(held), split.parts)]
-            held = [[_sum(list(ts)) if d is None else _cat(list(ts), d)
-                     for ts, d in zip(zip(*group, strict=True), split.results, strict=True)]
-                    for group in groups]  # fmt: skip
+            held = [
+                [
+                    _sum(list(ts)) if d is None else _cat(list(ts), d)
+                    for ts, d in zip(zip(*group, strict=True), split.results, strict=True)
+                ]
+                for group in groups
+            ]
         return held[0]
 
 
@@ -223,8 +232,9 @@ def _hypotheses(call: OpCall, whole: list[Tensor | None]) -> list[_Split]:
             continue
         for operands in itertools.product(*per_operand):
             if any(d is not None for d in operands):
-                found += [_Split(size, next(_divisors(size)), operands, results)
-                          for results in itertools.product(*per_result)]  # fmt: skip
+                found += [
+                    _Split(size, next(_divisors(size)), operands, results) for results in itertools.product(*per_result)
+                ]
     return sorted(found, key=lambda h: (sum(d is None for d in h.operands), sum(d is None for d in h.results)))
 
 

@@ -138,8 +138,14 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
 
 
 @lifts(aten.layer_norm.default)
-def _layer_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None,
-                eps: float = 1e-5, cudnn: bool = True) -> Tensor:  # fmt: skip
+def _layer_norm(
+    x: Tensor,
+    shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn: bool = True,
+) -> Tensor:
     return w.LayerNorm.apply(x, weight, bias, eps, len(shape))
 
 
@@ -153,8 +159,16 @@ def _channel(t: Tensor, like: Tensor) -> Tensor:
 
 
 @lifts(aten._native_batch_norm_legit_functional.default)
-def _batch_norm_functional(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor,
-                           training: bool, momentum: float, eps: float) -> tuple[Any, ...]:  # fmt: skip
+def _batch_norm_functional(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
     if not training:
         return _batch_norm_eval(x, weight, bias, mean, var, eps), None, None, mean, var
     y, batch_mean, batch_var, count = _normalise(x, weight, bias, eps)
@@ -176,8 +190,9 @@ def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return (y + _channel(bias, x) if bias is not None else y), mean, var, count
 
 
-def _batch_norm_eval(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor,
-                     eps: float) -> Tensor:  # fmt: skip
+def _batch_norm_eval(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
     scale = (var + eps).rsqrt()
     scale = scale * weight if weight is not None else scale
     y = (x - _channel(mean, x)) * _channel(scale, x)
@@ -185,28 +200,45 @@ def _batch_norm_eval(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean
 
 
 @lifts(aten._native_batch_norm_legit_no_training.default)
-def _batch_norm_no_training(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor,
-                            momentum: float, eps: float) -> tuple[Any, ...]:  # fmt: skip
+def _batch_norm_no_training(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> tuple[Any, ...]:
     return _batch_norm_eval(x, weight, bias, mean, var, eps), None, None
 
 
 @lifts(aten._native_batch_norm_legit.no_stats)
-def _batch_norm_no_stats(x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float,
-                         eps: float) -> tuple[Any, ...]:  # fmt: skip
+def _batch_norm_no_stats(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Any, ...]:
     return _normalise(x, weight, bias, eps)[0], None, None
 
 
 @lifts(aten.batch_norm.default)
-def _batch_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-                training: bool, momentum: float, eps: float, cudnn: bool) -> Tensor:  # fmt: skip
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> Tensor:
     if training or mean is None or var is None:
         return _normalise(x, weight, bias, eps)[0]
     return _batch_norm_eval(x, weight, bias, mean, var, eps)
 
 
 @lifts(aten.group_norm.default)
-def _group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5,
-                cudnn: bool = True) -> Tensor:  # fmt: skip
+def _group_norm(
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn: bool = True,
+) -> Tensor:
     n, c, *space = x.shape
     y = x.reshape(n, groups, c // groups, *space)
     dims = list(range(2, y.ndim))
@@ -219,8 +251,17 @@ def _group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tens
 
 
 @lifts(aten.instance_norm.default)
-def _instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-                   use_input_stats: bool, momentum: float, eps: float, cudnn: bool) -> Tensor:  # fmt: skip
+def _instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> Tensor:
     if not use_input_stats and mean is not None and var is not None:
         return _batch_norm_eval(x, weight, bias, mean, var, eps)
     return _group_norm(x, x.shape[1], weight, bias, eps)
@@ -230,8 +271,17 @@ def _instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: 
 
 
 @lifts(aten.scaled_dot_product_attention.default)
-def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-               is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     lead = q.shape[:-2]
     if q.ndim == 3:
@@ -250,12 +300,24 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
     return out.reshape([*lead, *out.shape[-2:]])
 
 
-def _rnn(mode: str, x: Tensor, hidden: Sequence[Tensor], params: Sequence[Tensor], biases: bool, layers: int,
-         p: float, train: bool, bidirectional: bool, batch_first: bool) -> tuple[Tensor, ...]:  # fmt: skip
+def _rnn(
+    mode: str,
+    x: Tensor,
+    hidden: Sequence[Tensor],
+    params: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    p: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
     x = x.transpose(0, 1) if batch_first else x
     per, ways = 4 if biases else 2, 2 if bidirectional else 1
     if len(params) != per * ways * layers:
-        raise CaptureError(f"{mode} with a projection (proj_size) is not supported; use proj_size=0 and a Linear after it")
+        raise CaptureError(
+            f"{mode} with a projection (proj_size) is not supported; use proj_size=0 and a Linear after it"
+        )
     lasts: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outs = []
@@ -287,8 +349,17 @@ lifts(aten.rnn_tanh.input)(_one_state("rnn_tanh"))
 lifts(aten.rnn_relu.input)(_one_state("rnn_relu"))
 
 
-def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int,
-          transposed: bool = False, output_padding: Any = 0) -> Tensor:  # fmt: skip
+def _conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    transposed: bool = False,
+    output_padding: Any = 0,
+) -> Tensor:
     n = weight.ndim - 2
     unbatched = x.ndim == n + 1
     x = x.unsqueeze(0) if unbatched else x
@@ -303,14 +374,28 @@ def _ntuple(value: Any, n: int) -> list[int]:
 
 
 @lifts(aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-def _conv_nd(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-             dilation: Any = 1, groups: int = 1) -> Tensor:  # fmt: skip
+def _conv_nd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
     return _conv(x, weight, bias, stride, padding, dilation, groups)
 
 
 @lifts(aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding)
-def _conv_padding(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: str = "valid",
-                  dilation: Any = 1, groups: int = 1) -> Tensor:  # fmt: skip
+def _conv_padding(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: str = "valid",
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
     n = weight.ndim - 2
     if padding == "valid":
         return _conv(x, weight, bias, stride, 0, dilation, groups)
@@ -322,14 +407,31 @@ def _conv_padding(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride:
 
 
 @lifts(aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
-def _conv_transpose(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-                    output_padding: Any = 0, groups: int = 1, dilation: Any = 1) -> Tensor:  # fmt: skip
+def _conv_transpose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
     return _conv(x, weight, bias, stride, padding, dilation, groups, True, output_padding)
 
 
 @lifts(aten.convolution.default)
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any,
-                 transposed: bool, output_padding: Any, groups: int) -> Tensor:  # fmt: skip
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+) -> Tensor:
     return _conv(x, weight, bias, stride, padding, dilation, groups, transposed, output_padding)
 
 
@@ -337,9 +439,13 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, pa
 
 
 @lifts(aten.embedding.default)
-def _embedding(weight: Tensor, index: Tensor, padding: int = -1, scale_by_freq: bool = False, sparse: bool = False) -> Tensor:
+def _embedding(
+    weight: Tensor, index: Tensor, padding: int = -1, scale_by_freq: bool = False, sparse: bool = False
+) -> Tensor:
     if scale_by_freq:
-        raise CaptureError("embedding(scale_grad_by_freq=True) is not supported: the counts span the batch; turn it off")
+        raise CaptureError(
+            "embedding(scale_grad_by_freq=True) is not supported: the counts span the batch; turn it off"
+        )
     padding = padding + weight.shape[0] if padding < -1 else padding
     return w.Embedding.apply(weight, index, padding)
 

@@ -24,8 +24,14 @@ def _reduced(x: Tensor, reduction: int) -> Tensor:
 
 
 @lifts(aten.cross_entropy_loss.default)
-def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN,
-                  ignore_index: int = -100, label_smoothing: float = 0.0) -> Tensor:  # fmt: skip
+def cross_entropy(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """Mean over the whole batch's counted targets, as one division of two sums."""
     dim = 0 if x.ndim == 1 else 1
     if target.is_floating_point():
@@ -34,7 +40,9 @@ def cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, reduc
     safe = torch.where(counted, target, torch.zeros_like(target))
     rows = w.CrossEntropy.apply(x, safe, dim)
     scale = counted.to(x.dtype)
-    class_scale = scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
+    class_scale = (
+        scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
+    )
     loss = rows * class_scale
     if label_smoothing:
         logp = aten.log_softmax.int(x, dim)
@@ -49,8 +57,9 @@ def _channel(weight: Tensor, x: Tensor, dim: int) -> Tensor:
     return weight.reshape([-1 if i == dim else 1 for i in range(x.ndim)])
 
 
-def _soft_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float,
-                        dim: int) -> Tensor:  # fmt: skip
+def _soft_cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float, dim: int
+) -> Tensor:
     target = target * (1 - smoothing) + smoothing / x.shape[dim] if smoothing else target
     logp = aten.log_softmax.int(x, dim) * target
     loss = -(logp if weight is None else logp * _channel(weight, x, dim)).sum(dim)
@@ -60,8 +69,9 @@ def _soft_cross_entropy(x: Tensor, target: Tensor, weight: Tensor | None, reduct
 
 
 @lifts(aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
-def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN,
-             ignore_index: int = -100) -> Tensor:  # fmt: skip
+def nll_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignore_index: int = -100
+) -> Tensor:
     """Negative log likelihood of log-probabilities x: (n, c, ...)."""
     dim = 0 if x.ndim == 1 else 1
     counted = target != ignore_index
@@ -103,8 +113,9 @@ def huber_loss(x: Tensor, y: Tensor, reduction: int = _MEAN, delta: float = 1.0)
 
 
 @lifts(aten.binary_cross_entropy_with_logits.default)
-def bce_with_logits(x: Tensor, y: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None,
-                    reduction: int = _MEAN) -> Tensor:  # fmt: skip
+def bce_with_logits(
+    x: Tensor, y: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = _MEAN
+) -> Tensor:
     """Stable log-loss of logits."""
     soft = torch.log1p(torch.exp(-x.abs())) + torch.clamp_min(-x, 0)
     scale = 1 if pos_weight is None else (pos_weight - 1) * y + 1
@@ -142,7 +153,9 @@ def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @lifts(aten.mean.dim)
-def mean_dim(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def mean_dim(
+    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """Sum over dims · 1/n."""
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
@@ -177,14 +190,17 @@ def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim:
 
 
 @lifts(aten.var_mean.correction)
-def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     """Variance and mean."""
     return _variance(x, dim, 1 if correction is None else correction, keepdim)
 
 
 @lifts(aten.linalg_vector_norm.default)
-def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *,
-                dtype: torch.dtype | None = None) -> Tensor:  # fmt: skip
+def vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """p-norms by sums; max-norm by amax."""
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)

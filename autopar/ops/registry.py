@@ -151,9 +151,11 @@ class Maker:
     ) -> Rule:
         used = {f for labels in (*operands, *results) for dim in labels or () for f in dim}
         return Rule(
-            tuple(operands), tuple(results), {k: f for k, f in self.factors.items() if k in used},
+            tuple(operands),
+            tuple(results),
+            {k: f for k, f in self.factors.items() if k in used},
             tuple(frozenset(g) for g in linear or ()),
-        )  # fmt: skip
+        )
 
 
 def broadcast_labels(shape: tuple[int, ...], out: tuple[int, ...], labels: Labels) -> Labels:

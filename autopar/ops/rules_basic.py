@@ -30,9 +30,7 @@ def _reduction(call: OpCall, reduce: str | None, linear: bool) -> Rule:
         for i, n in enumerate(shape)
     )
     keep = bool(call.get("keepdim", False))
-    out: Labels = tuple(
-        () if i in gone else dim for i, dim in enumerate(labels) if keep or i not in gone
-    )
+    out: Labels = tuple(() if i in gone else dim for i, dim in enumerate(labels) if keep or i not in gone)
     return make.rule([labels], [out for _ in call.results], [{0}] if linear else [])
 
 
@@ -54,9 +52,26 @@ def amin(call: OpCall) -> Rule:
     return _reduction(call, "min", False)
 
 
-@register("aten.prod", "aten.any", "aten.all", "aten.argmax", "aten.argmin", "aten.max", "aten.min", "aten.mode",
-          "aten.median", "aten.logsumexp", "aten.linalg_vector_norm", "aten.mean", "aten.var", "aten.std", "aten.norm",
-          "aten.nansum", "aten.count_nonzero", "aten.kthvalue")  # fmt: skip
+@register(
+    "aten.prod",
+    "aten.any",
+    "aten.all",
+    "aten.argmax",
+    "aten.argmin",
+    "aten.max",
+    "aten.min",
+    "aten.mode",
+    "aten.median",
+    "aten.logsumexp",
+    "aten.linalg_vector_norm",
+    "aten.mean",
+    "aten.var",
+    "aten.std",
+    "aten.norm",
+    "aten.nansum",
+    "aten.count_nonzero",
+    "aten.kthvalue",
+)
 def whole_reduction(call: OpCall) -> Rule:
     """Reductions whose pieces do not combine by sum, max or min: the reduced dims stay whole."""
     if len(call.operands) == 2:
@@ -64,8 +79,20 @@ def whole_reduction(call: OpCall) -> Rule:
     return _reduction(call, None, False)
 
 
-@register("aten.cumsum", "aten.cumprod", "aten.cummax", "aten.cummin", "aten.sort", "aten.topk",
-          "aten._softmax", "aten._log_softmax", "aten._safe_softmax", "aten.flip", "aten.roll", "aten.logcumsumexp")  # fmt: skip
+@register(
+    "aten.cumsum",
+    "aten.cumprod",
+    "aten.cummax",
+    "aten.cummin",
+    "aten.sort",
+    "aten.topk",
+    "aten._softmax",
+    "aten._log_softmax",
+    "aten._safe_softmax",
+    "aten.flip",
+    "aten.roll",
+    "aten.logcumsumexp",
+)
 def along_dims(call: OpCall) -> Rule:
     """Ops that work along some dims (kept whole) and independently over the others."""
     make = Maker()
@@ -174,8 +201,17 @@ def expand(call: OpCall) -> Rule:
     return make.rule([broadcast_labels(call.shapes[0], out, labels)], [labels], [{0}] if all_float(call) else [])
 
 
-@register("aten.slice", "aten.constant_pad_nd", "aten.unfold", "aten.repeat", "aten.reflection_pad1d",
-          "aten.reflection_pad2d", "aten.replication_pad1d", "aten.replication_pad2d", "aten.slice_scatter")  # fmt: skip
+@register(
+    "aten.slice",
+    "aten.constant_pad_nd",
+    "aten.unfold",
+    "aten.repeat",
+    "aten.reflection_pad1d",
+    "aten.reflection_pad2d",
+    "aten.replication_pad1d",
+    "aten.replication_pad2d",
+    "aten.slice_scatter",
+)
 def resize(call: OpCall) -> Rule:
     """Dims that keep their size pass; dims that change stay whole."""
     make = Maker()
@@ -199,8 +235,7 @@ def resize(call: OpCall) -> Rule:
     return make.rule(operands, [result], linear)
 
 
-@register("aten.slice_backward", "aten.unfold_backward",
-          localize=lambda b: {"input_sizes": b.result_shape()})  # fmt: skip
+@register("aten.slice_backward", "aten.unfold_backward", localize=lambda b: {"input_sizes": b.result_shape()})
 def slice_backward(call: OpCall) -> Rule:
     """The sliced dim is whole in the result."""
     make = Maker()
@@ -238,11 +273,12 @@ def select_scatter(call: OpCall) -> Rule:
     make = Maker()
     dim = int(call["dim"]) % len(call.shapes[0])
     labels = make.dims(call.shapes[0], whole={dim})
-    return make.rule([labels, tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0, 1}] if all_float(call) else [])
+    return make.rule(
+        [labels, tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0, 1}] if all_float(call) else []
+    )
 
 
-@register("aten.cat", "aten.stack", "aten.split", "aten.split_with_sizes", "aten.unbind",
-          "aten.unsafe_split")  # fmt: skip
+@register("aten.cat", "aten.stack", "aten.split", "aten.split_with_sizes", "aten.unbind", "aten.unsafe_split")
 def join_or_split(call: OpCall) -> Rule:
     """The dim of a join or split stays whole, all others pass."""
     make = Maker()

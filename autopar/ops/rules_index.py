@@ -7,8 +7,16 @@ from autopar.ir.rule import Labels, Rule
 from autopar.ops.registry import Maker, leading, register
 
 
-@register("aten.gather", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.index_select",
-          "aten.index_add", "aten.index_copy", "aten.index_fill")  # fmt: skip
+@register(
+    "aten.gather",
+    "aten.scatter",
+    "aten.scatter_add",
+    "aten.scatter_reduce",
+    "aten.index_select",
+    "aten.index_add",
+    "aten.index_copy",
+    "aten.index_fill",
+)
 def index_along(call: OpCall) -> Rule:
     """The indexed dim stays whole in what is indexed; dims of equal size elsewhere pass."""
     make = Maker()
@@ -19,9 +27,7 @@ def index_along(call: OpCall) -> Rule:
     packet = call.op.split(".")[1]
     others = [s for s in call.shapes[1:] if len(s) == len(x)]
     same = [all(s[i] == n for s in others) for i, n in enumerate(x)]
-    labels: Labels = tuple(
-        () if i == dim else make.add(f"d{i}", n, whole=not same[i]) for i, n in enumerate(x)
-    )
+    labels: Labels = tuple(() if i == dim else make.add(f"d{i}", n, whole=not same[i]) for i, n in enumerate(x))
     operands: list[Labels | None] = [labels]
     reading = packet in ("gather", "index_select")
     picked = make.add("j", call.shapes[1][dim if packet == "gather" else 0]) if reading and call.shapes[1] else ()
@@ -94,8 +100,9 @@ def search(call: OpCall) -> Rule:
         if isinstance(argument, Operand):
             shape = call.operands[argument.index].shape
             along = len(shape) > 1 or name not in (table, "sorter")
-            rows.append((*labels[: len(shape) - 1], ()) if name in (table, "sorter") and along else
-                        labels if along else ((),))  # fmt: skip
+            rows.append(
+                (*labels[: len(shape) - 1], ()) if name in (table, "sorter") and along else labels if along else ((),)
+            )
     return make.rule(rows, [labels])
 
 

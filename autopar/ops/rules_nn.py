@@ -87,9 +87,13 @@ def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labe
     value = make.add("e", e, whole=True)
     kv_head = make.add("h", kv)
     table: dict[str, Labels] = {
-        "q": (batch, head, query, width), "k": (batch, kv_head, key, width), "v": (batch, kv_head, key, value),
-        "out": (batch, head, query, value), "g": (batch, head, query, value), "lse": (batch, head, query),
-    }  # fmt: skip
+        "q": (batch, head, query, width),
+        "k": (batch, kv_head, key, width),
+        "v": (batch, kv_head, key, value),
+        "out": (batch, head, query, value),
+        "g": (batch, head, query, value),
+        "lse": (batch, head, query),
+    }
     mask = call.type_of("mask")
     if mask is not None:
         full = (batch, head, query, key)
@@ -169,9 +173,12 @@ def norm(call: OpCall) -> Rule:
     make, x, stat, weight = _norm(call)
     operands = _norm_operands(call, {"x": x, "g": x, "w": weight, "b": weight, "mean": stat, "rstd": stat})
     by_op: dict[str, list[Labels | None]] = {
-        "rms_norm": [x, stat], "layer_norm": [x, stat, stat], "rms_norm_dx": [x], "layer_norm_dx": [x],
+        "rms_norm": [x, stat],
+        "layer_norm": [x, stat, stat],
+        "rms_norm_dx": [x],
+        "layer_norm_dx": [x],
         "norm_dw": [weight],
-    }  # fmt: skip
+    }
     return make.rule(operands, by_op[call.op.split(".")[1]])
 
 
@@ -259,9 +266,17 @@ def rnn(call: OpCall) -> Rule:
     assert x is not None
     b = make.add("b", x.shape[1])
     table: dict[str, Labels] = {
-        "x": ((), b, ()), "h0": (b, ()), "c0": (b, ()), "w_ih": ((), ()), "w_hh": ((), ()), "b_ih": ((),),
-        "b_hh": ((),), "g_out": ((), b, ()), "g_h": (b, ()), "g_c": (b, ()),
-    }  # fmt: skip
+        "x": ((), b, ()),
+        "h0": (b, ()),
+        "c0": (b, ()),
+        "w_ih": ((), ()),
+        "w_hh": ((), ()),
+        "b_ih": ((),),
+        "b_hh": ((),),
+        "g_out": ((), b, ()),
+        "g_h": (b, ()),
+        "g_c": (b, ()),
+    }
     operands: list[Labels | None] = [table[n] for n, a in call.arguments.items() if isinstance(a, Operand)]
     if call.op == "autopar.rnn":
         return make.rule(operands, [table["x"], table["h0"], table["h0"]])

@@ -43,13 +43,44 @@ def _linear_groups(call: OpCall) -> list[set[int]]:
     return []
 
 
-@register("pointwise", "aten._to_copy", "aten.copy", "aten.fill", "aten.zeros_like", "aten.ones_like",
-          "aten.full_like", "aten.empty_like", "aten.masked_fill", "aten.where", "aten.threshold_backward",
-          "aten.nan_to_num", "aten._conj", "aten.clone", "aten.lerp", "aten.floor_divide", "aten.polar",
-          "aten.hardswish", "aten._prelu_kernel", "aten.log_sigmoid_forward",
-          *(f"aten.{name}_backward" for name in (
-              "softplus", "leaky_relu", "elu", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink",
-              "mish", "_prelu_kernel", "log_sigmoid")))  # fmt: skip
+@register(
+    "pointwise",
+    "aten._to_copy",
+    "aten.copy",
+    "aten.fill",
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.full_like",
+    "aten.empty_like",
+    "aten.masked_fill",
+    "aten.where",
+    "aten.threshold_backward",
+    "aten.nan_to_num",
+    "aten._conj",
+    "aten.clone",
+    "aten.lerp",
+    "aten.floor_divide",
+    "aten.polar",
+    "aten.hardswish",
+    "aten._prelu_kernel",
+    "aten.log_sigmoid_forward",
+    *(
+        f"aten.{name}_backward"
+        for name in (
+            "softplus",
+            "leaky_relu",
+            "elu",
+            "hardtanh",
+            "hardswish",
+            "hardsigmoid",
+            "hardshrink",
+            "softshrink",
+            "mish",
+            "_prelu_kernel",
+            "log_sigmoid",
+        )
+    ),
+)
 def pointwise(call: OpCall) -> Rule:
     """Every result dim is a factor; operands broadcast."""
     make = Maker()
@@ -109,8 +140,9 @@ def dropout(call: OpCall) -> Rule:
     return make.rule([labels], [labels], [{0}])
 
 
-@register("autopar.random_uniform", "autopar.random_normal",
-          localize=lambda b: {"size": b.result_shape(), **_dropped(b)})  # fmt: skip
+@register(
+    "autopar.random_uniform", "autopar.random_normal", localize=lambda b: {"size": b.result_shape(), **_dropped(b)}
+)
 def random_tensor(call: OpCall) -> Rule:
     """Random numbers follow the global position."""
     return constant(call)

@@ -10,7 +10,9 @@ from autopar.ir.rule import Factor, Labels, Rule
 from autopar.ops.registry import Block, Gemm, Maker, all_float, leading, register
 
 
-def _conv_labels(call: OpCall, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...]) -> tuple[Maker, dict[str, Labels]]:
+def _conv_labels(
+    call: OpCall, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...]
+) -> tuple[Maker, dict[str, Labels]]:
     make = Maker()
     groups, transposed = int(call["groups"]), bool(call["transposed"])
     n = make.add("n", x[0])
@@ -20,9 +22,11 @@ def _conv_labels(call: OpCall, x: tuple[int, ...], w: tuple[int, ...], y: tuple[
     space = lambda k: ((),) * k  # noqa: E731
     outer, inner = (c, o) if transposed else (o, c)
     table = {
-        "x": (n, (*g, *c), *space(len(x) - 2)), "y": (n, (*g, *o), *space(len(y) - 2)),
-        "w": ((*g, *outer), inner, *space(len(w) - 2)), "b": ((*g, *o),),
-    }  # fmt: skip
+        "x": (n, (*g, *c), *space(len(x) - 2)),
+        "y": (n, (*g, *o), *space(len(y) - 2)),
+        "w": ((*g, *outer), inner, *space(len(w) - 2)),
+        "b": ((*g, *o),),
+    }
     return make, table
 
 
@@ -85,15 +89,24 @@ def _spatial(name: str, rank: int, *options: str, size: str | None = None) -> No
 
 
 for _rank in (2, 3):
-    _spatial(f"aten.max_pool{_rank}d_with_indices", _rank, f"aten.max_pool{_rank}d_with_indices_backward",
-             f"aten.avg_pool{_rank}d", f"aten.avg_pool{_rank}d_backward", f"aten._adaptive_avg_pool{_rank}d",
-             f"aten._adaptive_avg_pool{_rank}d_backward", f"aten.adaptive_max_pool{_rank}d",
-             f"aten.adaptive_max_pool{_rank}d_backward")  # fmt: skip
+    _spatial(
+        f"aten.max_pool{_rank}d_with_indices",
+        _rank,
+        f"aten.max_pool{_rank}d_with_indices_backward",
+        f"aten.avg_pool{_rank}d",
+        f"aten.avg_pool{_rank}d_backward",
+        f"aten._adaptive_avg_pool{_rank}d",
+        f"aten._adaptive_avg_pool{_rank}d_backward",
+        f"aten.adaptive_max_pool{_rank}d",
+        f"aten.adaptive_max_pool{_rank}d_backward",
+    )
 for _rank in (1, 2, 3):
     _spatial(f"aten.reflection_pad{_rank}d_backward", _rank, f"aten.replication_pad{_rank}d_backward")
 for _rank, _modes in (
-    (1, ("linear", "nearest")), (2, ("bilinear", "nearest", "bicubic")), (3, ("trilinear", "nearest")),
-):  # fmt: skip
+    (1, ("linear", "nearest")),
+    (2, ("bilinear", "nearest", "bicubic")),
+    (3, ("trilinear", "nearest")),
+):
     for _mode in _modes:
         _spatial(f"aten.upsample_{_mode}{_rank}d", _rank)
         _spatial(f"aten.upsample_{_mode}{_rank}d_backward", _rank, size="input_size")
@@ -130,8 +143,9 @@ def unfold_image(call: OpCall) -> Rule:
     return make.rule([before], [after], [{0}] if all_float(call) else [])
 
 
-@register("aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.grid_sampler_2d_backward",
-          "aten.grid_sampler_3d_backward")  # fmt: skip
+@register(
+    "aten.grid_sampler_2d", "aten.grid_sampler_3d", "aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward"
+)
 def grid_sampler(call: OpCall) -> Rule:
     """Batch and channels pass; gradients of the grid are sums over channels."""
     make = Maker()

@@ -170,8 +170,9 @@ class Conv(Function):
 
 class Attention(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float,
-                site: int) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, site: int
+    ) -> Tensor:
         out, lse = d.attention(q, k, v, mask, p, causal, scale, site)
         ctx.save_for_backward(q, k, v, mask, out, lse)
         ctx.config = (p, causal, scale, site)
@@ -191,8 +192,17 @@ class RNN(Function):
     """One layer, one direction; x is (time, batch, input)."""
 
     @staticmethod
-    def forward(ctx: Any, mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Tensor, w_hh: Tensor,
-                b_ih: Tensor | None, b_hh: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def forward(
+        ctx: Any,
+        mode: str,
+        x: Tensor,
+        h0: Tensor,
+        c0: Tensor | None,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None,
+        b_hh: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x, h0, c0, w_ih, w_hh, b_ih, b_hh)
         ctx.mode = mode
         out, h, c = d.rnn(mode, x, h0, c0, w_ih, w_hh, b_ih, b_hh)

@@ -49,7 +49,13 @@ def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, offset: int) 
 def _fused(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, offset: int) -> bool:
     square = q.shape[2] == k.shape[2] and offset == 0
     same = q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
-    return q.device.type in ("cpu", "meta") and p == 0.0 and same and (square or not causal) and min(q.numel(), k.numel()) > 0
+    return (
+        q.device.type in ("cpu", "meta")
+        and p == 0.0
+        and same
+        and (square or not causal)
+        and min(q.numel(), k.numel()) > 0
+    )
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
@@ -63,16 +69,26 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     return weights if lse.is_meta or not lse.isinf().any() else weights.nan_to_num_(0.0)
 
 
-def _drop(local: torch.Size, p: float, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None,
-          like: Tensor) -> Tensor:  # fmt: skip
+def _drop(
+    local: torch.Size, p: float, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None, like: Tensor
+) -> Tensor:
     keep = rng.keep_mask(tuple(local), p, key, shape, offsets, like.device)
     return keep.to(like.dtype).mul_(1.0 / (1.0 - p))
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, offset: int = 0,
-    key: int = 0, shape: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float,
+    offset: int = 0,
+    key: int = 0,
+    shape: tuple[int, ...] | None = None,
+    offsets: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Returns (out: like q with v's head dim, lse: (batch, heads, query) float).
 
     `offset`: first query row of this block (causal masks). `key`, `shape`, `offsets`: dropout on the weights.
@@ -94,10 +110,21 @@ def attention(
 
 
 def attention_grad(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, p: float, causal: bool,
-    scale: float, offset: int = 0, key: int = 0, shape: tuple[int, ...] | None = None,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    causal: bool,
+    scale: float,
+    offset: int = 0,
+    key: int = 0,
+    shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if _fused(q, k, v, p, causal, offset):
@@ -108,7 +135,9 @@ def attention_grad(
             g, q, keys, values, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
         return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
-    weights, dscores, drop = _score_grad(g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets)
+    weights, dscores, drop = _score_grad(
+        g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets
+    )
     dv = (weights if drop is None else weights * drop).to(g.dtype).transpose(-1, -2) @ g
     dscores = dscores.to(q.dtype)
     dq = (dscores @ keys) * scale
@@ -117,19 +146,42 @@ def attention_grad(
 
 
 def attention_mask_grad(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, out: Tensor, lse: Tensor, p: float, causal: bool,
-    scale: float, offset: int = 0, key: int = 0, shape: tuple[int, ...] | None = None,
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    causal: bool,
+    scale: float,
+    offset: int = 0,
+    key: int = 0,
+    shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Gradient of an additive mask, at full size (batch, heads, query, key), in the dtype of the scores."""
     keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     return _score_grad(g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets)[1]
 
 
 def _score_grad(
-    g: Tensor, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, p: float,
-    causal: bool, scale: float, offset: int, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    g: Tensor,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    p: float,
+    causal: bool,
+    scale: float,
+    offset: int,
+    key: int,
+    shape: tuple[int, ...] | None,
+    offsets: tuple[int, ...] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(weights before dropout, d scores, dropout factors)."""
     weights = _weights(_scores(q, keys, scale, _bias(mask, causal, q, keys, offset)), lse.to(softmax_dtype(q)))
     dweights = (g @ values.transpose(-1, -2)).to(weights.dtype)

@@ -49,7 +49,9 @@ class Channel:
         self.tag = tag
         self._source_shape = _local(shape, source, rank, what)
         self._target_shape = _local(shape, target, rank, what)
-        self._out = [(p.target, _part(p.source_slices, self._source_shape)) for p in every if p.source == rank != p.target]
+        self._out = [
+            (p.target, _part(p.source_slices, self._source_shape)) for p in every if p.source == rank != p.target
+        ]
         self._in = [
             (p.source, p.target_slices, _rows(p.target_slices, self._target_shape))
             for p in every

@@ -58,12 +58,7 @@ def as_dtensor(value: Tensor, entry: StateEntry) -> DTensor:
     for dim in range(len(entry.shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * entry.shape[dim + 1]
     return DTensor.from_local(
-        value.contiguous(),
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(entry.shape),
-        stride=tuple(strides),
+        value.contiguous(), mesh, placements, run_check=False, shape=torch.Size(entry.shape), stride=tuple(strides)
     )
 
 
@@ -87,7 +82,11 @@ def unpack(value: Any, entry: StateEntry) -> Any:
     """This rank's part of a full tensor or DTensor."""
     if isinstance(value, DTensor):
         comm = entry.comm
-        if isinstance(comm, TorchComm) and comm.world_size > 1 and (value.device_mesh, value.placements) == layout(entry):
+        if (
+            isinstance(comm, TorchComm)
+            and comm.world_size > 1
+            and (value.device_mesh, value.placements) == layout(entry)
+        ):
             return value.to_local()
         value = value.full_tensor()
     if isinstance(value, Tensor) and tuple(value.shape) != entry.shape:

@@ -21,7 +21,10 @@ Gather = tuple[Tensor, tuple[Step, ...], Tensor | None]
 
 @torch.no_grad()
 def start_gathers(
-    comm: Comm, items: Sequence[Gather], site: str = "", direct_bytes: int = DIRECT_BYTES,
+    comm: Comm,
+    items: Sequence[Gather],
+    site: str = "",
+    direct_bytes: int = DIRECT_BYTES,
     dtypes: Sequence[torch.dtype | None] = (),
 ) -> Handle[list[Tensor]]:
     """Start (shard, steps, out) for every item; wait() gives the full tensors in order.

@@ -72,9 +72,7 @@ def _exchange(
     The tag says which call this is, so that different collectives never take each other's bytes.
     """
     group = call.group
-    tag = (
-        (number & 0xFFFF) << 12 | (call.inp.numel() & 0xFF) << 4 | KINDS.index(call.kind) << 2 | OPS.index(call.op)
-    )
+    tag = (number & 0xFFFF) << 12 | (call.inp.numel() & 0xFF) << 4 | KINDS.index(call.kind) << 2 | OPS.index(call.op)
     works, kept = [], []
     for distance in range(1, group.size):
         source = (group.index - distance) % group.size

@@ -333,7 +333,6 @@ class GradStore:
             # Results of later all_reduce rounds are packed anew: views of a bucket are never given away.
             self._route(item.name, result, False, item.rest, landed=True)
 
-
     def _take(self, numel: int, item: _Item, lent: bool = False) -> Tensor:
         """A flat buffer: of the pool, or of its own when what lands in it leaves the device or is lent out."""
         if not lent and item.name not in self.tier_of:
@@ -355,7 +354,9 @@ class GradStore:
     def _rested(self, name: str, total: _Sum) -> _Sum:
         if name not in self.tier_of:
             return total
-        return _Sum(self._parked(name, total.value), True, None if total.lost is None else self._parked(name, total.lost))
+        return _Sum(
+            self._parked(name, total.value), True, None if total.lost is None else self._parked(name, total.lost)
+        )
 
     def _brought(self, name: str, total: _Sum) -> _Sum:
         if name not in self.tier_of:

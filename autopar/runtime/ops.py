@@ -73,7 +73,9 @@ def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: 
 
 def layer_norm_dx(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
     shape = list(x.shape[x.ndim - ndim :])
-    return torch.ops.aten.native_layer_norm_backward(g.contiguous(), x, shape, mean, rstd, w, None, [True, False, False])[0]
+    return torch.ops.aten.native_layer_norm_backward(
+        g.contiguous(), x, shape, mean, rstd, w, None, [True, False, False]
+    )[0]
 
 
 # --- loss over a (possibly sharded) vocabulary -----------------------------------------------------------------------------
@@ -186,17 +188,31 @@ def random_normal(
 
 
 def conv(
-    x: Tensor, w: Tensor, b: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
-    transposed: bool, output_padding: list[int], groups: int,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Tensor:
     """x: (n, c, *spatial), w: (o, c/groups, *kernel)."""
     return torch.ops.aten.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
 
 
 def conv_dx(
-    g: Tensor, w: Tensor, x_shape: list[int], stride: list[int], padding: list[int], dilation: list[int],
-    transposed: bool, output_padding: list[int], groups: int,
-) -> Tensor:  # fmt: skip
+    g: Tensor,
+    w: Tensor,
+    x_shape: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Tensor:
     x = g.new_empty(1).expand(x_shape)
     return torch.ops.aten.convolution_backward(
         g, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
@@ -204,9 +220,16 @@ def conv_dx(
 
 
 def conv_dw(
-    g: Tensor, x: Tensor, w_shape: list[int], stride: list[int], padding: list[int], dilation: list[int],
-    transposed: bool, output_padding: list[int], groups: int,
-) -> Tensor:  # fmt: skip
+    g: Tensor,
+    x: Tensor,
+    w_shape: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Tensor:
     w = g.new_empty(1).expand(w_shape)
     return torch.ops.aten.convolution_backward(
         g, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [False, True, False]

@@ -63,7 +63,9 @@ def parse_row(text: str) -> tuple[Action, ...]:
     for word in text.split():
         microbatch, _, stage = word[1:].partition(".")
         if word[0] not in "FBW" or not microbatch.isdigit() or not stage.isdigit():
-            raise RuntimeProgramError(f"{word!r} is no action; write F, B or W, microbatch, dot and stage, such as F3.1")
+            raise RuntimeProgramError(
+                f"{word!r} is no action; write F, B or W, microbatch, dot and stage, such as F3.1"
+            )
         row.append(Action(word[0], int(microbatch), int(stage)))
     return tuple(row)
 
@@ -110,16 +112,16 @@ def _slot(action: Action, transfers: Iterable[Transfer]) -> Slot:
     return slot
 
 
-def _check_row(
-    group: int, row: Sequence[Action], stages: Sequence[int], microbatches: int, training: bool
-) -> None:
+def _check_row(group: int, row: Sequence[Action], stages: Sequence[int], microbatches: int, training: bool) -> None:
     seen: dict[Action, int] = {}
     for place, action in enumerate(row):
         where = f"the table's row of group {group}: {action}"
         if action in seen:
             raise RuntimeProgramError(f"{where} is there twice")
         if action.stage not in stages or action.microbatch >= microbatches:
-            raise RuntimeProgramError(f"{where} is of none of its stages {list(stages)} and {microbatches} microbatches")
+            raise RuntimeProgramError(
+                f"{where} is of none of its stages {list(stages)} and {microbatches} microbatches"
+            )
         if not training and action.kind != "F":
             raise RuntimeProgramError(f"{where} in a program for inference")
         seen[action] = place

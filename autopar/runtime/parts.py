@@ -127,7 +127,9 @@ class Parts:
                 self._arriving[name] = self.tiers.read(value), self.tiers.read(self._gradient_of(name))
             rooms = {key: self._room.get((name, key)) for key in self._state_of(name)}
             state = self._state_of(name)
-            self._coming[name] = {k: self.tiers.read(room) for k, room in rooms.items() if room is not None and state[k] is room}
+            self._coming[name] = {
+                k: self.tiers.read(room) for k, room in rooms.items() if room is not None and state[k] is room
+            }
         self._marks[names[0]] = self.tiers.mark()
 
 

@@ -126,9 +126,7 @@ class TorchComm(Comm):
                 continue
             if key not in self._job.parts:
                 if first <= self.rank < first + mesh_size(mesh):
-                    part = TorchComm(
-                        mesh, self.device, self.timeout_s, check=self._check, whole=self, first_rank=first
-                    )
+                    part = TorchComm(mesh, self.device, self.timeout_s, check=self._check, whole=self, first_rank=first)
                     part.gloo, part.in_order = self.gloo, self.in_order
                     self._job.parts[key] = part
                 else:

@@ -23,9 +23,15 @@ def _run(mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tens
 
 
 def rnn(
-    mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    mode: str,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
     b_hh: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """x: (time, batch, input), h0, c0: (batch, hidden) -> out: (time, batch, hidden), h, c: (batch, hidden)."""
     weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
     with torch.no_grad():
@@ -34,9 +40,18 @@ def rnn(
 
 
 def rnn_grad(
-    mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
-    b_hh: Tensor | None, g_out: Tensor, g_h: Tensor, g_c: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    mode: str,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    g_out: Tensor,
+    g_h: Tensor,
+    g_c: Tensor,
+) -> tuple[Tensor, ...]:
     """Gradients of x, h0, c0, w_ih, w_hh, b_ih, b_hh (zeros where an argument is absent)."""
     inputs = [t.detach().requires_grad_() if t is not None else None for t in (x, h0, c0, w_ih, w_hh, b_ih, b_hh)]
     leaves = [t for t in inputs if t is not None]

@@ -255,9 +255,7 @@ class Session(State):
     def _tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Tensor:
         return self._start_tell(stage, value, shape, info).wait()
 
-    def _start_tell(
-        self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo
-    ) -> Handle[Tensor]:
+    def _start_tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Handle[Tensor]:
         """A full tensor that the ranks of one stage have, on every rank."""
         if self.pipeline.covers(stage):
             return Handle(None, value)

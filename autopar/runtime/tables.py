@@ -127,7 +127,8 @@ class Pipeline:
         return [
             info
             for name, info in tables.parameters.items()
-            if info.trainable and self.owns(stage, name)
+            if info.trainable
+            and self.owns(stage, name)
             and (name in tables.gradients or (name in self.shared and bool(self.earners(name))))
         ]
 
@@ -178,9 +179,7 @@ class Pipeline:
         for table, kind, end in PORTS:
             own = sorted(getattr(module, table, ()))
             known = sorted(
-                c.transfer.name
-                for c in self.crossings
-                if c.transfer.kind == kind and getattr(c.transfer, end) == stage
+                c.transfer.name for c in self.crossings if c.transfer.kind == kind and getattr(c.transfer, end) == stage
             )
             if own != known:
                 raise RuntimeProgramError(f"stage {stage}: its {table} are {own}, the pipeline's TRANSFERS say {known}")

@@ -128,9 +128,7 @@ class _Awaited(Posted):
 class ThreadComm(Comm):
     """One rank among the threads of a `run_threads` call. name: tells the Comms of one rank apart."""
 
-    def __init__(
-        self, rank: int, mesh: Mapping[str, int], world: _World, first_rank: int = 0, name: str = ""
-    ) -> None:
+    def __init__(self, rank: int, mesh: Mapping[str, int], world: _World, first_rank: int = 0, name: str = "") -> None:
         super().__init__(rank, mesh, first_rank=first_rank)
         self._world = world
         self._name = name

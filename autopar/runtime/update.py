@@ -125,7 +125,9 @@ class Updater:
             kind = norm_power(clip.norm_type)[0]
             parts.append(powered_norm([grads[n] for n in grads if n in self.counted], clip.norm_type, device))
         if clip is not None or scaler is not None:
-            total = self.comm.all_reduce(torch.cat(parts), tuple(self.comm.mesh), kind, "norm and overflow of gradients")
+            total = self.comm.all_reduce(
+                torch.cat(parts), tuple(self.comm.mesh), kind, "norm and overflow of gradients"
+            )
             if clip is not None:
                 self.grad_norm = joined_norm(total[1], clip.norm_type)
             if scaler is not None:

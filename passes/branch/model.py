@@ -32,9 +32,11 @@ class Model:
         self.scale = UNITS / max(whole, 1e-300)
         self.x = {
             (s, g, i): self.model.new_bool_var(f"x{s}_{g}_{i}")
-            for s, options in enumerate(problem.segments) for g in range(G)
-            for i, o in enumerate(options) if o.devices <= problem.devices
-        }  # fmt: skip
+            for s, options in enumerate(problem.segments)
+            for g in range(G)
+            for i, o in enumerate(options)
+            if o.devices <= problem.devices
+        }
         self.y = [[self._sum(s, g, lambda o: 1) for g in range(G)] for s in range(len(problem.segments))]
         self._group()
         pairs = self._crossings()
@@ -100,9 +102,10 @@ class Model:
             model.add(latency >= start[g] + time[g])
             model.add(busiest >= time[g] + sum(entering))
             model.add(step >= self._all(g, lambda o: self._seconds(o.step_s)))
-        model.add(problem.devices * busiest >= sum(
-            self._all(g, lambda o: o.devices * self._seconds(o.time_s)) for g in range(self.G)
-        ))  # fmt: skip
+        model.add(
+            problem.devices * busiest
+            >= sum(self._all(g, lambda o: o.devices * self._seconds(o.time_s)) for g in range(self.G))
+        )
         each = [
             sum(self._sum(s, g, lambda o: self._seconds(o.time_s)) for g in range(self.G)) for s in range(len(self.y))
         ]

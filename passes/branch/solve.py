@@ -24,7 +24,8 @@ def solve_branches(
     G = min(len(problem.segments), problem.devices, max_groups or 8)
     model = Model(problem, G)
     known = [
-        s for s in (_one_group(problem), _chain(problem))
+        s
+        for s in (_one_group(problem), _chain(problem))
         if s is not None and len(s.groups) <= G and problem.serves(s.groups)
     ]
     if known:
@@ -45,8 +46,9 @@ def _one_group(problem: BranchProblem) -> BranchSolution | None:
         if not all(ways):
             continue
         options = tuple(
-            min(way, key=lambda i, s=s: problem.segments[s][i].time_s) for s, way in enumerate(ways)  # type: ignore[misc]
-        )  # fmt: skip
+            min(way, key=lambda i, s=s: problem.segments[s][i].time_s)
+            for s, way in enumerate(ways)  # type: ignore[misc]
+        )
         found = evaluate(problem, [Group(tuple(range(len(ways))), devices, options)])
         if found.memory[0] <= problem.limit_bytes and (best is None or found.total_s < best.total_s):
             best = found
@@ -77,10 +79,16 @@ def _chain(problem: BranchProblem) -> BranchSolution | None:
         return None
     found = solve_stages(
         StageProblem(
-            tuple(options), (problem.devices,), problem.microbatches, enter, np.ones(L, bool), problem.in_flight,
+            tuple(options),
+            (problem.devices,),
+            problem.microbatches,
+            enter,
+            np.ones(L, bool),
+            problem.in_flight,
             boundary_busy=problem.boundary_busy,
-        ), mixed=True,
-    )  # fmt: skip
+        ),
+        mixed=True,
+    )
     if isinstance(found, StageShortage):
         return None
     groups = []

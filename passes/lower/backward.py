@@ -99,9 +99,17 @@ class Backward(Builder):
             return
         name = self.names.fresh(f"{total[0]}_sum")
         self.lines.append(
-            Line((name,), "aten.add.Tensor", (), {"self": Ref(total[0]), "other": Ref(made)}, (type_,), (wanted,),
-                 "B", source)
-        )  # fmt: skip
+            Line(
+                (name,),
+                "aten.add.Tensor",
+                (),
+                {"self": Ref(total[0]), "other": Ref(made)},
+                (type_,),
+                (wanted,),
+                "B",
+                source,
+            )
+        )
         self.grads[ref] = (name, wanted)
 
     def _wanted(self, ref: ValueRef) -> bool:
@@ -155,9 +163,17 @@ class Backward(Builder):
             self.later[index] = self.names.fresh(f"later_{number}")
             results, types, specs = [*results, self.later[index]], [*types, None], (*specs, None)
         self.lines.append(
-            Line(tuple(results), "call.backward", (call.template, number, Ref(self.saved[index]), tuple(params), tuple(tangents)),
-                 {}, tuple(types), specs, "B", call.path)
-        )  # fmt: skip
+            Line(
+                tuple(results),
+                "call.backward",
+                (call.template, number, Ref(self.saved[index]), tuple(params), tuple(tangents)),
+                {},
+                tuple(types),
+                specs,
+                "B",
+                call.path,
+            )
+        )
         if not self.context.split:
             self._store(self, call, results[len(template.inputs) :])
         for slot, ref in enumerate(call.inputs):
@@ -212,9 +228,17 @@ class Backward(Builder):
             results, types = self._param_grads(call, number)
             specs = self.context.templates[call.template].param_grads
             builder.lines.append(
-                Line(tuple(results), "call.weights", (call.template, number, Ref(kept)), {}, tuple(types), specs, "W",
-                     call.path)
-            )  # fmt: skip
+                Line(
+                    tuple(results),
+                    "call.weights",
+                    (call.template, number, Ref(kept)),
+                    {},
+                    tuple(types),
+                    specs,
+                    "W",
+                    call.path,
+                )
+            )
             self._store(builder, call, results)
         return builder.function([], tuple(self.later.values()))
 
@@ -225,7 +249,15 @@ def _stored(into: Builder, call: Call, type_: TensorType, stored: TensorType, na
         return name
     made = into.names.fresh(f"{name}_cast")
     into.lines.append(
-        Line((made,), "aten._to_copy.default", (), {"self": Ref(name), "dtype": stored.dtype}, (stored,), (spec,), "W",
-             call.path)
-    )  # fmt: skip
+        Line(
+            (made,),
+            "aten._to_copy.default",
+            (),
+            {"self": Ref(name), "dtype": stored.dtype},
+            (stored,),
+            (spec,),
+            "W",
+            call.path,
+        )
+    )
     return made

@@ -12,11 +12,17 @@ import torch
 from autopar.ir.lowered import Line, Ref, RuntimeStep
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.passes.costs import Pricer
-from autopar.passes.shard.reshard import Step
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.lattice import Step
 
-_SUFFIX = {"all_gather": "gathered", "slice": "sliced", "all_to_all": "exchanged", "all_reduce": "reduced",
-           "reduce_scatter": "scattered", "to_partial": "masked"}  # fmt: skip
+_SUFFIX = {
+    "all_gather": "gathered",
+    "slice": "sliced",
+    "all_to_all": "exchanged",
+    "all_reduce": "reduced",
+    "reduce_scatter": "scattered",
+    "to_partial": "masked",
+}
 
 
 _USED = ("rt", "call", "saved", "inputs", "torch", "aten", "ops", "attention", "rnn", "user_ops", *keyword.kwlist)
@@ -83,9 +89,18 @@ class Converter:
             if key not in self._made:
                 made = self.names.fresh(f"{stem}_{_SUFFIX[step.kind]}")
                 self.append(
-                    Line((made,), f"comm.{step.kind}", (Ref(current), *_arguments(step)), {}, (type_,), (following,),
-                         phase, source, stem)
-                )  # fmt: skip
+                    Line(
+                        (made,),
+                        f"comm.{step.kind}",
+                        (Ref(current), *_arguments(step)),
+                        {},
+                        (type_,),
+                        (following,),
+                        phase,
+                        source,
+                        stem,
+                    )
+                )
                 self._made[key] = made
             current = self._made[key]
         return current

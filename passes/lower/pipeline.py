@@ -10,14 +10,14 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from autopar.errors import PlanError
+from autopar.ir.actions import StageGraph, Table, parse_row
 from autopar.ir.lowered import LoweredProgram, LoweredStage, Transfer
 from autopar.ir.program import Program
-from autopar.ir.schedule import StageGraph, Table, parse_row
-from autopar.passes.costs import Pricers
-from autopar.passes.cut import cut, shared_parameters
+from autopar.passes.lower.cut import cut, shared_parameters
 from autopar.passes.lower.stage import lower_stage
+from autopar.passes.price.pricer import Pricers
+from autopar.passes.rules.book import RuleBook
 from autopar.passes.schedule import build
-from autopar.passes.shard.rules import RuleBook
 from autopar.plan import Plan, StagePlan
 
 
@@ -82,7 +82,10 @@ def table_of(plan: Plan, graph: StageGraph, training: bool) -> Table:
 
 def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
     found = []
-    for kind, leaving, arriving in (("value", "sent", "received"), ("gradient", "gradients_sent", "gradients_received")):
+    for kind, leaving, arriving in (
+        ("value", "sent", "received"),
+        ("gradient", "gradients_sent", "gradients_received"),
+    ):
         ends = {port.name: (stage.index, port) for stage in stages for port in getattr(stage, arriving)}
         for stage in stages:
             for port in getattr(stage, leaving):
@@ -91,7 +94,9 @@ def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
                 target, end = ends.pop(port.name)
                 found.append(Transfer(port.name, kind, stage.index, target, port.type, port.spec, end.spec))
         if ends:
-            raise PlanError(f"{', '.join(ends)} is received by stage {next(iter(ends.values()))[0]}, but nobody sends it")
+            raise PlanError(
+                f"{', '.join(ends)} is received by stage {next(iter(ends.values()))[0]}, but nobody sends it"
+            )
     return found
 
 

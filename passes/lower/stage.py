@@ -26,10 +26,10 @@ from autopar.ir.lowered import (
 from autopar.ir.program import Program, Template, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.passes.costs import Pricer, Pricers
 from autopar.passes.lower.convert import Converter, Gathered, Names, path, runtime_steps
 from autopar.passes.lower.template import lower_template
-from autopar.passes.shard.rules import RuleBook
+from autopar.passes.price.pricer import Pricer, Pricers
+from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan, TemplatePlan
 
 Held = tuple[str, Spec]
@@ -38,7 +38,7 @@ Held = tuple[str, Spec]
 def lower_stage(
     program: Program, stage: StagePlan, pricers: Pricers, rules: RuleBook, microbatches: int, split: bool
 ) -> LoweredStage:
-    """One stage's program (`autopar.passes.cut`) as local lines. split: B and W apart. Raises PlanError."""
+    """One stage's program (`autopar.passes.lower.cut`) as local lines. split: B and W apart. Raises PlanError."""
     from autopar.passes.lower.backward import Backward  # it builds on this module
 
     context = StageContext(program, stage, pricers[stage.mesh], rules, split, pricers.lowered)
@@ -51,17 +51,31 @@ def lower_stage(
     outputs = [
         Row(index, name, program.type_of(ref), spec, front.batch_dim(ref))
         for index, (name, spec), ref in zip(
-            program.boundary.outputs if program.boundary else range(len(program.outputs)), front.outputs, program.outputs,
+            program.boundary.outputs if program.boundary else range(len(program.outputs)),
+            front.outputs,
+            program.outputs,
             strict=True,
         )
-    ]  # fmt: skip
+    ]
     return LoweredStage(
-        program.boundary.stage if program.boundary else 0, stage.mesh, context.templates, forward, back, weights, prepare,
-        context.stored(), {name: b.type for name, b in program.buffers.items()}, tuple(front.rows), tuple(outputs),
-        tuple(front.received), tuple(front.sent),
-        tuple(backward.received) if backward is not None else (), tuple(backward.sent) if backward is not None else (),
-        program.training, microbatches,
-    )  # fmt: skip
+        program.boundary.stage if program.boundary else 0,
+        stage.mesh,
+        context.templates,
+        forward,
+        back,
+        weights,
+        prepare,
+        context.stored(),
+        {name: b.type for name, b in program.buffers.items()},
+        tuple(front.rows),
+        tuple(outputs),
+        tuple(front.received),
+        tuple(front.sent),
+        tuple(backward.received) if backward is not None else (),
+        tuple(backward.sent) if backward is not None else (),
+        program.training,
+        microbatches,
+    )
 
 
 @dataclass
@@ -140,9 +154,18 @@ class StageContext:
                 raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
             count, steps, _ = self.contributions.get(name, (0, (), None))
             stored[name] = StoredParameter(
-                name, parameter.type, planned.storage, planned.optimizer, parameter.trainable, regather, count, steps,
-                name not in foreign, planned.tier, planned.optimizer_tier,
-            )  # fmt: skip
+                name,
+                parameter.type,
+                planned.storage,
+                planned.optimizer,
+                parameter.trainable,
+                regather,
+                count,
+                steps,
+                name not in foreign,
+                planned.tier,
+                planned.optimizer_tier,
+            )
         return stored
 
 
@@ -190,8 +213,15 @@ class Builder:
         gathers = [(g.name, g.steps, g.dtype) for g in self._gather(index, late) if g.moves]
         if gathers:
             key = f"{self.context.number(index)}{'b' if late else 'f'}"
-            self.lines.append(Line((), "params.prefetch", (key, tuple(gathers)), phase="B" if late else "F",
-                                   source=self.program.calls[index].path))  # fmt: skip
+            self.lines.append(
+                Line(
+                    (),
+                    "params.prefetch",
+                    (key, tuple(gathers)),
+                    phase="B" if late else "F",
+                    source=self.program.calls[index].path,
+                )
+            )
 
     def params(self, index: int, late: bool) -> list[Ref | str]:
         """Arguments for the parameters of a call: stored shards by name, gathered ones by local name."""
@@ -201,10 +231,15 @@ class Builder:
         if local:
             taken = [gathers[i] for i in local]
             self.lines.append(
-                Line(tuple(local.values()), "params.take", (key,),
-                     types=tuple(g.type for g in taken), specs=tuple(g.wanted for g in taken),
-                     phase="B" if late else "F")
-            )  # fmt: skip
+                Line(
+                    tuple(local.values()),
+                    "params.take",
+                    (key,),
+                    types=tuple(g.type for g in taken),
+                    specs=tuple(g.wanted for g in taken),
+                    phase="B" if late else "F",
+                )
+            )
         return [Ref(local[i]) if i in local else g.name for i, g in enumerate(gathers)]
 
 
@@ -327,11 +362,17 @@ class _Forward(Builder):
             self.saved[index] = self.names.fresh(f"saved_{number}")
         types = tuple(template.type_of(o) for o in template.outputs)
         self.lines.append(
-            Line((*outs, self.saved[index]) if keeps else outs, "call.forward",
-                 (call.template, number, tuple(params), tuple(arguments)), {"keep": keeps},
-                 (*types, None) if keeps else types, (*lowered.outputs, None) if keeps else lowered.outputs,
-                 "F", call.path)
-        )  # fmt: skip
+            Line(
+                (*outs, self.saved[index]) if keeps else outs,
+                "call.forward",
+                (call.template, number, tuple(params), tuple(arguments)),
+                {"keep": keeps},
+                (*types, None) if keeps else types,
+                (*lowered.outputs, None) if keeps else lowered.outputs,
+                "F",
+                call.path,
+            )
+        )
         if keeps and lowered.offload:
             self.lines.append(
                 Line((), "tier.park", (Ref(self.saved[index]), lowered.offload, lowered.offload_tier, call.template))

@@ -1,8 +1,8 @@
 """Lower one template: its ops on blocks, with a conversion wherever producer and consumer disagree.
 
-Decision points (`autopar.passes.values`) become conversions at their first reader. What backward reads is returned by
+Decision points (`autopar.passes.rules.hubs`) become conversions at their first reader. What backward reads is returned by
 the forward function in the spec the plan holds it in; what the plan recomputes is made again by backward just before its
-first use there, under the same strategies (`autopar.passes.recompute.replay`).
+first use there, under the same strategies (`autopar.passes.rules.replay`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.ir.lowered import Function, Line, LoweredTemplate, Ref
 from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, resolve, result_types
 from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
-from autopar.passes.costs import Pricer
 from autopar.passes.lower.convert import Converter, Names
-from autopar.passes.precision import late_upcasts, wide_gradients
-from autopar.passes.recompute.replay import replay
-from autopar.passes.shard.rules import RuleBook
-from autopar.passes.shard.structure import value_names
-from autopar.passes.values import flow, phase_is_late
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.hubs import flow, phase_is_late
+from autopar.passes.rules.replay import replay
+from autopar.passes.rules.structure import value_names
+from autopar.passes.rules.widening import late_upcasts, wide_gradients
 from autopar.plan import TemplatePlan
 
 
@@ -224,8 +224,10 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
     body = _Body(owner)
     for key, name, spec in saved:
         body.argument(key, name, spec)
-    back_args = [body.argument(f"{template.params[i]}@late", template.params[i], owner.spec(f"{template.params[i]}@late"))
-                 for i in late_params]  # fmt: skip
+    back_args = [
+        body.argument(f"{template.params[i]}@late", template.params[i], owner.spec(f"{template.params[i]}@late"))
+        for i in late_params
+    ]
     again_params = tuple(i for i in owner.replay.params if not _gathered_alike(owner, template.params[i]))
     for i in owner.replay.params:
         use = f"{template.params[i]}@use"
@@ -260,10 +262,22 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
         after = last.function(f"{template.name}_weights", list(later), param_grads, ())
         back = body.function(f"{template.name}_backward", back_args, input_grads, saved)
     return LoweredTemplate(
-        template.name, front, back, tuple(name for _, name, _ in saved), random, out_specs,
-        tuple(s for _, s in input_grads), tuple(s for _, s in param_grads), late_params, after, later, again_params,
-        frozenset(owner.replay.kept), _parked(owner, [key for key, _, _ in saved]), plan_tier(owner.plan),
-    )  # fmt: skip
+        template.name,
+        front,
+        back,
+        tuple(name for _, name, _ in saved),
+        random,
+        out_specs,
+        tuple(s for _, s in input_grads),
+        tuple(s for _, s in param_grads),
+        late_params,
+        after,
+        later,
+        again_params,
+        frozenset(owner.replay.kept),
+        _parked(owner, [key for key, _, _ in saved]),
+        plan_tier(owner.plan),
+    )
 
 
 def plan_tier(plan: TemplatePlan) -> str:

@@ -173,6 +173,8 @@ def _around(traffic: Traffic, tree: Tree, position: np.ndarray, i: int, device: 
 def _swap_delta(traffic: Traffic, tree: Tree, position: np.ndarray, i: int, k: int) -> float:
     a, b = position[i], position[k]
     return (
-        _around(traffic, tree, position, i, b, k) - _around(traffic, tree, position, i, a, k)
-        + _around(traffic, tree, position, k, a, i) - _around(traffic, tree, position, k, b, i)
-    )  # fmt: skip
+        _around(traffic, tree, position, i, b, k)
+        - _around(traffic, tree, position, i, a, k)
+        + _around(traffic, tree, position, k, a, i)
+        - _around(traffic, tree, position, k, b, i)
+    )

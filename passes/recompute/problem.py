@@ -20,11 +20,11 @@ from autopar.ir.program import Program, Template, operand_values, resolve
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
-from autopar.passes.costs import Pricer
-from autopar.passes.recompute.replay import kept_form
-from autopar.passes.shard.rules import RuleBook
-from autopar.passes.shard.structure import value_names
-from autopar.passes.values import Flow, flow, phase_is_late
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.hubs import Flow, flow, phase_is_late
+from autopar.passes.rules.replay import kept_form
+from autopar.passes.rules.structure import value_names
 from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 
 
@@ -59,9 +59,13 @@ class RecomputeProblem:
 
 
 def recompute_problem(
-    template: Template, plan: TemplatePlan, stored: dict[str, ParameterPlan], pricer: Pricer, rules: RuleBook,
+    template: Template,
+    plan: TemplatePlan,
+    stored: dict[str, ParameterPlan],
+    pricer: Pricer,
+    rules: RuleBook,
     free_inputs: Collection[str] = (),
-) -> RecomputeProblem:  # fmt: skip
+) -> RecomputeProblem:
     """The graph of a template.
 
     stored: how the parameter of every placeholder rests. free_inputs: placeholders that stay in memory anyway (buffers).
@@ -71,7 +75,7 @@ def recompute_problem(
 
 def recompute_problems(
     program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook
-) -> dict[str, RecomputeProblem]:  # fmt: skip
+) -> dict[str, RecomputeProblem]:
     """The graphs of the templates that have a backward; program: the calls of the stage."""
     found = {}
     for name in sorted({program.calls[i].template for i in program.backward_calls}):
@@ -84,9 +88,14 @@ def recompute_problems(
 
 class _Builder:
     def __init__(
-        self, template: Template, plan: TemplatePlan, stored: dict[str, ParameterPlan], pricer: Pricer, rules: RuleBook,
+        self,
+        template: Template,
+        plan: TemplatePlan,
+        stored: dict[str, ParameterPlan],
+        pricer: Pricer,
+        rules: RuleBook,
         free_inputs: Collection[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.template, self.plan, self.stored, self.pricer, self.rules = template, plan, stored, pricer, rules
         self.free = frozenset(free_inputs)
         self.flow: Flow = flow(template)

@@ -20,7 +20,7 @@ from math import floor
 
 from autopar.errors import PlanError
 from autopar.ir import tables
-from autopar.ir.schedule import StageGraph, Table
+from autopar.ir.actions import StageGraph, Table
 from autopar.passes.schedule.costs import Costs, Room, checked
 from autopar.passes.schedule.fill import fill, order_of
 from autopar.passes.schedule.greedy import Policy, greedy
@@ -106,7 +106,9 @@ def best(
         for setting in sorted(scores, key=scores.__getitem__)[:leaders]:
             for near in setting.neighbours():
                 score(near)
-    for policy in list(dict.fromkeys(_policy(s, full, away) for s in sorted(scores, key=scores.__getitem__)))[:FINALISTS]:
+    for policy in list(dict.fromkeys(_policy(s, full, away) for s in sorted(scores, key=scores.__getitem__)))[
+        :FINALISTS
+    ]:
         timed = greedy(full, policy)
         if timed is not None:
             found += [timed, *_kept(fill(full, order_of(timed.rows), BUDGETS[1] * slowest))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.costmodel.simulate import Comm
 from autopar.errors import PlanError
-from autopar.ir.schedule import StageGraph
+from autopar.ir.actions import StageGraph
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.errors import PlanError
-from autopar.ir.schedule import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table
 
 
 def group_graph(graph: StageGraph) -> tuple[StageGraph, tuple[int, ...]]:
@@ -21,10 +21,7 @@ def group_graph(graph: StageGraph) -> tuple[StageGraph, tuple[int, ...]]:
     pairs = {(a, b) for a, b in pairs if a != b}
     order: list[int] = []
     while len(order) < len(graph.groups):
-        ready = [
-            g for g in range(len(graph.groups))
-            if g not in order and all(a in order for a, b in pairs if b == g)
-        ]  # fmt: skip
+        ready = [g for g in range(len(graph.groups)) if g not in order and all(a in order for a, b in pairs if b == g)]
         if not ready:
             raise PlanError("values flow in a circle between the groups of these stages; use gpipe")
         order += ready[:1]
@@ -34,7 +31,7 @@ def group_graph(graph: StageGraph) -> tuple[StageGraph, tuple[int, ...]]:
     gradients = {(number[graph.group_of[u]], number[graph.group_of[v]]) for u, v in back}
     return StageGraph(
         tuple((g,) for g in range(len(order))), edges, tuple(sorted(e for e in gradients if e[0] != e[1]))
-    ), number  # fmt: skip
+    ), number
 
 
 def grouped(make: Callable[[StageGraph, int], Table], graph: StageGraph, microbatches: int) -> Table:

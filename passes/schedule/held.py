@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.ir.schedule import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table
 
 
 def held_after(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from autopar.errors import PlanError
 from autopar.ir import tables
-from autopar.ir.schedule import StageGraph, Table
-from autopar.passes.check_schedule import deadlock
+from autopar.ir.actions import StageGraph, Table
 from autopar.passes.schedule.automatic import zero_bubble
 from autopar.passes.schedule.costs import Costs, Room, checked
 from autopar.passes.schedule.held import peak_bytes
+from autopar.passes.schedule.proof import deadlock
 from autopar.passes.schedule.vshape import v_shape
 
 
@@ -32,23 +32,33 @@ class Schedule:
 
 
 _KNOWN = {
-    "none": Schedule("one group: forward and backward of every microbatch in turn", tables.one_by_one, (1, None), groups=1),
+    "none": Schedule(
+        "one group: forward and backward of every microbatch in turn", tables.one_by_one, (1, None), groups=1
+    ),
     "forward": Schedule("inference: forwards alone", tables.forward, (1, None)),
     "gpipe": Schedule("all forwards, then all backwards; holds every microbatch", tables.gpipe, (1, None)),
-    "1f1b": Schedule("one forward, one backward in turn; GPipe's time, holds at most p microbatches", tables.one_f_one_b),
+    "1f1b": Schedule(
+        "one forward, one backward in turn; GPipe's time, holds at most p microbatches", tables.one_f_one_b
+    ),
     "interleaved": Schedule(
         "1F1B with V stages per group: 1/V of the bubble, V times the sends", tables.interleaved, (2, None), "loop"
     ),
-    "zb-h1": Schedule("B and W apart, 1F1B's memory, a third of its bubble when F, B and W are equal", tables.zb_h1, split=True),
-    "zb-h2": Schedule("B and W apart, twice 1F1B's memory, no bubble when F, B and W are equal", tables.zb_h2, split=True),
-    "zb-auto": Schedule(
-        "B and W apart, searched for given seconds and memory", zero_bubble, split=True, timed=True
+    "zb-h1": Schedule(
+        "B and W apart, 1F1B's memory, a third of its bubble when F, B and W are equal", tables.zb_h1, split=True
     ),
+    "zb-h2": Schedule(
+        "B and W apart, twice 1F1B's memory, no bubble when F, B and W are equal", tables.zb_h2, split=True
+    ),
+    "zb-auto": Schedule("B and W apart, searched for given seconds and memory", zero_bubble, split=True, timed=True),
     "zb-v": Schedule(
         "B and W apart, two stages per group in a V: 1F1B's memory, no bubble when F, B and W are equal",
-        v_shape, (2, 2), "v", split=True, timed=True,
+        v_shape,
+        (2, 2),
+        "v",
+        split=True,
+        timed=True,
     ),
-}  # fmt: skip
+}
 
 SCHEDULES: dict[str, str] = {name: s.what for name, s in _KNOWN.items()}
 """Name -> one line of description."""
@@ -65,12 +75,7 @@ def stages_per_group(name: str) -> tuple[int, int | None]:
 
 
 def build(
-    name: str,
-    graph: StageGraph,
-    microbatches: int,
-    *,
-    costs: Costs | None = None,
-    memory: float | Room | None = None,
+    name: str, graph: StageGraph, microbatches: int, *, costs: Costs | None = None, memory: float | Room | None = None
 ) -> Table:
     """The table of a named schedule.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.costmodel.simulate import bubble_spans, link_seconds
-from autopar.ir.schedule import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table
 from autopar.passes.schedule.costs import Costs, Room
 from autopar.passes.schedule.held import peak_bytes
 

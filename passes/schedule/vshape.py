@@ -7,7 +7,7 @@ other seconds W is put into it anew, and list scheduling is tried beside it; the
 from __future__ import annotations
 
 from autopar.ir import tables
-from autopar.ir.schedule import StageGraph, Table
+from autopar.ir.actions import StageGraph, Table
 from autopar.passes.schedule.automatic import Setting, best
 from autopar.passes.schedule.costs import Costs, Room, checked
 

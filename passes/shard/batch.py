@@ -8,7 +8,7 @@ value's batch dims.
 from __future__ import annotations
 
 from autopar.ir.program import Program, Template, ValueRef, operand_values, resolve
-from autopar.passes.shard.rules import RuleBook
+from autopar.passes.rules.book import RuleBook
 
 Dims = frozenset[int]
 NONE: Dims = frozenset()

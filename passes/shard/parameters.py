@@ -7,9 +7,9 @@ bytes of the device and pays its whole way there and back instead, so that the s
 from __future__ import annotations
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.setting import Setting
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.passes.shard.setting import Setting
 
 State = tuple[Spec, Spec]
 """How a parameter is stored, and how its gradient and optimizer state are."""

@@ -1,6 +1,6 @@
 """The sharding problem of a whole program on one mesh, as one factor graph over templates.
 
-Variables: a strategy per op of each template; a spec per placeholder and hub (`autopar.passes.values`); a (storage,
+Variables: a strategy per op of each template; a spec per placeholder and hub (`autopar.passes.rules.hubs`); a (storage,
 optimizer) pair of specs per group of parameters that share a template slot or are tied. Every call of a template shares
 its variables, so an edge counts as often as calls use it, and depth costs nothing. Every edge is priced, also those
 between calls, gradients going back between calls, batch slicing, parameter gathers, gradient reductions and the gather
@@ -18,16 +18,14 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.call import OpCall
 from autopar.ir.program import Program, Template, resolve
 from autopar.ir.rule import Rule
+from autopar.ir.setting import Setting
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.passes.costs import Pricer
-from autopar.passes.precision import wide_gradients
-from autopar.passes.recompute.replay import Replay, replay
-from autopar.passes.shard.graph import FactorGraph, Key
-from autopar.passes.shard.parameters import State, moved_bytes, optimizer_s, parameter_bytes
-from autopar.passes.shard.rules import RuleBook
-from autopar.passes.shard.setting import Setting
-from autopar.passes.shard.structure import (
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.hubs import Flow, flow
+from autopar.passes.rules.replay import Replay, replay
+from autopar.passes.rules.structure import (
     Group,
     call_edges,
     parameter_groups,
@@ -36,7 +34,9 @@ from autopar.passes.shard.structure import (
     value_at,
     value_names,
 )
-from autopar.passes.values import Flow, flow
+from autopar.passes.rules.widening import wide_gradients
+from autopar.passes.shard.graph import FactorGraph, Key
+from autopar.passes.shard.parameters import State, moved_bytes, optimizer_s, parameter_bytes
 
 Allowed = Callable[[Key, Any], bool]
 
@@ -48,12 +48,20 @@ class Problem:
     """
 
     def __init__(
-        self, program: Program, pricer: Pricer, rules: RuleBook, setting: Setting, allowed: Allowed | None = None,
-        given: Callable[[Key], Any] | None = None, recompute: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        pricer: Pricer,
+        rules: RuleBook,
+        setting: Setting,
+        allowed: Allowed | None = None,
+        given: Callable[[Key], Any] | None = None,
+        recompute: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
         self.setting = setting
-        away = (pricer.device.tiers or (pricer.device.tier("ddr"),))[0] if setting.offload and program.training else None
+        away = (
+            (pricer.device.tiers or (pricer.device.tier("ddr"),))[0] if setting.offload and program.training else None
+        )
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
         self.given = given
         self.allowed = allowed or (lambda key, state: True)
@@ -87,7 +95,9 @@ class Problem:
         """A variable whose states keep so many bytes of a microbatch until backward: on the device, or away and back."""
         v = self._add(key, states, cost, held)
         if "activations" in self.setting.offload:
-            self.graph.cost[v] = self.graph.cost[v] + 2 * self._move_s * self.setting.microbatches * self.graph.memory[v]
+            self.graph.cost[v] = (
+                self.graph.cost[v] + 2 * self._move_s * self.setting.microbatches * self.graph.memory[v]
+            )
             self.graph.memory[v] = np.zeros_like(self.graph.memory[v])
         else:
             self.graph.memory[v] = self.setting.in_flight * self.graph.memory[v]
@@ -158,7 +168,9 @@ class Problem:
                 key = ("op", template.name, producer[0].name)
                 own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
                 specs = list({**dict.fromkeys(specs), **own})
-            counted = again.kept.get(hub.value) == hub.name and not shows_held(template, producer[0], self._rests(template))
+            counted = again.kept.get(hub.value) == hub.name and not shows_held(
+                template, producer[0], self._rests(template)
+            )
             self._add_held(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
 
     def _held(self, type_: TensorType, times: float) -> Callable[[Spec], float]:
@@ -265,9 +277,13 @@ class Problem:
             lattice = self.pricer.lattice(parameter.type, bucketed=True)
 
             def cost(
-                s: State, t: bool = train, la: Any = lattice, c: int = count, ty: TensorType = parameter.type,
+                s: State,
+                t: bool = train,
+                la: Any = lattice,
+                c: int = count,
+                ty: TensorType = parameter.type,
                 r: float = self._reads(group) / count,
-            ) -> float:  # fmt: skip
+            ) -> float:
                 moved = moved_bytes(ty, s, t, r, self.setting, self.mesh) if self._move_s else 0.0
                 updated = optimizer_s(ty, s[1], self.setting, self.mesh, self.pricer.copy_s)
                 return c * moved * self._move_s + (c * (_gather_s(la, s[1], s[0]) + updated) if t else 0.0)

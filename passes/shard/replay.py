@@ -7,12 +7,12 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.program import Program
-from autopar.passes.costs import Pricer, Pricers
-from autopar.passes.cut import cut
+from autopar.ir.setting import Setting
+from autopar.passes.lower.cut import cut
+from autopar.passes.price.pricer import Pricer, Pricers
+from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.graph import Key
 from autopar.passes.shard.problem import Problem
-from autopar.passes.shard.rules import RuleBook
-from autopar.passes.shard.setting import Setting
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan, StagePlan
 
@@ -20,7 +20,9 @@ from autopar.plan import Plan, StagePlan
 def evaluate(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook, setting: Setting) -> Solution:
     """Cost and memory of a plan, of its stages one after the other. Raises PlanError when its choices do not exist."""
     parts = cut(program, [stage.calls for stage in plan.stages])
-    found = [_stage(part, stage, pricers[stage.mesh], rules, setting) for part, stage in zip(parts, plan.stages, strict=True)]
+    found = [
+        _stage(part, stage, pricers[stage.mesh], rules, setting) for part, stage in zip(parts, plan.stages, strict=True)
+    ]
     if len(found) == 1:
         return found[0]
     cost, memory = sum(s.cost for s in found), max(s.memory for s in found)

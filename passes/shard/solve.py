@@ -53,9 +53,12 @@ class Shortage:
 
 
 def solve(
-    graph: FactorGraph, budget: float | None = None, time_limit_s: float = 60.0, tie_price: float = 0.0,
+    graph: FactorGraph,
+    budget: float | None = None,
+    time_limit_s: float = 60.0,
+    tie_price: float = 0.0,
     close: float = 1e-4,
-) -> Solution | Shortage:  # fmt: skip
+) -> Solution | Shortage:
     """Minimise cost subject to memory <= budget (bytes; None: no limit).
 
     tie_price: a small price per byte that decides between equally fast plans (a parameter that every use slices for

@@ -33,9 +33,13 @@ def condense(problem: StageProblem) -> tuple[StageProblem, np.ndarray]:
         enter = None if o.boundary_s is None else np.asarray(o.boundary_s, float)[first]
         options.append(replace(o, **rows, peak_bytes=peak, boundary_s=enter))
     merged = replace(
-        problem, options=tuple(options), boundary_s=np.asarray(problem.boundary_s, float)[first],
-        cuts=np.ones(len(first), bool), boundaries=None, stages=problem.fixed_stages,
-    )  # fmt: skip
+        problem,
+        options=tuple(options),
+        boundary_s=np.asarray(problem.boundary_s, float)[first],
+        cuts=np.ones(len(first), bool),
+        boundaries=None,
+        stages=problem.fixed_stages,
+    )
     return merged, marks
 
 

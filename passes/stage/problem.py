@@ -85,8 +85,10 @@ class Option:
         """Prefix sums (L+1,) of time, step, resting and held."""
         rows = {
             "time": np.asarray(self.forward_s, float) + np.asarray(self.backward_s, float),
-            "step": self.step_s, "resting": self.resting_bytes, "held": self.held_bytes,
-        }  # fmt: skip
+            "step": self.step_s,
+            "resting": self.resting_bytes,
+            "held": self.held_bytes,
+        }
         return {name: np.concatenate([[0.0], np.cumsum(np.asarray(row, float))]) for name, row in rows.items()}
 
 

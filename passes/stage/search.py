@@ -41,9 +41,15 @@ def distinct(values: np.ndarray) -> np.ndarray:
 
 
 def minimise(
-    xs: np.ndarray, weight: float, run: Run, floor: float, gap: float, *,
-    cutoff: float = np.inf, widest_first: bool = False,
-) -> Found | None:  # fmt: skip
+    xs: np.ndarray,
+    weight: float,
+    run: Run,
+    floor: float,
+    gap: float,
+    *,
+    cutoff: float = np.inf,
+    widest_first: bool = False,
+) -> Found | None:
     """The least weight * x + f(x), to within the relative `gap`, if it is below `cutoff`; cost of the answer: that sum.
 
     xs: sorted candidates. floor: f is never below. widest_first: look at the largest x first (f is cheap there).

@@ -48,8 +48,9 @@ class Uniform:
             F[s, first:last] = join(F[s - 1][ends[first:last]], cost[first:last]).min(1)
         return F
 
-    def walk(self, F: np.ndarray, table: Intervals, values: Values, join: np.ufunc,
-             allowed: list[np.ndarray] | None) -> tuple[Piece, ...]:  # fmt: skip
+    def walk(
+        self, F: np.ndarray, table: Intervals, values: Values, join: np.ufunc, allowed: list[np.ndarray] | None
+    ) -> tuple[Piece, ...]:
         """The stages behind F[S, 0]."""
         l, pieces, L = 0, [], self.problem.units
         for s in range(self.stages, 0, -1):
@@ -145,9 +146,10 @@ def floor_s(problem: StageProblem, option: int, stages: int) -> tuple[float, flo
     whole = float(sums["time"][-1])
     slowest = max(float(unit.max()), whole / stages)
     return (
-        (whole + float(enter)) * (1 - ROUND), slowest * (1 - ROUND),
+        (whole + float(enter)) * (1 - ROUND),
+        slowest * (1 - ROUND),
         max(float(step.max()), float(sums["step"][-1]) / stages) * (1 - ROUND),
-    )  # fmt: skip
+    )
 
 
 def least_total(problem: StageProblem, option: int, stages: int) -> float:

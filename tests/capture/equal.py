@@ -42,9 +42,15 @@ def compiled(
 
 
 def assert_equal_to_eager(
-    model: nn.Module, batch: Any, loss_fn: Any = None, *, ranks: int = 2, steps: int = 2, training: bool = True,
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Any = None,
+    *,
+    ranks: int = 2,
+    steps: int = 2,
+    training: bool = True,
     seeds: tuple[int, ...] = (0,),
-) -> autopar.Program:  # fmt: skip
+) -> autopar.Program:
     """The solver's plan and random plans agree with the eager model on loss, gradients, parameters, buffers, outputs."""
     program = compiled(model, batch, loss_fn, ranks=ranks, training=training)
     assert program.training == training

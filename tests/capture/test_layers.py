@@ -53,7 +53,8 @@ LAYERS = {
     "bag of embeddings, mean": case(lambda m, i: m.e(i), "ids", e=lambda: nn.EmbeddingBag(8, 8, mode="mean")),
     "one_hot": case(lambda m, i: m.first(F.one_hot(i, 8).float()), "ids"),
     "multihead attention with weights": case(
-        lambda m, x: torch.cat((m.a(x, x, x)[0], m.a(x, x, x)[1]), -1), a=lambda: nn.MultiheadAttention(8, 2, batch_first=True)
+        lambda m, x: torch.cat((m.a(x, x, x)[0], m.a(x, x, x)[1]), -1),
+        a=lambda: nn.MultiheadAttention(8, 2, batch_first=True),
     ),
     "multihead attention with masks": case(_attend, a=lambda: nn.MultiheadAttention(8, 2, batch_first=True)),
     "multihead attention with dropout and extra keys": case(
@@ -65,27 +66,36 @@ LAYERS = {
     ),
     "encoder layer, norm first, no dropout": case(
         lambda m, x: m.layer(x),
-        layer=lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, norm_first=True, activation="gelu", batch_first=True),
+        layer=lambda: nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.0, norm_first=True, activation="gelu", batch_first=True
+        ),
     ),
     "lstm": case(lambda m, x: m.r(x)[0], r=lambda: nn.LSTM(8, 8, batch_first=True)),
     "grouped convolution": case(lambda m, x: m.c(x), "image", c=lambda: nn.Conv2d(4, 8, 3, groups=2, padding=1)),
-    "depthwise, padding same": case(lambda m, x: m.c(x), "image", c=lambda: nn.Conv2d(4, 4, 4, groups=4, padding="same")),
+    "depthwise, padding same": case(
+        lambda m, x: m.c(x), "image", c=lambda: nn.Conv2d(4, 4, 4, groups=4, padding="same")
+    ),
     "transposed convolution": case(
-        lambda m, x: m.c(x), "image",
+        lambda m, x: m.c(x),
+        "image",
         c=lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, groups=2, padding=1, output_padding=1),
     ),
     "convolution over volumes": case(lambda m, x: m.c(x), "cube", c=lambda: nn.Conv3d(2, 4, 2)),
-    "reflected padding": case(lambda m, x: m.c(x), "image", c=lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")),
+    "reflected padding": case(
+        lambda m, x: m.c(x), "image", c=lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect")
+    ),
     "pixel_shuffle": case(lambda m, x: F.pixel_shuffle(m.c(x), 2), "image", c=conv1x1),
     "interpolate nearest": case(lambda m, x: F.interpolate(m.c(x), scale_factor=2), "image", c=conv1x1),
     "interpolate bilinear": case(
         lambda m, x: F.interpolate(m.c(x), size=(9, 7), mode="bilinear", align_corners=False), "image", c=conv1x1
     ),
-    "average and maximum pooling": case(lambda m, x: F.avg_pool2d(m.c(x), 2) + F.max_pool2d(m.c(x), 2), "image", c=conv1x1),
+    "average and maximum pooling": case(
+        lambda m, x: F.avg_pool2d(m.c(x), 2) + F.max_pool2d(m.c(x), 2), "image", c=conv1x1
+    ),
     "adaptive pooling": case(lambda m, x: F.adaptive_avg_pool2d(m.c(x), (2, 3)), "image", c=conv1x1),
     "group norm": case(lambda m, x: m.n(m.c(x)), "image", n=lambda: nn.GroupNorm(2, 4), c=conv1x1),
     "bilinear": case(lambda m, x: m.b(x, m.first(x)), "row", b=lambda: nn.Bilinear(8, 8, 4)),
-}  # fmt: skip
+}
 
 OPS = {
     "einsum with a weight": case(lambda m, x: torch.einsum("bij,kj->bik", x, m.first.weight)),
@@ -136,12 +146,17 @@ MORE = {
     "interpolate linear": case(lambda m, x: F.interpolate(m.first(x), scale_factor=2, mode="linear")),
     "adaptive maximum": case(lambda m, x: F.adaptive_max_pool2d(m.c(x), (2, 3)), "image", c=conv1x1),
     "lp pooling": case(lambda m, x: F.lp_pool2d(m.c(x).relu() + 1, 2, 2), "image", c=conv1x1),
-    "unfold and fold": case(lambda m, x: F.fold(F.unfold(m.c(x), 2, stride=2), (6, 6), 2, stride=2), "image", c=conv1x1),
+    "unfold and fold": case(
+        lambda m, x: F.fold(F.unfold(m.c(x), 2, stride=2), (6, 6), 2, stride=2), "image", c=conv1x1
+    ),
     "grid_sample": case(
         lambda m, x: F.grid_sample(
-            m.c(x), F.affine_grid(torch.eye(2, 3).expand(4, 2, 3) * 0.9, [4, 4, 6, 6], align_corners=False), align_corners=False
+            m.c(x),
+            F.affine_grid(torch.eye(2, 3).expand(4, 2, 3) * 0.9, [4, 4, 6, 6], align_corners=False),
+            align_corners=False,
         ),
-        "image", c=conv1x1,
+        "image",
+        c=conv1x1,
     ),
     "channel shuffle": case(lambda m, x: F.channel_shuffle(m.c(x), 2), "image", c=conv1x1),
     "local response norm": case(lambda m, x: F.local_response_norm(m.c(x), 2), "image", c=conv1x1),
@@ -154,7 +169,9 @@ MORE = {
     "distances": case(lambda m, x: torch.cdist(m.first(x), x)),
     "cosine similarity": case(lambda m, x: F.cosine_similarity(m.first(x), x, dim=-1)),
     "windows": case(lambda m, x: m.first(x).unfold(1, 3, 1)),
-    "repeat_interleave and tile": case(lambda m, x: m.first(x).repeat_interleave(2, 1) + torch.tile(m.first(x), (1, 2, 1))),
+    "repeat_interleave and tile": case(
+        lambda m, x: m.first(x).repeat_interleave(2, 1) + torch.tile(m.first(x), (1, 2, 1))
+    ),
     "scatter_reduce": case(
         lambda m, x, i: torch.zeros(4, 8).scatter_reduce(1, i, m.first(x)[:, 0, :6], "amax"), "seq ids"
     ),
@@ -175,11 +192,24 @@ MORE = {
     "prelu, glu, rrelu": case(
         lambda m, x: m.p(m.first(x)) + F.glu(m.last(x)).repeat(1, 1, 2) + F.rrelu(m.last(x)), p=nn.PReLU
     ),
-}  # fmt: skip
+}
 ACTIVATIONS = (
-    "gelu", "silu", "elu", "selu", "softplus", "mish", "hardswish", "hardsigmoid", "leaky_relu", "relu6", "logsigmoid",
-    "tanhshrink", "softsign", "celu", "hardtanh",
-)  # fmt: skip
+    "gelu",
+    "silu",
+    "elu",
+    "selu",
+    "softplus",
+    "mish",
+    "hardswish",
+    "hardsigmoid",
+    "leaky_relu",
+    "relu6",
+    "logsigmoid",
+    "tanhshrink",
+    "softsign",
+    "celu",
+    "hardtanh",
+)
 
 
 def activation(name: str) -> Case:
@@ -225,34 +255,49 @@ def _classes(*shape: int) -> Tensor:
 LOSSES: dict[str, tuple[tuple[int, ...], Callable[[], Tensor], Callable[..., Tensor]]] = {
     "cross-entropy, class weights": (ROW, lambda: _classes(4), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)),
     "cross-entropy, weights and smoothing": (
-        ROW, lambda: _classes(4), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1),
+        ROW,
+        lambda: _classes(4),
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1),
     ),
     "cross-entropy, sum": (ROW, lambda: _classes(4), nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)),
     "cross-entropy, ignored class": (ROW, lambda: torch.tensor([3, 1, 3, 0]), nn.CrossEntropyLoss(ignore_index=3)),
     "cross-entropy, probabilities": (
-        ROW, lambda: torch.rand(4, 8).softmax(-1), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1),
+        ROW,
+        lambda: torch.rand(4, 8).softmax(-1),
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1),
     ),
     "cross-entropy, 2d targets": (
-        IMAGE, lambda: _classes(4, 3, 3), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1, ignore_index=2),
+        IMAGE,
+        lambda: _classes(4, 3, 3),
+        nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1, ignore_index=2),
     ),
     "cross-entropy, sequence": (SEQ, lambda: _classes(4, 6), lambda o, t: F.cross_entropy(o.transpose(1, 2), t)),
     "cross-entropy, per element": (
-        ROW, lambda: _classes(4), lambda o, t: (F.cross_entropy(o, t, reduction="none") * torch.arange(4)).sum(),
+        ROW,
+        lambda: _classes(4),
+        lambda o, t: (F.cross_entropy(o, t, reduction="none") * torch.arange(4)).sum(),
     ),
     "binary cross-entropy": (ROW, lambda: torch.rand(4, 8), lambda o, t: F.binary_cross_entropy(o.sigmoid(), t)),
     "binary cross-entropy of logits": (
-        ROW, lambda: torch.rand(4, 8),
+        ROW,
+        lambda: torch.rand(4, 8),
         lambda o, t: F.binary_cross_entropy_with_logits(o, t, weight=CLASS_WEIGHTS, pos_weight=CLASS_WEIGHTS),
     ),
     "negative log-likelihood": (ROW, lambda: _classes(4), lambda o, t: F.nll_loss(o.log_softmax(-1), t, CLASS_WEIGHTS)),
     "negative log-likelihood, 2d": (
-        IMAGE, lambda: _classes(4, 3, 3), lambda o, t: F.nll_loss(o.log_softmax(1), t, ignore_index=2),
+        IMAGE,
+        lambda: _classes(4, 3, 3),
+        lambda o, t: F.nll_loss(o.log_softmax(1), t, ignore_index=2),
     ),
     "divergence": (
-        ROW, lambda: torch.rand(4, 8).softmax(-1), lambda o, t: F.kl_div(o.log_softmax(-1), t, reduction="batchmean"),
+        ROW,
+        lambda: torch.rand(4, 8).softmax(-1),
+        lambda o, t: F.kl_div(o.log_softmax(-1), t, reduction="batchmean"),
     ),
     "divergence of logs": (
-        ROW, lambda: torch.rand(4, 8).log_softmax(-1), lambda o, t: F.kl_div(o.log_softmax(-1), t, log_target=True),
+        ROW,
+        lambda: torch.rand(4, 8).log_softmax(-1),
+        lambda o, t: F.kl_div(o.log_softmax(-1), t, log_target=True),
     ),
     "smooth l1": (ROW, lambda: torch.randn(4, 8), nn.SmoothL1Loss(beta=0.5)),
     "huber": (ROW, lambda: torch.randn(4, 8), nn.HuberLoss(delta=0.5)),
@@ -260,11 +305,13 @@ LOSSES: dict[str, tuple[tuple[int, ...], Callable[[], Tensor], Callable[..., Ten
     "mse": (ROW, lambda: torch.randn(4, 8), nn.MSELoss()),
     "poisson": (ROW, lambda: torch.rand(4, 8), nn.PoissonNLLLoss()),
     "ranking with a margin": (
-        ROW, lambda: torch.randn(4, 8), lambda o, t: F.margin_ranking_loss(o, t, torch.ones(4, 8), margin=0.1),
+        ROW,
+        lambda: torch.randn(4, 8),
+        lambda o, t: F.margin_ranking_loss(o, t, torch.ones(4, 8), margin=0.1),
     ),
     "triplets": (ROW, lambda: torch.randn(4, 8), lambda o, t: F.triplet_margin_loss(o, t, t.flip(0))),
     "cosine": (ROW, lambda: torch.randn(4, 8), lambda o, t: F.cosine_embedding_loss(o, t, torch.ones(4))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture.build import capture_program
 from autopar.ir.program import Program, op_name, operand_nodes, resolve
-from autopar.passes.values import flow, phase_is_late
+from autopar.passes.rules.hubs import flow, phase_is_late
 from tests.zoo.models import MODELS, ZooModel
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,8 +86,15 @@ def net(precision: str | None = "bf16", blocks: int = 3) -> Program:
 
 def test_products_and_activations_are_low_norms_and_losses_are_not() -> None:
     ops = computed(net())
-    for op in ("autopar.linear", "autopar.linear_dx", "autopar.linear_dw", "autopar.embedding", "autopar.embedding_grad",
-               "aten.gelu.default", "aten.gelu_backward.default"):  # fmt: skip
+    for op in (
+        "autopar.linear",
+        "autopar.linear_dx",
+        "autopar.linear_dw",
+        "autopar.embedding",
+        "autopar.embedding_grad",
+        "aten.gelu.default",
+        "aten.gelu_backward.default",
+    ):
         assert ops[op] == {BF16}, op
     for op in ("autopar.layer_norm", "autopar.layer_norm_dx", "autopar.norm_dw", "autopar.cross_entropy_grad"):
         assert ops[op] == {F32}, op
@@ -242,8 +249,12 @@ def test_a_model_in_16_bits_has_no_master_weights_to_keep() -> None:
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_blocks_that_were_equal_stay_one_template(zoo: ZooModel) -> None:
     targets = zoo.targets if isinstance(zoo.targets, int) and zoo.loss_fn is not None else 0
-    plain, low = (capture_program(zoo.make(), zoo.batch(), zoo.loss_fn, targets, precision=p)[0] for p in (None, "bf16"))
-    blocks, same = ([(c.template, c.params) for c in p.calls if c.path.split("@")[0][-1:].isdigit()] for p in (plain, low))
+    plain, low = (
+        capture_program(zoo.make(), zoo.batch(), zoo.loss_fn, targets, precision=p)[0] for p in (None, "bf16")
+    )
+    blocks, same = (
+        [(c.template, c.params) for c in p.calls if c.path.split("@")[0][-1:].isdigit()] for p in (plain, low)
+    )
     assert blocks == same
     assert len(low.calls) == len(plain.calls)
 

@@ -42,11 +42,13 @@ class Blocks(nn.Module):
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = torch.zeros(8, 4, dtype=torch.long)
     program = autopar.compile(
-        Blocks(), autopar.ClusterSpec.local(4), (ids, ids),
+        Blocks(),
+        autopar.ClusterSpec.local(4),
+        (ids, ids),
         loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         options=autopar.Options(mesh={"dp": 2, "tp": 2}, strategy="zero3", constraints={"*.up.weight": "[@dp.tp, .]"}),
-    )  # fmt: skip
+    )
     return program.save(tmp_path_factory.mktemp("dump") / "program")
 
 
@@ -57,11 +59,13 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.head.weight = model.embed.weight
     ids = torch.zeros(8, 4, dtype=torch.long)
     program = autopar.compile(
-        model, autopar.ClusterSpec.local(4), (ids, ids),
+        model,
+        autopar.ClusterSpec.local(4),
+        (ids, ids),
         loss_fn=lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         options=autopar.Options(pp=2, microbatches=4, schedule="zb-h1", mesh={"dp": 2}),
-    )  # fmt: skip
+    )
     return program.save(tmp_path_factory.mktemp("dump") / "pipeline")
 
 

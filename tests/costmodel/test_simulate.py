@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.costmodel import simulate as sim
-from autopar.costmodel.step import pipeline_s
+from autopar.costmodel.estimator.step import pipeline_s
 from autopar.errors import PlanError
-from autopar.ir.schedule import Action, StageGraph, parse_row
+from autopar.ir.actions import Action, StageGraph, parse_row
 from autopar.passes.schedule import build
-from tests.passes.pipelines import PAPER, chains, dags
+from tests.passes.schedule.pipelines import PAPER, chains, dags
 
 chain = StageGraph.chain
 

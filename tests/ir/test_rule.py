@@ -66,15 +66,19 @@ def test_dims_of_size_one_broadcast() -> None:
     assert rule.operand_spec(1, ("b", "d"), MESH) == parse_spec("[., @tp]")
 
 
-@pytest.mark.parametrize(("text", "operands", "results", "message"), [
-    ("a, b -> a", [(4,)], [(4,)], "names 2 tensors on one side, the op has 1"),
-    ("a -> a, b", [(4,)], [(4,)], "names 2 tensors on one side, the op has 1"),
-    ("a b -> a", [(4,)], [(4,)], r"'a b' has 2 dims, the tensor has shape \(4,\)"),
-    ("a, a -> a", [(4,), (6,)], [(4,)], "factor a is 4 and 6 at once"),
-    ("(a b) -> a", [(8,)], [(4,)], r"size of factor a in '\(a b\)' is not given"),
-    ("a b -> (a b)", [(4, 3)], [(8,)], r"'\(a b\)' does not multiply to shape \(8,\)"),
-])  # fmt: skip
-def test_a_line_that_does_not_fit_says_where(text: str, operands: list[tuple[int, ...]],
-                                             results: list[tuple[int, ...]], message: str) -> None:  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "operands", "results", "message"),
+    [
+        ("a, b -> a", [(4,)], [(4,)], "names 2 tensors on one side, the op has 1"),
+        ("a -> a, b", [(4,)], [(4,)], "names 2 tensors on one side, the op has 1"),
+        ("a b -> a", [(4,)], [(4,)], r"'a b' has 2 dims, the tensor has shape \(4,\)"),
+        ("a, a -> a", [(4,), (6,)], [(4,)], "factor a is 4 and 6 at once"),
+        ("(a b) -> a", [(8,)], [(4,)], r"size of factor a in '\(a b\)' is not given"),
+        ("a b -> (a b)", [(4, 3)], [(8,)], r"'\(a b\)' does not multiply to shape \(8,\)"),
+    ],
+)
+def test_a_line_that_does_not_fit_says_where(
+    text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]], message: str
+) -> None:
     with pytest.raises(ShardingError, match=message):
         parse_rule(text, operands, results)

@@ -43,7 +43,9 @@ def specs(draw: st.DrawFn, mesh: Mesh) -> Spec:
 def test_a_printed_spec_reads_back(data: st.DataObject) -> None:
     mesh = data.draw(meshes())
     spec = data.draw(specs(mesh))
-    type_ = TensorType(tuple(12 for _ in spec.dims), data.draw(st.sampled_from((torch.float32, torch.bool, torch.int64))))
+    type_ = TensorType(
+        tuple(12 for _ in spec.dims), data.draw(st.sampled_from((torch.float32, torch.bool, torch.int64)))
+    )
     assert parse_spec(str(spec)) == spec
     assert parse_spec(spec.show(type_)) == spec
     assert hash(parse_spec(str(spec))) == hash(spec)

@@ -155,15 +155,27 @@ def run_line(line: Line, names: dict[str, Tensor], mesh: Mesh, rank: int) -> lis
     rt = SimpleNamespace(
         comm=SimpleNamespace(axis_index=axis_index), key=lambda call, site: site, device=torch.device("cpu")
     )
-    scope = {"torch": torch, "aten": torch.ops.aten, "ops": ops, "attention": attention, "rnn": rnn, "rt": rt, "call": 0}
+    scope = {
+        "torch": torch,
+        "aten": torch.ops.aten,
+        "ops": ops,
+        "attention": attention,
+        "rnn": rnn,
+        "rt": rt,
+        "call": 0,
+    }
     out = eval(Printer().expression(line), scope | names)
     return [o if isinstance(o, Tensor) else None for o in (out if isinstance(out, (tuple, list)) else [out])]
 
 
 def check_strategy(
-    case: Case, whole: list[Tensor | None], mesh: Mesh, strategy: Strategy, generator: torch.Generator,
+    case: Case,
+    whole: list[Tensor | None],
+    mesh: Mesh,
+    strategy: Strategy,
+    generator: torch.Generator,
     rule: Rule | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Raises AssertionError when running on shards under `strategy` and joining does not give the whole."""
     node, tensors = as_node(case, whole)
     call = op_call(node)
@@ -179,8 +191,9 @@ def check_strategy(
     changes = definition.localize(block) if definition is not None and definition.localize else {}
     names = [f"x{i}" for i in range(len(tensors))]
     line = Line(("y",), call.op, (), _arguments(node, names, changes), call.results, (), "F", "", node.name)
-    per_rank = [run_line(line, {n: s[r].clone() for n, s in zip(names, shards, strict=True)}, mesh, r)
-                for r in range(mesh.size)]  # fmt: skip
+    per_rank = [
+        run_line(line, {n: s[r].clone() for n, s in zip(names, shards, strict=True)}, mesh, r) for r in range(mesh.size)
+    ]
     for i, expected in enumerate(whole):
         labels = rule.results[i]
         if expected is None or labels is None:

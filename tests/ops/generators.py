@@ -97,8 +97,23 @@ def broadcast(draw: Draw, shape: list[int]) -> list[int]:
 def _pointwise(draw: Draw, _: str) -> Case:
     shape = draw.shape(1, 3)
     x, y = draw.f(*shape), draw.f(*broadcast(draw, shape))
-    unary = [aten.relu, aten.gelu, aten.silu, aten.tanh, aten.sigmoid, aten.exp, aten.neg, aten.abs, aten.cos, aten.sgn,
-             aten.logical_not, aten.hardsigmoid, aten.softplus, aten.isinf, aten.reciprocal]  # fmt: skip
+    unary = [
+        aten.relu,
+        aten.gelu,
+        aten.silu,
+        aten.tanh,
+        aten.sigmoid,
+        aten.exp,
+        aten.neg,
+        aten.abs,
+        aten.cos,
+        aten.sgn,
+        aten.logical_not,
+        aten.hardsigmoid,
+        aten.softplus,
+        aten.isinf,
+        aten.reciprocal,
+    ]
     kind = draw.pick("unary", "binary", "scalar", "alpha", "ternary", "compare", "integer", "complex")
     if kind == "unary":
         return call(draw.pick(*unary).default, x)
@@ -106,8 +121,18 @@ def _pointwise(draw: Draw, _: str) -> Case:
         op = draw.pick(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default)
         return call(op, *draw.pick((x, y), (y, x)))
     if kind == "scalar":
-        return call(draw.pick(aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.sub.Tensor, aten.rsub.Scalar,
-                              aten.pow.Tensor_Scalar), x, draw.pick(2, 3.0))  # fmt: skip
+        return call(
+            draw.pick(
+                aten.add.Tensor,
+                aten.mul.Tensor,
+                aten.div.Tensor,
+                aten.sub.Tensor,
+                aten.rsub.Scalar,
+                aten.pow.Tensor_Scalar,
+            ),
+            x,
+            draw.pick(2, 3.0),
+        )
     if kind == "alpha":
         return call(aten.add.Tensor, x, y, alpha=draw.pick(2, -1))
     if kind == "ternary":
@@ -116,7 +141,9 @@ def _pointwise(draw: Draw, _: str) -> Case:
         return call(draw.pick(aten.lt.Tensor, aten.ge.Tensor, aten.ne.Tensor), x, y)
     if kind == "complex":
         return call(draw.pick(aten.mul.Tensor, aten.add.Tensor), draw.c(*shape), draw.c(*shape))
-    return call(draw.pick(aten.bitwise_and.Tensor, aten.add.Tensor, aten.mul.Tensor), draw.i(5, *shape), draw.i(5, *shape))
+    return call(
+        draw.pick(aten.bitwise_and.Tensor, aten.add.Tensor, aten.mul.Tensor), draw.i(5, *shape), draw.i(5, *shape)
+    )
 
 
 @makes("aten._to_copy")
@@ -135,8 +162,15 @@ def _fill(draw: Draw, _: str) -> Case:
     return call(aten.fill.Scalar, draw.f(*draw.shape()), 2.0)
 
 
-@makes("aten.zeros_like", "aten.ones_like", "aten.empty_like", "aten.nan_to_num", "aten.clone", "aten.hardswish",
-       "aten.log_sigmoid_forward")  # fmt: skip
+@makes(
+    "aten.zeros_like",
+    "aten.ones_like",
+    "aten.empty_like",
+    "aten.nan_to_num",
+    "aten.clone",
+    "aten.hardswish",
+    "aten.log_sigmoid_forward",
+)
 def _like(draw: Draw, name: str) -> Case:
     return call(overload(name), draw.f(*draw.shape()), shapes_only=name == "aten.empty_like")
 
@@ -183,9 +217,18 @@ def _prelu(draw: Draw, name: str) -> Case:
     return call(overload(name), *((draw.f(*shape),) if name.endswith("backward") else ()), x, w)
 
 
-_BACKWARD_ARGS = {"softplus": (1.0, 20.0), "leaky_relu": (0.1, False), "elu": (1.0, 1.0, 1.0, False),
-                  "hardtanh": (-1.0, 1.0), "hardswish": (), "hardsigmoid": (), "hardshrink": (0.5,),
-                  "softshrink": (0.5,), "mish": (), "threshold": (0.0,)}  # fmt: skip
+_BACKWARD_ARGS = {
+    "softplus": (1.0, 20.0),
+    "leaky_relu": (0.1, False),
+    "elu": (1.0, 1.0, 1.0, False),
+    "hardtanh": (-1.0, 1.0),
+    "hardswish": (),
+    "hardsigmoid": (),
+    "hardshrink": (0.5,),
+    "softshrink": (0.5,),
+    "mish": (),
+    "threshold": (0.0,),
+}
 
 
 @makes(*(f"aten.{name}_backward" for name in _BACKWARD_ARGS))
@@ -239,8 +282,21 @@ def _random(draw: Draw, name: str) -> Case:
 # --- reductions, ops along a dim -----------------------------------------------------------------------------------------
 
 
-@makes("aten.sum", "aten.amax", "aten.amin", "aten.nansum", "aten.mean", "aten.logsumexp", "aten.linalg_vector_norm",
-       "aten.var", "aten.std", "aten.norm", "aten.count_nonzero", "aten.any", "aten.all")  # fmt: skip
+@makes(
+    "aten.sum",
+    "aten.amax",
+    "aten.amin",
+    "aten.nansum",
+    "aten.mean",
+    "aten.logsumexp",
+    "aten.linalg_vector_norm",
+    "aten.var",
+    "aten.std",
+    "aten.norm",
+    "aten.count_nonzero",
+    "aten.any",
+    "aten.all",
+)
 def _reduction(draw: Draw, name: str) -> Case:
     x = draw.f(*draw.shape())
     dims, keep = draw.dims(x.ndim), draw.pick(False, True)
@@ -253,8 +309,11 @@ def _reduction(draw: Draw, name: str) -> Case:
     if name == "aten.count_nonzero":
         return call(aten.count_nonzero.dim_IntList, draw.any(*x.shape), dims)
     if name in ("aten.any", "aten.all"):
-        return call(overload(name, draw.pick("dims", "default")), draw.b(*x.shape)) if draw.pick(True, False) else call(
-            overload(name, "dims"), draw.b(*x.shape), dims, keep)  # fmt: skip
+        return (
+            call(overload(name, draw.pick("dims", "default")), draw.b(*x.shape))
+            if draw.pick(True, False)
+            else call(overload(name, "dims"), draw.b(*x.shape), dims, keep)
+        )
     if name == "aten.sum":
         x = draw.any(*x.shape)
         return call(aten.sum.default, x) if draw.pick(False, False, True) else call(aten.sum.dim_IntList, x, dims, keep)
@@ -299,10 +358,13 @@ def _order(draw: Draw, name: str) -> Case:
     x = draw.f(*draw.shape(2 if name == "aten.renorm" else 1, 3))
     dim = draw.dim(x.ndim)
     more: dict[str, tuple[Any, ...]] = {
-        "aten.sort": (dim, draw.pick(False, True)), "aten.topk": (draw.pick(1, x.shape[dim]), dim),
-        "aten.kthvalue": (1, dim), "aten.flip": (draw.dims(x.ndim),), "aten.renorm": (2, dim, 0.5),
+        "aten.sort": (dim, draw.pick(False, True)),
+        "aten.topk": (draw.pick(1, x.shape[dim]), dim),
+        "aten.kthvalue": (1, dim),
+        "aten.flip": (draw.dims(x.ndim),),
+        "aten.renorm": (2, dim, 0.5),
         "aten.roll": draw.pick(([1], [dim]), ([1], [])),
-    }  # fmt: skip
+    }
     return call(overload(name), x, *more[name])
 
 

@@ -26,9 +26,14 @@ def _linear(draw: Draw, name: str) -> Case:
 def _einsum(draw: Draw, _: str) -> Case:
     sizes = {c: draw.size() for c in "abij"}
     left, right, out = draw.pick(
-        ("ai", "ij", "aj"), ("abi", "abj", "abij"), ("abi", "ij", "baj"), ("ij", "ji", ""),
-        ("abi", "bj", "aij"), ("ab", "", "ab"), ("i", "j", "ij"),
-    )  # fmt: skip
+        ("ai", "ij", "aj"),
+        ("abi", "abj", "abij"),
+        ("abi", "ij", "baj"),
+        ("ij", "ji", ""),
+        ("abi", "bj", "aij"),
+        ("ab", "", "ab"),
+        ("i", "j", "ij"),
+    )
     a, b = draw.f(*(sizes[c] for c in left)), draw.f(*(sizes[c] for c in right))
     return call(d.einsum, f"{left},{right}->{out}", a, b)
 
@@ -146,8 +151,14 @@ def _conv(draw: Draw, name: str) -> Case:
     x = draw.f(draw.size(), c, *(draw.pick(5, 6) for _ in range(rank)))
     w = draw.f(*((c, o // groups) if transposed else (o, c // groups)), *(draw.pick(1, 2, 3) for _ in range(rank)))
     stride = [draw.pick(1, 2)] * rank
-    config = (stride, [draw.pick(0, 1)] * rank, [draw.pick(1, 2)] * rank, transposed,
-              [draw.pick(0, 1) if transposed and stride[0] == 2 else 0] * rank, groups)  # fmt: skip
+    config = (
+        stride,
+        [draw.pick(0, 1)] * rank,
+        [draw.pick(1, 2)] * rank,
+        transposed,
+        [draw.pick(0, 1) if transposed and stride[0] == 2 else 0] * rank,
+        groups,
+    )
     if name == "autopar.conv":
         return call(d.conv, x, w, draw.f(o) if draw.pick(True, False) else None, *config)
     g = draw.f(*d.conv(x, w, None, *config).shape)
@@ -161,10 +172,22 @@ def _image(draw: Draw, rank: int) -> torch.Tensor:
     return draw.f(*lead, draw.size(), *([4] * rank))
 
 
-@makes(*(f"aten.{n}" for r in (2, 3) for n in (
-    f"max_pool{r}d_with_indices", f"max_pool{r}d_with_indices_backward", f"avg_pool{r}d", f"avg_pool{r}d_backward",
-    f"_adaptive_avg_pool{r}d", f"_adaptive_avg_pool{r}d_backward", f"adaptive_max_pool{r}d",
-    f"adaptive_max_pool{r}d_backward")))  # fmt: skip
+@makes(
+    *(
+        f"aten.{n}"
+        for r in (2, 3)
+        for n in (
+            f"max_pool{r}d_with_indices",
+            f"max_pool{r}d_with_indices_backward",
+            f"avg_pool{r}d",
+            f"avg_pool{r}d_backward",
+            f"_adaptive_avg_pool{r}d",
+            f"_adaptive_avg_pool{r}d_backward",
+            f"adaptive_max_pool{r}d",
+            f"adaptive_max_pool{r}d_backward",
+        )
+    )
+)
 def _pool(draw: Draw, name: str) -> Case:
     rank = int(name[name.index("pool") + 4])
     x = _image(draw, rank)
@@ -183,9 +206,21 @@ def _pool(draw: Draw, name: str) -> Case:
     return call(overload(name), draw.f(*out.shape), x, *args, [0] * rank, False, True, None)
 
 
-@makes(*(f"aten.upsample_{m}{r}d{b}" for m, r in (
-    ("linear", 1), ("nearest", 1), ("bilinear", 2), ("nearest", 2), ("bicubic", 2), ("trilinear", 3), ("nearest", 3))
-    for b in ("", "_backward")))  # fmt: skip
+@makes(
+    *(
+        f"aten.upsample_{m}{r}d{b}"
+        for m, r in (
+            ("linear", 1),
+            ("nearest", 1),
+            ("bilinear", 2),
+            ("nearest", 2),
+            ("bicubic", 2),
+            ("trilinear", 3),
+            ("nearest", 3),
+        )
+        for b in ("", "_backward")
+    )
+)
 def _upsample(draw: Draw, name: str) -> Case:
     rank = int(name.removesuffix("_backward")[-2])
     x = draw.f(draw.size(), draw.size(), *([3] * rank))
@@ -205,7 +240,11 @@ def _glu(draw: Draw, name: str) -> Case:
     x = draw.f(*(2 * n for n in draw.shape(1, 3)))
     dim = draw.dim(x.ndim)
     y = aten.glu(x, dim)
-    return call(aten.glu.default, x, dim) if name == "aten.glu" else call(aten.glu_backward.default, draw.f(*y.shape), x, dim)
+    return (
+        call(aten.glu.default, x, dim)
+        if name == "aten.glu"
+        else call(aten.glu_backward.default, draw.f(*y.shape), x, dim)
+    )
 
 
 @makes("aten.im2col", "aten.col2im")
@@ -249,8 +288,15 @@ def _along(draw: Draw, name: str) -> Case:
     index, source = draw.i(x.shape[dim], *shape), draw.f(*shape)
     if name == "aten.scatter_add":
         return call(aten.scatter_add.default, x, dim, index, source)
-    return call(aten.scatter_reduce.two, x, dim, index, source, draw.pick("sum", "amax", "mean", "prod"),
-                include_self=draw.pick(True, False))  # fmt: skip
+    return call(
+        aten.scatter_reduce.two,
+        x,
+        dim,
+        index,
+        source,
+        draw.pick("sum", "amax", "mean", "prod"),
+        include_self=draw.pick(True, False),
+    )
 
 
 @makes("aten.index_select", "aten.index_add", "aten.index_copy", "aten.index_fill")

@@ -58,8 +58,13 @@ def _slice_backward(draw: Draw, _: str) -> Case:
     return call(aten.slice_backward.default, g.clone(), list(x.shape), dim, 1, 9, 2)
 
 
-@makes("aten.constant_pad_nd", "aten.reflection_pad1d", "aten.reflection_pad2d", "aten.replication_pad1d",
-       "aten.replication_pad2d")  # fmt: skip
+@makes(
+    "aten.constant_pad_nd",
+    "aten.reflection_pad1d",
+    "aten.reflection_pad2d",
+    "aten.replication_pad1d",
+    "aten.replication_pad2d",
+)
 def _pad(draw: Draw, name: str) -> Case:
     rank = 2 if name.endswith("2d") else 1
     x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
@@ -67,8 +72,14 @@ def _pad(draw: Draw, name: str) -> Case:
     return call(overload(name), x, pads, *((draw.pick(0, 1.5),) if name == "aten.constant_pad_nd" else ()))
 
 
-@makes("aten.reflection_pad1d_backward", "aten.reflection_pad2d_backward", "aten.reflection_pad3d_backward",
-       "aten.replication_pad1d_backward", "aten.replication_pad2d_backward", "aten.replication_pad3d_backward")  # fmt: skip
+@makes(
+    "aten.reflection_pad1d_backward",
+    "aten.reflection_pad2d_backward",
+    "aten.reflection_pad3d_backward",
+    "aten.replication_pad1d_backward",
+    "aten.replication_pad2d_backward",
+    "aten.replication_pad3d_backward",
+)
 def _pad_backward(draw: Draw, name: str) -> Case:
     rank = int(name[name.index("pad") + 3])
     x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))

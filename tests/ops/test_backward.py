@@ -48,14 +48,38 @@ def test_linear(lead: tuple[int, ...], bias: bool) -> None:
     assert_equal_gradients(lift.LIFT[aten.linear.default], F.linear, f(*lead, 4), f(5, 4), *more)
 
 
-@pytest.mark.parametrize(("a", "b"), [((4,), (4,)), ((4,), (4, 5)), ((3, 4), (4,)), ((3, 4), (4, 5)), ((2, 3, 4), (4, 5)),
-                                  ((3, 4), (2, 4, 5)), ((2, 1, 3, 4), (6, 4, 5)), ((1, 3, 4), (2, 4, 5))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((4,), (4,)),
+        ((4,), (4, 5)),
+        ((3, 4), (4,)),
+        ((3, 4), (4, 5)),
+        ((2, 3, 4), (4, 5)),
+        ((3, 4), (2, 4, 5)),
+        ((2, 1, 3, 4), (6, 4, 5)),
+        ((1, 3, 4), (2, 4, 5)),
+    ],
+)
 def test_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     assert_equal_gradients(lift.LIFT[aten.matmul.default], torch.matmul, f(*a), f(*b))
 
 
-@pytest.mark.parametrize("equation", ["bik,bkj->bij", "bhid,bhjd->bhij", "ij,ji->", "ik,kj", "ii,ij->j", "...i,ij->...j",
-                                      "bi,bj->i", "bhi,ij->bj", "ij->ji", "bi,ij,bj->b"])  # fmt: skip
+@pytest.mark.parametrize(
+    "equation",
+    [
+        "bik,bkj->bij",
+        "bhid,bhjd->bhij",
+        "ij,ji->",
+        "ik,kj",
+        "ii,ij->j",
+        "...i,ij->...j",
+        "bi,bj->i",
+        "bhi,ij->bj",
+        "ij->ji",
+        "bi,ij,bj->b",
+    ],
+)
 def test_einsum(equation: str) -> None:
     sizes = dict(zip("bhijkd", (2, 3, 4, 4, 6, 7), strict=True))
     terms = equation.replace("...", "bh").split("->")[0].split(",")
@@ -88,15 +112,20 @@ def test_batch_and_group_norm(shape: tuple[int, ...]) -> None:
     leaves = f(*shape), f(6), f(6)
     assert_equal_gradients(
         lambda x, w, b: lift.LIFT[aten.batch_norm.default](x, w, b, None, None, True, 0.1, 1e-5, True),
-        lambda x, w, b: F.batch_norm(x, None, None, w, b, True), *leaves,
-    )  # fmt: skip
-    assert_equal_gradients(lambda x, w, b: lift.LIFT[aten.group_norm.default](x, 3, w, b),
-                           lambda x, w, b: F.group_norm(x, 3, w, b), *leaves)  # fmt: skip
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+        *leaves,
+    )
+    assert_equal_gradients(
+        lambda x, w, b: lift.LIFT[aten.group_norm.default](x, 3, w, b),
+        lambda x, w, b: F.group_norm(x, 3, w, b),
+        *leaves,
+    )
     mean, var = torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
     assert_equal_gradients(
         lambda x, w, b: lift.LIFT[aten.batch_norm.default](x, w, b, mean, var, False, 0.1, 1e-5, True),
-        lambda x, w, b: F.batch_norm(x, mean, var, w, b, False), *leaves,
-    )  # fmt: skip
+        lambda x, w, b: F.batch_norm(x, mean, var, w, b, False),
+        *leaves,
+    )
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -114,8 +143,9 @@ def test_cross_entropy(reduction: str, smoothing: float, weighted: bool, shape: 
     code = {"none": 0, "mean": 1, "sum": 2}[reduction]
     assert_equal_gradients(
         lambda x: lift.LIFT[aten.cross_entropy_loss.default](x, target, weight, code, -100, smoothing),
-        lambda x: F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing), f(*shape),
-    )  # fmt: skip
+        lambda x: F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing),
+        f(*shape),
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -131,10 +161,18 @@ def test_cross_entropy_gradient_of_a_block_of_the_vocabulary(parts: int) -> None
     torch.testing.assert_close(lse - picked, F.cross_entropy(x, index, reduction="none"), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "extra"), [
-    ("mse_loss", ()), ("l1_loss", ()), ("smooth_l1_loss", ()), ("huber_loss", ()), ("kl_div", ()),
-    ("binary_cross_entropy_with_logits", ()), ("binary_cross_entropy", ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("mse_loss", ()),
+        ("l1_loss", ()),
+        ("smooth_l1_loss", ()),
+        ("huber_loss", ()),
+        ("kl_div", ()),
+        ("binary_cross_entropy_with_logits", ()),
+        ("binary_cross_entropy", ()),
+    ],
+)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_pointwise_losses(name: str, extra: tuple[Any, ...], reduction: str) -> None:
     target = torch.rand(3, 4, dtype=torch.float64)
@@ -143,8 +181,11 @@ def test_pointwise_losses(name: str, extra: tuple[Any, ...], reduction: str) -> 
     code = {"none": 0, "mean": 1, "sum": 2}[reduction]
     target_op = getattr(aten, name).default
     keyword = {"reduction": code}
-    assert_equal_gradients(lambda t: lift.LIFT[target_op](squash(t), target, **keyword),
-                           lambda t: getattr(F, name)(squash(t), target, reduction=reduction), x)  # fmt: skip
+    assert_equal_gradients(
+        lambda t: lift.LIFT[target_op](squash(t), target, **keyword),
+        lambda t: getattr(F, name)(squash(t), target, reduction=reduction),
+        x,
+    )
 
 
 # --- embedding --------------------------------------------------------------------------------------------------------
@@ -154,8 +195,9 @@ def test_pointwise_losses(name: str, extra: tuple[Any, ...], reduction: str) -> 
 def test_embedding(padding: int | None) -> None:
     index = torch.tensor([[0, 3, 3], [7, 2, 0]])
     raw = -1 if padding is None else padding % 8
-    assert_equal_gradients(lambda w: lift.LIFT[aten.embedding.default](w, index, raw),
-                           lambda w: F.embedding(index, w, padding), f(8, 4))  # fmt: skip
+    assert_equal_gradients(
+        lambda w: lift.LIFT[aten.embedding.default](w, index, raw), lambda w: F.embedding(index, w, padding), f(8, 4)
+    )
 
 
 @pytest.mark.parametrize("padding", [-1, 0, 5])
@@ -190,17 +232,22 @@ def test_convolution(rank: int, groups: int, stride: int, padding: int, dilation
 
 @pytest.mark.parametrize(("kernel", "padding"), [(3, "same"), (4, "same"), (3, "valid")])
 def test_convolution_with_named_padding(kernel: int, padding: str) -> None:
-    assert_equal_gradients(lambda x, w: lift.LIFT[aten.conv2d.padding](x, w, None, 1, padding),
-                           lambda x, w: F.conv2d(x, w, None, 1, padding), f(2, 3, 6, 6), f(4, 3, kernel, kernel))  # fmt: skip
+    assert_equal_gradients(
+        lambda x, w: lift.LIFT[aten.conv2d.padding](x, w, None, 1, padding),
+        lambda x, w: F.conv2d(x, w, None, 1, padding),
+        f(2, 3, 6, 6),
+        f(4, 3, kernel, kernel),
+    )
 
 
 # --- recurrence -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
-@pytest.mark.parametrize(("layers", "bidirectional", "bias", "batch_first"), [
-    (1, False, True, False), (2, True, True, True), (2, False, False, False), (1, True, False, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "bidirectional", "bias", "batch_first"),
+    [(1, False, True, False), (2, True, True, True), (2, False, False, False), (1, True, False, True)],
+)
 def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, batch_first: bool) -> None:
     ways = 2 if bidirectional else 1
     gates = {"lstm": 4, "gru": 3}.get(mode, 1)
@@ -218,15 +265,23 @@ def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, bat
         state = t[1 : 1 + len(hidden)]
         return t[0], (list(state) if mode == "lstm" else state[0]), list(t[1 + len(hidden) :])
 
-    assert_equal_gradients(lambda *t: lift.LIFT[op](*split(*t), *config), lambda *t: op(*split(*t), *config),
-                           x, *hidden, *params)  # fmt: skip
+    assert_equal_gradients(
+        lambda *t: lift.LIFT[op](*split(*t), *config), lambda *t: op(*split(*t), *config), x, *hidden, *params
+    )
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, drop: Tensor | None = None,
-                    scale: float | None = None) -> Tensor:  # fmt: skip
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    drop: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
@@ -254,8 +309,9 @@ def test_attention(causal: bool, mask: str, heads: int, kv: int, s: int, t: int,
         leaves.append(f(1, heads, s, t) if mask == "learned" else f(2, 1, s, t).detach())
     assert_equal_gradients(
         lambda q, k, v, *m: ATTENTION(q, k, v, *(m or (None,)), 0.0, causal, enable_gqa=True),
-        lambda q, k, v, *m: plain_attention(q, k, v, *(m or (None,)), causal), *leaves,
-    )  # fmt: skip
+        lambda q, k, v, *m: plain_attention(q, k, v, *(m or (None,)), causal),
+        *leaves,
+    )
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 2, 3)])
@@ -284,9 +340,13 @@ def test_attention_rows_that_see_nothing_are_zero_and_give_no_gradient(e: int) -
 def test_attention_with_dropout_draws_by_position_and_backward_draws_the_same(causal: bool) -> None:
     p, key = 0.4, 11
     keep = rng.keep_mask((2, 4, 5, 5), p, key).double() / (1 - p)
-    assert_equal_gradients(lambda q, k, v: wrappers.Attention.apply(q, k, v, None, p, causal, 0.5, key),
-                           lambda q, k, v: plain_attention(q, k, v, None, causal, keep, 0.5),
-                           f(2, 4, 5, 4), f(2, 2, 5, 4), f(2, 2, 5, 4))  # fmt: skip
+    assert_equal_gradients(
+        lambda q, k, v: wrappers.Attention.apply(q, k, v, None, p, causal, 0.5, key),
+        lambda q, k, v: plain_attention(q, k, v, None, causal, keep, 0.5),
+        f(2, 4, 5, 4),
+        f(2, 2, 5, 4),
+        f(2, 2, 5, 4),
+    )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

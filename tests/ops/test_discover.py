@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import op_call
 from autopar.ir.rule import Rule
 from autopar.ops.discover import discover
-from autopar.passes.shard.rules import RuleBook
+from autopar.passes.rules.book import RuleBook
 from tests.ops.execution import MESHES, Case, as_node, check_strategy
 
 _LIBRARY = torch.library.Library("strange", "DEF")
@@ -143,7 +143,7 @@ FINDS = [
     (whole_mean, (f(4, 6),), ". . -> . ."),
     (rows, (f(4, 6), torch.tensor([0, 3]), 2), ". f1, f0 -> f0 f1"),
     (single_precision, (f(4, 2).float(), f(4, 6).float()), "f0 f1, f0 f2 -> f0 f1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("target", "args", "expected"), FINDS, ids=lambda v: getattr(v, "__name__", ""))
@@ -177,16 +177,24 @@ def test_an_op_whose_results_say_nothing_gets_no_rule(target: Any) -> None:
 
 
 ATEN = [
-    (torch.ops.aten.cross.default, (f(4, 3), f(4, 3), 1)), (torch.ops.aten.trace.default, (f(4, 4),)),
-    (torch.ops.aten.linalg_inv_ex.default, (f(4, 3, 3),)), (torch.ops.aten.linalg_det.default, (f(4, 3, 3),)),
-    (torch.ops.aten.addmv.default, (f(4), f(4, 6), f(6))), (torch.ops.aten.addbmm.default, (f(3, 4), f(2, 3, 6), f(2, 6, 4))),
-    (torch.ops.aten.linalg_qr.default, (f(4, 3, 3),)), (torch.ops.aten.matrix_exp.default, (f(4, 3, 3),)),
-    (torch.ops.aten.channel_shuffle.default, (f(2, 4, 2, 2), 2)), (torch.ops.aten.diag_embed.default, (f(2, 4),)),
-    (torch.ops.aten.ger.default, (f(4), f(4))), (torch.ops.aten.kron.default, (f(2, 2), f(2, 2))),
-    (torch.ops.aten.rot90.default, (f(4, 4),)), (torch.ops.aten.logaddexp2.default, (f(4, 4), f(4, 4))),
-    (torch.ops.aten.as_strided.default, (f(4, 4), [4, 2], [4, 1])), (torch.ops.aten.take.default, (f(4), torch.tensor([1, 0]))),
+    (torch.ops.aten.cross.default, (f(4, 3), f(4, 3), 1)),
+    (torch.ops.aten.trace.default, (f(4, 4),)),
+    (torch.ops.aten.linalg_inv_ex.default, (f(4, 3, 3),)),
+    (torch.ops.aten.linalg_det.default, (f(4, 3, 3),)),
+    (torch.ops.aten.addmv.default, (f(4), f(4, 6), f(6))),
+    (torch.ops.aten.addbmm.default, (f(3, 4), f(2, 3, 6), f(2, 6, 4))),
+    (torch.ops.aten.linalg_qr.default, (f(4, 3, 3),)),
+    (torch.ops.aten.matrix_exp.default, (f(4, 3, 3),)),
+    (torch.ops.aten.channel_shuffle.default, (f(2, 4, 2, 2), 2)),
+    (torch.ops.aten.diag_embed.default, (f(2, 4),)),
+    (torch.ops.aten.ger.default, (f(4), f(4))),
+    (torch.ops.aten.kron.default, (f(2, 2), f(2, 2))),
+    (torch.ops.aten.rot90.default, (f(4, 4),)),
+    (torch.ops.aten.logaddexp2.default, (f(4, 4), f(4, 4))),
+    (torch.ops.aten.as_strided.default, (f(4, 4), [4, 2], [4, 1])),
+    (torch.ops.aten.take.default, (f(4), torch.tensor([1, 0]))),
     (torch.ops.aten.isin.Tensor_Tensor, (torch.tensor([1, 2, 0, 1]), torch.tensor([1, 0]))),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("target", "args"), ATEN, ids=lambda v: str(v) if isinstance(v, torch._ops.OpOverload) else "")

@@ -66,8 +66,13 @@ def test_every_part_of_a_key_changes_the_draw_and_nothing_else_does() -> None:
 
 
 def test_no_key_of_many_is_drawn_twice() -> None:
-    keys = {rng.make_key(0, step, micro, call, site)
-            for step in range(20) for micro in range(4) for call in range(20) for site in range(10)}  # fmt: skip
+    keys = {
+        rng.make_key(0, step, micro, call, site)
+        for step in range(20)
+        for micro in range(4)
+        for call in range(20)
+        for site in range(10)
+    }
     assert len(keys) == 20 * 4 * 20 * 10
     assert all(0 <= k < 2**63 for k in keys)
 

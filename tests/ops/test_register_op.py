@@ -146,9 +146,25 @@ def test_the_emitted_directory_carries_the_ops_and_runs_without_autopar(tmp_path
         if not entry.name.startswith(("autopar", "__editable__", "_virtualenv")) and entry.suffix != ".pth":
             (packages / entry.name).symlink_to(entry)
     environment = {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-S", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "--no-python", sys.executable, "-S", str(probe), str(out / "run.py"), "--steps", "2"]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    command = [
+        sys.executable,
+        "-S",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        sys.executable,
+        "-S",
+        str(probe),
+        str(out / "run.py"),
+        "--steps",
+        "2",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "loss" in done.stdout
 

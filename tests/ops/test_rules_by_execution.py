@@ -16,8 +16,16 @@ from tests.ops.generators import GENERATORS, Draw
 assert rules
 assert generators_nn
 assert generators_views
-NEVER_SHARDED = {"aten.arange", "aten.linspace", "aten.eye", "aten.scalar_tensor", "aten.tril_indices",
-                 "aten.triu_indices", "aten.masked_scatter", "aten.masked_scatter_backward"}  # fmt: skip
+NEVER_SHARDED = {
+    "aten.arange",
+    "aten.linspace",
+    "aten.eye",
+    "aten.scalar_tensor",
+    "aten.tril_indices",
+    "aten.triu_indices",
+    "aten.masked_scatter",
+    "aten.masked_scatter_backward",
+}
 every_op = pytest.mark.parametrize("op", sorted(GENERATORS))
 
 

@@ -106,9 +106,18 @@ def chain(
 
 
 def _stage(
-    s: int, mesh: Mesh, transfers: list[Any], rows: int, last: bool, w_name: str, split: bool, training: bool, zero: bool,
-    silent: bool, shrink: bool,
-) -> Any:  # fmt: skip
+    s: int,
+    mesh: Mesh,
+    transfers: list[Any],
+    rows: int,
+    last: bool,
+    w_name: str,
+    split: bool,
+    training: bool,
+    zero: bool,
+    silent: bool,
+    shrink: bool,
+) -> Any:
     def ports(kind: str, end: str) -> list[str]:
         return [t["name"] for t in transfers if t["kind"] == kind and t[end] == s]
 
@@ -232,9 +241,13 @@ def batches(count: int) -> list[list[Tensor]]:
 
 
 def layers(
-    params: dict[str, Tensor], batch: Sequence[Tensor], stages: int, skip: bool, tied: Sequence[int],
+    params: dict[str, Tensor],
+    batch: Sequence[Tensor],
+    stages: int,
+    skip: bool,
+    tied: Sequence[int],
     silent: Sequence[int] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     h, first = batch[0], None
     for s in range(stages):
         if s == 2 and skip:
@@ -248,9 +261,13 @@ def layers(
 
 
 def reference(
-    steps: int, stages: int, skip: bool = False, tied: Sequence[int] = (), silent: Sequence[int] = (),
+    steps: int,
+    stages: int,
+    skip: bool = False,
+    tied: Sequence[int] = (),
+    silent: Sequence[int] = (),
     optimizer: Any = adamw,
-) -> Any:  # fmt: skip
+) -> Any:
     """Losses, last gradients and final weights in plain torch. The loss reads the gain as the step began."""
     full = weights(stages, tied)
     gain = full.pop("gain")

@@ -113,7 +113,9 @@ def test_full_weights_start_at_step_zero(tmp_path):
         assert session.rt.step == 0
         return session.train_step(stages.batches(1)[0]).item()
 
-    assert run_threads(2, program.mesh, body, timeout_s=60) == pytest.approx(stages.reference(1)["losses"] * 2, rel=1e-12)
+    assert run_threads(2, program.mesh, body, timeout_s=60) == pytest.approx(
+        stages.reference(1)["losses"] * 2, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,9 @@ def accumulated(parts, owned, compensated, scale=1.0):
     return run_threads(1, {"dp": 1}, body, timeout_s=30)[0]
 
 
-@pytest.mark.parametrize("owned", [lambda k: True, lambda k: False, lambda k: k % 2 == 0], ids=["owned", "lent", "mixed"])
+@pytest.mark.parametrize(
+    "owned", [lambda k: True, lambda k: False, lambda k: k % 2 == 0], ids=["owned", "lent", "mixed"]
+)
 def test_compensated_sums_come_closer_to_float64(owned):
     make = torch.Generator().manual_seed(1)
     parts = [torch.randn(500, generator=make) + 10 for _ in range(256)]
@@ -184,4 +186,6 @@ def test_gradients_are_reduced_once_per_step_however_many_microbatches(zero):
     (one, all_one), (two, all_two) = sent(1), sent(2)
     assert all_two > all_one, "other messages are sent by every microbatch"
     assert len(one) == len(two)
-    assert sum(numel for _, numel in two) <= sum(numel for _, numel in one) + 1  # the loss of the second microbatch rides along
+    assert (
+        sum(numel for _, numel in two) <= sum(numel for _, numel in one) + 1
+    )  # the loss of the second microbatch rides along

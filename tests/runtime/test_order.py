@@ -124,8 +124,11 @@ def test_in_lockstep_what_a_backward_sends_and_the_next_forward_receives_go_toge
     groups, rows = [[0], [1]], list(map(parse_row, one_f_one_b(2, 4)))
     last = plan_order(rows, groups, transfers_of([(0, 1)]), 4, True, ahead=False)[1]
     assert [(str(slot.action), [m for _, m in slot.receive]) for slot in last if slot.receive] == [
-        ("F0.1", [0]), ("B0.1", [1]), ("F2.1", [2]), ("F3.1", [3]),
-    ]  # fmt: skip
+        ("F0.1", [0]),
+        ("B0.1", [1]),
+        ("F2.1", [2]),
+        ("F3.1", [3]),
+    ]
 
 
 def test_words_that_are_no_actions_are_named():

@@ -18,7 +18,6 @@ ZB = [
 ]
 
 
-
 def case(**options):
     return options
 
@@ -54,7 +53,7 @@ CASES = {
     "B and W apart": case(meshes=[(2, 1)] * 2, table=one_f_one_b(2, 4, True), microbatches=4, split=True),
     "zero bubble": case(meshes=[(1, 1), (1, 2)], table=ZB, microbatches=4, split=True, tied=(0, 1)),
     "weights last": case(meshes=[(1, 1)] * 2, table=gpipe([[0], [1]], 2, "FBW"), microbatches=2, split=True),
-}  # fmt: skip
+}
 
 
 def made(case):
@@ -209,8 +208,12 @@ def test_an_error_names_action_group_and_rank():
 
     program.modules[1].backward = fail
     with pytest.raises(ValueError, match="bad gradient") as caught:
-        run_threads(2, program.mesh, lambda comm: train(comm, program, 1, full=pipelines.weights(2),
-                                                        data=pipelines.batches(1)), timeout_s=30)  # fmt: skip
+        run_threads(
+            2,
+            program.mesh,
+            lambda comm: train(comm, program, 1, full=pipelines.weights(2), data=pipelines.batches(1)),
+            timeout_s=30,
+        )
     assert "in action B0.1 of group 1, rank 1 of 2" in caught.value.__notes__[0]
 
 
@@ -243,12 +246,18 @@ def test_programs_that_contradict_themselves_are_refused(misuse, words):
     program = chain([(1, 1)] * 2, ["F0.0 B0.0", "F0.1 B0.1"], 1)
     misuse(program)
     with pytest.raises(RuntimeProgramError, match=words):
-        run_threads(2, {"rank": 2}, lambda comm: train(comm, program, 1, full=pipelines.weights(2),
-                                                       data=pipelines.batches(1)), timeout_s=30)  # fmt: skip
+        run_threads(
+            2,
+            {"rank": 2},
+            lambda comm: train(comm, program, 1, full=pipelines.weights(2), data=pipelines.batches(1)),
+            timeout_s=30,
+        )
 
 
 def test_a_table_that_waits_for_itself_is_refused():
     groups = ((0, 2), (1,))
     program = chain([(1, 1)] * 3, ["F0.2 F0.0 B0.2 B0.0", "F0.1 B0.1"], 1, groups=groups)
-    with pytest.raises(RuntimeProgramError, match=r"waits for itself: group 0 cannot start F0\.2; group 1 cannot start F0\.1"):
+    with pytest.raises(
+        RuntimeProgramError, match=r"waits for itself: group 0 cannot start F0\.2; group 1 cannot start F0\.1"
+    ):
         run_threads(2, program.mesh, lambda comm: session_of(program, comm), timeout_s=30)

@@ -41,7 +41,7 @@ SCHEDULERS = {
     "cyclic": functools.partial(lr.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2, cycle_momentum=False),
     "sequential": warm_cosine,
     "chained": lambda o: lr.ChainedScheduler([lr.ConstantLR(o, 0.5, 2), lr.ExponentialLR(o, 0.9)]),
-}  # fmt: skip
+}
 
 
 def groups(named_parameters):
@@ -91,7 +91,11 @@ def test_every_scheduler_gives_the_rates_of_one_device(kind):
 def test_groups_and_several_optimizers_on_stages_that_own_few_or_none_of_them(case, factory):
     rule = UpdateRule(factory, SCHEDULERS["cosine"])
     program, known = made(case)
-    full, data, want = pipelines.weights(known["stages"], known["tied"]), pipelines.batches(3), chain_reference(3, rule, **known)
+    full, data, want = (
+        pipelines.weights(known["stages"], known["tied"]),
+        pipelines.batches(3),
+        chain_reference(3, rule, **known),
+    )
     want["weights"].pop("gain")
     for got in run_threads(
         program.ranks, program.mesh, lambda comm: trained(comm, program, rule, full, data), timeout_s=60

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.counting import ByteCounter
+from autopar.counter import ByteCounter
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.parts import LEAST_PARTS, PART_BYTES, Parts, divide
 from autopar.runtime.tiers import Parked, Tiers, allocating

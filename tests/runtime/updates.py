@@ -83,5 +83,10 @@ def agree(got: dict[str, Any], want: dict[str, Any], rtol: float = 1e-12) -> Non
     for part in ("grads", "weights"):
         for name, value in want[part].items():
             torch.testing.assert_close(
-                got[part][name], value, rtol=rtol, atol=1e-12, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+                got[part][name],
+                value,
+                rtol=rtol,
+                atol=1e-12,
+                equal_nan=True,
+                msg=lambda text, name=name: f"{name}: {text}",
             )

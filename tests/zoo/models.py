@@ -101,13 +101,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 ADAM = functools.partial(torch.optim.Adam, lr=1e-3)
 
 MODELS: tuple[ZooModel, ...] = (
-    ZooModel(
-        "mlp",
-        others.Mlp,
-        lambda: (torch.randn(16, 32), torch.randint(0, 16, (16,))),
-        F.cross_entropy,
-        SGD,
-    ),
+    ZooModel("mlp", others.Mlp, lambda: (torch.randn(16, 32), torch.randint(0, 16, (16,))), F.cross_entropy, SGD),
     ZooModel(
         "gpt2",
         transformers.Gpt2,
@@ -117,12 +111,7 @@ MODELS: tuple[ZooModel, ...] = (
         frozenset({"dropout", "tied", "transformer"}),
     ),
     ZooModel(
-        "llama",
-        transformers.Llama,
-        lambda: (ids(8, 16),) * 2,
-        None,
-        ADAMW,
-        frozenset({"transformer", "scalar-output"}),
+        "llama", transformers.Llama, lambda: (ids(8, 16),) * 2, None, ADAMW, frozenset({"transformer", "scalar-output"})
     ),
     ZooModel(
         "bert",
@@ -175,20 +164,9 @@ MODELS: tuple[ZooModel, ...] = (
         ADAMW,
         frozenset({"unused", "frozen"}),
     ),
+    ZooModel("audio", others.AudioNet, lambda: (torch.randn(8, 1, 64),) + (torch.randn(8, 1, 64),), F.mse_loss, ADAM),
     ZooModel(
-        "audio",
-        others.AudioNet,
-        lambda: (torch.randn(8, 1, 64),) + (torch.randn(8, 1, 64),),
-        F.mse_loss,
-        ADAM,
-    ),
-    ZooModel(
-        "recommender",
-        others.Recommender,
-        recommender_inputs,
-        others.recommender_loss,
-        ADAM,
-        frozenset({"nested"}),
+        "recommender", others.Recommender, recommender_inputs, others.recommender_loss, ADAM, frozenset({"nested"})
     ),
 )
 BY_NAME = {model.name: model for model in MODELS}

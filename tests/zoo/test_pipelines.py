@@ -11,7 +11,7 @@ import itertools
 import pytest
 
 import autopar
-from autopar.passes.cut import cut_points
+from autopar.passes.lower.cut import cut_points
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.pipelined import SAMPLES, assert_right, on_ranks
 

@@ -25,9 +25,7 @@ def compiled(name: str, ranks: int, training: bool = True, plan: autopar.Plan | 
     cluster = autopar.ClusterSpec.local(ranks)
     if not training:
         return autopar.compile(zoo.make().eval(), cluster, zoo.inference_batch(), plan=plan)
-    return autopar.compile(
-        zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, plan=plan
-    )
+    return autopar.compile(zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, plan=plan)
 
 
 def assert_equal_to_one_device(zoo: ZooModel, program: autopar.Program, training: bool = True) -> None:

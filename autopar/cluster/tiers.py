@@ -1,0 +1,157 @@
+"""Memory tiers beyond the device: host memory ("ddr") and solid state disks ("nvme"), and what moving bytes costs.
+
+A tier belongs to a rank: its share of the node's capacity, and the bandwidth at which the rank alone moves bytes there
+or back (both directions at once: links are full duplex). Moving n bytes in p pieces takes
+
+    t(n) = p·latency + n / bandwidth
+
+and what must be there at t_use is asked for at t_use − t(n) − ε (prefetch): a transfer costs only what the computation
+beside it does not hide. Where device and host are one memory (a CPU) nothing is hidden. The usual figures of machines,
+with their sources, are in `data/tiers.json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import ClusterError, NoRoomError
+
+TIER_NAMES = ("ddr", "nvme")
+"""Fastest first."""
+_FIELDS = ("capacity_bytes", "bandwidth_Bps", "latency_s")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """capacity_bytes: a rank's share. bandwidth_Bps: between this rank's device and the tier, each direction."""
+
+    name: str
+    capacity_bytes: float
+    bandwidth_Bps: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in TIER_NAMES:
+            raise ClusterError(f"unknown memory tier {self.name!r}; tiers are {', '.join(TIER_NAMES)}")
+        for what in _FIELDS:
+            value = getattr(self, what)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+                raise ClusterError(f"tier {self.name}: {what} must be a number, got {value!r}")
+        if not self.capacity_bytes > 0 or not self.bandwidth_Bps > 0:
+            raise ClusterError(
+                f"tier {self.name}: capacity_bytes and bandwidth_Bps must be positive, got {self.capacity_bytes} and "
+                f"{self.bandwidth_Bps}; leave the tier out where there is none"
+            )
+
+    def move_s(self, nbytes: float, pieces: int = 1) -> float:
+        """Seconds to move bytes to the tier, or back, in so many transfers one after another."""
+        return pieces * self.latency_s + nbytes / self.bandwidth_Bps if nbytes else 0.0
+
+    def prefetch_at_s(self, use_s: float, nbytes: float, margin_s: float = 0.0) -> float:
+        """When to start bringing bytes that are used at use_s: t_use − t(n) − ε."""
+        return use_s - self.move_s(nbytes) - margin_s
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain numbers for JSON."""
+        return {what: getattr(self, what) for what in _FIELDS}
+
+
+def exposed_s(transfer_s: float, compute_s: float) -> float:
+    """Seconds of a transfer that computation of so many seconds beside it does not hide."""
+    return max(0.0, transfer_s - compute_s)
+
+
+def forward_exposed_s(compute_s: Sequence[float], out_s: Sequence[float]) -> float:
+    """Seconds that parking adds to a sequence of calls: what call k made leaves, one after another, after call k.
+
+    The last must have left when the next action wants its room: the end of transfers is max over k of (end of call k, end
+    of the transfer before) + out_s[k].
+    """
+    computed = moved = 0.0
+    for work, leaving in zip(compute_s, out_s, strict=True):
+        computed += work
+        if leaving:
+            moved = max(moved, computed) + leaving
+    return max(0.0, moved - computed)
+
+
+def backward_exposed_s(compute_s: Sequence[float], in_s: Sequence[float]) -> float:
+    """Seconds that fetching adds to a sequence of calls: what call k needs is asked for before call k − 1 begins."""
+    now = moved = 0.0
+    ready = 0.0
+    for k, work in enumerate(compute_s):
+        if k == 0:
+            moved = ready = in_s[0]
+        start = max(now, ready)
+        if k + 1 < len(in_s):
+            moved = max(moved, now if k == 0 else start) + in_s[k + 1]
+            following = moved
+        else:
+            following = 0.0
+        now = start + work
+        ready = following
+    return max(0.0, now - sum(compute_s))
+
+
+def parts_exposed_s(compute_s: float, in_s: Sequence[float], out_s: Sequence[float]) -> float:
+    """Seconds that working by parts adds: the first part's way in and the last one's out, and what the slower of the two
+    directions takes longer than the work."""
+    if not in_s:
+        return 0.0
+    return in_s[0] + out_s[-1] + max(0.0, sum(in_s[1:]) - compute_s, sum(out_s[:-1]) - compute_s)
+
+
+def place(sizes: Mapping[str, float], tiers: Sequence[Tier], used: Mapping[str, float] | None = None) -> dict[str, str]:
+    """Which tier each of some named things rests in: in the order given (most used first), each in the fastest tier that
+    has room. used: bytes taken already. Raises InfeasibleError, saying what is short."""
+    room = {tier.name: tier.capacity_bytes - (used or {}).get(tier.name, 0.0) for tier in tiers}
+    found = {}
+    for name, nbytes in sizes.items():
+        tier = next((t for t, left in room.items() if nbytes <= left), None)
+        if tier is None:
+            wanted, had = sum(sizes.values()), sum(t.capacity_bytes for t in tiers) - sum((used or {}).values())
+            raise NoRoomError(
+                f"{wanted / 1e9:.3g} GB per rank are to rest in {', '.join(t.name for t in tiers)}, where {had / 1e9:.3g} GB "
+                f"are free: {max(wanted - had, nbytes - max(room.values(), default=0.0)) / 1e9:.3g} GB short per rank ({name} "
+                "found no room); give the cluster larger tiers, use more ranks, or offload less"
+            )
+        room[tier] -= nbytes
+        found[name] = tier
+    return found
+
+
+def tiers_from_dict(data: Any, devices_per_node: int = 1) -> tuple[Tier, ...]:
+    """`{ddr: {capacity_GB, bandwidth_GBps, latency_us}, nvme: …}` as in a cluster file (capacity of a node, shared by its
+    devices; bandwidth of each), or `to_dict`'s numbers per rank. Fastest tier first. Raises ClusterError."""
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"tiers: a mapping such as {{ddr: {{capacity_GB: 2000, bandwidth_GBps: 50}}}}, got {data!r}")
+    unknown = [name for name in data if name not in TIER_NAMES]
+    if unknown:
+        raise ClusterError(f"unknown memory tier {unknown[0]!r}; tiers are {', '.join(TIER_NAMES)}")
+    return tuple(_tier(name, data[name], devices_per_node) for name in TIER_NAMES if name in data)
+
+
+_SCALES = {
+    "capacity_GB": ("capacity_bytes", 1e9),
+    "bandwidth_GBps": ("bandwidth_Bps", 1e9),
+    "latency_us": ("latency_s", 1e-6),
+}
+
+
+def _tier(name: str, row: Any, devices_per_node: int) -> Tier:
+    if not isinstance(row, Mapping):
+        raise ClusterError(f"tier {name}: a mapping with capacity_GB and bandwidth_GBps, got {row!r}")
+    fields: dict[str, float] = {}
+    for key, value in row.items():
+        target, scale = _SCALES.get(key, (key, 1.0))
+        if target not in _FIELDS:
+            raise ClusterError(f"tier {name}: unknown key {key!r}; allowed: {', '.join((*_SCALES, *_FIELDS))}")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ClusterError(f"tier {name}: {key} must be a number, got {value!r}")
+        fields[target] = float(value) * scale / (devices_per_node if key == "capacity_GB" else 1)
+    for short, (target, _) in _SCALES.items():
+        if target not in fields and target != "latency_s":
+            raise ClusterError(f"tier {name}: {short} is missing")
+    return Tier(name, **fields)

@@ -1,0 +1,1 @@
+"""What is known of an optimizer: its state, its scratch, which parameters it updates as whole tensors."""

@@ -1,0 +1,293 @@
+"""What `compile` must know of the user's optimizer, found by running it on small parameters with the program's names.
+
+    how much state it keeps and needs for a moment     the planner's memory
+    which parameters it needs whole                    the planner keeps those replicated
+
+torch's elementwise optimizers are known to be; every other one is asked by experiment: it is elementwise for a parameter
+if updating the two halves of it apart gives what updating it whole gives. One whose update of a parameter depends on
+other parameters cannot run on ranks that see some of them, and is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.counter import ByteCounter
+from autopar.errors import InputError
+from autopar.ir.program import Program
+from autopar.runtime.errors import RuntimeProgramError
+from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule, as_rule, make_optimizers, stand_in
+
+ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+WHOLE = ("Adafactor", "Muon")
+REFUSED = {
+    "LBFGS": "it evaluates the model several times per step through a closure, which a compiled step cannot",
+    "SparseAdam": "it takes sparse gradients, those of a compiled program are dense; use Adam",
+}
+STEPS = 3
+ELEMENTS = 4096  # of a parameter on which a step's scratch is measured
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """state_ratio: state elements per element of a parameter, state_bytes each; scratch: elements that a step needs for
+    a moment, per element of the parameter it updates and per element of the one before; whole: names of parameters
+    that are updated as whole tensors. state_of, group_of: where parameters differ in this, or are in several groups."""
+
+    state_ratio: float = 0.0
+    state_bytes: int = 0
+    scratch: tuple[float, float] = (0.0, 0.0)
+    whole: frozenset[str] = frozenset()
+    state_of: Mapping[str, float] = field(default_factory=dict)
+    group_of: Mapping[str, int] = field(default_factory=dict)
+
+
+def update_rule(
+    optimizer: Any,
+    scheduler: Any = None,
+    clip_grad_norm: Any = None,
+    clip_grad_value: Any = None,
+    loss_scaling: Any = None,
+    compensated: bool = False,
+) -> UpdateRule:
+    """The arguments of `compile` as one rule. Raises InputError where they are wrong, or do not go together."""
+    rule = as_rule(optimizer)
+    clip = ClipNorm(float(clip_grad_norm)) if isinstance(clip_grad_norm, Real) else clip_grad_norm
+    scaling = LossScaling() if loss_scaling is True else loss_scaling or None
+    given = {
+        "scheduler": scheduler,
+        "clip_norm": clip,
+        "clip_value": clip_grad_value,
+        "loss_scaling": scaling,
+        "compensated": compensated or None,
+    }
+    rule = replace(rule, **{name: value for name, value in given.items() if value is not None})
+    if isinstance(rule.optimizer, torch.optim.Optimizer):
+        raise InputError(
+            "optimizer must be a factory, not an optimizer instance: each rank makes its own over its shards; pass "
+            f"functools.partial(torch.optim.{type(rule.optimizer).__name__}, lr=…)"
+        )
+    if rule.optimizer is not None and not callable(rule.optimizer):
+        kind = type(rule.optimizer).__name__
+        raise InputError(f"optimizer must be a factory params -> torch.optim.Optimizer, not {kind}")
+    if rule.scheduler is not None and not callable(rule.scheduler):
+        raise InputError(
+            "scheduler must be a factory optimizer -> scheduler, such as "
+            f"functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30), not {type(rule.scheduler).__name__}"
+        )
+    if rule.scheduler is not None and rule.optimizer is None:
+        raise InputError("a scheduler without an optimizer has nothing to schedule; give optimizer= too")
+    norm = rule.clip_norm
+    if norm is not None and not (isinstance(norm, ClipNorm) and norm.max_norm > 0 and norm.norm_type > 0):
+        raise InputError(
+            f"clip_grad_norm must be a positive number or autopar.ClipNorm(max_norm, norm_type), not {norm!r}"
+        )
+    value = rule.clip_value
+    if value is not None and not (isinstance(value, Real) and float(value) > 0):
+        raise InputError(f"clip_grad_value must be a positive number, not {value!r}")
+    if norm is not None and value is not None:
+        raise InputError("choose one of clip_grad_norm and clip_grad_value")
+    _check_scaling(rule.loss_scaling)
+    return rule
+
+
+def _check_scaling(scaling: Any) -> None:
+    if scaling is None:
+        return
+    if not isinstance(scaling, LossScaling):
+        raise InputError(f"loss_scaling must be True or autopar.LossScaling(…), not {scaling!r}")
+    finite = 0 < scaling.initial <= torch.finfo(torch.float32).max
+    if not (finite and scaling.growth > 1 and 0 < scaling.backoff < 1 and scaling.interval >= 1):
+        raise InputError(f"{scaling}: initial must be a positive float32, growth > 1, 0 < backoff < 1, interval >= 1")
+
+
+def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerFacts:
+    """Facts of the rule's optimizer on a program's trained parameters. Raises InputError where it cannot be used."""
+    factory = rule.optimizer
+    if factory is None or not program.training or not program.trained:
+        return OptimizerFacts()
+    sizes = {name: program.parameters[name].type.shape for name in program.trained}
+    shapes = {name: tuple(4 + 2 * dim for dim in range(len(shape))) for name, shape in sizes.items()}
+    try:
+        parameters = _random(shapes)
+        optimizers = make_optimizers(factory, list(parameters.items()))
+        for one in optimizers:
+            _refuse(one)
+        if rule.scheduler is not None:
+            _check_schedulers(rule.scheduler, optimizers)
+        parameters = _with_gradients(parameters)
+        optimizers = make_optimizers(factory, list(parameters.items()))
+        for one in optimizers:
+            one.step()
+        whole = _whole(factory, optimizers, parameters, shapes, ranks)
+        scratch = _scratch(factory, sizes)
+    except InputError:
+        raise
+    except RuntimeProgramError as error:
+        raise InputError(str(error)) from error
+    except Exception as error:
+        raise InputError(
+            f"the optimizer factory cannot make a working optimizer: {type(error).__name__}: {error}"
+            + (
+                ""
+                if "2D" not in str(error)
+                else "; a factory of `named_parameters` can give it some of them, and the "
+                "others to a second optimizer: return both"
+            )
+        ) from error
+    kept, each = _state(optimizers, parameters)
+    total = sum(math.prod(shape) for shape in sizes.values())
+    ratio = sum(kept[name] * math.prod(shape) for name, shape in sizes.items()) / max(total, 1)
+    other = {name: count for name, count in kept.items() if count != ratio}
+    return OptimizerFacts(ratio, each, scratch, frozenset(whole), other, _groups(optimizers, parameters))
+
+
+def _random(shapes: Shapes, seed: int = 0) -> dict[str, nn.Parameter]:
+    make = torch.Generator().manual_seed(seed)
+    return {n: nn.Parameter(torch.randn(shape, generator=make, dtype=torch.float64)) for n, shape in shapes.items()}
+
+
+def _with_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Copies in float32 with a gradient."""
+    made = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
+    for parameter in made.values():
+        parameter.grad = torch.ones_like(parameter)
+    return made
+
+
+def _refuse(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if type(optimizer).__module__.split(".")[0] == "torch" and kind in REFUSED:
+        raise InputError(f"{kind} cannot train a compiled program: {REFUSED[kind]}")
+
+
+def _check_schedulers(scheduler: Callable[[Any], Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    try:
+        made = [scheduler(one) for one in optimizers]
+    except Exception as error:
+        raise InputError(f"the scheduler factory failed: {type(error).__name__}: {error}") from error
+    if not all(hasattr(one, "step") and hasattr(one, "state_dict") for one in made):
+        raise InputError(f"the scheduler factory must return a torch.optim.lr_scheduler, not {type(made[0]).__name__}")
+
+
+def _state(
+    optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, float], int]:
+    """Per parameter the state elements per element, and the bytes of one. Single numbers count for nothing."""
+    kept: dict[int, list[torch.Tensor]] = {}
+    for one in optimizers:
+        for p, state in one.state.items():
+            kept[id(p)] = [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim() and v.shape == p.shape]
+    each = max((v.dtype.itemsize for values in kept.values() for v in values), default=0)
+    most = {len(values) for values in kept.values() if values}
+    usual = float(most.pop()) if len(most) == 1 else 0.0
+    return {n: float(len(kept.get(id(p), ()))) if p.dim() else usual for n, p in parameters.items()}, each
+
+
+def _groups(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Which group every parameter is in; nothing where there is one."""
+    groups = [group["params"] for one in optimizers for group in one.param_groups]
+    place = {id(p): number for number, members in enumerate(groups) for p in members}
+    return {name: place[id(p)] for name, p in parameters.items() if id(p) in place} if len(groups) > 1 else {}
+
+
+def _scratch(factory: Any, sizes: Shapes) -> tuple[float, float]:
+    """What a step needs beside its state for one parameter, and how much more for a second one like it, in elements."""
+    largest = sorted((n for n, s in sizes.items() if s), key=lambda n: (-len(sizes[n]), -math.prod(sizes[n])))[:2]
+    found = []
+    for count in range(1, len(largest) + 1):
+        chosen = {name: nn.Parameter(torch.zeros(_square(len(sizes[name])))) for name in largest[:count]}
+        named = [(n, chosen.get(n, stand_in(len(s), torch.float32, torch.device("cpu")))) for n, s in sizes.items()]
+        made, counter = make_optimizers(factory, named), ByteCounter()
+        for parameter in chosen.values():
+            parameter.grad = torch.ones_like(parameter)
+        for one in made:
+            one.step()
+        with counter:
+            for one in made:
+                one.step()
+        found.append(float(counter.peak // (4 * ELEMENTS)))  # whole tensors: numbers count for nothing
+    alone = found[0] if found else 0.0
+    return alone, max(found[-1] - alone, 0.0) if len(found) > 1 else 0.0
+
+
+def _square(ndim: int) -> tuple[int, ...]:
+    """A shape of ELEMENTS elements."""
+    side = math.isqrt(ELEMENTS)
+    return (ELEMENTS,) if ndim == 1 else (side, side, *(1,) * (ndim - 2))
+
+
+# --- elementwise or not ---------------------------------------------------------------------------------------------------
+
+
+def _whole(
+    factory: Any,
+    optimizers: Iterable[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    shapes: Shapes,
+    ranks: int,
+) -> set[str]:
+    """Names of the parameters whose update needs whole tensors."""
+    names = {id(p): name for name, p in parameters.items()}
+    whole: set[str] = set()
+    unknown: set[str] = set()
+    for one in optimizers:
+        taken = {names[id(p)] for group in one.param_groups for p in group["params"]}
+        kind, own = type(one).__name__, type(one).__module__.split(".")[0] == "torch"
+        if own and kind in WHOLE:
+            whole |= taken
+        elif not (own and kind in ELEMENTWISE):
+            unknown |= taken
+            if ranks > 1:
+                _refuse_coupled(factory, kind, sorted(taken), shapes)
+    return whole | (_not_elementwise(factory, shapes) & unknown if unknown else set())
+
+
+def _not_elementwise(factory: Any, shapes: Shapes) -> set[str]:
+    together, cut = _trained(factory, shapes), set()
+    for dim in (0, -1):
+        for half in (0, 1):
+
+            def part(x: torch.Tensor, dim: int = dim, half: int = half) -> torch.Tensor:
+                return x.chunk(2, dim)[half] if x.dim() else x
+
+            for name, value in _trained(factory, shapes, part).items():
+                if not torch.allclose(value, part(together[name]), rtol=1e-9, atol=1e-12):
+                    cut.add(name)
+    return cut
+
+
+def _refuse_coupled(factory: Any, kind: str, names: list[str], shapes: Shapes) -> None:
+    some = set(names[::2])
+    if len(names) > len(some):
+        all_, few = _trained(factory, shapes), _trained(factory, shapes, only=some)
+        if not all(torch.allclose(all_[name], few[name], rtol=1e-9, atol=1e-12) for name in some):
+            raise InputError(
+                f"{kind} lets the update of one parameter depend on others ({names[0]} moves differently without gradients of "
+                "the rest), which ranks that hold parts of the model cannot; use an optimizer that treats parameters apart"
+            )
+
+
+def _trained(
+    factory: Any,
+    shapes: Shapes,
+    part: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    only: set[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Parameters after some steps, all or parts of them, with gradients on all or only some."""
+    parameters = {name: nn.Parameter(part(p.detach()).clone()) for name, p in _random(shapes).items()}
+    optimizers = make_optimizers(factory, list(parameters.items()))
+    for step in range(STEPS):
+        for name, grad in _random(shapes, 1 + step).items():
+            parameters[name].grad = part(grad.detach()).clone() if only is None or name in only else None
+        for one in optimizers:
+            one.step()
+    return {name: p.detach() for name, p in parameters.items()}

@@ -1,0 +1,1 @@
+"""Evidence that a program is right: verification against eager, measured bytes, random plans."""

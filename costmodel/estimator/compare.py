@@ -1,0 +1,177 @@
+"""A published run's plan against the best one the search finds: same model, cluster, batch and software, same cost model.
+
+`compare` answers for one row. The search's space holds every plan that published runs use, so the plan it prefers is
+predicted at least as fast, whenever the published one fits by the model's own memory. Where it does not, yet ran, the
+model errs to the cautious side: then the search may take as many bytes as the published plan is predicted to (and what
+it would choose within the device's memory is kept beside it). A plan that ran out of memory competes with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.cluster import ClusterSpec
+from autopar.costmodel.estimator.branch import Software
+from autopar.costmodel.estimator.rows import row_arguments
+from autopar.costmodel.estimator.search import Candidate, reason, search
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.space import PLAIN, Space
+from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, estimate, schedule_name
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+
+AGREE = 0.01
+"""Plans within this share of each other's time are taken for equally good."""
+
+CHOSEN = ("parallel", "micro_batch", "recompute", "schedule")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """published: the row's plan; best: what the search prefers; strict: what it would within the device's memory, None
+    when nothing fits there. fits: whether the published plan does. ran: whether it did, in truth. gain: share of the
+    published plan's predicted time that the best one saves. why: where the time goes, in words."""
+
+    id: str
+    published: Candidate
+    best: Candidate
+    strict: Candidate | None
+    fits: bool
+    ran: bool
+    gain: float
+    why: str
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the published plan is predicted within `AGREE` of the best."""
+        return abs(self.gain) <= AGREE
+
+
+@dataclass
+class Answers:
+    """Searches already made, by question (model, cluster, batch, software): rows of one question share them."""
+
+    known: dict[tuple[Any, ...], dict[tuple[Space, float], Candidate | None]] = field(default_factory=dict)
+
+    def best(
+        self, model: TransformerShape, cluster: ClusterSpec, batch: int, software: Software, space: Space, room: float
+    ) -> Candidate | None:
+        """The fastest plan within `room` bytes; None when there is none. The answer of a space with more schedules is
+        that of this one too when its schedule is also here."""
+        asked = self.known.setdefault((model, cluster, batch, software), {})
+        for (other, bytes_), answer in asked.items():
+            if bytes_ == room and replace(other, schedules=space.schedules) == space:
+                here = answer is None or answer.parallel.pp == 1 or answer.schedule in space.schedules
+                if other == space or (here and set(space.schedules) <= set(other.schedules)):
+                    return answer
+        try:
+            found = search(model, cluster, batch=batch, space=space, room_bytes=room, top=1, **software.__dict__)
+            asked[space, room] = found.best[0]
+        except InfeasibleError:
+            asked[space, room] = None
+        return asked[space, room]
+
+
+def row_space(plan: ParallelConfig, schedule: str, plain: bool = False) -> Space:
+    """The space for a row: ZeRO-2 only where the row uses it; `plain`: schedules of every framework, and the row's own."""
+    space = Space()
+    if plan.zero == 2:
+        space = replace(space, zeros=(1, 2, 0, 3))
+    if plain:
+        name = schedule_name(schedule, plan.vpp)
+        own = "zb-h1" if name == "zb-1p" else name
+        space = replace(space, schedules=tuple(dict.fromkeys((*PLAIN, own))))
+    return space
+
+
+def compare(row: Mapping[str, Any], answers: Answers | None = None, *, plain: bool = False) -> Comparison:
+    """One row. Raises ConstraintError for a plan that does not fit its model, cluster or batch, InputError for a row
+    without the needed keys."""
+    said = row_arguments(row)
+    model, cluster, plan, batch = said["model"], said["cluster"], said["parallel"], said["batch"]
+    plan.check(model, cluster.size, batch, said["micro_batch"])
+    e = estimate(**said)
+    name = "1f1b" if plan.pp == 1 else schedule_name(said["schedule"], plan.vpp)
+    published = Candidate(plan, said["micro_batch"], said["recompute"], e, reason(e, said["recompute"], plan), name)
+    software = Software(**{k: v for k, v in said.items() if k not in ("model", "cluster", "batch", *CHOSEN)})
+    space = row_space(plan, name, plain)
+    answers = Answers() if answers is None else answers
+    ran = "oom" not in row.get("score_on", [])
+    room = USABLE_SHARE * cluster.slowest(software.precision).memory_bytes
+    strict = answers.best(model, cluster, batch, software, space, room)
+    best = strict
+    if not e.fits and ran:
+        best = answers.best(model, cluster, batch, software, space, max(room, e.memory_bytes["reserved"]))
+    if best is None:
+        raise ConstraintError(f"row {row.get('id', '?')}: no plan fits by the cost model's memory")
+    gain = 1 - best.estimate.step_time_s / e.step_time_s
+    why = explain(published, best, said) if abs(gain) > 1e-9 else "the same time"
+    return Comparison(str(row.get("id", "?")), published, best, strict, e.fits, ran, gain, why)
+
+
+def compare_all(
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    plain: bool = False,
+    refused: list[tuple[str, str]] | None = None,
+    answers: Answers | None = None,
+) -> Iterator[Comparison]:
+    """Every row whose plan can be told and belongs to its cluster and batch; the others, with why, go to `refused`."""
+    answers = Answers() if answers is None else answers
+    for row in rows:
+        try:
+            yield compare(row, answers, plain=plain)
+        except AutoparError as err:
+            if refused is not None:
+                refused.append((str(row.get("id", "?")), str(err)))
+
+
+def parts_s(c: Candidate, said: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step by what they are spent on; they add up to the step. said: the other arguments of `estimate`.
+
+    What is recomputed is what the same plan would save without it.
+    """
+    plan = {"parallel": c.parallel, "micro_batch": c.micro_batch, "schedule": c.schedule}
+    bare: Estimate = estimate(**{**said, **plan, "recompute": "none"}, check=False)
+    e, b = c.estimate, c.estimate.breakdown
+    again = e.breakdown["compute"] - bare.breakdown["compute"] if c.recompute != "none" else 0.0
+    layers = {k: e.comm[k]["exposed_s"] for k in ("tp", "cp", "ep") if k in e.comm}
+    scale = b["exposed_layer_comm"] / sum(layers.values()) if sum(layers.values()) > 0 else 0.0
+    parts = {"kernels and launches": b["compute"] - again, "recompute": again, "bubble": b["bubble"]}
+    parts |= {f"{kind} communication": seconds * scale for kind, seconds in layers.items()}
+    parts["dp communication"] = b["exposed_dp"]
+    parts["optimizer"] = b["optimizer"]
+    parts["overhead"] = e.step_time_s - sum(parts.values())
+    return parts
+
+
+def explain(published: Candidate, best: Candidate, said: Mapping[str, Any]) -> str:
+    """What the preferred plan saves and what it pays for that, largest first, as shares of the published step."""
+    old, new = parts_s(published, said), parts_s(best, said)
+    step = published.estimate.step_time_s
+    change = {what: (new.get(what, 0.0) - old.get(what, 0.0)) / step for what in (*old, *new)}
+    words = []
+    for verb, sign in (("saves", -1), ("pays", 1)):
+        found = sorted(
+            ((share, what) for what, share in change.items() if sign * share > 0.003), key=lambda x: -abs(x[0])
+        )
+        if found:
+            words.append(f"{verb} " + ", ".join(f"{abs(share):.1%} {what}" for share, what in found[:3]))
+    before, after = (c.estimate.memory_bytes["reserved"] / 1e9 for c in (published, best))
+    return "; ".join([*words, f"memory {before:.0f} to {after:.0f} GB"])
+
+
+def describe(c: Candidate) -> str:
+    """A plan in one line, settings that are not used left out."""
+    p = c.parallel
+    words = [
+        f"{name}{size}"
+        for name, size in (("dp", p.dp), ("tp", p.tp), ("pp", p.pp), ("cp", p.cp), ("ep", p.ep))
+        if size > 1
+    ]
+    words += [f"vpp{p.V}"] if p.V > 1 else []
+    words += ["sp"] if p.sequence_parallel and p.tp > 1 else []
+    words += [f"zero{p.zero}" + (f"/{p.shard_group}" if p.shard_group else "")] if p.dp * p.cp > 1 else []
+    words += [c.schedule] if p.pp > 1 else []
+    return " ".join([*words, f"mb{c.micro_batch}"] + ([f"recompute {c.recompute}"] if c.recompute != "none" else []))

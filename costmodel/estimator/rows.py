@@ -1,0 +1,170 @@
+"""`estimate_row`: a row of the published-measurements format as input; what a source leaves out is filled by defaults.
+
+Defaults: a null network rate is the device family's usual one; a null microbatch is 1; unknown recompute is none;
+unknown ZeRO level is 2 within one node (Alpa's own choice), else 1; attention is "materialised" when the row says so or
+is an fp16 GPT run or a V100 (recipes and devices from before flash attention), else flash; kernels are "fused" when
+compiled (torch.compile, XLA) or on Hopper and later without PyTorch FSDP (Transformer Engine), else "eager". Gradients
+take 4 bytes; 2 with DeepSpeed in fp16 and with Alpa, 6 with DeepSpeed in bf16 (a second fp32 copy). They travel in 2,
+with FSDP's DEFAULT mixed precision in 4. Sequence parallelism overlaps its communication from Hopper on, unless the
+row says otherwise. DeepSpeed has 7 GB of buckets; Alpa (V100 rows) reduces after the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from autopar.cluster import ClusterSpec
+from autopar.cluster.device import DeviceSpec, device_preset
+from autopar.costmodel.estimator.layer import StepConstants
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.step import Estimate, estimate
+from autopar.errors import InputError
+
+_PRECISION = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8",
+    "mxfp8": "mxfp8",
+    "nvfp4": "float4",
+    "fp32": "float32",
+}
+
+
+def row_model(row: Mapping[str, Any]) -> TransformerShape:
+    """The shape of a row's model."""
+    m, gpu = row["model"], str(row["hardware"]["gpu"])
+    said = str(m.get("attention") or "")
+    old = (m.get("dtype") == "fp16" and m.get("family", "gpt") == "gpt") or gpu.startswith("V100")
+    materialised = "materialised" in said or (not said and old)
+    pad = m.get("vocab_pad_to") or 1
+    mla = m.get("mla")
+    keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    hidden = int(m["hidden"])
+    return TransformerShape(
+        layers=int(m["layers"]),
+        hidden=hidden,
+        heads=int(m["heads"]),
+        kv_heads=int(m.get("kv_heads") or m["heads"]),
+        head_dim=int(m.get("head_dim") or hidden // int(m["heads"])),
+        ffn=int(m.get("ffn") or 4 * hidden),
+        vocab=-(-int(m.get("vocab") or 51200) // pad) * pad,
+        seq_len=int(m["seq_len"]),
+        gated_mlp=bool(m.get("gated_mlp")),
+        experts=int(m.get("experts") or 0),
+        topk=int(m.get("topk") or (1 if m.get("experts") else 0)),
+        moe_ffn=m.get("moe_ffn"),
+        shared_experts=int(m.get("shared_experts") or 0),
+        first_dense_layers=int(m.get("first_dense_layers") or 0),
+        mtp_layers=int(m.get("mtp_layers") or 0),
+        attention="materialised" if materialised else "flash",
+        window=128 if "sliding-window" in said else 0,
+        tied_embeddings=bool(m.get("tied_embeddings", m.get("family") == "gpt")),
+        mla=tuple(int(mla[k]) for k in keys) if isinstance(mla, Mapping) else None,
+        name=str(m.get("name", "")),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _cluster(
+    device: DeviceSpec, gpus: int, per_node: int, domain: int, intra: float | None, inter: float | None
+) -> ClusterSpec:
+    per_node = min(per_node, gpus)
+    nodes_per_rack = domain // per_node if domain > per_node else None
+    if gpus % per_node:
+        per_node = gpus
+    return ClusterSpec.homogeneous(
+        devices=gpus,
+        device=device,
+        devices_per_node=per_node,
+        intra_bandwidth_Bps=intra * 1e9 if intra else None,
+        inter_bandwidth_Bps=inter * 1e9 if inter else None,
+        nodes_per_rack=nodes_per_rack,
+    )
+
+
+def row_cluster(row: Mapping[str, Any], device: DeviceSpec | None = None) -> ClusterSpec:
+    """The cluster of a row."""
+    h = row["hardware"]
+    spec = device or device_preset(str(h["gpu"]))
+    domain = int(h.get("nvlink_domain") or (72 if spec.name in ("gb200", "gb300") else 0))
+    gpus, per_node = int(h["gpus"]), int(h.get("gpus_per_node") or 8)
+    return _cluster(spec, gpus, per_node, domain, h.get("intra_bw_GBps"), h.get("inter_bw_GBps"))
+
+
+def is_jax(parallel: Mapping[str, Any]) -> bool:
+    """XLA programs: named, or with MaxText's way of writing FSDP."""
+    return " x DP " in str(parallel.get("fsdp") or "") or "JAX" in str(parallel.get("framework") or "")
+
+
+def row_kernels(row: Mapping[str, Any]) -> str:
+    """fused for compiled programs and for Hopper and later (Transformer Engine); else, and for PyTorch FSDP, eager."""
+    parallel, gpu = row["parallel"], str(row["hardware"]["gpu"])
+    if parallel.get("torch_compile") or is_jax(parallel) or gpu.startswith("V100"):
+        return "fused"
+    return "eager" if parallel.get("fsdp") or gpu.startswith("A100") else "fused"
+
+
+def row_overlap_tp(row: Mapping[str, Any]) -> bool:
+    """Said by the row; else yes on Hopper and later (Transformer Engine's user buffers), no for PyTorch FSDP + TP."""
+    parallel = row["parallel"]
+    for key in ("async_tp", "overlap_tp_comm"):
+        if parallel.get(key) is not None:
+            return bool(parallel[key])
+    return not parallel.get("fsdp") and not str(row["hardware"]["gpu"]).startswith(("A100", "V100"))
+
+
+def row_recompute(row: Mapping[str, Any]) -> str:
+    """JAX's selective policies drop the MLP; unknown is none."""
+    said = str(row.get("recompute"))
+    return {"full": "full", "selective": "mlp" if is_jax(row["parallel"]) else "selective"}.get(said, "none")
+
+
+def row_arguments(row: Mapping[str, Any], device: DeviceSpec | None = None) -> dict[str, Any]:
+    """The arguments of `estimate` that a row stands for. Raises InputError for a row without the needed keys."""
+    try:
+        p, b, h = row["parallel"], row["batch"], row["hardware"]
+        zero = p.get("zero")
+        if zero is None:
+            zero = 2 if int(h["gpus"]) <= int(h.get("gpus_per_node") or 8) else 1
+        dtype = str(row["model"].get("dtype") or "bf16")
+        deepspeed = "deepspeed" in str(row.get("schedule") or "").lower()
+        alpa = "V100" in str(h["gpu"])
+        parallel = ParallelConfig(
+            dp=int(p.get("dp") or 1),
+            tp=int(p.get("tp") or 1),
+            pp=int(p.get("pp") or 1),
+            cp=int(p.get("cp") or 1),
+            ep=int(p.get("ep") or 1),
+            vpp=p.get("vpp"),
+            sequence_parallel=bool(p.get("sequence_parallel")),
+            zero=int(zero),
+            shard_group=p.get("zero1_group") or p.get("shard_group"),
+        )
+        micro = int(b.get("micro") or 1)
+        return {
+            "model": row_model(row),
+            "cluster": row_cluster(row, device),
+            "parallel": parallel,
+            "batch": int(b["global"]),
+            "micro_batch": micro,
+            "recompute": row_recompute(row),
+            "precision": _PRECISION.get(dtype, dtype),
+            "schedule": str(row.get("schedule") or "none"),
+            "kernels": row_kernels(row),
+            "overlap_tp": row_overlap_tp(row),
+            "grad_bytes": 2.0 if alpa else (2.0 if dtype == "fp16" else 6.0) if deepspeed else None,
+            "reduce_bytes": 4.0 if p.get("fsdp_mixed_precision") == "DEFAULT" else 2.0,
+            "late_reduction": alpa,
+            "buffer_bytes": 7e9 if deepspeed else 0.0,
+        }
+    except KeyError as err:
+        raise InputError(f"row {row.get('id', '?')}: {err.args[0]} is missing") from err
+
+
+def estimate_row(
+    row: Mapping[str, Any], *, device: DeviceSpec | None = None, constants: StepConstants | None = None
+) -> Estimate:
+    """Predicts a row from its model, hardware, parallel, batch, recompute, schedule; never reads what was measured."""
+    return estimate(**row_arguments(row, device), constants=constants, check=False)

@@ -1,0 +1,109 @@
+"""The plans that a search may choose from: every size, split, schedule, recompute and ZeRO level that published runs use.
+
+Sizes multiply to the ranks and divide what they cut (heads, experts, batch, sequence); layers may be split unevenly.
+Two rules keep the search to where the cost model knows what it says: ZeRO-2 is offered only when asked for (it is priced
+as one reduction a step, which several microbatches would have to repeat), and zero-bubble schedules only with as many
+microbatches as their closed forms were checked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.step import schedule_name
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen. max_chunks: most pipeline chunks per group (vpp); max_tp: widest tensor parallelism."""
+
+    schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-2p", "zb-v")
+    recomputes: tuple[str, ...] = ("none", "selective", "mlp", "full")
+    zeros: tuple[int, ...] = (1, 0, 3)
+    micro_batches: tuple[int, ...] | None = None
+    max_chunks: int = 32
+    max_tp: int = 64
+    max_cp: int = 64
+
+
+PLAIN = ("1f1b", "gpipe", "interleaved")
+"""Schedules that every pipeline framework has."""
+
+
+@lru_cache(maxsize=4096)
+def divisors(n: int) -> tuple[int, ...]:
+    """All, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return tuple(sorted({*small, *(n // d for d in small)}))
+
+
+def sizes(model: TransformerShape, ranks: int, batch: int, space: Space) -> Iterator[tuple[int, int, int, int, int]]:
+    """(dp, tp, pp, cp, ep) that multiply to the ranks and divide heads, sequence, batch and experts."""
+    for tp in (t for t in divisors(ranks) if t <= space.max_tp and model.heads % t == 0):
+        for pp in (p for p in divisors(ranks // tp) if p <= model.layers + 2):
+            for cp in (c for c in divisors(ranks // (tp * pp)) if c <= space.max_cp and model.seq_len % c == 0):
+                dp = ranks // (tp * pp * cp)
+                if batch % dp or cp & (cp - 1):
+                    continue
+                for ep in divisors(model.experts) if model.experts else (1,):
+                    if (dp * cp * tp) % ep == 0:
+                        yield dp, tp, pp, cp, ep
+
+
+def micro_batches(batch: int, dp: int, space: Space) -> tuple[int, ...]:
+    """Sequences that a rank may take at a time."""
+    return tuple(b for b in divisors(batch // dp) if space.micro_batches is None or b in space.micro_batches)
+
+
+def pipelines(layers: int, pp: int, m: int, space: Space) -> Iterator[tuple[str, int | None]]:
+    """(schedule, vpp) that a pipeline of pp groups can run with m microbatches."""
+    if pp == 1:
+        yield "1f1b", None
+        return
+    for name in space.schedules:
+        if name == "interleaved":
+            if m % pp == 0:
+                yield from ((name, v) for v in range(2, min(space.max_chunks, (layers + 2) // pp) + 1))
+        elif name == "zb-v":
+            if m >= 2 * pp and 2 * pp <= layers + 2:
+                yield name, 2
+        elif m >= {"zb-h1": pp, "zb-h2": 2 * pp}.get(name, 1):
+            yield name, None
+
+
+@lru_cache(maxsize=4096)
+def storages(ranks: int, zeros: tuple[int, ...], everything: bool) -> tuple[tuple[int, int | None], ...]:
+    """(zero, shard_group): ZeRO over all data-parallel ranks or groups of 2, 4, 8, ... of them; ZeRO-3 is apart."""
+    groups = [None] + [1 << i for i in range(1, ranks.bit_length()) if ranks % (1 << i) == 0 and 1 << i < ranks]
+    chosen = [z for z in zeros if (z == 3) == everything and (ranks > 1 or z != 3)]
+    if ranks == 1:
+        return tuple((z, None) for z in chosen[:1])
+    return tuple((z, g) for z in chosen for g in (groups if z else [None]))
+
+
+def contains(
+    space: Space,
+    model: TransformerShape,
+    ranks: int,
+    batch: int,
+    plan: ParallelConfig,
+    b: int,
+    recompute: str,
+    how: str,
+) -> bool:
+    """Whether a plan is in the space, equal names of one schedule and settings without effect aside."""
+    name = schedule_name(how, plan.vpp)
+    name = "1f1b" if plan.pp == 1 else "zb-h1" if name == "zb-1p" else name
+    vpp = plan.vpp if plan.V > 1 else None
+    data = plan.dp * plan.cp
+    group = None if plan.shard_group == data or not plan.zero else plan.shard_group
+    return (
+        (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep) in sizes(model, ranks, batch, space)
+        and b in micro_batches(batch, plan.dp, space)
+        and recompute in space.recomputes
+        and (name, vpp) in pipelines(model.layers, plan.pp, batch // (plan.dp * b), space)
+        and (data == 1 or (plan.zero, group) in storages(data, space.zeros, plan.zero == 3))
+    )

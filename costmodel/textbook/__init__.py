@@ -1,0 +1,1 @@
+"""Formulas of the reference texts, kept as oracles."""

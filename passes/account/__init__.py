@@ -1,0 +1,1 @@
+"""What a lowered program costs, in seconds and bytes: as a whole, and call by call."""

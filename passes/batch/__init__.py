@@ -1,0 +1,1 @@
+"""The program for a part of the batch."""

@@ -1,0 +1,1 @@
+"""The second derivation: every lowered line typed again."""

@@ -1,0 +1,1 @@
+"""Bytes alive in a lowered program at every point of its schedule."""

@@ -1,0 +1,222 @@
+"""The bytes of a stage's gradient store over a step: the runtime's order of events (runtime/grads.py) over numbers.
+
+Gradients are summed over microbatches, packed in buckets, reduced and handed out; scratch stays in a pool until `finish`,
+what is handed out until `forget`. `hold` is what the store holds now, `top` the most since it was set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.ir.lowered import StoredParameter
+from autopar.runtime.grads import BUCKETED, MIB
+
+Steps = tuple[Any, ...]
+Flight = tuple[list[tuple[str, int, int, Steps]], list[int], int, bool]
+
+
+class StoreBytes:
+    """Mirrors GradStore: names are the same, tensors are their bytes."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, StoredParameter],
+        sizes: Mapping[str, int],
+        microbatches: int,
+        scaled: bool,
+        bucket_bytes: int = 25 * MIB,
+        compensated: bool = False,
+    ) -> None:
+        self.due = {n: p.contributions * microbatches for n, p in parameters.items() if p.contributions}
+        self.steps = {n: p.reduce for n, p in parameters.items()}
+        self.itemsize = {n: p.type.dtype.itemsize for n, p in parameters.items()}
+        self.dims = {n: len(p.type.shape) for n, p in parameters.items()}
+        self.sizes, self.scaled, self.bucket_bytes, self.compensated = sizes, scaled, bucket_bytes, compensated
+        self.hold = self.top = 0
+        self.tier = {n: p.tier for n, p in parameters.items() if p.tier}
+        self.parked: dict[str, int] = {}
+        self._given: dict[str, int] = {}
+        self._pool: dict[tuple[int, int], int] = {}
+        self._lent = 0
+        self._sums: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
+        self._buckets: dict[Any, list[tuple[str, int, int, Steps]]] = {}
+        self._flights: list[Flight] = []
+        self._done: dict[str, int] = {}
+        self._limits: dict[Any, int] = {}
+        self._finished = False
+
+    def peak(self, nbytes: int = 0) -> None:
+        self.top = max(self.top, self.hold + nbytes)
+
+    def add(self, name: str, nbytes: int, owned: bool, itemsize: int = 0) -> None:
+        """A gradient that the store now holds alone. itemsize: of its elements, where that is not the parameter's."""
+        if self._finished:
+            self._finished = False
+            self.forget()
+        self.hold += nbytes
+        self.peak()
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        compensated = self.compensated and self.due[name] > 2
+        wide, cast = nbytes // (itemsize or self.itemsize[name]) * self.itemsize[name], 0
+        if wide != nbytes and (count == 1 or compensated):
+            self.hold += wide
+            self.peak()
+            nbytes, cast, owned = wide, nbytes, True  # the caller has the narrow one until the end
+        if count > 1:
+            if name in self.tier:
+                self._move(name, -wide * (2 if compensated else 1))
+                self.peak()
+            own = bool(self._sums.pop(name)) or name in self.tier
+            if compensated:
+                self.peak(wide * ((not owned) + (not own and count < self.due[name])))
+                self.hold -= wide if count == self.due[name] else 0
+            elif not own:
+                self.peak(wide)
+            if cast:
+                self.hold -= nbytes
+            else:
+                cast = nbytes  # the caller has what it gave until the end
+            owned = True
+        elif compensated:  # what the sum loses rests beside it
+            self.hold += wide
+            self.peak()
+        if count < self.due[name]:
+            self._sums[name] = int(owned)
+            if name in self.tier:
+                self._move(name, wide * (2 if compensated else 1))
+        else:
+            if self.scaled and not owned:
+                self.peak(wide)
+                owned = True
+            self._route(name, wide, owned, self.steps[name])
+        self.hold -= cast
+
+    def flush(self) -> None:
+        for key in list(self._buckets):
+            self._launch(key, self._buckets.pop(key), True)
+
+    def finish(self) -> None:
+        """All reduced; gradients that are views of lent buffers cost nothing beside them."""
+        while self._buckets or self._flights:
+            self.flush()
+            flights, self._flights = self._flights, []
+            for flight in flights:
+                self._land(flight)
+        self._counts.clear()
+        self.hold -= sum(nbytes * count for (nbytes, _), count in self._pool.items())
+        self._pool.clear()
+        self._finished = True
+
+    def forget(self) -> None:
+        """The step after: gradients handed out are let go."""
+        self.hold -= sum(self._done.values()) + self._lent
+        self._lent = 0
+        self._done.clear()
+        for name, nbytes in self._given.items():
+            self.parked[self.tier[name]] -= nbytes
+        self._given.clear()
+
+    # ---- small print
+
+    def _route(self, name: str, nbytes: int, owned: bool, steps: Steps, view: bool = False) -> None:
+        """view: the bytes are part of a lent buffer."""
+        while steps and (steps[0][0] not in BUCKETED or self._size(steps[0]) == 1):
+            size = self._size(steps[0])
+            if size > 1:
+                kind = steps[0][0]
+                made = nbytes // size if kind == "shard" else nbytes * size if kind == "all_gather" else nbytes
+                joined = kind == "shard" or (kind == "all_gather" and steps[0][2] == 0)  # no second copy
+                self.peak(made if joined else made + max(made, nbytes))
+                self.hold += made - (0 if view else nbytes)
+                nbytes, owned, view = made, True, False
+            steps = steps[1:]
+        if not steps:
+            if name in self.tier:
+                self._move(name, nbytes, free=not view)
+                self._given[name] = nbytes
+            elif not view:
+                self._done[name] = nbytes
+            return
+        kind, axes, *dims = steps[0]
+        item = (name, nbytes, 0 if view else nbytes, steps)
+        least = self.bucket_bytes if kind == "all_reduce" else MIB
+        dim = dims[0] % max(self.dims[name], 1) if dims else 0
+        key = (kind, axes, self.itemsize[name], name in self.tier)
+        if nbytes >= least and not view and (owned if kind == "all_reduce" else dim == 0):
+            self._launch(key, [item], False)
+            return
+        bucket = self._buckets.setdefault(key, [])
+        if not bucket:
+            self._limits[key] = min(MIB, self.bucket_bytes) if not self._flights else self.bucket_bytes
+        bucket.append(item)
+        if sum(n for _, n, _, _ in bucket) >= self._limits[key]:
+            self._launch(key, self._buckets.pop(key), True)
+
+    def _launch(self, key: Any, items: list[tuple[str, int, int, Steps]], packed: bool) -> None:
+        kind, itemsize = key[0], key[2]
+        total = sum(n for _, n, _, _ in items)
+        parked = items[0][0] in self.tier
+        if kind == "all_reduce":
+            if parked:
+                self._land_oldest([f for f in self._flights if not f[2] and f[0][0][0] in self.tier])
+            if packed:
+                self._take((total, itemsize), lent=True, fresh=parked)
+                self._release(items)
+            self._flights.append((items, [n for _, n, _, _ in items], 0, packed))
+            return
+        self._land_oldest([f for f in self._flights if f[2]])
+        size = self._size(items[0][3][0])
+        self._take((total // size, itemsize), lent=True, fresh=parked)
+        if packed:
+            self._take((total, itemsize), fresh=parked)
+            self._release(items)
+        self._flights.append((items, [n // size for _, n, _, _ in items], total, packed))
+
+    def _land(self, flight: Flight) -> None:
+        items, results, scratch, packed = flight
+        parked = items[0][0] in self.tier
+        if scratch and packed and parked:
+            self.hold -= scratch
+        elif scratch and packed:
+            key = (scratch, self.itemsize[items[0][0]])
+            self._pool[key] = self._pool.get(key, 0) + 1
+        view = packed or bool(scratch)
+        for (name, _, _, steps), result in zip(items, results, strict=True):
+            self._route(name, result, False, steps[1:], view)
+        if parked and view:
+            self.hold -= sum(results)
+        if scratch and not packed:
+            self._release(items)
+
+    def _land_oldest(self, flights: list[Flight]) -> None:
+        if len(flights) >= 2:
+            self._flights.remove(flights[0])
+            self._land(flights[0])
+
+    def _move(self, name: str, nbytes: int, free: bool = True) -> None:
+        """Bytes of a gradient to its tier (negative: back). free: they were its own on the device."""
+        tier = self.tier[name]
+        self.parked[tier] = self.parked.get(tier, 0) + nbytes
+        self.hold -= nbytes if free else 0
+
+    def _release(self, items: Sequence[tuple[str, int, int, Steps]]) -> None:
+        """What items held goes, one by one, after it is copied."""
+        self.hold -= sum(own for _, _, own, _ in items)
+
+    def _take(self, buffer: tuple[int, int], lent: bool = False, fresh: bool = False) -> None:
+        """A buffer of the pool; lent: one to be handed out; fresh: one that is let go when it has landed."""
+        if not (lent or fresh) and self._pool.get(buffer, 0):
+            self._pool[buffer] -= 1
+        else:
+            self.hold += buffer[0]
+        self.peak()
+        if lent and not fresh:
+            self._lent += buffer[0]
+
+    def _size(self, step: Any) -> int:
+        size = 1
+        for axis in (step[1],) if isinstance(step[1], str) else step[1]:
+            size *= self.sizes[axis]
+        return size

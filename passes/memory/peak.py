@@ -1,0 +1,312 @@
+"""Bytes alive in a lowered program at every point of its schedule.
+
+The emitted program is played over sizes: one microbatch's actions (walk.py), in which every line makes and needs what
+its implementation does (probe.py), and the gradient store over the microbatches of a step (gradients.py). Parameters,
+optimizer state and buffers rest all the time; the store is empty between steps. Between its actions a stage holds what its
+microbatches in flight keep, so the peak of a group of ranks is the largest, over its row of the action table, of what
+is held then and what the action needs beside it; or what the optimizer needs when all is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.actions import Action
+from autopar.ir.lowered import LoweredProgram, LoweredStage, StoredParameter
+from autopar.ir.mesh import Mesh
+from autopar.ir.setting import Setting
+from autopar.passes.memory.gradient_store import StoreBytes
+from autopar.passes.memory.probe import gathers, local, regather_peak
+from autopar.passes.memory.walk import Course, courses
+from autopar.runtime.parts import divide
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What an action does to a stage's bytes: the most it needs while it runs, and what it leaves behind.
+
+    `peak` counts what the same microbatch held before; `after` is what that microbatch holds afterwards; `sums` what the
+    gradient store holds more then. received: bytes that must be there before; sent: on their way after. parked: what the
+    microbatch has in memory tiers afterwards; sums_parked: what the gradient store has there more then.
+    """
+
+    peak: float
+    after: float
+    sums: float = 0.0
+    received: float = 0.0
+    sent: float = 0.0
+    parked: dict[str, int] = field(default_factory=dict)
+    sums_parked: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """resting: bytes by kind that are always there. actions: per kind of action, of a microbatch among others; first and
+    last: of a stage's first and last action of a kind, where gradients begin or end. step: the most beside what rests
+    when gradients are finished, parameters updated and gathered. tiers: bytes by kind that are always in a memory tier,
+    per tier; gradients: bytes of gradients there when the step ends."""
+
+    resting: dict[str, float]
+    actions: dict[str, Moment]
+    first: dict[str, Moment] = field(default_factory=dict)
+    last: dict[str, Moment] = field(default_factory=dict)
+    step: float = 0.0
+    tiers: dict[str, dict[str, float]] = field(default_factory=dict)
+    gradients: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def resting_bytes(self) -> float:
+        return sum(self.resting.values())
+
+
+def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
+    """Bytes of a stage on one of its ranks."""
+    resting, tiers = _resting(stage, setting)
+    found = courses(stage)
+    if not stage.training:
+        actions = {k: Moment(c.peak, c.end, 0.0, c.received, c.sent) for k, c in found.items()}
+        return StageMemory(resting, actions, tiers=tiers)
+    store = StoreBytes(
+        stage.parameters, stage.mesh.sizes, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
+    )
+    order: list[dict[str, Moment]] = []
+    for microbatch in range(stage.microbatches):
+        last = microbatch == stage.microbatches - 1
+        order.append({k: _moment(c, store, last and k == list(found)[-1]) for k, c in found.items()})
+    store.top = store.hold
+    store.finish()
+    step = max(store.top, store.hold + _update_peak(stage, setting))
+    middle = order[1] if len(order) > 2 else order[0]
+    return StageMemory(resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked))
+
+
+def _moment(course: Course, store: StoreBytes, flush: bool = False) -> Moment:
+    """An action of a microbatch, its gradients going to the store; beside what the store holds before."""
+    before, peak, parked = store.hold, 0, dict(store.parked)
+    for given in course.given:
+        peak = max(peak, given.before + store.hold - before)
+        store.top = 0
+        store.add(given.name, given.nbytes, given.owned, given.itemsize)
+        peak = max(peak, given.alive + store.top - before)
+    peak = max(peak, course.after + store.hold - before)
+    if flush:
+        store.top = 0
+        store.flush()
+        peak = max(peak, course.end + store.top - before)
+    return Moment(
+        peak,
+        course.end,
+        store.hold - before,
+        course.received,
+        course.sent,
+        course.parked,
+        {tier: n - parked.get(tier, 0) for tier, n in store.parked.items()},
+    )
+
+
+def group_peaks(lowered: LoweredProgram, stages: list[StageMemory]) -> tuple[float, ...]:
+    """Largest bytes on a rank of every group over a step."""
+    peaks = []
+    for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
+        resting = sum(stages[s].resting_bytes for s in group)
+        held: dict[tuple[int, int], float] = {}
+        sums = dict.fromkeys(group, 0.0)
+        moments = _moments(row, stages)
+        worst = 0.0
+        for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
+            key = (action.stage, action.microbatch)
+            beside = sum(held.values()) - held.get(key, 0.0) + sum(sums.values())
+            coming = moments[i + 1].received if i + 1 < len(moments) else 0.0  # posted an action ahead
+            worst = max(worst, beside + moment.peak + coming)
+            held[key] = moment.after
+            sums[action.stage] += moment.sums
+        worst = max(
+            worst, max((stages[s].step + sum(v for t, v in sums.items() if t != s) for s in group), default=0.0)
+        )
+        peaks.append(resting + worst)
+    return tuple(peaks)
+
+
+def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
+    """What the largest peak of any group consists of, by kind; they add up to `max(group_peaks(lowered, stages))`.
+
+    "held for backward": what microbatches left behind that are waiting then; "gradients": with those that the action adds;
+    "for a moment": what the action (or the optimizer's step) that makes the peak needs beside.
+    """
+    found: dict[str, float] = {}
+    for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
+        resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
+        held: dict[tuple[int, int], float] = {}
+        summed, worst, split = 0.0, 0.0, (0.0, 0.0)
+        moments = _moments(row, stages)
+        for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
+            key = (action.stage, action.microbatch)
+            beside = sum(held.values()) - held.get(key, 0.0)
+            coming = moments[i + 1].received if i + 1 < len(moments) else 0.0
+            if beside + summed + moment.peak + coming > worst:
+                own = min(held.get(key, moment.after), moment.peak)
+                grown = min(max(moment.sums, 0.0), moment.peak - own)
+                worst, split = beside + summed + moment.peak + coming, (summed + grown, beside + own)
+            held[key] = moment.after
+            summed += moment.sums
+        last = max(stages[s].step + summed - _sums(row, moments, s) for s in group)
+        if last > worst:
+            worst, split = last, (min(summed, last), 0.0)
+        kinds = {
+            **resting,
+            "gradients": resting.get("gradients", 0.0) + split[0],
+            "held for backward": split[1],
+            "for a moment": worst - sum(split),
+        }
+        found = max(found, kinds, key=lambda row: sum(row.values()))
+    return found
+
+
+def _sums(row: Sequence[Action], moments: list[Moment], stage: int) -> float:
+    """Bytes that a stage's gradient store has grown by when the step ends."""
+    return sum(m.sums for action, m in zip(row, moments, strict=True) if action.stage == stage)
+
+
+def _moments(row: Sequence[Action], stages: list[StageMemory]) -> list[Moment]:
+    """What every action of a group does: a stage's first and last of a kind differ from those between."""
+    left: dict[tuple[int, str], int] = {}
+    for action in row:
+        left[action.stage, action.kind] = left.get((action.stage, action.kind), 0) + 1
+    begun: set[tuple[int, str]] = set()
+    moments = []
+    for action in row:
+        kind, memory = (action.stage, action.kind), stages[action.stage]
+        left[kind] -= 1
+        rows = memory.last if left[kind] == 0 else memory.actions if kind in begun else memory.first
+        begun.add(kind)
+        moments.append(rows.get(action.kind, memory.actions[action.kind]))
+    return moments
+
+
+def tier_peaks(lowered: LoweredProgram, stages: list[StageMemory]) -> tuple[dict[str, float], ...]:
+    """Largest bytes in every memory tier on a rank of every group over a step."""
+    peaks = []
+    for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
+        resting: dict[str, float] = {}
+        for s in group:
+            for tier, kinds in stages[s].tiers.items():
+                resting[tier] = resting.get(tier, 0.0) + sum(kinds.values())
+        held: dict[tuple[int, int], dict[str, int]] = {}
+        gradients: dict[str, float] = {}
+        worst = dict(resting)
+        for action, moment in zip(row, _moments(row, stages), strict=True):
+            held[action.stage, action.microbatch] = moment.parked
+            for tier, more in moment.sums_parked.items():
+                gradients[tier] = gradients.get(tier, 0.0) + more
+            for tier in {*gradients, *(t for parked in held.values() for t in parked)}:
+                now = resting.get(tier, 0.0) + sum(parked.get(tier, 0) for parked in held.values())
+                worst[tier] = max(worst.get(tier, 0.0), now + gradients.get(tier, 0.0))
+        for tier in {t for s in group for t in stages[s].gradients}:
+            ended = resting.get(tier, 0.0) + sum(stages[s].gradients.get(tier, 0) for s in group)
+            worst[tier] = max(worst.get(tier, 0.0), ended)
+        peaks.append(worst)
+    return tuple(peaks)
+
+
+def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Bytes that are always there, by kind: on the device, and per tier."""
+    mesh = stage.mesh
+    parameters = gradients = optimizer = 0.0
+    tiers: dict[str, dict[str, float]] = {}
+    for name, p in stage.parameters.items():
+        stored = p.storage.local_bytes(p.type, mesh)
+        if p.tier:
+            _add(tiers, p.tier, "parameters", stored)
+        else:
+            parameters += stored
+        if p.contributions and stage.training:
+            shard = p.optimizer.local_bytes(p.type, mesh)
+            if p.owned:
+                each = max(setting.state_bytes, p.type.dtype.itemsize)
+                state = shard / p.type.dtype.itemsize * setting.ratio(name) * each
+                if p.optimizer_tier:
+                    _add(tiers, p.optimizer_tier, "optimizer", state)
+                else:
+                    optimizer += state
+                if p.tier and _apart(p, mesh):
+                    _add(tiers, p.tier, "optimizer", shard)
+                else:
+                    optimizer += shard if _apart(p, mesh) else 0.0
+    buffers = float(sum(t.nbytes for t in stage.buffers.values()))
+    kinds = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
+    return kinds, tiers
+
+
+def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float) -> None:
+    kinds = tiers.setdefault(tier, {})
+    kinds[kind] = kinds.get(kind, 0.0) + nbytes
+
+
+def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], float]]:
+    """The parts that the optimizer's step is divided into where its state rests in tiers: names, and the bytes that come
+    for them: state, values and gradients."""
+    mesh = stage.mesh
+    owned = {n: p for n, p in stage.parameters.items() if p.contributions and p.owned and (p.optimizer_tier or p.tier)}
+    sizes = {n: int(p.optimizer.local_bytes(p.type, mesh)) for n, p in owned.items()}
+    found = []
+    for names in divide(sizes):
+        coming = 0.0
+        for name in names:
+            p, itemsize = owned[name], owned[name].type.dtype.itemsize
+            state = setting.ratio(name) * sizes[name] / itemsize * max(setting.state_bytes, itemsize)
+            coming += (state if p.optimizer_tier else 0.0) + (2 * sizes[name] if p.tier else 0.0)
+        found.append((names, coming))
+    return found
+
+
+def _parts_peak(stage: LoweredStage, setting: Setting) -> float:
+    """The most that a step by parts needs: a part's state, the next one's on its way, and the optimizer's scratch."""
+    parts, (own, before) = step_parts(stage, setting), setting.scratch
+    worst = 0.0
+    for (names, state), (_, coming) in zip(parts, [*parts[1:], ([], 0.0)], strict=False):
+        sizes = [stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh) for n in names]
+        scratch = max(own * a + before * b for a, b in zip(sizes, [0, *sizes], strict=False))
+        rows = tuple(
+            (local(p.type, p.optimizer, stage.mesh), p.regather)
+            for p in map(stage.parameters.get, names)
+            if p is not None and p.tier and p.regather
+        )
+        grown = (
+            gathers(tuple(r[0] for r in rows), tuple((r[1], None, "") for r in rows), stage.mesh.axes)[2] if rows else 0
+        )
+        gone = sum(
+            stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh)
+            for n in names
+            if stage.parameters[n].tier
+        )
+        worst = max(worst, state + coming + scratch, state - gone + coming + grown)
+    return worst
+
+
+def _apart(p: StoredParameter, mesh: Mesh) -> bool:
+    """Whether the optimizer's shard is a copy: it is no contiguous part of what is stored."""
+    stored, shard = p.storage.local_shape(p.type.shape, mesh), p.optimizer.local_shape(p.type.shape, mesh)
+    cut = [dim for dim, (a, b) in enumerate(zip(stored, shard, strict=True)) if a != b]
+    return bool(cut) and any(math.prod(shard[:dim]) != 1 for dim in cut)
+
+
+def _update_peak(stage: LoweredStage, setting: Setting) -> float:
+    """The most that the optimizer's step, or the gather after it, needs for a moment."""
+    mesh = stage.mesh
+    owned = {name: p for name, p in stage.parameters.items() if p.contributions and p.owned}
+    own, before = setting.scratch
+    groups: dict[int, list[float]] = {}
+    for name, p in owned.items():
+        if not (p.optimizer_tier or p.tier):
+            groups.setdefault(setting.group_of.get(name, 0), []).append(p.optimizer.local_bytes(p.type, mesh))
+    pairs = [(a, b) for sizes in groups.values() for a, b in zip(sizes, [0.0, *sizes], strict=False)]
+    scratch = max((own * a + before * b for a, b in pairs), default=0.0)
+    scratch = max(scratch, _parts_peak(stage, setting))
+    rows = tuple(
+        (local(p.type, p.optimizer, mesh), p.regather, local(p.type, p.storage, mesh))
+        for p in owned.values()
+        if p.regather and not p.tier
+    )
+    return max(scratch, float(regather_peak(rows, mesh.axes)) if rows else 0.0)

@@ -1,0 +1,173 @@
+"""A function's memory as a tape of events, and the machine that plays tapes.
+
+Playing follows the emitted program: names hold storages, a storage lives as long as any name, list or caller holds it,
+and names go where the printer puts a `del`. A template's function is taped once per layout of its arguments and played
+for every call, so that what a call frees depends on what its caller still holds, as it does when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.lowered import Function, Line
+from autopar.ir.mesh import Mesh
+from autopar.passes.memory.probe import Effect, Layout, effect
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value at run time: its storage on the machine, and how it lies there."""
+
+    block: int
+    layout: Layout | None
+
+
+NOTHING = Held(-1, None)
+
+
+class Machine:
+    """Storages with their bytes and how many hold each. alive: bytes now; top: the most since it was set; parked: bytes
+    now in memory tiers, by tier; tier: which storages are there."""
+
+    def __init__(self) -> None:
+        self.size: list[int] = []
+        self.refs: list[int] = []
+        self.alive = 0
+        self.top = 0
+        self.parked: dict[str, int] = {}
+        self.tier: dict[int, str] = {}
+
+    def new(self, nbytes: int) -> int:
+        """A storage that nobody holds yet."""
+        self.size.append(nbytes)
+        self.refs.append(0)
+        self.alive += nbytes
+        return len(self.size) - 1
+
+    def park(self, nbytes: int, tier: str) -> int:
+        """A storage in a tier that nobody holds yet."""
+        self.size.append(nbytes)
+        self.refs.append(0)
+        self.parked[tier] = self.parked.get(tier, 0) + nbytes
+        self.tier[len(self.size) - 1] = tier
+        return len(self.size) - 1
+
+    def hold(self, block: int) -> None:
+        if block >= 0:
+            self.refs[block] += 1
+
+    def drop(self, block: int) -> None:
+        if block >= 0:
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                if block in self.tier:
+                    self.parked[self.tier[block]] -= self.size[block]
+                else:
+                    self.alive -= self.size[block]
+
+    def peak(self, nbytes: int) -> None:
+        """So much beside what is alive, for a moment."""
+        self.top = max(self.top, self.alive + nbytes)
+
+    def bind(self, found: Effect, operands: Sequence[int]) -> list[Held]:
+        """The results of a line, each held once."""
+        self.peak(found.peak)
+        fresh = [self.new(n) for n in found.fresh]
+        made = []
+        for out in found.outs:
+            block = operands[out.alias] if out.alias >= 0 else fresh[out.fresh] if out.fresh >= 0 else -1
+            self.hold(block)
+            made.append(Held(block, out.layout))
+        return made
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line: the most new bytes, fresh storages, outs as (slot, slot of the operand or -1, fresh), slots dropped after."""
+
+    peak: int
+    fresh: tuple[int, ...]
+    outs: tuple[tuple[int, int, int], ...]
+    dropped: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tape:
+    """Events over slots, arguments first. returns: slots (-1: nothing); layouts of what is returned."""
+
+    slots: int
+    events: tuple[Event, ...]
+    returns: tuple[int, ...]
+    layouts: tuple[Layout | None, ...]
+
+
+def dropped_after(function: Function, kept: set[str]) -> list[tuple[str, ...]]:
+    """The names that the printer deletes after every line."""
+    last: dict[str, int] = {}
+    for i, line in enumerate(function.lines):
+        for name in (*line.reads(), *line.outs):
+            last[name] = i
+    return [
+        tuple(dict.fromkeys(n for n in (*line.reads(), *line.outs) if last[n] == i and n not in kept and n != "_"))
+        for i, line in enumerate(function.lines)
+    ]
+
+
+def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[Layout | None], mesh: Mesh) -> Tape:
+    """The tape of a template's function; layouts: of its arguments, returned: names in the order they are given back."""
+    slots = {name: i for i, name in enumerate(function.args)}
+    known: dict[str, Layout | None] = dict(zip(function.args, layouts, strict=True))
+    drops = dropped_after(function, {n for n in returned if n})
+    events = []
+    for line, gone in zip(function.lines, drops, strict=True):
+        names, found = line_effect(line, known, mesh)
+        outs = []
+        for name, out in zip(line.outs, found.outs, strict=False):
+            slot = slots.setdefault(name, len(slots))
+            known[name] = out.layout
+            outs.append((slot, slots[names[out.alias]] if out.alias >= 0 else -1, out.fresh))
+        events.append(Event(found.peak, found.fresh, tuple(outs), tuple(slots[n] for n in gone if n in slots)))
+    ends = tuple(slots.get(n, -1) if n else -1 for n in returned)
+    return Tape(len(slots), tuple(events), ends, tuple(known.get(n) if n else None for n in returned))
+
+
+def line_effect(line: Line, known: dict[str, Layout | None], mesh: Mesh) -> tuple[list[str], Effect]:
+    """The tensors that a line reads, by name, and its effect."""
+    names = [n for n in dict.fromkeys(line.reads()) if known.get(n) is not None]
+    shown = [known[n] for n in names]
+    return names, effect(line, [x for x in shown if x is not None], mesh, names)
+
+
+def play(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequence[int] = ()) -> list[Held]:
+    """Run a tape over the caller's storages; what it returns is held for the caller. Arguments are held meanwhile.
+
+    taken: what a list held for the caller and holds no longer once the function has its arguments.
+    """
+    frame = [-1] * played.slots
+    for i, block in enumerate(arguments):
+        frame[i] = block
+        machine.hold(block)
+    for block in taken:
+        machine.drop(block)
+    for event in played.events:
+        if machine.alive + event.peak > machine.top:
+            machine.top = machine.alive + event.peak
+        fresh = [machine.new(n) for n in event.fresh]
+        for slot, alias, number in event.outs:
+            block = frame[alias] if alias >= 0 else fresh[number] if number >= 0 else -1
+            machine.hold(block)
+            machine.drop(frame[slot])
+            frame[slot] = block
+        for slot in event.dropped:
+            machine.drop(frame[slot])
+            frame[slot] = -1
+    made = [
+        Held(frame[slot], layout) if slot >= 0 else NOTHING
+        for slot, layout in zip(played.returns, played.layouts, strict=True)
+    ]
+    for held in made:
+        machine.hold(held.block)
+    for block in frame:
+        machine.drop(block)
+    return made

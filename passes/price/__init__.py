@@ -1,0 +1,1 @@
+"""Seconds of ops, messages and moves to memory tiers."""

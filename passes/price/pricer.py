@@ -1,0 +1,185 @@
+"""What passes ask the cost model, with the mesh filled in: seconds per op on a block, per collective along an axis.
+
+One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.cluster import ClusterSpec
+from autopar.costmodel import collective, compute
+from autopar.ir.call import OpCall
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Rule, Strategy
+from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType, dtype_name
+from autopar.ops.registry import find
+from autopar.passes.rules.lattice import Lattice
+
+BUCKET_BYTES = 25 << 20  # of gradients that the runtime reduces in one message
+
+
+class Pricer:
+    """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only."""
+
+    def __init__(self, cluster: ClusterSpec, mesh: Mesh) -> None:
+        self.cluster, self.mesh = cluster, mesh
+        self.device = cluster.device(mesh.offset)
+        self.copy_s = 1.0 / self.device.memory_bandwidth_Bps
+        self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
+        self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
+        self._collectives: dict[tuple[str, float, str], float] = {}
+        self._ops: dict[tuple[object, ...], float] = {}
+        self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
+
+    def collective_s(self, kind: str, nbytes: float, axis: str) -> float:
+        """Seconds of one collective along `axis`; nbytes is the full array (see costmodel.collective)."""
+        key = (kind, nbytes, axis)
+        if key not in self._collectives:
+            self._collectives[key] = collective.collective_time_s(self.cluster, kind, nbytes, self._groups[axis])
+        return self._collectives[key]
+
+    def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
+        """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together."""
+        if nbytes >= BUCKET_BYTES:
+            return self.collective_s(kind, nbytes, axis)
+        return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
+
+    def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
+        """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message."""
+        key = (type_, ops, bucketed)
+        if key not in self._lattices:
+            price = self.bucketed_s if bucketed else self.collective_s
+            self._lattices[key] = Lattice(type_, self.mesh, price, self.copy_s, ops)
+        return self._lattices[key]
+
+    def convert_s(self, type_: TensorType, before: Spec, after: Spec) -> float:
+        """Seconds to bring a value from one spec to another."""
+        if before == after:
+            return 0.0
+        ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
+        return self.lattice(type_, ops).cost(before, after)
+
+    def cast_s(self, before: TensorType, after: TensorType, spec: Spec) -> float:
+        """Seconds to cast a block from one dtype to another: it is read and written."""
+        return self.copy_s * (spec.local_bytes(before, self.mesh) + spec.local_bytes(after, self.mesh))
+
+    def hand_over_s(self, nbytes: float) -> float:
+        """Seconds of a point-to-point message of nbytes to a rank of the next stage."""
+        if self.cluster.size <= self.mesh.size:
+            return 0.0
+        first = self.mesh.offset
+        peer = first + self.mesh.size if first + self.mesh.size < self.cluster.size else first - self.mesh.size
+        return collective.collective_time_s(self.cluster, "p2p", nbytes, (first, max(peer, 0)))
+
+    def arrival(self, type_: TensorType, wanted: Spec) -> tuple[Spec, float]:
+        """How a value comes from another stage: the spec it is received in, and seconds until it is `wanted`.
+
+        Where ranks of a host want the same bytes it pays to receive a share each and gather them locally.
+        """
+        key = (type_, wanted)
+        if key not in self._arrivals:
+            ops = tuple(sorted({"sum", *(op for _, op in wanted.partial)}))
+            lattice = self.lattice(type_, ops)
+            column = lattice.costs[:, lattice.index[wanted]]
+            best, least = Spec.replicated(len(type_.shape)), float("inf")
+            for spec, seconds in zip(lattice.specs, column, strict=True):
+                if not spec.partial and seconds < least:
+                    total = float(seconds) + self.hand_over_s(spec.local_bytes(type_, self.mesh))
+                    if total < least:
+                        best, least = spec, total
+            self._arrivals[key] = (best, least)
+        return self._arrivals[key]
+
+    def departure(self, type_: TensorType, before: Spec) -> tuple[Spec, float]:
+        """The spec in which a value leaves for another stage (it must owe nothing), and seconds until it has it."""
+        if not before.partial:
+            return before, 0.0
+        ops = tuple(sorted({"sum", *(op for _, op in before.partial)}))
+        lattice = self.lattice(type_, ops)
+        row = lattice.costs[lattice.index[before]]
+        return min(
+            ((s, float(c)) for s, c in zip(lattice.specs, row, strict=True) if not s.partial), key=lambda x: x[1]
+        )
+
+    def work_s(self, call: OpCall, rule: Rule) -> float:
+        """A lower bound on an op's device-seconds however it is sharded: its products at peak, launches left out."""
+        definition = find(call.op)
+        if definition is None or definition.free or definition.work is None:
+            return 0.0
+        flops, _, _ = definition.work(call, rule)
+        dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
+        return flops / self.device.peak(_computable(dtype))
+
+    def op_s(self, call: OpCall, rule: Rule, strategy: Strategy) -> float:
+        """Seconds of one op on its block under `strategy`."""
+        definition = find(call.op)
+        if definition is not None and definition.free:
+            return 0.0
+        parts = dict.fromkeys(rule.factors, 1)
+        for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
+            if choice in parts:
+                parts[choice] *= size
+        nbytes = 0.0
+        for type_, labels in zip((*call.operands, *call.results), (*rule.operands, *rule.results), strict=True):
+            if type_ is not None and labels is not None:
+                split = 1
+                for dim in labels:
+                    for f in dim:
+                        split *= parts[f]
+                nbytes += type_.nbytes / split
+        dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
+        flops, kind, shape = 0.0, "pointwise", None
+        if definition is not None and definition.work is not None:
+            flops, kind, groups = definition.work(call, rule)
+            whole = 1
+            for n in parts.values():
+                whole *= n
+            flops /= whole
+            shape = _shape(kind, groups, rule, parts)
+        key = (flops, nbytes, dtype, kind, shape)
+        if key not in self._ops:
+            self._ops[key] = compute.op_time_s(
+                self.device, flops=flops, nbytes=nbytes, dtype=_computable(dtype), kind=kind, shape=shape
+            )
+        return self._ops[key]
+
+
+def _shape(kind: str, groups: tuple[tuple[str, ...], ...], rule: Rule, parts: dict[str, int]) -> tuple[int, ...] | None:
+    if not groups:
+        return None
+    sizes = []
+    for factors in groups:
+        n = 1
+        for f in factors:
+            n *= rule.factors[f].size // parts[f] if f in rule.factors else 1
+        sizes.append(max(n, 1))
+    return tuple(sizes)
+
+
+def _computable(dtype: str) -> str:
+    return dtype if dtype in ("float64", "float32", "bfloat16", "float16") else "float32"
+
+
+class Pricers:
+    """A Pricer per mesh of one cluster, made when first asked for.
+
+    Meshes that lie alike on the links and run on the same device share one: their prices are the same. `lowered`: what
+    lowering has made of templates so far, by template, plan and mesh.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self.cluster = cluster
+        self.lowered: dict[Any, Any] = {}
+        self._made: dict[Any, Pricer] = {}
+
+    def __getitem__(self, mesh: Mesh) -> Pricer:
+        where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
+        ends = mesh.offset == 0 and mesh.size == self.cluster.size
+        key = (mesh.axes, self.cluster.device(mesh.offset), where[:-1], ends)
+        if key not in self._made:
+            self._made[key] = Pricer(self.cluster, mesh)
+        return self._made[key]

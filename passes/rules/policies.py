@@ -1,0 +1,36 @@
+"""Recompute by name: what people write by hand, as sets of values.
+
+none: everything that backward reads is kept. full: a block keeps its inputs alone and runs forward again. selective:
+products (linear, convolution, einsum, recurrent layers), sums of two streams (their collectives would be run again) and
+what is not known are kept; attention and everything else pointwise is made again (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from autopar.ir.program import Template, resolve
+from autopar.ops.registry import find
+from autopar.passes.rules.replay import made_forward
+
+POLICIES = ("none", "selective", "full")
+_DEAR = ("autopar.embedding", "autopar.rnn", "autopar_ops.")
+
+
+def policy_set(template: Template, policy: str) -> tuple[str, ...]:
+    """Values of a template that a policy makes again."""
+    if policy == "none" or not template.differentiable:
+        return ()
+    values = [v for v in template.nodes if v in made_forward(template)]
+    if policy == "full":
+        return tuple(values)
+    return tuple(v for v in values if is_light(template, resolve(template.nodes[v])[0].name))
+
+
+def is_light(template: Template, op: str) -> bool:
+    """Whether an op is attention, pointwise or a reduction: little arithmetic for what it holds."""
+    call = template.op_calls[op]
+    definition = find(call.op)
+    if definition is None or call.op.startswith(_DEAR):
+        return False
+    if call.op == "aten.add.Tensor" and [t.shape for t in call.operands if t] == [call.results[0].shape] * 2:  # type: ignore[union-attr]
+        return False
+    return definition.work is None or call.op.startswith("autopar.attention")

@@ -1,0 +1,1 @@
+"""Which plans to try, and why none fits."""

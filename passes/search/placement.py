@@ -1,0 +1,116 @@
+"""Where ranks go: logical ranks on physical ones so that what a plan sends most runs over the fastest links.
+
+The traffic is that of the lowered program, bytes per step and direction between pairs of ranks: every collective as the
+ring (or the pairs) along its axis, everything that crosses between stages, and what stages tell each other about shared
+parameters. `passes.place` finds a cheap order. A plan gets a placement only when that beats leaving ranks in order by
+more than GAIN; on clusters of one level, or of different devices, ranks stay in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.cluster import ClusterSpec
+from autopar.ir.lowered import LoweredProgram, LoweredStage
+from autopar.ir.mesh import Mesh
+from autopar.passes.account.program import Account
+from autopar.passes.place import Traffic, Tree, mesh_traffic, place
+from autopar.plan import Plan
+
+GAIN = 0.01
+"""Least part of the cost that a placement must save."""
+
+MOST_RANKS = 8192
+"""Ranks of larger clusters stay in order: a search would take seconds, and meshes have their inner axis on fast links."""
+
+Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def placed(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec) -> Plan:
+    """The plan with its placement, where one is worth it."""
+    if plan.placement or not 1 < plan.ranks <= MOST_RANKS or not cluster.homogeneous_devices:
+        return plan
+    tree = Tree.of(cluster, range(plan.ranks))
+    if len(tree.groups) < 2 or tree.groups[0].max() == 0 or tree.distance[0] == tree.distance[-1]:
+        return plan
+    traffic = program_traffic(lowered, counted, plan.ranks)
+    in_order = tree.cost(traffic, np.arange(plan.ranks))
+    if in_order <= tree.floor(traffic) * (1 + GAIN):
+        return plan
+    found = place(traffic, cluster, exact=False)
+    if found.cost >= in_order * (1 - GAIN):
+        return plan
+    logical = np.empty(plan.ranks, int)
+    logical[list(found.physical)] = np.arange(plan.ranks)
+    return replace(plan, placement=tuple(logical.tolist()))
+
+
+def placement_gain(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec) -> float:
+    """The part of the cost (bytes times seconds per byte) that the plan's placement saves."""
+    if not plan.placement:
+        return 0.0
+    tree = Tree.of(cluster, range(plan.ranks))
+    traffic = program_traffic(lowered, counted, plan.ranks)
+    in_order = tree.cost(traffic, np.arange(plan.ranks))
+    return 1 - tree.cost(traffic, np.argsort(plan.placement)) / in_order if in_order else 0.0
+
+
+def program_traffic(lowered: LoweredProgram, counted: Account, ranks: int) -> Traffic:
+    """Bytes per step and direction between logical ranks."""
+    parts = [*_collectives(lowered, counted), *_transfers(lowered), *_shared(lowered)]
+    rows = [np.concatenate([part[k] for part in parts]) if parts else np.array([]) for k in range(3)]
+    return Traffic.of(ranks, np.stack(rows, 1).tolist()) if len(rows[0]) else Traffic.of(ranks, [])
+
+
+def _collectives(lowered: LoweredProgram, counted: Account) -> Iterator[Pairs]:
+    for stage, account in zip(lowered.stages, counted.stages, strict=True):
+        mesh = stage.mesh
+        rings: dict[str, float] = {}
+        pairs: dict[str, float] = {}
+        for c in account.collectives:
+            size = mesh.sizes[c.axis]
+            if c.kind == "all_to_all":
+                pairs[c.axis] = pairs.get(c.axis, 0.0) + c.times * c.nbytes / size
+            else:
+                passes = 2 if c.kind == "all_reduce" else 1
+                rings[c.axis] = rings.get(c.axis, 0.0) + c.times * passes * c.nbytes * (size - 1) / size
+        for weights, shape in ((rings, "ring"), (pairs, "all")):
+            if weights:
+                found = mesh_traffic(mesh.sizes, weights, dict.fromkeys(mesh.names, shape))  # type: ignore[arg-type]
+                yield found.first + mesh.offset, found.second + mesh.offset, found.weight
+
+
+def _transfers(lowered: LoweredProgram) -> Iterator[Pairs]:
+    totals: dict[tuple[int, int], float] = {}
+    for t in lowered.transfers:
+        target = lowered.stages[t.target].mesh
+        key = (t.source, t.target)
+        totals[key] = (
+            totals.get(key, 0.0) + t.target_spec.local_bytes(t.type, target) * lowered.stages[t.target].microbatches
+        )
+    for (source, goal), nbytes in totals.items():
+        yield _between(lowered.stages[source].mesh, lowered.stages[goal].mesh, nbytes)
+
+
+def _shared(lowered: LoweredProgram) -> Iterator[Pairs]:
+    for name, (owner, *others) in lowered.shared.items():
+        for other in others:
+            yield _between(lowered.stages[owner].mesh, lowered.stages[other].mesh, _held(lowered.stages[other], name))
+
+
+def _held(stage: LoweredStage, name: str) -> float:
+    """Bytes of a parameter's value on a rank of the stage (its gradient goes the other way)."""
+    p = stage.parameters.get(name)
+    return float(p.storage.local_bytes(p.type, stage.mesh)) if p is not None else 0.0
+
+
+def _between(source: Mesh, target: Mesh, nbytes: float) -> Pairs:
+    """nbytes to every rank of the target, from the source ranks at the same part of their range."""
+    n = max(source.size, target.size)
+    k = np.arange(n)
+    there = target.offset + k * target.size // n
+    each = nbytes * target.size / n
+    return source.offset + k * source.size // n, there, np.full(n, float(each))

@@ -1,0 +1,138 @@
+"""What rests in memory tiers: per parameter its optimizer state (or all of it), per template the saved values.
+
+Forced kinds become decisions of a stage's plan here; nothing is solved. What is used most goes to the fastest tier:
+saved values (every microbatch), then parameters with their gradients, then optimizer state (once per step), each thing
+whole, in the first tier that still has room. Saved values that are worth moving own memory on the device: batch inputs,
+buffers, parameters and views of these rest there anyway, and single numbers do not pay for their transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.cluster.device import DeviceSpec
+from autopar.cluster.tiers import Tier, place
+from autopar.errors import NoRoomError
+from autopar.ir.program import Program, Template, operand_values, resolve
+from autopar.ir.setting import Setting
+from autopar.ops.registry import find
+from autopar.passes.rules.hubs import flow
+from autopar.passes.rules.replay import replay
+from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
+
+KINDS: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "optimizer": frozenset({"optimizer"}),
+    "activations": frozenset({"activations"}),
+    "parameters": frozenset({"optimizer", "parameters"}),
+    "all": frozenset({"optimizer", "activations", "parameters"}),
+    "auto": frozenset(),
+}
+"""Options.offload -> the kinds that are forced into tiers."""
+LEAST_BYTES = 1024
+"""Smaller values (global bytes) stay on the device."""
+
+
+def offloaded(program: Program, stage: StagePlan, device: DeviceSpec, setting: Setting) -> StagePlan:
+    """The stage with what `setting.offload` names in the device's tiers. Raises InfeasibleError where they are too small,
+    ClusterError where the device has none."""
+    if not setting.offload or not program.training:
+        return stage
+    tiers = device.tiers or (device.tier("ddr"),)
+    templates, used = stage.templates, dict.fromkeys((t.name for t in tiers), 0.0)
+    if "activations" in setting.offload:
+        held = _held_bytes(program, stage, setting)
+        tier = next((t for t in tiers if held <= t.capacity_bytes), None)
+        if tier is None:
+            largest = max(t.capacity_bytes for t in tiers)
+            raise NoRoomError(
+                f"saved values of {held / 1e9:.3g} GB per rank are to rest in one memory tier, the largest has "
+                f"{largest / 1e9:.3g} GB per rank; use more microbatches or ranks, recompute, or offload less"
+            )
+        used[tier.name] += held
+        names = {program.calls[i].template for i in program.backward_calls}
+        templates = {
+            name: replace(t, offload=parkable(program, name, t), offload_tier=tier.name) if name in names else t
+            for name, t in stage.templates.items()
+        }
+    return replace(stage, templates=templates, parameters=_parameters(program, stage, tiers, used, setting))
+
+
+def parkable(program: Program, name: str, plan: TemplatePlan) -> tuple[str, ...]:
+    """The values of a template that may be parked: what it keeps under the plan, and its inputs (kept where all else is
+    made again)."""
+    template = program.templates[name]
+    calls = [call for call in program.calls if call.template == name]
+    resting = {
+        value
+        for slot, value in enumerate(template.inputs)
+        if all(
+            ref.kind == "buffer" or (ref.kind == "input" and program.crossing(ref) is None)
+            for ref in (call.inputs[slot] for call in calls)
+        )
+    }
+    resting |= _views(template, {*resting, *template.params})
+    kept = replay(template, flow(template), plan.recompute).kept
+    return tuple(
+        value
+        for value in dict.fromkeys((*kept, *template.inputs))
+        if value not in resting and value not in template.params and template.type_of(value).nbytes >= LEAST_BYTES
+    )
+
+
+def _views(template: Template, resting: set[str]) -> set[str]:
+    """What ops that only look differently at memory make of resting values."""
+    seen = set(resting)
+    for node in template.ops:
+        definition = find(template.op_calls[node.name].op)
+        if definition is not None and definition.free and any(v in seen for v in list(operand_values(node))[:1]):
+            seen.add(node.name)
+    return {v for v in template.nodes if resolve(template.nodes[v])[0].name in seen} | seen
+
+
+def _held_bytes(program: Program, stage: StagePlan, setting: Setting) -> float:
+    """Bytes of the parked values of all calls of the microbatches in flight, as their specs say (or whole)."""
+    total = 0.0
+    per_call: dict[str, float] = {}
+    for i in program.backward_calls:
+        name = program.calls[i].template
+        if name not in per_call:
+            template, plan = program.templates[name], stage.templates[name]
+            forms = replay(template, flow(template), plan.recompute).kept
+            per_call[name] = 0.0
+            for value in parkable(program, name, plan):
+                if value in forms:
+                    spec, type_ = plan.specs.get(forms[value]), template.type_of(value)
+                    per_call[name] += spec.local_bytes(type_, stage.mesh) if spec else type_.nbytes / stage.mesh.size
+        total += per_call[name]
+    return total * max(setting.in_flight, 1.0)
+
+
+def _parameters(
+    program: Program, stage: StagePlan, tiers: Iterable[Tier], used: dict[str, float], setting: Setting
+) -> dict[str, ParameterPlan]:
+    """The parameters' tiers: stored shards first, then optimizer state, the largest first."""
+    found = dict(stage.parameters)
+    trained = set(program.trained)
+    wanted: dict[str, float] = {}
+    if "parameters" in setting.offload:
+        for name, p in stage.parameters.items():
+            type_ = program.parameters[name].type
+            wanted[f"value {name}"] = p.storage.local_bytes(type_, stage.mesh) + (
+                p.optimizer.local_bytes(type_, stage.mesh) if name in trained else 0.0
+            )
+    if "optimizer" in setting.offload and setting.state_ratio:
+        sizes = {n: state_bytes(program, stage, n, setting) for n in trained if n in stage.parameters}
+        wanted |= {f"state {n}": size for n, size in sorted(sizes.items(), key=lambda kv: (-kv[1], kv[0]))}
+    for what, tier in place(wanted, list(tiers), used).items():
+        kind, _, name = what.partition(" ")
+        found[name] = replace(found[name], tier=tier) if kind == "value" else replace(found[name], optimizer_tier=tier)
+    return found
+
+
+def state_bytes(program: Program, stage: StagePlan, name: str, setting: Setting) -> float:
+    """Bytes of one parameter's optimizer state on a rank."""
+    type_ = program.parameters[name].type
+    shard = stage.parameters[name].optimizer.local_bytes(type_, stage.mesh)
+    return shard / type_.dtype.itemsize * setting.ratio(name) * max(setting.state_bytes, type_.dtype.itemsize)

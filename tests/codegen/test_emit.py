@@ -1,0 +1,179 @@
+"""Emitted source is code that people read: it parses, names where lines come from, frees values, repeats nothing."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import EmitError
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def program(layers: int = 2, ranks: int = 4, optimizer=ADAMW, **options):
+    ids = torch.zeros(8, 4, dtype=torch.long)
+    options = autopar.Options(**({"mesh": {"dp": 2, "tp": 2}} | options))
+    return autopar.compile(
+        Deep(layers), autopar.ClusterSpec.local(ranks), (ids, ids), loss_fn=loss, optimizer=optimizer, options=options
+    )
+
+
+@pytest.fixture(scope="module")
+def two():
+    return program(2)
+
+
+def functions(source: str) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_there_is_a_function_pair_per_template_whatever_the_depth(two):
+    for made in (two, program(8), program(24)):
+        learn = {made.ir.calls[i].template for i in made.ir.backward_calls}
+        pairs = {f"{t}_forward" for t in made.ir.templates} | {f"{t}_backward" for t in learn}
+        assert functions(made.source(0)).keys() == pairs | {"forward", "backward"}
+        assert {"blocks_forward", "blocks_backward"} <= pairs
+    shallow, deep = program(8), program(24)
+    assert functions(shallow.source(0)).keys() == functions(deep.source(0)).keys()
+    assert len(deep.source(0)) < 4 * len(shallow.source(0))
+
+
+def test_comments_name_module_and_source_line(two):
+    source = two.source(0)
+    assert re.search(r"# blocks\.0\.up · test_emit\.py:\d+: return x \+ self\.down", source)
+    assert re.search(r"# head · test_emit\.py:\d+: return self\.head\(x\)", source)
+    assert re.search(r"= ops\.linear\(.*\)  # f32\[8\S*, 4, 32\S*\]", source)
+
+
+def test_no_line_is_longer_than_a_screen_is_wide(two):
+    long = [line for line in two.source(0).splitlines() if len(line.split("  # ")[0]) > 160 and "dict(" not in line]
+    assert not long, long
+
+
+def test_a_value_is_freed_after_its_last_use_and_never_read_again(two):
+    for function in functions(two.source(0)).values():
+        gone: set[str] = set()
+        freed = 0
+        for statement in function.body:
+            used = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+            if not isinstance(statement, ast.Delete):
+                assert not used & gone, f"{function.name}: {used & gone} read after del"
+            for name in (n for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)):
+                gone.discard(name.id)
+            if isinstance(statement, ast.Delete):
+                gone |= used
+                freed += len(used)
+        made = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} - {"_"}
+        kept = {n.id for n in ast.walk(function.body[-1]) if isinstance(n, ast.Name)}
+        assert made - gone <= kept, f"{function.name} never frees {made - gone - kept}"
+        assert freed
+
+
+def test_every_name_is_made_before_it_is_read(two):
+    for function in functions(two.source(0)).values():
+        known = {a.arg for a in function.args.args} | {"ops", "aten", "attention", "rnn", "torch", "float"}
+        known |= functions(two.source(0)).keys()
+        for statement in function.body:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                    assert node.id in known, f"{function.name} reads {node.id}"
+            known |= {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def test_emission_is_the_same_every_time(two, tmp_path):
+    again = program(2)
+    assert again.source(0) == two.source(0)
+    texts = []
+    for made, name in ((two, "a"), (again, "b"), (two, "c")):
+        out = made.save(tmp_path / name)
+        texts.append(
+            {
+                str(p.relative_to(out)): p.read_bytes()
+                for p in out.rglob("*")
+                if p.is_file() and p.suffix != ".distcp" and p.name not in (".metadata", "program.json")
+            }
+        )
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_alike_ranks_share_one_file(two, tmp_path):
+    out = two.save(tmp_path / "out")
+    assert [p.name for p in sorted((out / "stages").iterdir())] == ["stage_0.py"]
+    ranks = sorted((out / "ranks").iterdir())
+    assert [p.name for p in ranks] == [f"rank_{r}.py" for r in range(4)]
+    assert "{'dp': 1, 'tp': 0}" in ranks[2].read_text()
+    assert (out / "stages" / "stage_0.py").read_text() == two.source(0) == two.source(3)
+
+
+def test_emitted_files_import_torch_and_the_copied_runtime_only(two, tmp_path):
+    out = two.save(tmp_path / "out")
+    standard = {"torch", "autopar_runtime", "__future__"}
+    for path in out.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            found = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom) and not node.level
+                else []
+            )
+            for name in found:
+                top = name.split(".")[0]
+                assert top in standard or top in sys.stdlib_module_names, f"{path}: imports {name}"
+
+
+def test_saving_again_leaves_nothing_of_the_program_before(tmp_path):
+    out = program(2).save(tmp_path / "out")
+    program(2, ranks=2, mesh={"dp": 2}).save(out)
+    assert len(list((out / "ranks").iterdir())) == 2
+
+
+def test_scripts_start_the_right_number_of_ranks(two, tmp_path):
+    out = two.save(Path(tmp_path) / "out")
+    assert "--nproc-per-node 4" in (out / "launch.sh").read_text()
+    assert (out / "launch.sh").stat().st_mode & 0o100
+    assert "torchrun" in (out / "slurm.sh").read_text()
+    assert "parallelism: 1" in (out / "kubernetes.yaml").read_text()
+
+
+def test_an_optimizer_without_a_name_cannot_be_saved(tmp_path):
+    made = program(optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    with pytest.raises(EmitError, match=r"functools\.partial"):
+        made.save(tmp_path / "out")

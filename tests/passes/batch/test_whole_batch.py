@@ -1,0 +1,262 @@
+"""Losses in microbatches are those of the whole batch, whatever they divide by; or the program says that they are not.
+
+Batches count very unequally: the first samples count almost nothing, the last ones everything. `verify` compares with
+the eager model on the whole batch where the program claims to compute it, and with the mean over microbatches where it
+says "coupled"; that this is what verify does is checked with an eager loop written here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+BATCH, SEQ, VOCAB = 8, 6, 12
+WEIGHTS = torch.linspace(0.1, 3.0, VOCAB)
+Loss = Callable[..., Tensor]
+
+
+class Tagger(nn.Module):
+    """ids: (batch, seq) -> logits (batch, seq, vocab), over a few blocks so that there is something to cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+def ids_and_labels() -> tuple[Tensor, Tensor]:
+    """Sample k counts 0, 1, 1, 2, 3, 4, 5, 6 of its tokens."""
+    draw = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=draw)
+    labels = torch.randint(0, VOCAB, (BATCH, SEQ), generator=draw)
+    for row, count in enumerate((0, 1, 1, 2, 3, 4, 5, 6)):
+        labels[row, count:] = -100
+    return ids, labels
+
+
+def ignoring(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    """Class weights: the mean divides by the sum of the weights of what counts."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=WEIGHTS.to(logits.dtype))
+
+
+def masked_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels >= 0).to(logits.dtype)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum()
+
+
+def clamped_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    """Safe division, as many training scripts write it."""
+    mask = (labels >= 0).to(logits.dtype)
+    each = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return (each * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+def two_denominators(logits: Tensor, labels: Tensor) -> Tensor:
+    """Tokens that count, and tokens of even labels, each with its own number."""
+    even = ((labels >= 0) & (labels % 2 == 0)).to(logits.dtype)
+    size = (logits**2).mean(-1)
+    return ignoring(logits, labels) + 0.1 * (size * even).sum() / even.sum()
+
+
+def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def with_a_penalty(logits: Tensor, labels: Tensor) -> Tensor:
+    """A quotient of counts and a plain mean in one sum."""
+    return ignoring(logits, labels) + 0.01 * (logits**2).mean()
+
+
+def times_the_inverse(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels >= 0).to(logits.dtype)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return (each * mask.flatten()).sum() * mask.sum().reciprocal()
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def product_of_means(logits: Tensor, labels: Tensor) -> Tensor:
+    return ignoring(logits, labels) * (logits**2).mean()
+
+
+def root_of_a_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return ((logits**2).mean() + ignoring(logits, labels)).sqrt()
+
+
+MEANS = (ignoring, weighted, masked_mean, clamped_mean, two_denominators, smoothed, with_a_penalty, times_the_inverse)
+
+
+def compiled(loss: Loss, m: int, model: nn.Module | None = None, batch: Any = None, **options: Any) -> autopar.Program:
+    return autopar.compile(
+        model or Tagger(),
+        autopar.ClusterSpec.local(options.pop("ranks", 1)),
+        batch or ids_and_labels(),
+        loss_fn=loss,
+        optimizer=SGD,
+        options=autopar.Options(microbatches=m, **options),
+    )
+
+
+def eager(program: autopar.Program, batch: Any, loss: Loss, pieces: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients on the whole batch, or the mean of them over pieces of it, in float64."""
+    model = program.model.double()
+    model.zero_grad()
+    total = torch.zeros((), dtype=torch.float64)
+    for part in zip(
+        *(t.double().chunk(pieces) if t.is_floating_point() else t.chunk(pieces) for t in batch), strict=True
+    ):
+        value = loss(model(*part[:-1]), part[-1]) / pieces
+        value.backward()
+        total += value.detach()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("m", [2, 4, BATCH])
+@pytest.mark.parametrize("loss", MEANS, ids=lambda f: f.__name__)
+def test_a_mean_over_what_counts_is_that_of_the_whole_batch(loss: Loss, m: int) -> None:
+    program = compiled(loss, m)
+    assert program.ir.loss_kind == "mean"
+    result = autopar.verify(program, program.model, ids_and_labels())
+    assert result.ok, result.errors
+    assert result.max_error <= 1e-9
+
+
+@pytest.mark.parametrize("loss", MEANS, ids=lambda f: f.__name__)
+def test_verify_says_so_because_it_is_so(loss: Loss) -> None:
+    model = Tagger().double()
+    program = compiled(loss, 4, model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result = program.run([ids_and_labels()])
+    want, grads = eager(program, ids_and_labels(), loss)
+    torch.testing.assert_close(result.losses[0], want, rtol=1e-9, atol=0)
+    for name, grad in grads.items():
+        step = (before[name] - result.state[name]) / 0.1
+        assert (step - grad).abs().max() <= 1e-9 * grad.abs().max(), name
+    parts, _ = eager(program, ids_and_labels(), loss, pieces=4)
+    assert not abs(parts - want) <= 1e-3, "the mean of the microbatches' losses is another number"
+
+
+@pytest.mark.parametrize("m", [2, 4, BATCH])
+def test_a_sum_is_the_sum_of_the_microbatches(m: int) -> None:
+    program = compiled(summed, m)
+    assert program.ir.loss_kind == "sum"
+    result = autopar.verify(program, program.model, ids_and_labels())
+    assert result.ok, result.errors
+
+
+@pytest.mark.parametrize("loss", [product_of_means, root_of_a_mean], ids=lambda f: f.__name__)
+def test_means_that_meet_in_something_that_is_not_linear_couple_the_batch(loss: Loss) -> None:
+    program = compiled(loss, 2, Tagger().double())
+    assert program.ir.loss_kind == "coupled"
+    assert autopar.verify(program, program.model, ids_and_labels()).ok
+    assert "couple the batch" in program.report()
+    got = program.run([ids_and_labels()]).losses[0]
+    parts, _ = eager(program, ids_and_labels(), loss, pieces=2)
+    torch.testing.assert_close(got, parts, rtol=1e-9, atol=0)
+
+
+def test_batch_norm_couples_and_each_microbatch_is_a_batch_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+    batch = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 4
+    program = compiled(F.cross_entropy, 2, model, batch)
+    assert program.ir.loss_kind == "coupled"
+    assert autopar.verify(program, model, batch).ok
+    got = program.run([batch]).losses[0]
+    parts, _ = eager(program, batch, F.cross_entropy, pieces=2)
+    torch.testing.assert_close(got, parts, rtol=1e-9, atol=0)
+
+
+def test_without_microbatches_nothing_couples() -> None:
+    program = compiled(product_of_means, 1)
+    assert autopar.verify(program, program.model, ids_and_labels()).ok
+    assert "couple" not in program.report()
+    assert not any(call.early for call in program.ir.calls)
+
+
+def test_a_plain_mean_needs_nothing_beforehand() -> None:
+    batch = torch.randn(8, 6), torch.randn(8, 6)
+    program = compiled(F.mse_loss, 4, nn.Linear(6, 6), batch)
+    assert program.ir.loss_kind == "mean"
+    assert not any(call.early for call in program.ir.calls)
+    assert autopar.verify(program, program.model, batch).ok
+
+
+# --- where the batch is not the major part of a dim ---------------------------------------------------------------------
+
+
+def sequence_first(t: Tensor) -> Tensor:
+    return t.t().contiguous()
+
+
+@pytest.mark.parametrize("m", [2, 4, BATCH])
+@pytest.mark.parametrize("loss", [*MEANS, summed], ids=lambda f: f.__name__)
+def test_sequence_first_batches_are_counted_too(loss: Loss, m: int) -> None:
+    """(seq, batch) flattened: the batch is the minor part of the merged dim."""
+    batch = tuple(map(sequence_first, ids_and_labels()))
+    program = compiled(loss, m, batch=batch, batch_dims=[1, 1])
+    assert program.ir.loss_kind == ("sum" if loss is summed else "mean")
+    result = autopar.verify(program, program.model, batch)
+    assert result.ok, result.errors
+
+
+# --- in pipelines -------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """The model computes its own loss; the mask is made in the first block and summed after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tagger = Tagger()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        mask = (labels >= 0).float()
+        logits = self.tagger(ids)
+        each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+        return (each * mask).sum() / mask.sum()
+
+
+def test_a_masked_mean_over_several_calls_of_a_model_of_ones_own() -> None:
+    batch = ids_and_labels()
+    program = autopar.compile(
+        Counting(), autopar.ClusterSpec.local(2), batch, optimizer=SGD, options=autopar.Options(microbatches=4, pp=1)
+    )
+    assert program.ir.loss_kind == "mean"
+    for seed in range(6):
+        made = program.with_plan(autopar.random_plan(program, seed))
+        assert autopar.verify(made, program.model, batch).ok, made.plan.show_meshes()
+
+
+@pytest.mark.parametrize("loss", [ignoring, two_denominators, summed], ids=lambda f: f.__name__)
+def test_stages_agree_about_what_is_counted(loss: Loss) -> None:
+    program = compiled(loss, 4, ranks=4, pp=1)
+    shapes = set()
+    for seed in range(8):
+        made = program.with_plan(autopar.random_plan(program, seed, pp=2 + seed % 2))
+        shapes.add((made.plan.schedule, len(made.stages)))
+        result = autopar.verify(made, program.model, ids_and_labels())
+        assert result.ok, (made.plan.show_meshes(), result.errors)
+    assert len(shapes) > 2

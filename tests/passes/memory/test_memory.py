@@ -1,0 +1,81 @@
+"""Bytes of a pipeline over its schedule: what is in flight, or waits, is held (measured: test_memory_measured)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import autopar
+from autopar.ir.actions import Table
+from autopar.passes.memory.peak import group_peaks
+from autopar.passes.schedule import build
+from tests.zoo.models import BY_NAME, MODELS, ZooModel
+from tests.zoo.pipelined import on_ranks
+
+
+def random_pipeline(
+    zoo: ZooModel, seed: int, pp: int | None = None, schedule: str | None = None, m: int = 4
+) -> autopar.Program:
+    program = on_ranks(zoo.name, 4, m)
+    return program.with_plan(autopar.random_plan(program, seed, pp, schedule))
+
+
+def under(program: autopar.Program, table: Table) -> tuple[float, ...]:
+    lowered = replace(program.lowered, table=table)
+    return group_peaks(lowered, [s.memory for s in program.account.stages])
+
+
+def test_more_microbatches_in_flight_hold_more() -> None:
+    """GPipe holds all m, 1F1B as many as there are stages below, whatever m is."""
+    peaks = {}
+    for m in (4, 8):
+        program = random_pipeline(BY_NAME["mlp"], 2, 2, "1f1b", m)
+        graph = program.lowered.graph
+        peaks[m] = {name: under(program, build(name, graph, m)) for name in ("gpipe", "1f1b")}
+        held = [s.memory.actions["F"].after for s in program.account.stages]
+        assert min(held) > 0
+        for g, stage in enumerate(program.account.stages):
+            least = stage.memory.resting_bytes + (m - 1) * held[g]
+            assert peaks[m]["gpipe"][g] >= least
+            assert peaks[m]["gpipe"][g] > peaks[m]["1f1b"][g]
+    growth = [b - a for a, b in zip(peaks[4]["gpipe"], peaks[8]["gpipe"], strict=True)]
+    held = [s.memory.actions["F"].after for s in program.account.stages]
+    assert growth == pytest.approx([4 * h for h in held])
+    assert peaks[4]["1f1b"] == peaks[8]["1f1b"]
+
+
+@pytest.mark.parametrize("zoo", MODELS, ids=str)
+def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
+    """After B of a split schedule at least what W reads is held, and nothing is after W."""
+    program = random_pipeline(zoo, 3, 2, "zb-h1")
+    for stage, counted in zip(program.stages, program.account.stages, strict=True):
+        actions = counted.memory.actions
+        assert actions["W"].after == 0
+        learns = any(
+            t.weights is not None and any(line.op.startswith("autopar.") for line in t.weights.lines)
+            for t in stage.templates.values()
+        )
+        assert not learns or actions["B"].after > 0
+
+
+def test_delaying_w_costs_memory() -> None:
+    program = random_pipeline(BY_NAME["llama"], 2, 2, "zb-h1", 8)
+    graph = program.lowered.graph
+    late = build("gpipe", graph, 8)
+    delayed = tuple(row + tuple(replace(a, kind="W") for a in row if a.kind == "B") for row in late)
+    at_once = tuple(
+        tuple(x for a in row for x in ((a, replace(a, kind="W")) if a.kind == "B" else (a,))) for row in late
+    )
+    for slow, quick in zip(under(program, delayed), under(program, at_once), strict=True):
+        assert slow >= quick
+    assert sum(under(program, delayed)) > sum(under(program, at_once))
+
+
+@pytest.mark.parametrize("zoo", MODELS, ids=str)
+def test_inference_holds_nothing_between_microbatches(zoo: ZooModel) -> None:
+    program = on_ranks(zoo.name, 4, 3, training=False)
+    made = program.with_plan(autopar.random_plan(program, 1, 2))
+    for stage in made.account.stages:
+        assert stage.memory.actions["F"].after == 0
+        assert stage.memory.resting["gradients"] == stage.memory.resting["optimizer"] == 0

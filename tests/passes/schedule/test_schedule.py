@@ -1,0 +1,279 @@
+"""Schedules: their orders, their memory, their time against the papers, and the searched ones against an optimum."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ortools.sat.python import cp_model
+
+from autopar.costmodel import simulate as sim
+from autopar.errors import PlanError
+from autopar.ir import tables
+from autopar.ir.actions import StageGraph, parse_row, show_row
+from autopar.passes.schedule import SCHEDULES, Costs, Room, build, in_flight, needs_split, peak_bytes, stages_per_group
+from autopar.passes.schedule.proof import check_table
+from tests.passes.schedule.pipelines import ONE_STAGE, PAPER, chains, dags, graph_of
+
+chain = StageGraph.chain
+
+
+def cost(table, graph, costs):
+    """The zero-bubble paper's: the longest span of a group."""
+    return max(sim.bubble_spans(table, graph, costs.seconds, costs.comm_s)[0])
+
+
+@given(case=st.one_of(chains(), dags()))
+def test_every_schedule_is_a_complete_step_without_deadlock(case):
+    graph, name, m = case
+    table = build(name, graph, m)
+    check_table(table, graph, m, training=name != "forward", split=needs_split(name))
+    assert build(name, graph, m) == table
+
+
+def test_the_orders_are_those_of_the_papers():
+    def rows(name, graph, m):
+        return [show_row(row).replace(f".{g}", "") for g, row in enumerate(build(name, graph, m))]
+
+    assert rows("gpipe", chain(2), 2) == ["F0 F1 B0 B1"] * 2
+    assert rows("1f1b", chain(3), 4) == [
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ]
+    assert rows("zb-h1", chain(2), 3) == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
+    assert rows("zb-h2", chain(2), 4) == ["F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3", "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"]
+    assert build("interleaved", chain(2, 2), 2) == (
+        parse_row("F0.0 F1.0 F0.2 F1.2 B0.2 B1.2 B0.0 B1.0"),
+        parse_row("F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1"),
+    )
+    assert build("none", chain(1, 2), 2) == (parse_row("F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0"),)
+    assert build("forward", chain(2, 2), 3)[0] == parse_row("F0.0 F1.0 F0.2 F1.2 F2.0 F2.2")
+
+
+@given(case=dags(names=("gpipe", "1f1b", "zb-h1", "zb-h2", "forward"), groups=7))
+def test_a_stage_holds_what_its_depth_asks_for(case):
+    graph, name, m = case
+    held, top = in_flight(build(name, graph, m), graph), max(graph.depth)
+    for g, (s,) in enumerate(graph.groups):
+        d = graph.depth[s]
+        most = {"gpipe": m, "1f1b": d + 1, "zb-h1": top + 1, "zb-h2": 2 * top + 1, "forward": 0}[name]
+        if name in ("gpipe", "1f1b"):
+            assert held[g] == min(most, m)
+        assert held[g] <= min(most, m)
+
+
+@given(p=st.integers(1, 5), V=st.integers(2, 4), m=st.integers(1, 14))
+def test_interleaved_serves_any_number_of_microbatches_at_no_more_than_the_next_multiple_costs(p, V, m):
+    graph, more = chain(p, V), -(-m // p) * p
+    table, padded = build("interleaved", graph, m), build("interleaved", graph, more)
+    assert table == tuple(tuple(a for a in row if a.microbatch < m) for row in padded)
+    assert all(a <= b for a, b in zip(in_flight(table, graph), in_flight(padded, graph), strict=True))
+    seconds = sim.uniform(graph.stages, 1.0, 1.3, 0.7)
+    assert sim.makespan_s(table, graph, seconds, 0.1) <= sim.makespan_s(padded, graph, seconds, 0.1) + 1e-9
+
+
+def test_bytes_are_taken_by_f_and_released_by_b_and_w():
+    graph = StageGraph(((0, 1),), ((0, 1),))
+    table = (parse_row("F0.0 F0.1 B0.1 F1.0 W0.1 B0.0 W0.0 F1.1 B1.1 B1.0 W1.1 W1.0"),)
+    assert peak_bytes(table, graph, [10, 4], [3, 1]) == (21,)
+    assert peak_bytes(table, graph, [10, 4]) == (24,)
+    assert peak_bytes((parse_row("F0.0 F0.1 B0.1 B0.0"),), graph, [10, 4]) == (14,)
+    assert in_flight(build("forward", graph, 5), graph) == (0,)
+
+
+def paper_pipeline(row, limit, kept):
+    """Costs of a row and room for `limit` microbatches, of which the share `kept` stays between B and W."""
+    p = row["p"]
+    costs = Costs.uniform(p, row["TF_ms"], row["TB_ms"], row["TW_ms"], row["Tcomm_ms"])
+    return chain(p), costs, Room((float(limit),) * p, (1.0,) * p, (kept,) * p)
+
+
+def by_size(test):
+    rows = [
+        pytest.param(r, marks=[pytest.mark.slow] if r["p"] > 8 else [], id=f"{r['model']}-m{r['m']}") for r in PAPER
+    ]
+    return pytest.mark.parametrize("row", rows)(test)
+
+
+@by_size
+def test_the_automatic_scheduler_reaches_the_paper(row):
+    """The paper's layers hold 34 sbh + 5 a s^2 b bytes between F and B and 32 sbh between B and W."""
+    h, a, seq = row["hidden"], row["heads"], row["seq"]
+    kept = 32 * h / (34 * h + 5 * a * seq)
+    for name, limit in (("zb-1p", row["p"]), ("zb-2p", 2 * row["p"])):
+        graph, costs, room = paper_pipeline(row, limit, kept)
+        table = build("zb-auto", graph, row["m"], costs=costs, memory=room)
+        check_table(
+            table, graph, row["m"], split=True, held_bytes=room.after_F, later_bytes=room.later, bound_bytes=room.bound
+        )
+        rate = sim.simulate(table, graph, costs.seconds, costs.comm_s).bubble_rate
+        assert rate <= row["published"][name] + 0.001, name
+
+
+@by_size
+def test_where_w_releases_everything_twice_the_memory_gives_the_least_bubble_there_is(row):
+    """With room for L microbatches the last group has run m - L W before its last B, which still must reach the first:
+
+    span of group 0 >= (p-1)(F + B + 2 comm) + m (F + B) + (m - L) W + W.
+    """
+    p, m, limit = row["p"], row["m"], 2 * row["p"]
+    F, B, W, comm = (row[k] for k in ("TF_ms", "TB_ms", "TW_ms", "Tcomm_ms"))
+    graph, costs, room = paper_pipeline(row, limit, 1.0)
+    found = cost(build("zb-auto", graph, m, costs=costs, memory=room), graph, costs)
+    bound = (p - 1) * (F + B + 2 * comm) + m * (F + B) + (m - limit + 1) * W
+    assert bound <= found * (1 + 1e-9)
+    assert found <= 1.0005 * bound
+
+
+def random_costs(draw, graph):
+    seconds = st.floats(0.2, 3)
+    comm = st.one_of(st.floats(0, 1), st.fixed_dictionaries({e: st.floats(0, 1) for e in graph.edges}))
+    return Costs({(s, k): draw(seconds) for s in range(graph.stages) for k in "FBW"}, draw(comm))
+
+
+@given(case=st.one_of(chains(names=("zb-auto", "zb-v")), dags(names=("zb-auto",))), data=st.data())
+def test_searched_tables_keep_to_their_memory_and_beat_the_fixed_ones_that_do(case, data):
+    graph, name, m = case
+    costs = random_costs(data.draw, graph)
+    held = tuple(data.draw(st.floats(0.5, 4)) for _ in range(graph.stages))
+    later = tuple(h * data.draw(st.floats(0, 1)) for h in held)
+    bound = tuple(data.draw(st.floats(1, 6)) * sum(held[s] for s in group) for group in graph.groups)
+    table = build(name, graph, m, costs=costs, memory=Room(bound, held, later))
+    check_table(table, graph, m, split=True, held_bytes=held, later_bytes=later, bound_bytes=bound)
+    for fixed in (tables.zb_h1, tables.zb_h2) if name == "zb-auto" else (tables.zb_v,):
+        other = fixed(graph, m)
+        if all(a <= b for a, b in zip(peak_bytes(other, graph, held, later), bound, strict=True)):
+            makespan = sim.makespan_s(other, graph, costs.seconds, costs.comm_s)
+            assert cost(table, graph, costs) <= cost(other, graph, costs) + 1e-3 * makespan + 1e-9
+
+
+def optimum(graph, m, seconds, comm, limit):
+    """The least longest span, by CP-SAT: whole seconds, one stage per group, everything held until W."""
+    model = cp_model.CpModel()
+    horizon = sum(seconds.values()) * m * 2
+    start, end = {}, {}
+    for s, k, kind in itertools.product(range(graph.stages), range(m), "FBW"):
+        start[kind, k, s] = model.new_int_var(0, horizon, "")
+        end[kind, k, s] = start[kind, k, s] + seconds[s, kind]
+    spans = model.new_int_var(0, horizon, "")
+    for s in range(graph.stages):
+        mine = list(itertools.product("FBW", range(m)))
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(start[kind, k, s], seconds[s, kind], "") for kind, k in mine
+        )
+        for k in range(m):
+            model.add(start["W", k, s] >= end["B", k, s])
+            model.add(start["B", k, s] >= end["F", k, s])
+            for u in graph.feeds[s]:
+                model.add(start["F", k, s] >= end["F", k, u] + comm)
+            for v in graph.returns[s]:
+                model.add(start["B", k, s] >= end["B", k, v] + comm)
+            if k:  # microbatches are alike: any order of F can be renamed, and B and W follow in a table
+                for kind in "FBW":
+                    model.add(start[kind, k, s] >= end[kind, k - 1, s])
+            if k >= limit:
+                model.add(start["F", k, s] >= end["W", k - limit, s])
+        model.add(spans >= end["W", m - 1, s] - start["F", 0, s])
+    model.minimize(spans)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    assert solver.solve(model) == cp_model.OPTIMAL
+    return solver.objective_value
+
+
+DIAMOND = StageGraph(((0,), (1,), (2,), (3,)), ((0, 1), (0, 2), (1, 3), (2, 3)))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("graph", "m", "FBW", "comm"),
+    [(chain(2), 4, (2, 2, 2), 0), (chain(3), 4, (3, 4, 2), 1), (chain(3), 5, (2, 2, 3), 0), (DIAMOND, 3, (2, 3, 1), 1)],
+    ids=["2x4", "3x4", "3x5", "diamond"],
+)
+def test_small_pipelines_are_close_to_the_optimum(graph, m, FBW, comm, limit):
+    seconds = {(s, k): t for s in range(graph.stages) for k, t in zip("FBW", FBW, strict=True)}
+    costs = Costs(seconds, float(comm))
+    best = optimum(graph, m, seconds, comm, limit)
+    found = cost(build("zb-auto", graph, m, costs=costs, memory=limit), graph, costs)
+    assert best <= found + 1e-9
+    assert found <= 1.03 * best
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_zb_v_has_no_bubble_and_1f1bs_memory_when_f_b_and_w_are_equal(p):
+    graph = chain(p, 2, "v")
+    for m in (2 * p - 1, 2 * p, 3 * p + 1):
+        table = build("zb-v", graph, m)
+        assert sim.simulate(table, graph, sim.uniform(2 * p, 1.0, 1.0, 1.0)).bubble_rate == pytest.approx(0, abs=1e-9)
+        assert max(in_flight(table, graph)) <= 2 * p
+
+
+@pytest.mark.parametrize(
+    ("tf", "tb", "tw", "comm"), [(1.0, 1.0, 0.7, 0.03), (1.0, 1.2, 0.9, 0.1), (1.0, 2.0, 1.0, 0.0)]
+)
+def test_zb_v_beats_interleaved_for_times_as_they_are(tf, tb, tw, comm):
+    p, m = 6, 18
+    v, loop, costs = chain(p, 2, "v"), chain(p, 2), Costs.uniform(12, tf, tb, tw, comm)
+    assert cost(build("zb-v", v, m, costs=costs), v, costs) < cost(build("interleaved", loop, m), loop, costs)
+
+
+@settings(max_examples=15)
+@given(p=st.integers(2, 6), m=st.integers(2, 16))
+def test_more_memory_makes_the_automatic_schedule_no_slower_than_1f1b(p, m):
+    costs = Costs.uniform(p, 1.0, 1.1, 0.8, 0.05)
+    plain = cost(build("1f1b", chain(p), m), chain(p), costs)
+    assert cost(build("zb-auto", chain(p), m, costs=costs, memory=p), chain(p), costs) <= plain + 1e-9
+    assert cost(build("zb-auto", chain(p), m, costs=costs, memory=2 * p), chain(p), costs) <= plain + 1e-9
+
+
+def test_every_name_says_what_it_is_for_and_what_it_needs():
+    assert set(SCHEDULES) >= {*ONE_STAGE, "interleaved", "zb-v", "none"}
+    assert all(len(what) > 10 and "\n" not in what for what in SCHEDULES.values())
+    assert [n for n in SCHEDULES if needs_split(n)] == ["zb-h1", "zb-h2", "zb-auto", "zb-v"]
+    assert stages_per_group("1f1b") == (1, 1)
+    assert stages_per_group("interleaved") == (2, None)
+    assert stages_per_group("zb-v") == (2, 2)
+    for name in SCHEDULES:
+        table = build(name, graph_of(name, 3), 4)
+        assert any(a.kind == "W" for row in table for a in row) == needs_split(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "graph", "m", "memory", "says"),
+    [
+        ("zigzag", chain(4), 4, None, "unknown schedule 'zigzag'; known: none, forward"),
+        ("1f1b", chain(4), 0, None, "at least 1 microbatch"),
+        ("none", chain(2), 4, None, "one group of ranks, this pipeline has 2; use 1f1b"),
+        ("1f1b", chain(2, 2), 4, None, "needs 1 stage on every group, group 0 has 2; use interleaved"),
+        ("zb-auto", chain(2, 2), 4, None, "use interleaved, zb-v"),
+        ("zb-v", chain(4), 4, None, "needs 2 stages on every group, group 0 has 1; use 1f1b or zb-auto"),
+        ("interleaved", chain(4), 4, None, "needs at least 2 stages"),
+        ("zb-v", chain(4, 2), 4, None, "needs stages placed as"),
+        ("interleaved", chain(4, 2, "v"), 4, None, "gpipe runs any placement"),
+        ("gpipe", chain(2), 8, 4, "gpipe holds 8 on group 0, 4 is allowed; use zb-auto"),
+        ("zb-auto", chain(2), 8, 0.5, "group 0 has room for 0.5, one microbatch needs 1; use smaller microbatches"),
+        ("zb-auto", chain(2), 8, Room((1.0,), (1.0, 1.0)), "memory is given for 1 groups and 2 stages"),
+        ("zb-auto", chain(1), 8, Room((1.0,), (1.0,), (2.0,)), "swap after_F and after_B"),
+    ],
+)
+def test_what_a_schedule_cannot_serve_is_refused_with_what_would_do(name, graph, m, memory, says):
+    with pytest.raises(PlanError, match=says):
+        build(name, graph, m, memory=memory)
+
+
+def test_missing_seconds_are_named():
+    for bad in ({}, {(0, "F"): 1.0, (0, "B"): math.nan, (0, "W"): 1.0}):
+        with pytest.raises(PlanError, match=r"costs need seconds of [FB] on stage 0"):
+            build("zb-auto", chain(1), 2, costs=Costs(bad))
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_values_that_skip_stages_come_along_in_the_chain_s_order(name: str) -> None:
+    plain = chain(3, 2, "v" if name == "zb-v" else "loop")
+    skips = StageGraph(plain.groups, (*plain.edges, (0, 3), (1, 5)))
+    table = build(name, skips, 6)
+    assert table == build(name, plain, 6)
+    check_table(table, skips, 6)

@@ -1,0 +1,137 @@
+"""What the search over pipelines finds by itself, stated as claims."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar import ClusterSpec, Options, ParallelProgram
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+class Tower(nn.Module):
+    """Wide layers: parameters outweigh activations by far."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return F.mse_loss(x, y)
+
+
+def tower(
+    cluster: ClusterSpec, batch: int = 4096, width: int = 2048, layers: int = 8, **options: object
+) -> ParallelProgram:
+    with torch.device("meta"):
+        model = Tower(width, layers)
+        x = torch.empty(batch, width)
+    return autopar.compile(model, cluster, (x, x), optimizer=ADAMW, options=Options(**options))  # type: ignore[arg-type]
+
+
+def nodes(rate_Bps: float, devices: int = 4) -> ClusterSpec:
+    """Nodes of two devices, joined by links of this rate."""
+    return ClusterSpec.homogeneous(
+        devices=devices, device="a100", devices_per_node=2, inter_bandwidth_Bps=rate_Bps, intra_bandwidth_Bps=3e11
+    )
+
+
+@functools.cache
+def over_slow_links() -> ParallelProgram:
+    return tower(nodes(5e9))
+
+
+def test_stages_lie_on_either_side_of_slow_links() -> None:
+    program = over_slow_links()
+    assert program.pp >= 2, program.report()
+    owner = [program.group_of(rank) for rank in range(4)]
+    assert owner[1] != owner[2], "the slow link lies between ranks 1 and 2"
+
+
+def test_no_alternative_is_predicted_faster() -> None:
+    program = over_slow_links()
+    assert all(program.predicted.step_time_s <= a.predicted.step_time_s for a in program.alternatives)
+    assert any(len(a.plan.stages) == 1 for a in program.alternatives)
+
+
+def test_fast_links_need_no_pipeline() -> None:
+    assert tower(nodes(3e11)).pp == 1
+
+
+def test_slow_links_ask_for_several_microbatches() -> None:
+    assert over_slow_links().plan.microbatches > 1
+
+
+def test_equal_layers_are_cut_into_equal_stages() -> None:
+    program = tower(nodes(3e11), layers=7, pp=4, chunks=1, microbatches=8)
+    held = [sum(n.endswith("weight") for n in stage.parameters) for stage in program.stages]
+    assert sum(held) == 7
+    assert max(held) <= 2
+
+
+def test_what_is_forced_is_done() -> None:
+    program = tower(nodes(3e11), stage_boundaries=["layers.2", "layers.6"], microbatches=4, schedule="gpipe", pp=None)
+    starts = [program.ir.calls[s.calls[0]].start for s in program.plan.stages]
+    assert starts[1:] == ["layers.2", "layers.6"]
+    assert (program.plan.microbatches, program.plan.schedule) == (4, "gpipe")
+
+
+def test_the_mesh_of_a_stage_can_be_forced() -> None:
+    program = tower(nodes(3e11), pp=2, mesh={"tp": 2}, microbatches=4)
+    assert [dict(s.mesh.axes) for s in program.plan.stages] == [{"tp": 2}] * len(program.plan.stages)
+    assert program.pp == 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto", "interleaved", "zb-v"])
+def test_every_schedule_can_be_asked_for(schedule: str) -> None:
+    program = tower(nodes(3e11), pp=2, microbatches=4, schedule=schedule, batch=256, width=256)
+    assert program.plan.schedule == schedule
+    assert len(program.plan.stages) == (4 if schedule in ("interleaved", "zb-v") else 2)
+
+
+def test_where_memory_is_short_the_schedule_holds_fewer_microbatches() -> None:
+    greedy = tower(nodes(3e11), pp=2, microbatches=16, batch=65536, schedule="gpipe")
+    limit = 0.5 * greedy.predicted.peak_bytes
+    lean = tower(nodes(3e11), pp=2, microbatches=16, batch=65536, memory_bytes=limit)
+    assert lean.predicted.peak_bytes <= limit < greedy.predicted.peak_bytes
+    assert lean.plan.schedule != "gpipe"
+
+
+def test_what_no_cut_can_meet_is_refused_with_what_would_do() -> None:
+    with pytest.raises(
+        autopar.InfeasibleError, match=r"alone take 134 MB however they are sharded; use 6 ranks or more"
+    ):
+        tower(nodes(3e11), pp=2, microbatches=16, memory_bytes=1e8)
+
+
+def test_devices_of_two_speeds_share_the_work_by_speed() -> None:
+    fast, slow = ClusterSpec.homogeneous(devices=2, device="h100"), ClusterSpec.homogeneous(devices=2, device="a100")
+    mixed = ClusterSpec("mixed", ((2, fast.device(0)), (2, slow.device(0))), nodes(1e10).levels)
+    program = tower(mixed, batch=8192, pp=2, microbatches=16, schedule="1f1b")
+    calls = [b - a for a, b in (s.calls for s in program.plan.stages)]
+    assert len(calls) == 2
+    assert calls[0] > calls[1], program.report()
+
+
+def test_the_search_derives_smaller_batches_without_capturing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import autopar.api as api
+
+    captured: list[int] = []
+    real = api.capture_program
+
+    def counting(model: nn.Module, inputs: object, *rest: object) -> object:
+        captured.append(1)
+        return real(model, inputs, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "capture_program", counting)
+    program = tower(nodes(5e9))
+    assert program.plan.microbatches > 1
+    assert len(captured) == 2

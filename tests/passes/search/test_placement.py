@@ -1,0 +1,131 @@
+"""Placement of a plan's ranks: what talks most sits on the fastest links, and nothing that is computed changes."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import ClusterSpec, Options, ParallelProgram, Plan
+from autopar.passes.place import placement_cost
+from autopar.passes.search.placement import GAIN, placed, placement_gain, program_traffic
+from autopar.runtime.launch import Manifest
+from tests.zoo.models import BY_NAME
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def two_nodes() -> ClusterSpec:
+    return ClusterSpec.homogeneous(
+        devices=8, device="cpu", devices_per_node=4, intra_bandwidth_Bps=8e9, inter_bandwidth_Bps=1e9
+    )
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(512, 64), torch.randint(0, 8, (512,))
+
+
+@functools.cache
+def outer(cluster: ClusterSpec) -> ParallelProgram:
+    """Tensor-parallel groups lie across nodes when ranks are in order: tp is the outer axis, and speaks most."""
+    options = Options(mesh={"tp": 4, "dp": 2}, constraints={"*.weight": "[@tp, .]"})
+    return autopar.compile(
+        model(), cluster, batch(), loss_fn=nn.functional.cross_entropy, optimizer=SGD, options=options
+    )
+
+
+def test_tensor_parallel_groups_are_brought_into_nodes() -> None:
+    program = outer(two_nodes())
+    placement = program.plan.placement
+    assert sorted(placement) == list(range(8))
+    mesh = program.plan.stages[0].mesh
+    for node in (placement[:4], placement[4:]):
+        assert len({mesh.coordinate(logical)["dp"] for logical in node}) == 1, "one tp group per node"
+    assert "placement: nodes run ranks 0, 2, 4, 6 | 1, 3, 5, 7" in program.report()
+
+
+def test_a_placed_program_computes_the_same() -> None:
+    program = outer(two_nodes())
+    assert autopar.verify(program, program.model, batch()).max_error <= 1e-9
+    in_order = program.with_plan(replace(program.plan, placement=()))
+    assert in_order.sources == program.sources
+    assert in_order.pipeline == program.pipeline
+    data = [batch()]
+    assert torch.equal(program.run(data, steps=2)[1], in_order.run(data, steps=2)[1])
+
+
+def test_launch_reads_the_placement_as_the_plan_means_it(tmp_path: Path) -> None:
+    program = outer(two_nodes())
+    out = program.save(tmp_path / "out")
+    assert Manifest.read(out).placement == program.plan.placement
+    assert Plan.load(out / "plan.json").placement == program.plan.placement
+    assert json.loads((out / "manifest.json").read_text())["placement"][1] == 2, "RANK 1 acts as logical rank 2"
+
+
+def test_gain_is_what_the_cost_of_the_traffic_says() -> None:
+    program = outer(two_nodes())
+    traffic = program_traffic(program.lowered, program.account, 8)
+    physical = np.argsort(program.plan.placement)
+    before = placement_cost(traffic, program.cluster, range(8))
+    after = placement_cost(traffic, program.cluster, physical.tolist())
+    gain = placement_gain(program.plan, program.lowered, program.account, program.cluster)
+    assert gain == pytest.approx(1 - after / before)
+    assert gain > GAIN
+
+
+def test_ranks_stay_in_order_where_links_are_alike_or_devices_differ() -> None:
+    assert outer(ClusterSpec.local(8)).plan.placement == ()
+    program = outer(two_nodes())
+    fast = program.cluster.devices[0][1]
+    mixed = replace(program.cluster, devices=((4, fast), (4, replace(fast, name="other"))))
+    plan = replace(program.plan, placement=())
+    assert placed(plan, program.lowered, program.account, mixed) == plan
+    assert placed(plan, program.lowered, program.account, program.cluster) == program.plan
+
+
+def test_a_plan_whose_inner_axis_speaks_most_stays_in_order() -> None:
+    options = Options(mesh={"dp": 2, "tp": 4}, constraints={"*.weight": "[@tp, .]"})
+    program = autopar.compile(
+        model(), two_nodes(), batch(), loss_fn=nn.functional.cross_entropy, optimizer=SGD, options=options
+    )
+    assert program.plan.placement == ()
+    assert "placement" not in program.report()
+
+
+def test_traffic_of_a_pipeline_counts_what_crosses_between_stages() -> None:
+    zoo = BY_NAME["gpt2"]
+    program = autopar.compile(
+        zoo.make(),
+        two_nodes(),
+        zoo.batch(),
+        loss_fn=zoo.loss_fn,
+        optimizer=zoo.optimizer,
+        options=Options(pp=2, microbatches=2),
+    )
+    traffic = program_traffic(program.lowered, program.account, 8)
+    first = {program.group_of(r): r for r in reversed(range(8))}
+    across = {
+        (int(a), int(b)): w
+        for a, b, w in zip(traffic.first, traffic.second, traffic.weight, strict=True)
+        if program.group_of(int(a)) != program.group_of(int(b))
+    }
+    assert len(first) == 2
+    arriving = [
+        (t.target_spec.local_bytes(t.type, program.stages[t.target].mesh), program.stages[t.target].mesh.size)
+        for t in program.lowered.transfers
+    ]
+    shared = sum(across.values()) - sum(nbytes * ranks for nbytes, ranks in arriving) * 2
+    assert across
+    assert shared >= -1e-6, "at least what every microbatch brings to every rank"

@@ -1,0 +1,328 @@
+"""Stage partition against brute force over all cuts and options: totals, memory, kinds of devices, what the user fixed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.passes.stage import (
+    Option,
+    StageProblem,
+    StageShortage,
+    StageSolution,
+    additive_partition,
+    evaluate,
+    gpipe,
+    interleaved,
+    min_max_partition,
+    one_f_one_b,
+    solve_stages,
+    zero_bubble_h2,
+)
+
+seeds = st.integers(0, 10**6)
+
+
+def cuts_of(L: int, p: int):
+    for inner in itertools.combinations(range(1, L), p - 1):
+        marks = (0, *inner, L)
+        yield [(marks[k], marks[k + 1]) for k in range(p)]
+
+
+@given(seeds, st.integers(1, 7), st.booleans(), st.booleans())
+def test_chain_recurrences_find_the_brute_force_optimum(seed: int, L: int, per_device: bool, boundary: bool) -> None:
+    rng = np.random.default_rng(seed)
+    p = int(rng.integers(1, L + 1))
+    costs = rng.random((p, L) if per_device else L)
+    enter = rng.random(L) if boundary else None
+    for solver, join in ((min_max_partition, max), (additive_partition, sum)):
+        starts, value = solver(costs, p, boundary=enter)
+
+        def value_of(runs: list, join=join) -> float:
+            rows = costs if per_device else np.tile(costs, (p, 1))
+            return join(
+                float(rows[j, a:b].sum()) + (float(enter[a]) if enter is not None and a else 0.0)
+                for j, (a, b) in enumerate(runs)
+            )
+
+        marks = (0, *starts, L)
+        assert value == pytest.approx(min(map(value_of, cuts_of(L, p))), rel=1e-12)
+        assert value == pytest.approx(value_of(list(itertools.pairwise(marks))), rel=1e-12)
+
+
+def test_chain_partition_refuses_more_runs_than_units() -> None:
+    with pytest.raises(InputError, match="3 units cannot be cut into 4"):
+        min_max_partition([1, 2, 3], 4)
+
+
+def random_problem(seed: int, L: int, kinds: int = 1, **changes) -> StageProblem:
+    """Times in seconds and small integer bytes (so that sums are exact and limits are met to the byte)."""
+    rng = np.random.default_rng(seed)
+    repeated = rng.random() < 0.3
+    options = []
+    for n in range(int(rng.integers(1, 4))):
+        devices = int(rng.integers(1, 4))
+
+        def row(scale: float) -> np.ndarray:
+            return np.full(L, rng.random() * scale) if repeated else rng.random(L) * scale
+
+        options.append(
+            Option(
+                f"o{n}",
+                devices,
+                row(1 / devices),
+                row(2 / devices),
+                row(float(rng.choice([0, 1, 10]))),
+                rng.integers(0, 9, L).astype(float),
+                rng.integers(0, 5, L).astype(float),
+                rng.integers(0, 5, L).astype(float),
+                float(rng.integers(8, 80)),
+                kind=int(rng.integers(0, kinds)),
+                boundary_s=rng.random(L) if rng.random() < 0.3 else None,
+            )
+        )
+    problem = StageProblem(
+        tuple(options),
+        tuple(int(n) for n in rng.integers(1, 6, kinds)),
+        int(rng.choice([1, 2, 3, 8])),
+        rng.random(L) * float(rng.choice([0, 0.1, 1])),
+        rng.random(L) < float(rng.choice([0.6, 1.0])),
+        (one_f_one_b, gpipe, zero_bubble_h2, fewer_with_more_stages)[int(rng.integers(0, 4))],
+        boundary_busy=float(rng.choice([0.0, 0.5, 1.0])),
+    )
+    return replace(problem, **changes)
+
+
+def fewer_with_more_stages(after: int, stages: int, M: int) -> float:
+    return M / stages + after
+
+
+def lies_on_devices(problem: StageProblem, chosen: tuple[int, ...]) -> bool:
+    kinds = [problem.options[o].kind for o in chosen]
+    return kinds == sorted(kinds) and all(
+        sum(problem.options[o].devices for o in chosen if problem.options[o].kind == k) <= n
+        for k, n in enumerate(problem.available)
+    )
+
+
+def brute_force(problem: StageProblem, alike: bool = False) -> tuple[float | None, float | None]:
+    """(least total that fits, least largest memory / limit), written out from the definition."""
+    L, M = problem.units, problem.microbatches
+    best = least = None
+    for p in range(1, L + 1):
+        if problem.stages not in (None, p):
+            continue
+        for runs in cuts_of(L, p):
+            starts = tuple(a for a, _ in runs[1:])
+            if not all(problem.cuts[a] for a in starts) or problem.boundaries not in (None, starts):
+                continue
+            for chosen in itertools.product(range(len(problem.options)), repeat=p):
+                if not lies_on_devices(problem, chosen):
+                    continue
+                if alike and (
+                    len(set(chosen)) > 1
+                    or (
+                        problem.fixed_stages is None and p != problem.available[0] // problem.options[chosen[0]].devices
+                    )
+                ):
+                    continue
+                times, busy, steps, ratios = [], [], [], []
+                for s, ((a, b), o) in enumerate(zip(runs, chosen, strict=True)):
+                    option = problem.options[o]
+                    enter = (
+                        0.0 if a == 0 else (problem.boundary_s if option.boundary_s is None else option.boundary_s)[a]
+                    )
+                    work = sum(option.forward_s[a:b]) + sum(option.backward_s[a:b])
+                    times.append(work + enter)
+                    busy.append(work + problem.boundary_busy * enter)
+                    steps.append(sum(option.step_s[a:b]))
+                    held = problem.in_flight(p - 1 - s, p, M) * sum(option.held_bytes[a:b])
+                    ratios.append(
+                        (sum(option.resting_bytes[a:b]) + held + max(option.peak_bytes[a:b])) / option.limit_bytes
+                    )
+                least = max(ratios) if least is None else min(least, max(ratios))
+                if max(ratios) <= 1 + 1e-12:
+                    total = sum(times) + (M - 1) * max(busy) + max(steps)
+                    best = total if best is None else min(best, total)
+    return best, least
+
+
+def check_against_brute_force(problem: StageProblem, **how) -> None:
+    best, least = brute_force(problem, alike=not how.get("mixed", True))
+    if least is None:
+        with pytest.raises(InfeasibleError):
+            solve_stages(problem, gap=0, **how)
+        return
+    found = solve_stages(problem, gap=0, **how)
+    if best is None:
+        assert isinstance(found, StageShortage)
+        assert found.ratio == pytest.approx(least, rel=1e-9)
+        return
+    assert isinstance(found, StageSolution)
+    assert found.fits
+    assert lies_on_devices(problem, tuple(s.option for s in found.stages))
+    assert found.total_s == pytest.approx(best, rel=1e-12)
+    assert found.total_s == evaluate(problem, found.pieces).total_s
+
+
+@given(seeds, st.integers(1, 5))
+def test_mixed_stages_equal_brute_force(seed: int, L: int) -> None:
+    check_against_brute_force(random_problem(seed, L), mixed=True)
+
+
+@given(seeds, st.integers(1, 5))
+def test_kinds_of_devices_are_taken_in_order(seed: int, L: int) -> None:
+    check_against_brute_force(random_problem(seed, L, kinds=2), mixed=True)
+
+
+@given(seeds, st.integers(2, 5), st.booleans(), st.booleans())
+def test_fixed_stages_and_boundaries_are_kept(seed: int, L: int, boundaries: bool, mixed: bool) -> None:
+    problem = random_problem(seed, L)
+    rng = np.random.default_rng(seed + 1)
+    places = tuple(int(x) for x in np.flatnonzero(problem.cuts) if x > 0)
+    if boundaries:
+        starts = tuple(x for x in places if rng.random() < 0.5)
+        problem = replace(problem, boundaries=starts)
+    else:
+        problem = replace(problem, stages=int(rng.integers(1, 4)))
+    check_against_brute_force(problem, mixed=mixed)
+
+
+@given(seeds, st.integers(1, 6))
+def test_alike_stages_equal_brute_force(seed: int, L: int) -> None:
+    check_against_brute_force(random_problem(seed, L), mixed=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300))
+def test_more_problems_equal_brute_force(seed: int) -> None:
+    check_against_brute_force(random_problem(seed, 6, kinds=1 + seed % 2), mixed=True)
+    check_against_brute_force(random_problem(seed, 7), mixed=False)
+
+
+@given(seeds)
+def test_alike_stages_are_the_mixed_answer_restricted_to_one_option(seed: int) -> None:
+    problem = random_problem(seed, 8)
+    problem = replace(problem, options=problem.options[:1])
+    S = problem.available[0] // problem.options[0].devices
+    if not 1 <= S <= 1 + int(problem.cuts[1:].sum()):
+        return
+    one, other = solve_stages(problem, mixed=False, gap=0), solve_stages(replace(problem, stages=S), mixed=True, gap=0)
+    assert type(one) is type(other)
+    if isinstance(one, StageSolution) and isinstance(other, StageSolution):
+        assert one.total_s == pytest.approx(other.total_s, rel=1e-12)
+
+
+def layers(L: int, S: int, M: int = 32, **changes) -> StageProblem:
+    """An embedding, equal layers and a heavy head, as in a decoder; bytes in GB."""
+    forward = np.full(L, 1e-3)
+    forward[0], forward[-1] = 1e-5, 2.3e-3
+    resting = np.full(L, 1.0)
+    resting[0] = resting[-1] = 2.0
+    option = Option("tp8", 8, forward, 2 * forward, resting * 1e-3, resting, np.full(L, 0.05), np.full(L, 0.5), 80.0)
+    return replace(StageProblem((option,), (8 * S,), M, np.full(L, 2e-5), np.ones(L, bool)), **changes)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_never_worse_than_an_equal_split(mixed: bool) -> None:
+    problem = layers(34, 4)
+    equal = evaluate(problem, [(0, 9, 0), (9, 18, 0), (18, 26, 0), (26, 34, 0)])
+    found = solve_stages(problem, mixed=mixed, gap=0)
+    assert isinstance(found, StageSolution)
+    assert found.total_s < equal.total_s
+    assert found.stages[-1].end - found.stages[-1].start < 8, "the heavy head takes layers off the last stage"
+
+
+def test_memory_of_1f1b_moves_units_away_from_the_first_stage() -> None:
+    held = np.full(12, 1.0)
+    option = Option("one", 1, held, held, held * 0, held * 0, held, held * 0, 12.0)
+    problem = StageProblem((option,), (3,), 8, held * 0, np.ones(12, bool))
+    found = solve_stages(problem, mixed=False, gap=0)
+    assert isinstance(found, StageSolution)
+    assert [s.end - s.start for s in found.stages] == [4, 4, 4]
+    short = solve_stages(replace(problem, options=(replace(option, limit_bytes=7.0),)), mixed=False, gap=0)
+    assert isinstance(short, StageSolution)
+    assert [s.end - s.start for s in short.stages] == [2, 3, 7]
+
+
+def test_shortage_says_the_least_limit_that_would_do() -> None:
+    problem = layers(34, 4)
+    tight = replace(problem, options=(replace(problem.options[0], limit_bytes=5.0),))
+    found = solve_stages(tight)
+    assert isinstance(found, StageShortage)
+    assert "stage" in found.describe()
+    enough = replace(tight, options=(replace(tight.options[0], limit_bytes=found.needed_bytes),))
+    assert isinstance(solve_stages(enough), StageSolution)
+    little = replace(tight, options=(replace(tight.options[0], limit_bytes=found.needed_bytes * 0.999),))
+    assert isinstance(solve_stages(little), StageShortage)
+
+
+def test_two_speeds_of_devices_share_the_work_by_speed() -> None:
+    slow = np.full(9, 2.0)
+    zero = slow * 0
+    options = tuple(
+        Option(name, 1, slow / speed, zero, zero, zero, zero, zero, 1.0, kind=k)
+        for k, (name, speed) in enumerate([("old", 1), ("new", 2)])
+    )
+    found = solve_stages(StageProblem(options, (1, 1), 64, zero, np.ones(9, bool)), gap=0)
+    assert isinstance(found, StageSolution)
+    assert found.pieces == ((0, 3, 0), (3, 9, 1))
+
+
+@given(seeds, st.sampled_from([("loop", 2), ("loop", 3), ("v", 2)]))
+def test_chunks_are_near_the_best_cut_and_never_below_the_bound(seed: int, form: tuple[str, int]) -> None:
+    shape, V = form
+    rng = np.random.default_rng(seed)
+    L, S = 9, 2
+    groups = (
+        tuple((g, 2 * S - 1 - g) for g in range(S))
+        if shape == "v"
+        else tuple(tuple(range(g, S * V, S)) for g in range(S))
+    )
+    problem = random_problem(seed, L, cuts=np.ones(L, bool), boundary_s=rng.random(L) * 0.01, in_flight=interleaved(V))
+    problem = replace(problem, available=(S * problem.options[0].devices,), options=(problem.options[0],))
+    every = [evaluate(problem, [(a, b, 0) for a, b in runs], groups) for runs in cuts_of(L, S * V)]
+    fitting = [e.total_s for e in every if e.fits]
+    found = solve_stages(problem, chunks=V, shape=shape)
+    if isinstance(found, StageShortage):
+        assert found.needed_bytes > found.limit_bytes
+        return
+    assert found.fits
+    assert found.groups == groups
+    assert found.bound_s * (1 - 1e-9) <= min(fitting) <= found.total_s * (1 + 1e-12) <= 1.5 * min(fitting)
+
+
+def test_interleaved_rule_adds_up_to_the_warm_up() -> None:
+    p, V, M = 4, 2, 16
+    for group in range(p):
+        total = sum(interleaved(V)(p * V - 1 - chunk, p * V, M) for chunk in range(group, p * V, p))
+        assert total == 2 * (p - 1 - group) + (V - 1) * p + 1
+
+
+def test_large_uniform_clusters_cut_a_thousand_units() -> None:
+    problem = layers(1000, 64, 512)
+    found = solve_stages(problem)
+    assert isinstance(found, StageSolution)
+    assert len(found.stages) == 64
+    assert found.t_max_s <= 17 * 3e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"boundaries": (5, 3)}, PlanError, "cannot start"),
+        ({"boundaries": (3,), "stages": 3}, PlanError, "do not agree"),
+        ({"stages": 9}, InfeasibleError, "9 stages cannot be cut"),
+        ({"available": (4,)}, InfeasibleError, "no option fits the cluster"),
+        ({"boundary_s": np.zeros(34), "microbatches": 0}, InputError, "at least one"),
+    ],
+)
+def test_impossible_wishes_are_refused_in_words(changes: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        solve_stages(layers(34, 4, **changes))
