@@ -4,8 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.codegen.printer import Printer, body, show_types, targets
-from autopar.ir.lowered import Function, Line, LoweredStage, Ref
+from autopar.codegen.printer import Printer, body, show_types, statement
+from autopar.ir.lines import (
+    AddGradient,
+    AwaitSaved,
+    CallBackward,
+    CallForward,
+    CallWeights,
+    FetchSaved,
+    Function,
+    Line,
+    ParkSaved,
+    Prefetch,
+    ReadBuffer,
+    Ref,
+    SeedGradient,
+    Stored,
+    SumLoss,
+    TakeParameters,
+    TemplateCall,
+    WriteBuffer,
+    ZeroGradient,
+)
+from autopar.ir.lowered import LoweredStage
+from autopar.ir.steps import rows
 
 WHAT = {
     "prepare": "What forward must know of the whole batch, of one microbatch; the runtime takes the mean over all.",
@@ -75,77 +97,77 @@ def _take(source: str, names: Any, empty: bool = False) -> list[str]:
 
 def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
     """One line of a stage's function."""
-    kind = line.op
-    if kind.startswith("call."):
-        return _use(line, stage)
-    if kind == "params.prefetch":
-        key, gathers = line.args
-        rows = "".join(
-            f"    ({name!r}, {steps!r}{f', {printer.value(dtype)}' if dtype else ''}),\n"
-            for name, steps, dtype in gathers
-        )
-        return f"rt.prefetch({key!r}, [\n{rows}])"
-    if kind == "params.take":
-        return f"{', '.join(line.outs)}{',' if len(line.outs) == 1 else ''} = rt.take({line.args[0]!r})"
-    if kind == "grads.add":
-        owned = ", owned=True" if line.kwargs.get("owned") else ""
-        return f"rt.grads.add({line.args[0]!r}, {line.args[1].name}{owned})"
-    if kind == "grads.sum":
-        return f"{line.outs[0]} = rt.grads.start_sum({line.args[0].name}, {line.args[1]!r})  # {show_types(line)}"
-    if kind == "grads.seed":
-        (type_,) = line.args
-        dtype = printer.value(type_.dtype)
-        return f"{line.outs[0]} = torch.full({type_.shape!r}, rt.loss_scale, dtype={dtype}, device=rt.device)"
-    if kind == "grads.zero":
-        type_, spec = line.args
-        local = spec.local_shape(type_.shape, stage.mesh)
-        return f"{line.outs[0]} = torch.zeros({local!r}, dtype={printer.value(type_.dtype)}, device=rt.device)"
-    if kind == "tier.park":
-        saved, places, tier, name = line.args
-        values = [stage.templates[name].saved[i] for i in places]
-        what = ", ".join(values[:4]) + (", …" if len(values) > 4 else "")
-        shown = f"({', '.join(map(str, places))}{',' if len(places) == 1 else ''})"
-        return f"rt.park({saved.name}, {shown}, {tier!r})  # {what} rest in {TIERS.get(tier, tier)} until backward"
-    if kind == "tier.fetch":
-        return f"rt.fetch({line.args[0].name})  # on their way back, one call ahead"
-    if kind == "tier.ready":
-        return f"rt.ready({line.args[0].name})"
-    if kind == "buffer.read":
-        return f"{line.outs[0]} = rt.buffers[{line.args[0]!r}]" + (".clone()" if line.kwargs.get("copy") else "")
-    if kind == "buffer.write":
-        return f"rt.buffers[{line.args[0]!r}].copy_({line.args[1].name})"
-    return f"{targets(line)} = {printer.expression(line)}  # {show_types(line)}"
+    match line:
+        case TemplateCall():
+            return _template_call(line, stage)
+        case Prefetch(key, gathers):
+            table = "".join(
+                f"    ({g.name!r}, {rows(g.steps)!r}{f', {printer.value(g.dtype)}' if g.dtype else ''}),\n"
+                for g in gathers
+            )
+            return f"rt.prefetch({str(key)!r}, [\n{table}])"
+        case TakeParameters(key):
+            return f"{', '.join(line.outs)}{',' if len(line.outs) == 1 else ''} = rt.take({str(key)!r})"
+        case AddGradient(parameter, gradient, owned):
+            return f"rt.grads.add({parameter!r}, {gradient}{', owned=True' if owned else ''})"
+        case SumLoss(value, axes):
+            return f"{line.outs[0]} = rt.grads.start_sum({value}, {axes!r})  # {show_types(line)}"
+        case SeedGradient():
+            return f"{line.outs[0]} = torch.full({_shape_and_dtype(line, stage, printer, 'rt.loss_scale, ')})"
+        case ZeroGradient():
+            return f"{line.outs[0]} = torch.zeros({_shape_and_dtype(line, stage, printer)})"
+        case ParkSaved(saved, places, tier, template):
+            values = [stage.templates[template].saved[i] for i in places]
+            what = ", ".join(values[:4]) + (", …" if len(values) > 4 else "")
+            return f"rt.park({saved}, {places!r}, {tier!r})  # {what} rest in {TIERS.get(tier, tier)} until backward"
+        case FetchSaved(saved):
+            return f"rt.fetch({saved})  # on their way back, one call ahead"
+        case AwaitSaved(saved):
+            return f"rt.ready({saved})"
+        case ReadBuffer(buffer, copy):
+            return f"{line.outs[0]} = rt.buffers[{buffer!r}]" + (".clone()" if copy else "")
+        case WriteBuffer(buffer, value):
+            return f"rt.buffers[{buffer!r}].copy_({value})"
+    return statement(line, printer)
 
 
-def _use(line: Line, stage: LoweredStage) -> str:
+def _shape_and_dtype(line: Line, stage: LoweredStage, printer: Printer, fill: str = "") -> str:
+    """Arguments of a factory that makes the block of a line's first result."""
+    ((_, type_, spec),) = line.made()
+    assert type_ is not None
+    assert spec is not None
+    shape = spec.local_shape(type_.shape, stage.mesh)
+    return f"{shape!r}, {fill}dtype={printer.value(type_.dtype)}, device=rt.device"
+
+
+def _template_call(line: TemplateCall, stage: LoweredStage) -> str:
     """A call of a template's function."""
-    name, index, *rest = line.args
-    template = stage.templates[name]
-    outs = list(line.outs)
-    if line.op == "call.forward":
-        params, inputs = rest
-        if template.backward is not None and not line.kwargs["keep"]:
-            outs.append("_")
-        arguments = [*(_param(p) for p in params), *(x.name for x in inputs)]
-        return _call(", ".join(outs), template.forward.name, ["rt", str(index), *arguments])
+    template, number, outs = stage.templates[line.template], str(line.number), list(line.outs)
     left = ", ".join(outs) + ("," if len(outs) == 1 else "")
-    if line.op == "call.weights":
-        assert template.weights is not None
-        return _call(left, template.weights.name, ["rt", str(index), rest[0].name])
-    saved, params, tangents = rest
-    assert template.backward is not None
-    arguments = [saved.name, *(_param(p) for p in params), *(t.name for t in tangents)]
-    if not template.backward.returns and not outs:
-        left = "_"
-    return _call(left, template.backward.name, ["rt", str(index), *arguments])
+    match line:
+        case CallForward(params=params, inputs=inputs):
+            if template.backward is not None and not line.keeps:
+                outs.append("_")
+            return _call(", ".join(outs), template.forward, [number, *map(_param, params), *inputs])
+        case CallBackward(saved=saved, params=params, tangents=tangents):
+            assert template.backward is not None
+            if not template.backward.returns and not outs:
+                left = "_"
+            return _call(left, template.backward, [number, saved, *map(_param, params), *tangents])
+        case CallWeights(later=later):
+            assert template.weights is not None
+            return _call(left, template.weights, [number, later])
+    raise TypeError(f"{type(line).__name__} is no call of a template's function that can be printed")
 
 
-def _param(p: Ref | str) -> str:
-    return p.name if isinstance(p, Ref) else f"rt.params[{p!r}]"
+def _param(p: Ref | Stored) -> str:
+    return p.name if isinstance(p, Ref) else f"rt.params[{p.name!r}]"
 
 
-def _call(left: str, function: str, arguments: list[str]) -> str:
-    one = f"{left} = {function}({', '.join(arguments)})"
+def _call(left: str, function: Function, arguments: list[str]) -> str:
+    """`left = function(rt, …)`, over several lines where it is long."""
+    arguments = ["rt", *arguments]
+    one = f"{left} = {function.name}({', '.join(arguments)})"
     if len(one) <= 116:
         return one
     lines: list[str] = []
@@ -157,4 +179,4 @@ def _call(left: str, function: str, arguments: list[str]) -> str:
         current += f" {a},"
     lines.append(current)
     joined = "\n".join(lines)
-    return f"{left} = {function}(\n{joined}\n)"
+    return f"{left} = {function.name}(\n{joined}\n)"

@@ -28,7 +28,7 @@ import torch
 
 from autopar import runtime
 from autopar.codegen.facts import facts
-from autopar.codegen.stage import render
+from autopar.codegen.stage import registered_ops, render
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ops.custom import USER_FUNCTIONS
@@ -157,14 +157,7 @@ def _inputs(program: Any) -> list[dict[str, Any]]:
 
 def user_ops_source(program: Any, lowered: LoweredProgram | None = None) -> tuple[str, types.ModuleType] | None:
     """Source of the user's registered ops that a program uses, and the same as a module."""
-    used = {
-        line.op.split(".")[1]
-        for stage in (lowered or program.lowered).stages
-        for template in stage.templates.values()
-        for function in template.functions
-        for line in function.lines
-        if line.op.startswith("autopar_ops.")
-    }
+    used = frozenset[str]().union(*map(registered_ops, (lowered or program.lowered).stages))
     if not used:
         return None
     module = types.ModuleType("user_ops")

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from autopar.ir.actions import show_row
-from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate
+from autopar.ir.lines import Convert, Function, Line, label
+from autopar.ir.lowered import LoweredStage, LoweredTemplate
 
 
 def facts(program: Any) -> dict[str, Any]:
@@ -74,14 +75,7 @@ def _stage(stage: LoweredStage, program: Any) -> dict[str, Any]:
         "inputs": {r.name: r.spec.show(r.type) for r in stage.inputs},
         "outputs": {r.name: r.spec.show(r.type) for r in stage.outputs},
         "templates": {name: _template(t) for name, t in stage.templates.items()},
-        "functions": {
-            f.name: {
-                "arguments": _arguments(f),
-                "lines": [_line(line) for line in f.lines],
-                "results": [n for n in f.returns if n],
-            }
-            for f in stage.functions
-        },
+        "functions": {f.name: _function(f) for f in stage.functions},
         "collectives": [vars(c) for c in counted.collectives],
         "parameters": {
             p.name: {
@@ -89,7 +83,7 @@ def _stage(stage: LoweredStage, program: Any) -> dict[str, Any]:
                 "gradient_and_optimizer": p.optimizer.show(p.type),
                 "trained": p.contributions > 0,
                 "local_bytes": p.storage.local_bytes(p.type, stage.mesh),
-                "reduction": [list(step) for step in p.reduce],
+                "reduction": [list(step.row) for step in p.reduce],
             }
             for p in stage.parameters.values()
         },
@@ -101,29 +95,28 @@ def _template(t: LoweredTemplate) -> dict[str, Any]:
         "saved": list(t.saved),
         "later": list(t.later),
         "functions": {
-            kind: {
-                "arguments": _arguments(f),
-                "lines": [_line(line) for line in f.lines],
-                "results": [n for n in f.returns if n],
-            }
+            kind: _function(f)
             for kind, f in (("forward", t.forward), ("backward", t.backward), ("weights", t.weights))
             if f is not None
         },
     }
 
 
-def _arguments(function: Function) -> dict[str, str]:
-    return {n: s.show(t) for n, (t, s) in function.arg_types.items()}
+def _function(f: Function) -> dict[str, Any]:
+    return {
+        "arguments": {name: spec.show(type_) for name, (type_, spec) in f.arg_types.items()},
+        "lines": [_line(line) for line in f.lines],
+        "results": [name for name in f.returns if name],
+    }
 
 
 def _line(line: Line) -> dict[str, Any]:
-    shown = [s.show(t) if t is not None and s is not None else "" for t, s in zip(line.types, line.specs, strict=False)]
     return {
         "out": list(line.outs),
-        "op": line.op,
+        "op": label(line),
         "reads": list(line.reads()),
-        "specs": shown,
+        "specs": [s.show(t) if t is not None and s is not None else "" for _, t, s in line.made()],
         "phase": line.phase,
         "source": line.source,
-        "axis": line.args[1] if line.op.startswith("comm.") else None,
+        "axis": line.step.axis if isinstance(line, Convert) else None,
     }

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from autopar.ir.call import schema_arguments
-from autopar.ir.lowered import Function, Line, Ref
-from autopar.ir.types import TensorType
+from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Site
 from autopar.ops.discover import target_of
 from autopar.ops.registry import Offset
-from autopar.passes.lower.template import Site
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
 _BINARY = {
@@ -91,35 +89,33 @@ class Printer:
 
     # --- lines ----------------------------------------------------------------------------------------------------------
 
-    def expression(self, line: Line) -> str:
+    def expression(self, line: Compute | Convert) -> str:
         """Right-hand side of a line."""
-        op = line.op
-        if op.startswith("comm."):
+        if isinstance(line, Convert):
             return self._collective(line)
-        if op.startswith("autopar."):
+        if line.op.startswith("autopar."):
             return self._own(line)
-        if op.startswith(("aten.", "prims.")):
+        if line.op.startswith(("aten.", "prims.")):
             return self._aten(line)
         return self._library(line)
 
-    def _collective(self, line: Line) -> str:
-        kind = line.op.removeprefix("comm.")
-        x, axis, *rest = line.args
-        if kind == "slice":
-            return f"rt.comm.shard({x}, {rest[0]}, {axis!r})"
-        if kind == "to_partial":
-            return f"ops.only_first({x}, rt.comm.axis_index({axis!r}))"
-        if kind == "all_reduce":
-            op = "" if rest[0] == "sum" else f", op={rest[0]!r}"
-            return f"rt.comm.all_reduce({x}, {axis!r}{op})"
-        if kind == "reduce_scatter":
-            op = "" if rest[1] == "sum" else f", op={rest[1]!r}"
-            return f"rt.comm.reduce_scatter({x}, {rest[0]}, {axis!r}{op})"
-        if kind == "all_gather":
-            return f"rt.comm.all_gather({x}, {rest[0]}, {axis!r})"
-        return f"rt.comm.all_to_all({x}, {rest[0]}, {rest[1]}, {axis!r})"
+    def _collective(self, line: Convert) -> str:
+        x, step = line.value, line.step
+        op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
+        match step.kind:
+            case "slice":
+                return f"rt.comm.shard({x}, {step.dim}, {step.axis!r})"
+            case "to_partial":
+                return f"ops.only_first({x}, rt.comm.axis_index({step.axis!r}))"
+            case "all_reduce":
+                return f"rt.comm.all_reduce({x}, {step.axis!r}{op})"
+            case "reduce_scatter":
+                return f"rt.comm.reduce_scatter({x}, {step.dim}, {step.axis!r}{op})"
+            case "all_gather":
+                return f"rt.comm.all_gather({x}, {step.dim}, {step.axis!r})"
+        return f"rt.comm.all_to_all({x}, {step.to_dim}, {step.dim}, {step.axis!r})"
 
-    def _own(self, line: Line) -> str:
+    def _own(self, line: Compute) -> str:
         name = line.op.removeprefix("autopar.")
         known = {n for n, _, _ in schema_arguments(target_of(line.op))}
         args = [self.value(v) for k, v in line.kwargs.items() if k in known]
@@ -133,7 +129,7 @@ class Printer:
             args.append("device=rt.device")
         return f"{_HOME.get(name, 'ops')}.{name}({', '.join(args)})"
 
-    def _aten(self, line: Line) -> str:
+    def _aten(self, line: Compute) -> str:
         given = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
         if line.op in _BINARY and given.get("alpha", 1) == 1:
             left, right = given["self"], given["other"]
@@ -169,7 +165,7 @@ class Printer:
             args.append(f"{name}={text}" if named or name in keyword_only else text)
         return f"{function}({', '.join(args)})"
 
-    def _library(self, line: Line) -> str:
+    def _library(self, line: Compute) -> str:
         namespace, name = line.op.split(".")[:2]
         if namespace == "autopar_ops":
             return f"user_ops.{name}({', '.join(self.value(v) for v in line.kwargs.values())})"
@@ -178,59 +174,6 @@ class Printer:
 
 def _axes(axes: tuple[str, ...]) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
-
-
-def fuse_bias(function: Function, saved: Iterable[str] = ()) -> Function:
-    """`linear` whose result is only read by the addition of a vector, and not saved, becomes one `linear` with bias."""
-    uses: dict[str, int] = {}
-    for line in function.lines:
-        for name in line.reads():
-            uses[name] = uses.get(name, 0) + 1
-    kept = {n for n in function.returns if n} | set(saved)
-    made = {line.outs[0]: line for line in function.lines if line.op == "autopar.linear"}
-    ranks: dict[str, int] = {n: len(t.shape) for n, (t, _) in function.arg_types.items()}
-    fused: dict[str, Line] = {}
-    lines: list[Line] = []
-    for line in function.lines:
-        left, right = line.kwargs.get("self"), line.kwargs.get("other")
-        if (
-            line.op == "aten.add.Tensor"
-            and line.kwargs.get("alpha", 1) == 1
-            and isinstance(left, Ref)
-            and isinstance(right, Ref)
-            and left.name in made
-            and uses[left.name] == 1
-            and left.name not in kept
-            and ranks.get(right.name) == 1
-            and len(line.types[0].shape if line.types[0] else ()) > 1
-        ):
-            base = made[left.name]
-            fused[left.name] = base
-            lines.append(
-                Line(
-                    line.outs,
-                    "autopar.linear",
-                    (),
-                    {**base.kwargs, "b": right},
-                    line.types,
-                    line.specs,
-                    line.phase,
-                    base.source,
-                    line.node,
-                )
-            )
-            continue
-        lines.append(line)
-        for out, type_ in zip(line.outs, line.types, strict=False):
-            if type_ is not None:
-                ranks[out] = len(type_.shape)
-    return Function(
-        function.name,
-        function.args,
-        tuple(x for x in lines if not (x.op == "autopar.linear" and x.outs[0] in fused)),
-        function.returns,
-        function.arg_types,
-    )
 
 
 def body(function: Function, text_of: Callable[[Line], str], returned: set[str]) -> list[str]:
@@ -256,22 +199,19 @@ def _one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)[:110]
 
 
+def statement(line: Line, printer: Printer) -> str:
+    """An op or a conversion with what it makes: `y = a + b  # f32[8@dp, 128] ~sum(tp)`."""
+    assert isinstance(line, (Compute, Convert)), line
+    comma = "," if len(line.outs) == 1 and len(line.types) == 1 and _returns_list(line) else ""
+    return f"{', '.join(line.outs)}{comma} = {printer.expression(line)}  # {show_types(line)}"
+
+
 def show_types(line: Line) -> str:
     """`f32[8@dp, 128] ~sum(tp)` of what a line makes, for comments."""
-    shown = [s.show(t) for t, s in zip(line.types, line.specs, strict=False) if t is not None and s is not None]
-    return ", ".join(shown)
+    return ", ".join(s.show(t) for _, t, s in line.made() if t is not None and s is not None)
 
 
-def table_type(type_: TensorType, printer: Printer) -> str:
-    return f"shape={tuple(type_.shape)!r}, dtype={printer.dtype(type_.dtype)!r}"
-
-
-def targets(line: Line) -> str:
-    """Left-hand side of a line."""
-    return ", ".join(line.outs) + ("," if len(line.outs) == 1 and len(line.types) == 1 and _is_list(line.op) else "")
-
-
-def _is_list(op: str) -> bool:
+def _returns_list(line: Compute | Convert) -> bool:
     """Whether the op returns its results in a list, which may have one entry."""
-    returns = target_of(op)._schema.returns if "." in op and not op.startswith("comm.") else []
+    returns = target_of(line.op)._schema.returns if isinstance(line, Compute) else []
     return len(returns) == 1 and str(returns[0].type).startswith("List")

@@ -8,8 +8,11 @@ from typing import Any
 import jinja2
 
 from autopar.codegen.actions import stage_functions
-from autopar.codegen.printer import Dtypes, Printer, body, fuse_bias, show_types, targets
-from autopar.ir.lowered import Function, Line, LoweredStage, LoweredTemplate, Row
+from autopar.codegen.printer import Dtypes, Printer, body, statement
+from autopar.ir.fusion import fuse_bias
+from autopar.ir.lines import Compute, Function
+from autopar.ir.lowered import LoweredStage, LoweredTemplate, Row, StoredParameter
+from autopar.ir.steps import rows
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("autopar.codegen", "templates"),
@@ -49,7 +52,7 @@ def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) 
         inputs=[_row(row, printer) for row in stage.inputs],
         outputs=[_row(row, printer) for row in stage.outputs],
         gradients=[
-            (p.name, f"dict(contributions={p.contributions}, steps={p.reduce!r})")
+            (p.name, f"dict(contributions={p.contributions}, steps={rows(p.reduce)!r})")
             for p in stage.parameters.values()
             if p.contributions
         ],
@@ -60,13 +63,15 @@ def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) 
             "GRADIENT_SENDS": [p.name for p in stage.gradients_sent],
         },
         mesh=dict(stage.mesh.axes),
-        user_ops=_uses(stage, "autopar_ops."),
+        user_ops=bool(registered_ops(stage)),
     )
 
 
-def _uses(stage: LoweredStage, prefix: str) -> bool:
-    functions = [f for t in stage.templates.values() for f in t.functions]
-    return any(line.op.startswith(prefix) for f in functions for line in f.lines)
+def registered_ops(stage: LoweredStage) -> frozenset[str]:
+    """Names of the ops that the user registered and the stage's templates use."""
+    lines = (line for t in stage.templates.values() for f in t.functions for line in f.lines)
+    ops = (line.op.split(".") for line in lines if isinstance(line, Compute))
+    return frozenset(name for namespace, name, *_ in ops if namespace == "autopar_ops")
 
 
 def _row(row: Row, printer: Printer) -> str:
@@ -76,20 +81,17 @@ def _row(row: Row, printer: Printer) -> str:
     )
 
 
-def _parameter(p: Any, printer: Printer) -> tuple[str, str]:
+def _parameter(p: StoredParameter, printer: Printer) -> tuple[str, str]:
     row = f"dict(shape={p.type.shape!r}, dtype={printer.dtype(p.type.dtype)!r}, spec={p.storage.dims!r}"
-    row += f", opt_spec={p.optimizer.dims!r}, trainable={p.trainable!r}, gather={p.regather!r}"
+    row += f", opt_spec={p.optimizer.dims!r}, trainable={p.trainable!r}, gather={rows(p.regather)!r}"
     row += f", tier={p.tier!r}" if p.tier else ""
     row += f", optimizer_tier={p.optimizer_tier!r}" if p.optimizer_tier else ""
     row += ")"
     return p.name, row
 
 
-def _statement(printer: Printer) -> Any:
-    def text(line: Line) -> str:
-        return f"{targets(line)} = {printer.expression(line)}  # {show_types(line)}"
-
-    return text
+def _statements(function: Function, printer: Printer, returned: set[str]) -> list[str]:
+    return body(function, lambda line: statement(line, printer), returned)
 
 
 def _signature(function: Function) -> list[str]:
@@ -106,7 +108,7 @@ def _forward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
         "args": ["rt", "call", *function.args],
         "doc": _signature(function),
         "what": f"Forward of template {template.name}.",
-        "body": body(function, _statement(printer), returned),
+        "body": _statements(function, printer, returned),
         "result": ", ".join(results),
     }
 
@@ -115,7 +117,7 @@ def _backward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
     function = template.backward
     assert function is not None
     returned = {n for n in function.returns if n} | set(template.later)
-    lines = _unpack("saved", template.saved, body(function, _statement(printer), returned))
+    lines = _unpack("saved", template.saved, _statements(function, printer, returned))
     results = [n or "None" for n in function.returns]
     if template.later:
         results.append(f"[{', '.join(template.later)}]")
@@ -133,7 +135,7 @@ def _backward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
 def _weights(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
     function = template.weights
     assert function is not None
-    lines = _unpack("later", function.args, body(function, _statement(printer), {n for n in function.returns if n}))
+    lines = _unpack("later", function.args, _statements(function, printer, {n for n in function.returns if n}))
     return {
         "name": function.name,
         "args": ["rt", "call", "later"],

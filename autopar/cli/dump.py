@@ -305,7 +305,7 @@ def _cluster(name: str, arguments: dict[str, str], rows: list[Facts]) -> list[st
     edges = []
     for i, row in enumerate(rows):
         node = f"{name}/{i}"
-        filled = ", style=filled, fillcolor=lightsalmon" if row["op"].startswith("comm.") else ""
+        filled = ", style=filled, fillcolor=lightsalmon" if row["axis"] else ""
         label = _short(row["op"]) + (f" over {row['axis']}" if row["axis"] else "")
         lines.append(f"    {_quoted(node)} [label={_quoted(label)}{filled}];")
         for read in row["reads"]:

@@ -1,74 +1,19 @@
-"""The lowered program: straight lines over local tensors, the same on every rank of a stage.
+"""The lowered program: the functions that every rank of a stage runs, its parameters, and what stages tell each other.
 
-Each line is one op on blocks, one collective, or (at stage level) one use of a template's function. Lines know the
-global type and the Spec of what they make, so the checker can type them again, and where in the model they come from.
+The functions are straight lines over local tensors (`autopar.ir.lines`). A stage has a pair of functions (or three) for
+every template that it calls, and one for every kind of action, which calls these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from autopar.ir.actions import StageGraph, Table
+from autopar.ir.lines import Function, Line
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
+from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
-
-RuntimeStep = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A local value by name."""
-
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True)
-class Line:
-    """`outs` = op(args, kwargs). op: an op name, `comm.<kind>`, or at stage level `call.<…>`, `params.<…>`, `grads.<…>`,
-    `tier.<…>`.
-
-    types, specs: global type and spec per out (None: not a tensor, or not used). phase: F, B, W.
-    """
-
-    outs: tuple[str, ...]
-    op: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict, hash=False)
-    types: tuple[TensorType | None, ...] = ()
-    specs: tuple[Spec | None, ...] = ()
-    phase: str = "F"
-    source: str = ""
-    node: str = ""
-
-    def reads(self) -> Iterator[str]:
-        """Names of the values that the line reads, in order."""
-        yield from refs_in(self.args)
-        yield from refs_in(tuple(self.kwargs.values()))
-
-
-def refs_in(value: Any) -> Iterator[str]:
-    if isinstance(value, Ref):
-        yield value.name
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from refs_in(v)
-
-
-@dataclass(frozen=True)
-class Function:
-    """A straight-line function: argument names with types and specs, lines, names returned (None: no gradient)."""
-
-    name: str
-    args: tuple[str, ...]
-    lines: tuple[Line, ...]
-    returns: tuple[str | None, ...]
-    arg_types: dict[str, tuple[TensorType, Spec]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from autopar.codegen import in_process as running
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_source
 from autopar.errors import InputError
-from autopar.ir.lowered import Function, Line, LoweredProgram, LoweredStage
+from autopar.ir.lines import Compute, Function, Line
+from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import RANDOM_OPS, op_name
 from autopar.passes.lower import lower
@@ -165,7 +166,7 @@ def without_dropout(lowered: LoweredProgram) -> LoweredProgram:
     """The same lines with every dropout probability 0."""
 
     def quiet(line: Line) -> Line:
-        if line.op not in RANDOM_OPS or "p" not in line.kwargs:
+        if not isinstance(line, Compute) or line.op not in RANDOM_OPS or "p" not in line.kwargs:
             return line
         return replace(line, kwargs={**line.kwargs, "p": 0.0})
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.lowered import Function, LoweredStage
+from autopar.ir.lines import Function, TemplateCall
+from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
-from autopar.passes.account.program import gradient_work, line_seconds, template_seconds
-from autopar.passes.memory.sizes import inside, pinned_values, value_bytes
+from autopar.passes.account.call_bytes import function_bytes, held_bytes
+from autopar.passes.account.stage import gradient_work
+from autopar.passes.price.lines import TemplateSeconds, line_seconds, template_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan
@@ -41,24 +43,21 @@ def measure(
 ) -> Units:
     """Units of a whole program lowered (with B and W apart) on one mesh."""
     n = len(program.calls)
-    seconds = {
+    per_call = {
         name: template_seconds(t, plan.templates[name], program.templates[name], pricer, rules)
         for name, t in stage.templates.items()
     }
-    rows = {kind: np.zeros(n) for kind in "FBW"}
-    for kind, function in zip("FBW", (stage.forward, stage.backward, stage.weights), strict=True):
+    seconds = {action: np.zeros(n) for action in "FBW"}
+    functions = zip("FBWF", (stage.forward, stage.backward, stage.weights, stage.prepare), strict=True)
+    for action, function in functions:
         if function is not None:
-            _spread(function, kind, rows[kind], seconds, stage, pricer)
-    if stage.prepare is not None:
-        _spread(stage.prepare, "F", rows["F"], seconds, stage, pricer)
-    resting, held, peak = np.zeros(n), np.zeros(n), np.zeros(n)
-    step = np.zeros(n)
+            _spread(function, seconds[action], per_call, stage, pricer)
+    peaks = {name: max(function_bytes(f, stage.mesh).peak for f in t.functions) for name, t in stage.templates.items()}
+    resting, held, step = np.zeros(n), np.zeros(n), np.zeros(n)
     first: dict[str, int] = {}
     for i, call in enumerate(program.calls):
         for name in call.params:
             first.setdefault(name, i)
-        t = stage.templates[call.template]
-        peak[i] = max(inside(f, stage.mesh).peak for f in t.functions)
     work = gradient_work(stage, pricer, setting)
     for name, p in stage.parameters.items():
         i = first.get(name, 0)
@@ -70,50 +69,27 @@ def measure(
             if not p.optimizer_tier:
                 resting[i] += shard / p.type.dtype.itemsize * setting.state_ratio * each
             step[i] += work[name]
-    for i, nbytes in _held(program, stage).items():
+    for i, nbytes in held_bytes(stage).items():
         held[i] = nbytes
-    return Units(rows["F"], rows["B"], rows["W"], step, resting, held, peak, _boundaries(program, pricer))
+    peak = np.array([peaks[call.template] for call in program.calls])
+    return Units(seconds["F"], seconds["B"], seconds["W"], step, resting, held, peak, _boundaries(program, pricer))
 
 
 def _spread(
-    function: Function,
-    kind: str,
-    row: np.ndarray,
-    seconds: dict[str, tuple[float, float, float]],
-    stage: LoweredStage,
-    pricer: Pricer,
+    function: Function, seconds: np.ndarray, per_call: TemplateSeconds, stage: LoweredStage, pricer: Pricer
 ) -> None:
-    """Every line's seconds to the call it comes before (forward) or after (backward)."""
-    known = {n: value_bytes(*ts, stage.mesh) for n, ts in function.arg_types.items()}
-    numbers = [line.args[1] for line in function.lines if line.op.startswith("call.")]
+    """Adds every line's seconds to the call it comes before (forward) or after (backward)."""
+    held = function.local_bytes(stage.mesh)
+    numbers = [line.number for line in function.lines if isinstance(line, TemplateCall)]
     if not numbers:
         return
     position = 0
     for line in function.lines:
-        if line.op.startswith("call."):
-            row[line.args[1]] += seconds[line.args[0]]["FBW".index(kind)]
+        if isinstance(line, TemplateCall):
+            seconds[line.number] += per_call[line.template][line.action]
             position += 1
         else:
-            row[numbers[min(position, len(numbers) - 1)]] += line_seconds(line, known, stage, pricer)
-        for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
-            known[name] = value_bytes(type_, spec, stage.mesh)
-
-
-def _held(program: Program, stage: LoweredStage) -> dict[int, float]:
-    """Bytes that each call keeps for its backward; a value of the stage counts where it is first kept."""
-    kept = {name: inside(t.forward, stage.mesh, t.stays) for name, t in stage.templates.items()}
-    pinned = pinned_values(stage)
-    sizes = {n: value_bytes(t, s, stage.mesh) for n, (t, s) in stage.forward.arg_types.items()}
-    found: dict[int, float] = {}
-    seen: set[str] = set()
-    for line in stage.forward.lines:
-        for name, type_, spec in zip(line.outs, line.types, line.specs, strict=False):
-            sizes[name] = value_bytes(type_, spec, stage.mesh)
-        if line.op == "call.forward" and line.kwargs["keep"]:
-            names = pinned[line.outs[-1]] - seen
-            seen |= names
-            found[line.args[1]] = kept[line.args[0]].kept_bytes + sum(sizes.get(n, 0.0) for n in names)
-    return found
+            seconds[numbers[min(position, len(numbers) - 1)]] += line_seconds(line, held, stage, pricer)
 
 
 def _boundaries(program: Program, pricer: Pricer) -> np.ndarray:

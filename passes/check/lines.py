@@ -10,8 +10,22 @@ from __future__ import annotations
 
 from autopar.errors import CheckError
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.lowered import Function, Line, LoweredProgram, LoweredStage, Port, Ref, Row
+from autopar.ir.lines import (
+    AwaitSaved,
+    Compute,
+    Convert,
+    FetchSaved,
+    Function,
+    Line,
+    ParkSaved,
+    Ref,
+    SumLoss,
+    TemplateCall,
+    label,
+)
+from autopar.ir.lowered import LoweredProgram, LoweredStage, Port, Row
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Rule
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
@@ -39,25 +53,27 @@ def check_program(lowered: LoweredProgram, rules: RuleBook) -> None:
 def check(stage: LoweredStage, rules: RuleBook) -> None:
     """Types every line of a stage. Raises CheckError naming function and line."""
     for template in stage.templates.values():
-        produced = _function(template.forward, stage.mesh, rules, dict(template.forward.arg_types))
-        if template.backward is not None:
-            start = dict(template.backward.arg_types)
-            _same(f"{template.name}: backward", template.saved, produced, start)
-            produced = _function(template.backward, stage.mesh, rules, start)
-        if template.weights is not None:
-            start = dict(template.weights.arg_types)
-            _same(f"{template.name}: weights", template.later, produced, start)
-            _function(template.weights, stage.mesh, rules, start)
+        typed = _function(template.forward, stage.mesh, rules, dict(template.forward.arg_types))
+        for function, kept in ((template.backward, template.saved), (template.weights, template.later)):
+            if function is not None:
+                arguments = dict(function.arg_types)
+                _same(
+                    f"{template.name}: {'weights' if function is template.weights else 'backward'}",
+                    kept,
+                    typed,
+                    arguments,
+                )
+                typed = _function(function, stage.mesh, rules, arguments)
     for function in stage.functions:
-        made = _function(function, stage.mesh, rules, dict(function.arg_types))
+        typed = _function(function, stage.mesh, rules, dict(function.arg_types))
         ends: dict[str, tuple[Row | Port, ...]] = {
             "forward": (*stage.outputs, *stage.sent),
             "backward": stage.gradients_sent,
         }
         leaving = ends.get(function.name, ())
         for name, port in zip(function.returns, leaving, strict=False):
-            if name is not None and made[name] != (port.type, port.spec):
-                raise CheckError(f"{function.name}: {name} leaves as {made[name][1]}, said to be {port.spec}")
+            if name is not None and typed[name] != (port.type, port.spec):
+                raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {port.spec}")
     for p in stage.parameters.values():
         for fine, coarse in zip(p.optimizer.dims, p.storage.dims, strict=True):
             if fine[: len(coarse)] != coarse:
@@ -66,52 +82,58 @@ def check(stage: LoweredStage, rules: RuleBook) -> None:
                 )
 
 
-def _same(where: str, names: tuple[str, ...], made: dict[str, Typed], read: dict[str, Typed]) -> None:
+def _same(where: str, names: tuple[str, ...], kept: dict[str, Typed], read: dict[str, Typed]) -> None:
+    """Raises CheckError where a function does not read a value as the one before keeps it."""
     for name in names:
-        if name not in made:
+        if name not in kept:
             raise CheckError(f"{where} reads {name}, which nothing makes before")
-        if read.get(name, made[name]) != made[name]:
-            raise CheckError(f"{where} reads {name} as {read[name][1]}, it is kept as {made[name][1]}")
+        if read.get(name, kept[name]) != kept[name]:
+            raise CheckError(f"{where} reads {name} as {read[name][1]}, it is kept as {kept[name][1]}")
 
 
-def _function(function: Function, mesh: Mesh, rules: RuleBook, known: dict[str, Typed]) -> dict[str, Typed]:
+def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed]) -> dict[str, Typed]:
+    """`typed`, at first what is known of the arguments, with every value that the lines make."""
     for line in function.lines:
         for name in line.reads():
-            if name not in known and not line.op.startswith(("call.", "tier.")):
-                raise CheckError(f"{function.name}: {line.op} reads {name} before it is made")
-        derived = _derive(line, mesh, rules, known, function.name)
+            if name not in typed and not isinstance(line, (TemplateCall, ParkSaved, FetchSaved, AwaitSaved)):
+                raise CheckError(f"{function.name}: {label(line)} reads {name} before it is made")
+        derived = _derive(line, mesh, rules, typed, function.name)
         for i, out in enumerate(line.outs):
             type_ = line.types[i] if i < len(line.types) else None
             spec = line.specs[i] if i < len(line.specs) else None
             if derived is not None and spec is not None and derived[i] != spec:
                 raise CheckError(
-                    f"{function.name}: {out} = {line.op} gives {derived[i]}, lowering says {spec} (from {line.source})"
+                    f"{function.name}: {out} = {label(line)} gives {derived[i]}, lowering says {spec} (from {line.source})"
                 )
             if type_ is not None and spec is not None:
                 if not spec.divides(type_.shape, mesh):
                     raise CheckError(f"{function.name}: {out} of shape {type_.shape} does not divide as {spec}")
-                known[out] = (type_, spec)
-    return known
+                typed[out] = (type_, spec)
+    return typed
 
 
-def _derive(line: Line, mesh: Mesh, rules: RuleBook, known: dict[str, Typed], where: str) -> list[Spec | None] | None:
-    if line.op.startswith("comm."):
-        return [_collective(line, mesh, known, where)]
-    if line.op == "grads.sum":
-        source, axes = line.args
-        type_, spec = known[source.name]
-        if spec.partial != tuple((axis, "sum") for axis in axes) or any(spec.dims):
-            raise CheckError(
-                f"{where}: {source.name} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone"
-            )
-        return [spec.without_partial()]
-    if line.op.split(".")[0] in ("call", "params", "grads", "buffer", "tier"):
-        return None
-    reads = [known[n] for n in line.reads()]
-    rule = rules.rule(_global_call(line, [t for t, _ in reads]))
+def _derive(line: Line, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], where: str) -> list[Spec | None] | None:
+    """The specs of what a line makes, from those of what it reads; None: the line's own are taken."""
+    match line:
+        case Compute():
+            return _computed(line, rules, typed, where)
+        case Convert():
+            return [_converted(line, mesh, typed, where)]
+        case SumLoss(value=value, axes=axes):
+            type_, spec = typed[value]
+            if spec.partial != tuple((axis, "sum") for axis in axes) or any(spec.dims):
+                raise CheckError(f"{where}: {value} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone")
+            return [spec.without_partial()]
+    return None
+
+
+def _computed(line: Compute, rules: RuleBook, typed: dict[str, Typed], where: str) -> list[Spec | None]:
+    """What the op's rule says of the results, its operands being sharded as they are."""
+    operands = [typed[n] for n in line.reads()]
+    rule = rules.rule(_global_call(line, [t for t, _ in operands]))
     taken: dict[str, tuple[str, ...]] = {}
     owed: dict[str, set[int]] = {}
-    for i, ((_, spec), labels) in enumerate(zip(reads, rule.operands, strict=True)):
+    for i, ((_, spec), labels) in enumerate(zip(operands, rule.operands, strict=True)):
         for axes, dim in zip(spec.dims, labels or ((),) * len(spec.dims), strict=True):
             lead = next((f for f in dim if f in rule.shardable), None)
             if axes and lead is None:
@@ -127,24 +149,25 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, known: dict[str, Typed], wh
             lead = next((f for f in dim if f in rule.shardable), None)
             if lead is not None and lead not in rule.contracted:
                 taken.setdefault(lead, axes)
-    for axis, operands in owed.items():
-        if frozenset(operands) not in rule.linear:
-            raise CheckError(f"{where}: {line.op} is not linear in operands {sorted(operands)}, owed over {axis}")
+    for axis, owing in owed.items():
+        if frozenset(owing) not in rule.linear:
+            raise CheckError(f"{where}: {line.op} is not linear in operands {sorted(owing)}, owed over {axis}")
     return [_result(rule, i, taken, owed) if labels is not None else None for i, labels in enumerate(rule.results)]
 
 
-def _result(rule: object, index: int, taken: dict[str, tuple[str, ...]], owed: dict[str, set[int]]) -> Spec:
-    labels = rule.results[index]  # type: ignore[attr-defined]
+def _result(rule: Rule, index: int, taken: dict[str, tuple[str, ...]], owed: dict[str, set[int]]) -> Spec:
+    """taken: the axes that shard each factor; owed: the operands that owe a sum over each axis."""
+    labels = rule.results[index] or ()
     held = {f for dim in labels for f in dim}
     dims = tuple(next((taken[f] for f in dim if taken.get(f)), ()) for dim in labels)
     partial = {(axis, "sum") for axis in owed}
     for f, axes in taken.items():
-        if f not in held and f in rule.contracted:  # type: ignore[attr-defined]
-            partial |= {(axis, rule.factors[f].reduce) for axis in axes}  # type: ignore[attr-defined]
+        if f not in held and f in rule.contracted:
+            partial |= {(axis, rule.factors[f].reduce) for axis in axes}
     return Spec(dims, tuple(sorted(partial)))
 
 
-def _global_call(line: Line, operands: list[TensorType]) -> OpCall:
+def _global_call(line: Compute, operands: list[TensorType]) -> OpCall:
     """The op on global shapes: local shape arguments back to global ones, tensors to operands."""
     order = iter(range(len(operands)))
 
@@ -182,36 +205,37 @@ def _groups(op: str, transposed: bool, operands: list[TensorType], result: Tenso
     return (y if transposed else x).shape[1] // w.shape[1]
 
 
-def _collective(line: Line, mesh: Mesh, known: dict[str, Typed], where: str) -> Spec:
-    kind = line.op.removeprefix("comm.")
-    source, axis, *rest = line.args
+def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -> Spec:
+    """What a step does to the spec of its value. Raises CheckError where the value's spec does not allow it."""
+    step = line.step
+    axis, dim = step.axis, step.dim
     if axis not in mesh.sizes:
-        raise CheckError(f"{where}: {kind} over axis {axis}, the mesh has {', '.join(mesh.names)}")
-    type_, spec = known[source.name]
+        raise CheckError(f"{where}: {step.kind} over axis {axis}, the mesh has {', '.join(mesh.names)}")
+    type_, spec = typed[line.value]
     dims = list(spec.dims)
     partial = dict(spec.partial)
 
     def need(condition: bool, what: str) -> None:
         if not condition:
-            raise CheckError(f"{where}: {kind} over {axis} of {source.name} {spec.show(type_)}: {what}")
+            raise CheckError(f"{where}: {step.kind} over {axis} of {line.value} {spec.show(type_)}: {what}")
 
-    if kind == "all_gather":
-        need(bool(dims[rest[0]]) and dims[rest[0]][-1] == axis, "the axis is not the minor-most of that dim")
-        dims[rest[0]] = dims[rest[0]][:-1]
-    elif kind == "slice":
-        need(axis not in spec.axes, "the axis is in use")
-        dims[rest[0]] = (*dims[rest[0]], axis)
-    elif kind == "all_reduce":
-        need(partial.pop(axis, None) == rest[0], "nothing of that kind is owed over the axis")
-    elif kind == "reduce_scatter":
-        need(partial.pop(axis, None) == rest[1], "nothing of that kind is owed over the axis")
-        dims[rest[0]] = (*dims[rest[0]], axis)
-    elif kind == "all_to_all":
-        split, joined = rest
-        need(bool(dims[joined]) and dims[joined][-1] == axis, "the axis is not the minor-most of the joined dim")
-        dims[joined] = dims[joined][:-1]
-        dims[split] = (*dims[split], axis)
-    else:
-        need(axis not in spec.axes, "the axis is in use")
-        partial[axis] = "sum"
+    match step.kind:
+        case "all_gather":
+            need(bool(dims[dim]) and dims[dim][-1] == axis, "the axis is not the minor-most of that dim")
+            dims[dim] = dims[dim][:-1]
+        case "slice":
+            need(axis not in spec.axes, "the axis is in use")
+            dims[dim] = (*dims[dim], axis)
+        case "all_reduce":
+            need(partial.pop(axis, None) == step.reduction, "nothing of that kind is owed over the axis")
+        case "reduce_scatter":
+            need(partial.pop(axis, None) == step.reduction, "nothing of that kind is owed over the axis")
+            dims[dim] = (*dims[dim], axis)
+        case "all_to_all":
+            need(bool(dims[dim]) and dims[dim][-1] == axis, "the axis is not the minor-most of the joined dim")
+            dims[dim] = dims[dim][:-1]
+            dims[step.to_dim] = (*dims[step.to_dim], axis)
+        case _:
+            need(axis not in spec.axes, "the axis is in use")
+            partial[axis] = "sum"
     return Spec(tuple(dims), tuple(sorted(partial.items())))

@@ -5,11 +5,24 @@ One function, or two where the schedule runs B (input gradients) and W (paramete
 
 from __future__ import annotations
 
-from autopar.ir.lowered import Function, Line, Port, Ref
+from autopar.ir.lines import (
+    AddGradient,
+    AwaitSaved,
+    CallBackward,
+    CallWeights,
+    Compute,
+    FetchSaved,
+    Function,
+    Ref,
+    SeedGradient,
+    ZeroGradient,
+)
+from autopar.ir.lowered import Port
 from autopar.ir.program import Call, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.passes.lower.stage import Builder, Held, StageContext
+from autopar.passes.lower.builder import Builder, LocalValue
+from autopar.passes.lower.context import StageContext
 
 MAKE_NEW = ("autopar.linear_dw", "autopar.conv_dw", "autopar.embedding_grad")
 
@@ -20,13 +33,14 @@ class Backward(Builder):
     def __init__(self, context: StageContext, saved: dict[int, str]) -> None:
         super().__init__(context, "backward")
         self.saved = saved
-        self.grads: dict[ValueRef, Held] = {}  # what has reached a value so far
+        self.gradients: dict[ValueRef, LocalValue] = {}
+        """What has reached a value so far."""
         self.later: dict[int, str] = {}
         self.received: list[Port] = []
         self.sent: list[Port] = []
 
-    def run(self) -> tuple[Function, Function | None]:
-        """The finished functions."""
+    def functions(self) -> tuple[Function, Function | None]:
+        """`backward`, and `weights` where B and W are apart."""
         for name in self.saved.values():
             self.names.take(name)
         order = [i for i in reversed(range(len(self.program.calls))) if i in self.program.backward_calls]
@@ -67,10 +81,10 @@ class Backward(Builder):
             if not crossing.gradient:
                 continue
             assert boundary is not None
-            name, spec = self.grads[ValueRef("input", len(boundary.inputs) + k)]
-            type_ = self.program.type_of(ValueRef("input", len(boundary.inputs) + k))
-            leaves = self.pricer.departure(type_, spec)[0]
-            names.append(self.converter.convert(name, name, type_, spec, leaves, "B", f"to stage {crossing.source}"))
+            ref = ValueRef("input", len(boundary.inputs) + k)
+            held, type_ = self.gradients[ref], self.program.type_of(ref)
+            leaves = self.pricer.departure(type_, held[1])[0]
+            names.append(self.convert(held, type_, leaves, "B", f"to stage {crossing.source}"))
             self.sent.append(Port(f"d_{crossing.name}", crossing.source, type_, leaves))
         return names
 
@@ -80,37 +94,35 @@ class Backward(Builder):
         type_ = self.program.type_of(loss)
         whole = Spec.replicated(len(type_.shape))
         name = self.names.fresh("d_loss")
-        self.lines.append(Line((name,), "grads.seed", (type_,), types=(type_,), specs=(whole,), phase="B"))
+        self.lines.append(SeedGradient(outs=(name,), types=(type_,), specs=(whole,), phase="B"))
         self._reach(loss, (name, whole), "loss")
 
-    def _reach(self, ref: ValueRef, held: Held, source: str) -> None:
+    def _reach(self, ref: ValueRef, arrived: LocalValue, source: str) -> None:
         """A gradient arrives at a value: convert it to the spec wanted there, add it to what came before."""
-        total = self.grads.get(ref)
+        total = self.gradients.get(ref)
         if ref.kind == "call":
             wanted = self.context.tangent(ref)
         else:
-            wanted = held[1] if total is None else total[1]
+            wanted = arrived[1] if total is None else total[1]
         if wanted is None:
             return
         type_ = self.program.type_of(ref)
-        made = self.converter.convert(held[0], held[0], type_, held[1], wanted, "B", source)
-        if total is None:
-            self.grads[ref] = (made, wanted)
-            return
-        name = self.names.fresh(f"{total[0]}_sum")
-        self.lines.append(
-            Line(
-                (name,),
-                "aten.add.Tensor",
-                (),
-                {"self": Ref(total[0]), "other": Ref(made)},
-                (type_,),
-                (wanted,),
-                "B",
-                source,
+        gradient = self.convert(arrived, type_, wanted, "B", source)
+        if total is not None:
+            addends = {"self": Ref(total[0]), "other": Ref(gradient)}
+            gradient = self.names.fresh(f"{total[0]}_sum")
+            self.lines.append(
+                Compute(
+                    "aten.add.Tensor",
+                    addends,
+                    outs=(gradient,),
+                    types=(type_,),
+                    specs=(wanted,),
+                    phase="B",
+                    source=source,
+                )
             )
-        )
-        self.grads[ref] = (name, wanted)
+        self.gradients[ref] = (gradient, wanted)
 
     def _wanted(self, ref: ValueRef) -> bool:
         """Whether somebody waits for the gradient of a call's input."""
@@ -119,27 +131,28 @@ class Backward(Builder):
         crossing = self.program.crossing(ref)
         return crossing is not None and crossing.gradient
 
-    def _tangents(self, index: int) -> list[Ref]:
+    def _tangents(self, index: int) -> tuple[str, ...]:
+        """Names of the gradients of a call's outputs; zeros where nothing has arrived."""
         template = self.program.template_of(self.program.calls[index])
-        tangents = []
+        tangents: list[str] = []
         for o, tangent in enumerate(template.tangents):
             if tangent is None:
                 continue
-            total = self.grads.pop(ValueRef("call", index, o), None)
+            total = self.gradients.pop(ValueRef("call", index, o), None)
             if total is None:
                 spec = self.context.planned(template.name, tangent)
                 type_ = template.type_of(tangent)
                 name = self.names.fresh(f"zero_{tangent}_{self.context.number(index)}")
-                self.lines.append(Line((name,), "grads.zero", (type_, spec), types=(type_,), specs=(spec,), phase="B"))
-                tangents.append(Ref(name))
+                self.lines.append(ZeroGradient(outs=(name,), types=(type_,), specs=(spec,), phase="B"))
+                tangents.append(name)
             else:
-                tangents.append(Ref(total[0]))
-        return tangents
+                tangents.append(total[0])
+        return tuple(tangents)
 
     def _fetch(self, index: int) -> None:
         """Start bringing back what a call's forward parked."""
         if self.context.templates[self.program.calls[index].template].offload:
-            self.lines.append(Line((), "tier.fetch", (Ref(self.saved[index]),), phase="B"))
+            self.lines.append(FetchSaved(self.saved[index], phase="B"))
 
     def _call(self, index: int) -> None:
         call, number = self.program.calls[index], self.context.number(index)
@@ -148,38 +161,40 @@ class Backward(Builder):
         tangents = self._tangents(index)
         params = self.params(index, True)
         if lowered.offload:
-            self.lines.append(Line((), "tier.ready", (Ref(self.saved[index]),), phase="B"))
-        results: list[str] = []
+            self.lines.append(AwaitSaved(self.saved[index], phase="B"))
+        outs: list[str] = []
         types: list[TensorType | None] = []
         for slot, grad in enumerate(template.input_grads):
             used = grad is not None and self._wanted(call.inputs[slot])
-            results.append(self.names.fresh(f"d_{template.inputs[slot]}_{number}") if used else "_")
+            outs.append(self.names.fresh(f"d_{template.inputs[slot]}_{number}") if used else "_")
             types.append(template.type_of(grad) if grad is not None else None)
         specs = lowered.input_grads
         if not self.context.split:
-            names, more = self._param_grads(call, number)
-            results, types, specs = [*results, *names], [*types, *more], (*specs, *lowered.param_grads)
+            names, param_types = self._param_grads(call, number)
+            outs, types, specs = [*outs, *names], [*types, *param_types], (*specs, *lowered.param_grads)
         elif lowered.later:
             self.later[index] = self.names.fresh(f"later_{number}")
-            results, types, specs = [*results, self.later[index]], [*types, None], (*specs, None)
+            outs, types, specs = [*outs, self.later[index]], [*types, None], (*specs, None)
         self.lines.append(
-            Line(
-                tuple(results),
-                "call.backward",
-                (call.template, number, Ref(self.saved[index]), tuple(params), tuple(tangents)),
-                {},
-                tuple(types),
-                specs,
-                "B",
-                call.path,
+            CallBackward(
+                call.template,
+                number,
+                self.saved[index],
+                params,
+                tangents,
+                outs=tuple(outs),
+                types=tuple(types),
+                specs=specs,
+                phase="B",
+                source=call.path,
             )
         )
         if not self.context.split:
-            self._store(self, call, results[len(template.inputs) :])
+            self._store(self, call, outs[len(template.inputs) :])
         for slot, ref in enumerate(call.inputs):
             left = lowered.input_grads[slot]
-            if results[slot] != "_" and left is not None:
-                self._reach(ref, (results[slot], left), call.path)
+            if outs[slot] != "_" and left is not None:
+                self._reach(ref, (outs[slot], left), call.path)
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
@@ -198,15 +213,13 @@ class Backward(Builder):
             grad_name, arrived, grad = results[slot], lowered.param_grads[slot], template.param_grads[slot]
             if grad_name == "_" or arrived is None or grad is None:
                 continue
-            _, _, target = self.context.contributions[name]
-            if target is not None:
+            wanted = self.context.gradients[name].arrival
+            if wanted is not None:
                 type_ = self.program.parameters[name].type
-                grad_name = _stored(into, call, template.type_of(grad), type_, grad_name, arrived)
-                grad_name = into.converter.convert(grad_name, grad_name, type_, arrived, target, "W", call.path)
+                grad_name = _as_stored(into, call, template.type_of(grad), type_, (grad_name, arrived))
+                grad_name = into.convert((grad_name, arrived), type_, wanted, "W", call.path)
             owned = grad_name in results and self._fresh(call.template, slot)
-            into.lines.append(
-                Line((), "grads.add", (name, Ref(grad_name)), {"owned": owned}, phase="W", source=call.path)
-            )
+            into.lines.append(AddGradient(name, grad_name, owned, phase="W", source=call.path))
 
     def _fresh(self, template: str, slot: int) -> bool:
         """Is this parameter gradient a tensor of its own, that nobody else holds?"""
@@ -214,9 +227,10 @@ class Backward(Builder):
         function = lowered.weights or lowered.backward
         assert function is not None
         name = function.returns[slot if lowered.weights else len(lowered.input_grads) + slot] or ""
-        maker = next((line.op for line in function.lines if name in line.outs), "")
+        maker = next((line for line in function.lines if name in line.outs), None)
+        new = isinstance(maker, Compute) and maker.op in MAKE_NEW
         readers = sum(name in line.reads() for line in function.lines)
-        return maker in MAKE_NEW and not readers and function.returns.count(name) == 1
+        return new and not readers and function.returns.count(name) == 1
 
     def _weights(self) -> Function:
         """`weights`: the parameter gradients of all calls, from what `backward` kept."""
@@ -228,36 +242,35 @@ class Backward(Builder):
             results, types = self._param_grads(call, number)
             specs = self.context.templates[call.template].param_grads
             builder.lines.append(
-                Line(
-                    tuple(results),
-                    "call.weights",
-                    (call.template, number, Ref(kept)),
-                    {},
-                    tuple(types),
-                    specs,
-                    "W",
-                    call.path,
+                CallWeights(
+                    call.template,
+                    number,
+                    kept,
+                    outs=tuple(results),
+                    types=tuple(types),
+                    specs=specs,
+                    phase="W",
+                    source=call.path,
                 )
             )
             self._store(builder, call, results)
         return builder.function([], tuple(self.later.values()))
 
 
-def _stored(into: Builder, call: Call, type_: TensorType, stored: TensorType, name: str, spec: Spec) -> str:
+def _as_stored(into: Builder, call: Call, type_: TensorType, stored: TensorType, gradient: LocalValue) -> str:
     """A parameter's gradient in the dtype that the parameter is stored in: what follows may reduce it."""
     if type_ == stored:
-        return name
-    made = into.names.fresh(f"{name}_cast")
+        return gradient[0]
+    cast = into.names.fresh(f"{gradient[0]}_cast")
     into.lines.append(
-        Line(
-            (made,),
+        Compute(
             "aten._to_copy.default",
-            (),
-            {"self": Ref(name), "dtype": stored.dtype},
-            (stored,),
-            (spec,),
-            "W",
-            call.path,
+            {"self": Ref(gradient[0]), "dtype": stored.dtype},
+            outs=(cast,),
+            types=(stored,),
+            specs=(gradient[1],),
+            phase="W",
+            source=call.path,
         )
     )
-    return made
+    return cast

@@ -6,13 +6,15 @@ what is handed out until `forget`. `hold` is what the store holds now, `top` the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.ir.lowered import StoredParameter
+from autopar.ir.steps import RuntimeStep, bytes_after
 from autopar.runtime.grads import BUCKETED, MIB
 
-Steps = tuple[Any, ...]
+Steps = tuple[RuntimeStep, ...]
 Flight = tuple[list[tuple[str, int, int, Steps]], list[int], int, bool]
 
 
@@ -122,15 +124,15 @@ class StoreBytes:
 
     def _route(self, name: str, nbytes: int, owned: bool, steps: Steps, view: bool = False) -> None:
         """view: the bytes are part of a lent buffer."""
-        while steps and (steps[0][0] not in BUCKETED or self._size(steps[0]) == 1):
+        while steps and (steps[0].kind not in BUCKETED or self._size(steps[0]) == 1):
             size = self._size(steps[0])
             if size > 1:
-                kind = steps[0][0]
-                made = nbytes // size if kind == "shard" else nbytes * size if kind == "all_gather" else nbytes
-                joined = kind == "shard" or (kind == "all_gather" and steps[0][2] == 0)  # no second copy
-                self.peak(made if joined else made + max(made, nbytes))
-                self.hold += made - (0 if view else nbytes)
-                nbytes, owned, view = made, True, False
+                kind = steps[0].kind
+                after = int(bytes_after(kind, nbytes, size))
+                joined = kind == "shard" or (kind == "all_gather" and steps[0].dims[0] == 0)  # no second copy
+                self.peak(after if joined else after + max(after, nbytes))
+                self.hold += after - (0 if view else nbytes)
+                nbytes, owned, view = after, True, False
             steps = steps[1:]
         if not steps:
             if name in self.tier:
@@ -139,7 +141,7 @@ class StoreBytes:
             elif not view:
                 self._done[name] = nbytes
             return
-        kind, axes, *dims = steps[0]
+        kind, axes, dims = steps[0].kind, steps[0].axes, steps[0].dims
         item = (name, nbytes, 0 if view else nbytes, steps)
         least = self.bucket_bytes if kind == "all_reduce" else MIB
         dim = dims[0] % max(self.dims[name], 1) if dims else 0
@@ -215,8 +217,5 @@ class StoreBytes:
         if lent and not fresh:
             self._lent += buffer[0]
 
-    def _size(self, step: Any) -> int:
-        size = 1
-        for axis in (step[1],) if isinstance(step[1], str) else step[1]:
-            size *= self.sizes[axis]
-        return size
+    def _size(self, step: RuntimeStep) -> int:
+        return math.prod(self.sizes[axis] for axis in step.axes)

@@ -1,7 +1,7 @@
 """Bytes alive in a lowered program at every point of its schedule.
 
 The emitted program is played over sizes: one microbatch's actions (walk.py), in which every line makes and needs what
-its implementation does (probe.py), and the gradient store over the microbatches of a step (gradients.py). Parameters,
+its implementation does (probe.py), and the gradient store over the microbatches of a step (gradient_store.py). Parameters,
 optimizer state and buffers rest all the time; the store is empty between steps. Between its actions a stage holds what its
 microbatches in flight keep, so the peak of a group of ranks is the largest, over its row of the action table, of what
 is held then and what the action needs beside it; or what the optimizer needs when all is over.
@@ -18,8 +18,8 @@ from autopar.ir.lowered import LoweredProgram, LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import StoreBytes
-from autopar.passes.memory.probe import gathers, local, regather_peak
-from autopar.passes.memory.walk import Course, courses
+from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
+from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.runtime.parts import divide
 
 
@@ -64,9 +64,9 @@ class StageMemory:
 def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
     """Bytes of a stage on one of its ranks."""
     resting, tiers = _resting(stage, setting)
-    found = courses(stage)
+    played = action_bytes(stage)
     if not stage.training:
-        actions = {k: Moment(c.peak, c.end, 0.0, c.received, c.sent) for k, c in found.items()}
+        actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers)
     store = StoreBytes(
         stage.parameters, stage.mesh.sizes, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
@@ -74,7 +74,7 @@ def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
     order: list[dict[str, Moment]] = []
     for microbatch in range(stage.microbatches):
         last = microbatch == stage.microbatches - 1
-        order.append({k: _moment(c, store, last and k == list(found)[-1]) for k, c in found.items()})
+        order.append({k: _moment(a, store, last and k == list(played)[-1]) for k, a in played.items()})
     store.top = store.hold
     store.finish()
     step = max(store.top, store.hold + _update_peak(stage, setting))
@@ -82,26 +82,26 @@ def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
     return StageMemory(resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked))
 
 
-def _moment(course: Course, store: StoreBytes, flush: bool = False) -> Moment:
+def _moment(action: ActionBytes, store: StoreBytes, flush: bool = False) -> Moment:
     """An action of a microbatch, its gradients going to the store; beside what the store holds before."""
     before, peak, parked = store.hold, 0, dict(store.parked)
-    for given in course.given:
-        peak = max(peak, given.before + store.hold - before)
+    for gradient in action.gradients:
+        peak = max(peak, gradient.top + store.hold - before)
         store.top = 0
-        store.add(given.name, given.nbytes, given.owned, given.itemsize)
-        peak = max(peak, given.alive + store.top - before)
-    peak = max(peak, course.after + store.hold - before)
+        store.add(gradient.name, gradient.nbytes, gradient.owned, gradient.itemsize)
+        peak = max(peak, gradient.alive + store.top - before)
+    peak = max(peak, action.top + store.hold - before)
     if flush:
         store.top = 0
         store.flush()
-        peak = max(peak, course.end + store.top - before)
+        peak = max(peak, action.end + store.top - before)
     return Moment(
         peak,
-        course.end,
+        action.end,
         store.hold - before,
-        course.received,
-        course.sent,
-        course.parked,
+        action.received,
+        action.sent,
+        action.parked,
         {tier: n - parked.get(tier, 0) for tier, n in store.parked.items()},
     )
 
@@ -268,14 +268,12 @@ def _parts_peak(stage: LoweredStage, setting: Setting) -> float:
     for (names, state), (_, coming) in zip(parts, [*parts[1:], ([], 0.0)], strict=False):
         sizes = [stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh) for n in names]
         scratch = max(own * a + before * b for a, b in zip(sizes, [0, *sizes], strict=False))
-        rows = tuple(
-            (local(p.type, p.optimizer, stage.mesh), p.regather)
+        shards = tuple(
+            GatheredShard(local(p.type, p.optimizer, stage.mesh), p.regather)
             for p in map(stage.parameters.get, names)
             if p is not None and p.tier and p.regather
         )
-        grown = (
-            gathers(tuple(r[0] for r in rows), tuple((r[1], None, "") for r in rows), stage.mesh.axes)[2] if rows else 0
-        )
+        grown = gather_effect(shards, stage.mesh.axes).ending_peak if shards else 0
         gone = sum(
             stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh)
             for n in names

@@ -17,8 +17,11 @@ import torch
 
 from autopar.codegen.printer import Printer
 from autopar.counter import ByteCounter
-from autopar.ir.lowered import Line, Ref
+from autopar.ir.lines import Compute, Convert, ParameterGather, Ref
+from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.spec import Spec
+from autopar.ir.steps import RuntimeStep, rows
 from autopar.ir.types import TensorType
 from autopar.runtime import attention, ops, rnn
 from autopar.runtime.comm import Call, Comm
@@ -136,22 +139,24 @@ def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], d
     return Effect(tuple(outs), tuple(sizes), max(counter.peak, sum(sizes)))
 
 
-def effect(line: Line, layouts: Sequence[Layout], mesh: Mesh, names: Sequence[str]) -> Effect:
-    """The effect of a line that makes tensors; layouts: of the values that it reads, by `names`."""
-    places = {name: i for i, name in enumerate(names)}
-    args, kwargs = _numbered(line.args, places), _numbered(line.kwargs, places)
-    key = (line.op, _frozen(args), _frozen(kwargs), len(line.outs), tuple(layouts), mesh.axes)
-    known = _EFFECTS.get(key)
-    if known is None:
-        known = _EFFECTS[key] = _probe(replace(line, args=args, kwargs=kwargs), tuple(layouts), mesh)
-    return known
+def line_effect(
+    line: Compute | Convert, layout_of: Mapping[str, Layout | None], mesh: Mesh
+) -> tuple[list[str], Effect]:
+    """The tensors that a line reads, by name, and what it makes of them. layout_of: values by name (None: no tensor)."""
+    operands = {name: layout for name in line.reads() if (layout := layout_of.get(name)) is not None}
+    numbered, layouts = _numbered(line, {name: f"v{i}" for i, name in enumerate(operands)}), tuple(operands.values())
+    what = numbered.step if isinstance(numbered, Convert) else (numbered.op, _frozen(numbered.kwargs))
+    key = (what, len(line.outs), layouts, mesh.axes)
+    if key not in _EFFECTS:
+        _EFFECTS[key] = _probe(numbered, layouts, mesh)
+    return list(operands), _EFFECTS[key]
 
 
 _EFFECTS: dict[Any, Effect] = {}
 _ASKED = Printer()
 
 
-def _probe(line: Line, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
+def _probe(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
     names = [f"v{i}" for i in range(len(layouts))]
     try:
         text = _ASKED.expression(line)
@@ -166,12 +171,12 @@ def _probe(line: Line, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
             "call": 0,
         }
         function = eval(f"lambda {', '.join(names)}: {text}", space)
-        if line.op.startswith("autopar.rnn"):
+        if isinstance(line, Compute) and line.op.startswith("autopar.rnn"):
             return _recurrent(function, layouts)
-        found = watch(lambda tensors: function(*tensors), layouts)
+        watched = watch(lambda tensors: function(*tensors), layouts)
     except Exception:  # an op without a meta implementation, or one that looks at data
         return _declared(line, mesh)
-    return found if len(found.outs) >= len([o for o in line.outs if o != "_"]) else _declared(line, mesh)
+    return watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else _declared(line, mesh)
 
 
 def _recurrent(function: Callable[..., Any], layouts: tuple[Layout, ...]) -> Effect:
@@ -205,11 +210,11 @@ class _UserOps:
         return getattr(torch.ops.autopar_ops, name)
 
 
-def _declared(line: Line, mesh: Mesh) -> Effect:
+def _declared(line: Compute | Convert, mesh: Mesh) -> Effect:
     """By the types that the line states: every result is new."""
     outs: list[Out] = []
     sizes: list[int] = []
-    for type_, spec in zip(line.types, line.specs, strict=False):
+    for _, type_, spec in line.made():
         layout = None if type_ is None or spec is None else local(type_, spec, mesh)
         outs.append(Out(-1, len(sizes) if layout else -1, layout))
         if layout:
@@ -218,30 +223,51 @@ def _declared(line: Line, mesh: Mesh) -> Effect:
     return Effect(tuple(outs), tuple(sizes), sum(sizes))
 
 
-def local(type_: TensorType, spec: Any, mesh: Mesh) -> Layout:
+def local(type_: TensorType, spec: Spec, mesh: Mesh) -> Layout:
     """A dense local tensor of a global type under a spec."""
     return Layout.dense(spec.local_shape(type_.shape, mesh), type_.dtype)
 
 
+@dataclass(frozen=True)
+class GatheredShard:
+    """A shard that is gathered, and how. tier: where it rests, from which it comes to the device first ("": there)."""
+
+    layout: Layout
+    steps: tuple[RuntimeStep, ...]
+    dtype: torch.dtype | None = None
+    tier: str = ""
+
+    @staticmethod
+    def of(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> GatheredShard:
+        """A parameter's stored shard on its way to where a call uses it."""
+        return GatheredShard(local(p.type, p.storage, mesh), gather.steps, gather.dtype, p.tier)
+
+
+@dataclass(frozen=True)
+class GatherEffect:
+    """Bytes that gathers hold once started, the most until then, the most until their end, and what they make."""
+
+    started: int
+    starting_peak: int
+    ending_peak: int
+    effect: Effect
+
+
 @cache
-def gathers(
-    shards: tuple[Layout, ...], steps: tuple[Any, ...], axes: tuple[tuple[str, int], ...]
-) -> tuple[int, int, int, Effect]:
-    """Gathering parameters together, each along its (steps, dtype, tier): (bytes after the start, most until then, most
-    until the end, effect). Shards in a tier come to the device first."""
+def gather_effect(shards: tuple[GatheredShard, ...], axes: tuple[tuple[str, int], ...]) -> GatherEffect:
+    """What gathering parameters together does on a mesh of these axes."""
     counter = ByteCounter()
-    here = {i: shard.tensor() for i, (shard, (_, _, tier)) in enumerate(zip(shards, steps, strict=True)) if not tier}
+    here = {i: shard.layout.tensor() for i, shard in enumerate(shards) if not shard.tier}
     with counter:
         items: list[Gather] = [
-            (here[i] if i in here else shard.tensor(), path, None)
-            for i, (shard, (path, _, _)) in enumerate(zip(shards, steps, strict=True))
+            (here[i] if i in here else shard.layout.tensor(), rows(shard.steps), None) for i, shard in enumerate(shards)
         ]
-        handle = start_gathers(_rank(axes).comm, items, dtypes=[dtype for _, dtype, _ in steps])
+        handle = start_gathers(_rank(axes).comm, items, dtypes=[shard.dtype for shard in shards])
         del items
-        started, most = counter.alive, counter.peak
+        started, starting_peak = counter.alive, counter.peak
         counter.restart()
         results = handle.wait()
-        ended = counter.peak
+        ending_peak = counter.peak
     given = {t.untyped_storage()._cdata: i for i, t in here.items()}
     outs, sizes = [], []
     for value in results:
@@ -250,28 +276,34 @@ def gathers(
         if alias < 0:
             sizes.append(storage.nbytes())
         outs.append(Out(alias, -1 if alias >= 0 else len(sizes) - 1, Layout.of(value)))
-    return started, most, ended, Effect(tuple(outs), tuple(sizes), ended)
+    return GatherEffect(started, starting_peak, ending_peak, Effect(tuple(outs), tuple(sizes), ending_peak))
 
 
 @cache
-def regather_peak(rows: tuple[tuple[Layout, tuple[Any, ...], Layout], ...], axes: tuple[tuple[str, int], ...]) -> int:
+def regather_peak(
+    shards: tuple[tuple[Layout, tuple[RuntimeStep, ...], Layout], ...], axes: tuple[tuple[str, int], ...]
+) -> int:
     """The most bytes beside shards and storage while updated shards go back to storage: (shard, steps, storage)."""
-    items = [(shard.tensor(), steps, storage.tensor()) for shard, steps, storage in rows]
+    items = [(shard.tensor(), rows(steps), storage.tensor()) for shard, steps, storage in shards]
     counter = ByteCounter()
     with torch.no_grad(), counter:
         start_gathers(_rank(axes).comm, items).wait()
     return counter.peak
 
 
-def _numbered(value: Any, places: Mapping[str, int]) -> Any:
-    """Refs by their place among the operands."""
-    if isinstance(value, Ref):
-        return Ref(f"v{places[value.name]}")
-    if isinstance(value, (list, tuple)):
-        return type(value)(_numbered(v, places) for v in value)
-    if isinstance(value, dict):
-        return {k: _numbered(v, places) for k, v in value.items()}
-    return value
+def _numbered(line: Compute | Convert, names: Mapping[str, str]) -> Compute | Convert:
+    """The line with its operands under other names."""
+    if isinstance(line, Convert):
+        return replace(line, value=names[line.value])
+
+    def place(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return Ref(names[value.name])
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(place, value))
+        return value
+
+    return replace(line, kwargs={k: place(v) for k, v in line.kwargs.items()})
 
 
 def _frozen(value: Any) -> Any:

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.lowered import Function, Line
+from autopar.ir.lines import Compute, Convert, Function
 from autopar.ir.mesh import Mesh
-from autopar.passes.memory.probe import Effect, Layout, effect
+from autopar.passes.memory.probe import Effect, Layout, line_effect
 
 
 @dataclass(frozen=True)
-class Held:
+class LiveValue:
     """A value at run time: its storage on the machine, and how it lies there."""
 
     block: int
     layout: Layout | None
 
 
-NOTHING = Held(-1, None)
+NOTHING = LiveValue(-1, None)
 
 
 class Machine:
@@ -47,11 +47,11 @@ class Machine:
 
     def park(self, nbytes: int, tier: str) -> int:
         """A storage in a tier that nobody holds yet."""
-        self.size.append(nbytes)
-        self.refs.append(0)
+        block = self.new(nbytes)
+        self.alive -= nbytes
         self.parked[tier] = self.parked.get(tier, 0) + nbytes
-        self.tier[len(self.size) - 1] = tier
-        return len(self.size) - 1
+        self.tier[block] = tier
+        return block
 
     def hold(self, block: int) -> None:
         if block >= 0:
@@ -70,16 +70,16 @@ class Machine:
         """So much beside what is alive, for a moment."""
         self.top = max(self.top, self.alive + nbytes)
 
-    def bind(self, found: Effect, operands: Sequence[int]) -> list[Held]:
+    def bind(self, effect: Effect, operands: Sequence[int]) -> list[LiveValue]:
         """The results of a line, each held once."""
-        self.peak(found.peak)
-        fresh = [self.new(n) for n in found.fresh]
-        made = []
-        for out in found.outs:
+        self.peak(effect.peak)
+        fresh = [self.new(n) for n in effect.fresh]
+        results = []
+        for out in effect.outs:
             block = operands[out.alias] if out.alias >= 0 else fresh[out.fresh] if out.fresh >= 0 else -1
             self.hold(block)
-            made.append(Held(block, out.layout))
-        return made
+            results.append(LiveValue(block, out.layout))
+        return results
 
 
 @dataclass(frozen=True)
@@ -117,29 +117,23 @@ def dropped_after(function: Function, kept: set[str]) -> list[tuple[str, ...]]:
 def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[Layout | None], mesh: Mesh) -> Tape:
     """The tape of a template's function; layouts: of its arguments, returned: names in the order they are given back."""
     slots = {name: i for i, name in enumerate(function.args)}
-    known: dict[str, Layout | None] = dict(zip(function.args, layouts, strict=True))
+    layout_of: dict[str, Layout | None] = dict(zip(function.args, layouts, strict=True))
     drops = dropped_after(function, {n for n in returned if n})
     events = []
-    for line, gone in zip(function.lines, drops, strict=True):
-        names, found = line_effect(line, known, mesh)
+    for line, dropped in zip(function.lines, drops, strict=True):
+        assert isinstance(line, (Compute, Convert)), line
+        names, effect = line_effect(line, layout_of, mesh)
         outs = []
-        for name, out in zip(line.outs, found.outs, strict=False):
+        for name, out in zip(line.outs, effect.outs, strict=False):
             slot = slots.setdefault(name, len(slots))
-            known[name] = out.layout
+            layout_of[name] = out.layout
             outs.append((slot, slots[names[out.alias]] if out.alias >= 0 else -1, out.fresh))
-        events.append(Event(found.peak, found.fresh, tuple(outs), tuple(slots[n] for n in gone if n in slots)))
+        events.append(Event(effect.peak, effect.fresh, tuple(outs), tuple(slots[n] for n in dropped if n in slots)))
     ends = tuple(slots.get(n, -1) if n else -1 for n in returned)
-    return Tape(len(slots), tuple(events), ends, tuple(known.get(n) if n else None for n in returned))
+    return Tape(len(slots), tuple(events), ends, tuple(layout_of.get(n) if n else None for n in returned))
 
 
-def line_effect(line: Line, known: dict[str, Layout | None], mesh: Mesh) -> tuple[list[str], Effect]:
-    """The tensors that a line reads, by name, and its effect."""
-    names = [n for n in dict.fromkeys(line.reads()) if known.get(n) is not None]
-    shown = [known[n] for n in names]
-    return names, effect(line, [x for x in shown if x is not None], mesh, names)
-
-
-def play(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequence[int] = ()) -> list[Held]:
+def play(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequence[int] = ()) -> list[LiveValue]:
     """Run a tape over the caller's storages; what it returns is held for the caller. Arguments are held meanwhile.
 
     taken: what a list held for the caller and holds no longer once the function has its arguments.
@@ -162,12 +156,12 @@ def play(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequen
         for slot in event.dropped:
             machine.drop(frame[slot])
             frame[slot] = -1
-    made = [
-        Held(frame[slot], layout) if slot >= 0 else NOTHING
+    results = [
+        LiveValue(frame[slot], layout) if slot >= 0 else NOTHING
         for slot, layout in zip(played.returns, played.layouts, strict=True)
     ]
-    for held in made:
-        machine.hold(held.block)
+    for value in results:
+        machine.hold(value.block)
     for block in frame:
         machine.drop(block)
-    return made
+    return results

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.cluster.tiers import backward_exposed_s, exposed_s, forward_exposed_s, parts_exposed_s
-from autopar.ir.lowered import Function, LoweredStage, LoweredTemplate
+from autopar.ir.lines import CallForward, Prefetch, TemplateCall
+from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
+from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_before_per_byte
 from autopar.passes.memory.peak import step_parts
-from autopar.passes.memory.sizes import roots, value_bytes
+from autopar.passes.price.lines import TemplateSeconds
 from autopar.passes.price.pricer import Pricer
+from autopar.passes.price.storages import storage_owners
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,9 @@ class TierMove:
 
 def parked_bytes(template: LoweredTemplate, mesh: Mesh, places: Sequence[int] | None = None) -> float:
     """Bytes of the storages that a call's parked values (or those at `places`) lie in, on one rank."""
-    function = template.forward
-    root = roots(function.lines, (*function.args, *function.arg_types))
-    size = {n: value_bytes(t, s, mesh) for n, (t, s) in function.arg_types.items()}
-    for line in function.lines:
-        size |= {n: value_bytes(t, s, mesh) for n, t, s in zip(line.outs, line.types, line.specs, strict=False)}
+    owner, size = storage_owners(template.forward), template.forward.local_bytes(mesh)
     chosen = (template.saved[place] for place in (template.offload if places is None else places))
-    return sum(size.get(name, 0.0) for name in {root.get(name, name) for name in chosen})
+    return sum(size.get(name, 0.0) for name in {owner.get(name, name) for name in chosen})
 
 
 def move_s(pricer: Pricer, tier: str, nbytes: float, pieces: int = 1) -> float:
@@ -55,26 +53,28 @@ def hides(pricer: Pricer) -> bool:
 
 
 def saved_moves(
-    stage: LoweredStage, inside: dict[str, tuple[float, float, float]], pricer: Pricer
+    stage: LoweredStage, per_call: TemplateSeconds, pricer: Pricer
 ) -> tuple[dict[str, float], list[TierMove]]:
     """Seconds that parking and fetching saved values add to one action, by kind of action; and per step what moves.
-    inside: seconds of the templates' forward, backward and weights."""
+    per_call: seconds of the templates' functions."""
     parked = {n: (parked_bytes(t, stage.mesh), len(t.offload)) for n, t in stage.templates.items() if t.offload}
     added: dict[str, float] = {}
     totals: dict[str, list[float]] = {}
-    rows = (
-        ("F", "call.forward", stage.forward, forward_exposed_s),
-        ("B", "call.backward", stage.backward, backward_exposed_s),
-    )
-    for place, (kind, op, function, exposed) in enumerate(rows):
-        calls = _calls(function, op, stage)
+    rows = (("F", stage.forward, forward_exposed_s), ("B", stage.backward, backward_exposed_s))
+    for action, function, exposed in rows:
+        lines = function.lines if function is not None else ()
+        calls = [
+            (line.template, not isinstance(line, CallForward) or line.keeps)
+            for line in lines
+            if isinstance(line, TemplateCall)
+        ]
         moves = [
             move_s(pricer, stage.templates[n].offload_tier, *parked[n]) if n in parked and keeps else 0.0
             for n, keeps in calls
         ]
         if not any(moves):
             continue
-        added[kind] = exposed([inside[n][place] for n, _ in calls], moves) if hides(pricer) else sum(moves)
+        added[action] = exposed([per_call[n][action] for n, _ in calls], moves) if hides(pricer) else sum(moves)
         for (name, keeps), seconds in zip(calls, moves, strict=True):
             if name in parked and keeps:
                 total = totals.setdefault(stage.templates[name].offload_tier, [0.0, 0.0])
@@ -89,21 +89,21 @@ def saved_moves(
 
 
 def gather_moves(
-    stage: LoweredStage, inside: dict[str, tuple[float, float, float]], pricer: Pricer
+    stage: LoweredStage, per_call: TemplateSeconds, pricer: Pricer
 ) -> tuple[dict[str, float], list[TierMove]]:
     """The same for parameters that rest in tiers: their shards are read one call ahead. What is then gathered from other
     ranks must be there when the gather starts, so nothing hides it."""
     added: dict[str, float] = {}
     total: dict[str, list[float]] = {}
-    for place, (kind, function) in enumerate((("F", stage.forward), ("B", stage.backward))):
+    for action, function in (("F", stage.forward), ("B", stage.backward)):
         early: dict[int, float] = {}
         at_once = 0.0
-        for line in function.lines if function is not None else ():
-            if line.op != "params.prefetch":
+        lines = function.lines if function is not None else ()
+        for line in lines:
+            if not isinstance(line, Prefetch):
                 continue
-            key, rows = line.args
-            for name, steps, _ in rows:
-                p = stage.parameters[name]
+            for gather in line.gathers:
+                p = stage.parameters[gather.name]
                 if not p.tier:
                     continue
                 nbytes = p.storage.local_bytes(p.type, stage.mesh)
@@ -111,17 +111,16 @@ def gather_moves(
                 row = total.setdefault(p.tier, [0.0, 0.0])
                 row[0] += nbytes
                 row[1] += seconds
-                if gathered(steps, stage.mesh):
+                if gathered(gather.steps, stage.mesh):
                     at_once += seconds
                 else:
-                    early[int(key[:-1])] = early.get(int(key[:-1]), 0.0) + seconds
+                    early[line.key.call] = early.get(line.key.call, 0.0) + seconds
         if not early and not at_once:
             continue
-        lines = function.lines if function is not None else ()
-        calls = [(line.args[0], line.args[1]) for line in lines if line.op == ("call.forward", "call.backward")[place]]
-        work = [inside[name][place] for name, _ in calls]
-        ahead = backward_exposed_s(work, [early.get(number, 0.0) for _, number in calls])
-        added[kind] = at_once + (ahead if hides(pricer) else sum(early.values()))
+        calls = [line for line in lines if isinstance(line, TemplateCall)]
+        work = [per_call[line.template][action] for line in calls]
+        ahead = backward_exposed_s(work, [early.get(line.number, 0.0) for line in calls])
+        added[action] = at_once + (ahead if hides(pricer) else sum(early.values()))
     times, whole = stage.microbatches, sum(seconds for _, seconds in total.values())
     exposed = times * sum(added.values())
     return added, [
@@ -130,12 +129,9 @@ def gather_moves(
     ]
 
 
-def gathered(steps: Sequence[Any], mesh: Mesh) -> bool:
+def gathered(steps: Sequence[RuntimeStep], mesh: Mesh) -> bool:
     """Whether any step moves bytes between ranks."""
-    return any(
-        kind not in ("shard", "slice", "to_partial") and any(mesh.sizes[axis] > 1 for axis in axes)
-        for kind, axes, *_ in steps
-    )
+    return any(step.kind not in LOCAL_KINDS and any(mesh.sizes[axis] > 1 for axis in step.axes) for step in steps)
 
 
 def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> list[TierMove]:
@@ -147,7 +143,7 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
             shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
             again = p.contributions * stage.microbatches - 1
             row = found.setdefault(p.tier, [0.0, 0.0, 0.0])
-            whole = shard * _grown(p.reduce, stage.mesh)
+            whole = shard * bytes_before_per_byte(p.reduce, stage.mesh.sizes)
             row[0] += 2 * again * whole + shard
             row[1] += again * move_s(pricer, p.tier, whole)
             row[2] += again * move_s(pricer, p.tier, whole) + move_s(pricer, p.tier, shard)
@@ -162,16 +158,6 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
         )
         for tier, (nbytes, back, out) in found.items()
     ]
-
-
-def _grown(steps: Sequence[Any], mesh: Mesh) -> float:
-    """Bytes before a gradient's reduction per byte after it."""
-    scale = 1.0
-    for kind, axes, *_ in steps:
-        for axis in axes:
-            scale *= mesh.sizes[axis] if kind in ("reduce_scatter", "shard") else 1.0
-            scale /= mesh.sizes[axis] if kind == "all_gather" else 1.0
-    return scale
 
 
 def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, update_s: float) -> list[TierMove]:
@@ -202,9 +188,3 @@ def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, updat
         TierMove("optimizer", tier, 2 * nbytes, 2 * seconds, exposed * seconds / whole, stage.index)
         for tier, (nbytes, seconds) in total.items()
     ]
-
-
-def _calls(function: Function | None, op: str, stage: LoweredStage) -> list[tuple[str, bool]]:
-    """(template, whether it keeps for backward) of a function's calls in order."""
-    lines = function.lines if function is not None else ()
-    return [(line.args[0], bool(line.kwargs.get("keep", True))) for line in lines if line.op == op]

@@ -11,26 +11,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
+from autopar.ir.steps import Step
 from autopar.ir.types import TensorType
 
 CollectiveCost = Callable[[str, float, str], float]
-
-
-@dataclass(frozen=True)
-class Step:
-    """One conversion step: kind all_gather | slice | all_to_all | all_reduce | reduce_scatter | to_partial."""
-
-    kind: str
-    axis: str
-    dim: int = -1
-    to_dim: int = -1
-    op: str = "sum"
 
 
 def neighbours(spec: Spec, shape: tuple[int, ...], mesh: Mesh, ordered: bool = True) -> Iterable[tuple[Step, Spec]]:
@@ -61,11 +50,11 @@ def neighbours(spec: Spec, shape: tuple[int, ...], mesh: Mesh, ordered: bool = T
                     )
     for axis, op in spec.partial:
         rest = tuple(p for p in spec.partial if p[0] != axis)
-        yield Step("all_reduce", axis, op=op), Spec(spec.dims, rest)
+        yield Step("all_reduce", axis, reduction=op), Spec(spec.dims, rest)
         for dim in range(len(shape)):
             longer = appended(dim, axis)
             if longer is not None:
-                yield Step("reduce_scatter", axis, dim, op=op), Spec(longer, rest)
+                yield Step("reduce_scatter", axis, dim, reduction=op), Spec(longer, rest)
     for axis, size in mesh.axes:
         if size > 1 and axis not in spec.axes:
             yield Step("to_partial", axis), Spec(spec.dims, tuple(sorted((*spec.partial, (axis, "sum")))))

@@ -17,14 +17,14 @@ from torch import fx
 
 from autopar.codegen.printer import Printer
 from autopar.ir.call import OpCall
-from autopar.ir.lowered import Line
+from autopar.ir.lines import Compute
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import op_call
 from autopar.ir.rule import Rule, Strategy
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Block, find
-from autopar.passes.lower.template import _arguments
+from autopar.passes.lower.body import local_arguments
 from autopar.runtime import attention, ops, rnn
 
 Tensor = torch.Tensor
@@ -142,7 +142,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
-def run_line(line: Line, names: dict[str, Tensor], mesh: Mesh, rank: int) -> list[Tensor | None]:
+def run_line(line: Compute, names: dict[str, Tensor], mesh: Mesh, rank: int) -> list[Tensor | None]:
     """Evaluate the emitted text of one line as one rank would."""
     where = mesh.coordinate(rank)
 
@@ -190,7 +190,7 @@ def check_strategy(
     block = Block(call, rule, strategy, mesh)
     changes = definition.localize(block) if definition is not None and definition.localize else {}
     names = [f"x{i}" for i in range(len(tensors))]
-    line = Line(("y",), call.op, (), _arguments(node, names, changes), call.results, (), "F", "", node.name)
+    line = Compute(call.op, local_arguments(node, names, changes), node.name, outs=("y",), types=call.results)
     per_rank = [
         run_line(line, {n: s[r].clone() for n, s in zip(names, shards, strict=True)}, mesh, r) for r in range(mesh.size)
     ]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.codegen import in_process as running
+from autopar.ir.lines import Convert
 from autopar.ir.lowered import LoweredTemplate
 from autopar.passes.rules.widening import wide_gradients
 from autopar.runtime import ops
@@ -25,6 +26,7 @@ from tests.zoo.models import BY_NAME, MODELS, ZooModel
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 RUNS = ("dp", "zero3", "megatron", "1f1b")
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 def compiled(
@@ -218,7 +220,7 @@ def _reductions_are_wide(template: LoweredTemplate, program: autopar.Program) ->
     names, count = wide_gradients(program.ir.templates[template.name]), 0
     for function in template.functions:
         for line in function.lines:
-            if line.op in ("comm.all_reduce", "comm.reduce_scatter") and line.node in names:
+            if isinstance(line, Convert) and line.step.kind in REDUCTIONS and line.node in names:
                 assert line.types[0] is not None
                 assert line.types[0].dtype == torch.float32, (template.name, line)
                 count += 1
@@ -264,7 +266,10 @@ def test_partial_sums_of_activations_travel_in_16_bits() -> None:
     (stage,) = program.stages
     functions = [*stage.functions, *(f for t in stage.templates.values() for f in t.functions)]
     moved = [
-        line.types[0] for f in functions for line in f.lines if line.op in ("comm.all_reduce", "comm.reduce_scatter")
+        line.types[0]
+        for f in functions
+        for line in f.lines
+        if isinstance(line, Convert) and line.step.kind in REDUCTIONS
     ]
     assert {t.dtype for t in moved if t is not None and len(t.shape) == 3} == {torch.bfloat16}
 

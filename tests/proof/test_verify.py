@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.ir.lowered import Function, Line, LoweredStage
-from autopar.passes.lower.template import Site
+from autopar.ir.lines import AddGradient, Compute, Convert, Function, Line, Ref, Site, SumLoss, WriteBuffer
+from autopar.ir.lowered import LoweredStage
 from autopar.proof.verify import Verification, compare
 from tests.capture.equal import SGD
 
@@ -103,9 +103,10 @@ def test_a_dropped_gradient_reduction_is_found_at_that_parameter() -> None:
 
 def test_a_dropped_all_reduce_inside_a_template_is_found() -> None:
     def keep_own_part(line: Line) -> Line:
-        if line.op != "comm.all_reduce":
+        if not _is_all_reduce(line):
             return line
-        return replace(line, op="aten.clone.default", args=(), kwargs={"self": line.args[0]})
+        kwargs = {"self": Ref(next(line.reads()))}
+        return Compute("aten.clone.default", kwargs, outs=line.outs, types=line.types, specs=line.specs)
 
     model = plain()
     program = program_of(model)
@@ -114,7 +115,21 @@ def test_a_dropped_all_reduce_inside_a_template_is_found() -> None:
 
 
 def _all_reduces(program: autopar.Program) -> bool:
-    return any(line.op == "comm.all_reduce" for t in program.stages[0].templates.values() for line in t.forward.lines)
+    return any(_is_all_reduce(line) for t in program.stages[0].templates.values() for line in t.forward.lines)
+
+
+def _is_all_reduce(line: Line) -> bool:
+    return isinstance(line, Convert) and line.step.kind == "all_reduce"
+
+
+def changed(line: Line, op: str, **changes: Any) -> Line:
+    """The line with `changes` of its arguments, where it is that op."""
+    return replace(line, kwargs={**line.kwargs, **changes}) if isinstance(line, Compute) and line.op == op else line
+
+
+def other_op(line: Line, op: str, other: str) -> Line:
+    """The line with the op `other` in place of `op`."""
+    return replace(line, op=other) if isinstance(line, Compute) and line.op == op else line
 
 
 def plan_with(program: autopar.Program, wanted: Callable[[autopar.Program], bool]) -> autopar.Plan:
@@ -128,7 +143,7 @@ def plan_with(program: autopar.Program, wanted: Callable[[autopar.Program], bool
 
 def test_a_wrongly_scaled_gradient_is_found() -> None:
     def scale(line: Line) -> Line:
-        return replace(line, op="aten.mul.Tensor") if line.op == "aten.div.Tensor" else line
+        return other_op(line, "aten.div.Tensor", "aten.mul.Tensor")
 
     model = plain()
     errors = refuted(mutated(program_of(model), scale, "backward"), model)
@@ -138,7 +153,7 @@ def test_a_wrongly_scaled_gradient_is_found() -> None:
 
 def test_a_loss_that_is_not_summed_over_ranks_is_found() -> None:
     def alone(line: Line) -> Line:
-        return replace(line, args=(line.args[0], ())) if line.op == "grads.sum" else line
+        return replace(line, axes=()) if isinstance(line, SumLoss) else line
 
     model = plain()
     errors = refuted(mutated(program_of(model), alone, "step"), model)
@@ -148,7 +163,7 @@ def test_a_loss_that_is_not_summed_over_ranks_is_found() -> None:
 
 def test_another_dropout_mask_in_backward_than_in_forward_is_found() -> None:
     def other_key(line: Line) -> Line:
-        return replace(line, kwargs={**line.kwargs, "key": Site(7)}) if line.op == "autopar.dropout" else line
+        return changed(line, "autopar.dropout", key=Site(7))
 
     model = with_dropout()
     errors = refuted(mutated(program_of(model), other_key, "backward"), model)
@@ -158,7 +173,7 @@ def test_another_dropout_mask_in_backward_than_in_forward_is_found() -> None:
 
 def test_ranks_that_draw_the_same_mask_for_different_rows_are_found() -> None:
     def same_rows(line: Line) -> Line:
-        return replace(line, kwargs={**line.kwargs, "offsets": (0, 0)}) if line.op == "autopar.dropout" else line
+        return changed(line, "autopar.dropout", offsets=(0, 0))
 
     model = with_dropout()
     program = program_of(model)
@@ -167,7 +182,7 @@ def test_ranks_that_draw_the_same_mask_for_different_rows_are_found() -> None:
 
 def test_dropout_of_the_wrong_strength_is_found_without_it() -> None:
     def unscaled(line: Line) -> Line:
-        if line.op != "autopar.linear" or "dropout" not in str(line.kwargs["x"]):
+        if not isinstance(line, Compute) or line.op != "autopar.linear" or "dropout" not in str(line.kwargs["x"]):
             return line
         return replace(line, op="aten.mul.Tensor", kwargs={"self": line.kwargs["x"], "other": 0.5})
 
@@ -186,14 +201,16 @@ def test_dropout_of_the_wrong_strength_is_found_without_it() -> None:
 
 def test_a_lost_buffer_update_is_found() -> None:
     model = with_batch_norm()
-    errors = refuted(mutated(program_of(model), lambda l: None if l.op == "buffer.write" else l, "step", most=3), model)
+    errors = refuted(
+        mutated(program_of(model), lambda l: None if isinstance(l, WriteBuffer) else l, "step", most=3), model
+    )
     assert "buffer/1.running_var" in errors
     assert not any(name.startswith(("loss/", "grad/")) for name in errors)
 
 
 def test_a_gradient_that_is_never_handed_over_stops_the_run() -> None:
     def lose(line: Line) -> Line | None:
-        return None if line.op == "grads.add" and line.args[0] == "2.bias" else line
+        return None if isinstance(line, AddGradient) and line.parameter == "2.bias" else line
 
     model = plain()
     with pytest.raises(Exception, match=r"gradient of '2\.bias': 0 of 1 contributions"):
@@ -209,7 +226,7 @@ def test_verify_against_another_architecture_is_not_ok() -> None:
 def test_inference_of_a_wrong_program_is_found() -> None:
     model = plain().eval()
     program = autopar.compile(model, autopar.ClusterSpec.local(2), BATCH[:1])
-    wrong = mutated(program, lambda l: replace(l, op="aten.sigmoid.default") if l.op == "aten.tanh.default" else l)
+    wrong = mutated(program, lambda l: other_op(l, "aten.tanh.default", "aten.sigmoid.default"))
     assert not autopar.verify(wrong, model, BATCH[:1]).ok
 
 

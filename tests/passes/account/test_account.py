@@ -13,7 +13,7 @@ import math
 import pytest
 
 import autopar
-from autopar.ir.lowered import Line
+from autopar.ir.lines import Convert, Line
 from autopar.passes.account.program import step_seconds
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.replay import evaluate
@@ -35,8 +35,8 @@ def of_tied_gradients_s(program: autopar.Program) -> float:
     total = 0.0
     for function in (stage.backward, stage.weights):
         for line in function.lines if function is not None else ():
-            if line.op.startswith("comm.") and line.phase == "W":
-                kind, axis = line.op.removeprefix("comm."), line.args[1]
+            if isinstance(line, Convert) and line.phase == "W":
+                kind, axis = line.step.kind, line.step.axis
                 if pricer.mesh.sizes[axis] == 1 or kind in ("slice", "to_partial"):
                     continue
                 nbytes = _full_bytes(line, function.lines, stage.mesh.sizes[axis], pricer)
@@ -44,15 +44,14 @@ def of_tied_gradients_s(program: autopar.Program) -> float:
     return total
 
 
-def _full_bytes(line: Line, lines: tuple[Line, ...], size: int, pricer: Pricer) -> float:
-    source = line.args[0].name
-    maker = next(x for x in lines if source in x.outs)
-    at = maker.outs.index(source)
+def _full_bytes(line: Convert, lines: tuple[Line, ...], size: int, pricer: Pricer) -> float:
+    maker = next(x for x in lines if line.value in x.outs)
+    at = maker.outs.index(line.value)
     type_, spec = maker.types[at], maker.specs[at]
     assert type_ is not None
     assert spec is not None
     held = float(spec.local_bytes(type_, pricer.mesh))
-    return held * size if line.op == "comm.all_gather" else held
+    return held * size if line.step.kind == "all_gather" else held
 
 
 @every_model

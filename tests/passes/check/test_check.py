@@ -8,17 +8,22 @@ import pytest
 
 import autopar
 from autopar import CheckError
-from autopar.ir.lowered import Function, LoweredStage
+from autopar.ir.lines import Compute, Convert, Function, Line, Ref
+from autopar.ir.lowered import LoweredStage
 from autopar.ir.spec import Spec
 from autopar.passes.check.lines import check
 from tests.passes.shard.test_plans import compiled
+
+
+def steps_of(stage: LoweredStage) -> list[str]:
+    return [line.step.kind for line in stage.templates["blocks"].forward.lines if isinstance(line, Convert)]
 
 
 def stage_with_collectives() -> tuple[LoweredStage, object]:
     program = compiled("llama", 4, (("dp", 2), ("tp", 2)))
     for seed in range(20):
         made = program.with_plan(autopar.random_plan(program, seed))
-        if any(line.op.startswith("comm.all_reduce") for line in made.stages[0].templates["blocks"].forward.lines):
+        if "all_reduce" in steps_of(made.stages[0]):
             return made.stages[0], made.rules
     raise AssertionError("no random plan with an all-reduce")
 
@@ -36,25 +41,23 @@ def test_checker_accepts_what_lowering_makes() -> None:
 
 def test_dropped_collective_is_found() -> None:
     stage, rules = stage_with_collectives()
-    kinds = {line.op for line in stage.templates["blocks"].forward.lines if line.op.startswith("comm.")}
-    for kind in kinds:
-        at = next(i for i, line in enumerate(stage.templates["blocks"].forward.lines) if line.op == kind)
+    for kind in set(steps_of(stage)):
 
-        def drop(function: Function, at: int = at) -> Function:
-            line = function.lines[at]
-            source = line.args[0].name
-            rest = [x for i, x in enumerate(function.lines) if i != at]
+        def drop(function: Function, kind: str = kind) -> Function:
+            gone = next(x for x in function.lines if isinstance(x, Convert) and x.step.kind == kind)
 
             def rename(value: object) -> object:
-                if getattr(value, "name", None) == line.outs[0]:
-                    return type(value)(source)
+                if isinstance(value, Ref):
+                    return Ref(gone.value) if value.name == gone.outs[0] else value
                 return [rename(v) for v in value] if isinstance(value, list) else value
 
-            lines = tuple(
-                replace(x, args=tuple(map(rename, x.args)), kwargs={k: rename(v) for k, v in x.kwargs.items()})
-                for x in rest
-            )
-            return replace(function, lines=lines)
+            def without(line: Line) -> Line:
+                if isinstance(line, Compute):
+                    return replace(line, kwargs={k: rename(v) for k, v in line.kwargs.items()})
+                assert isinstance(line, Convert)
+                return replace(line, value=gone.value) if line.value == gone.outs[0] else line
+
+            return replace(function, lines=tuple(without(x) for x in function.lines if x is not gone))
 
         with pytest.raises(CheckError):
             check(change(stage, drop), rules)  # type: ignore[arg-type]
@@ -64,7 +67,7 @@ def test_wrong_spec_is_found() -> None:
     stage, rules = stage_with_collectives()
 
     def lie(function: Function) -> Function:
-        at = next(i for i, x in enumerate(function.lines) if x.op == "autopar.linear")
+        at = next(i for i, x in enumerate(function.lines) if isinstance(x, Compute) and x.op == "autopar.linear")
         line = function.lines[at]
         spec = line.specs[0]
         assert spec is not None
@@ -87,10 +90,10 @@ def test_unknown_axis_is_found() -> None:
     stage, rules = stage_with_collectives()
 
     def rename(function: Function) -> Function:
-        at = next(i for i, x in enumerate(function.lines) if x.op.startswith("comm."))
-        lines = list(function.lines)
-        lines[at] = replace(lines[at], args=(lines[at].args[0], "pp", *lines[at].args[2:]))
-        return replace(function, lines=tuple(lines))
+        first = next(x for x in function.lines if isinstance(x, Convert))
+        renamed = replace(first, step=replace(first.step, axis="pp"))
+        lines = tuple(renamed if x is first else x for x in function.lines)
+        return replace(function, lines=lines)
 
     with pytest.raises(CheckError, match="pp"):
         check(change(stage, rename), rules)  # type: ignore[arg-type]

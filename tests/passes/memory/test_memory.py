@@ -8,6 +8,7 @@ import pytest
 
 import autopar
 from autopar.ir.actions import Table
+from autopar.ir.lines import label
 from autopar.passes.memory.peak import group_peaks
 from autopar.passes.schedule import build
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
@@ -53,7 +54,7 @@ def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
         actions = counted.memory.actions
         assert actions["W"].after == 0
         learns = any(
-            t.weights is not None and any(line.op.startswith("autopar.") for line in t.weights.lines)
+            t.weights is not None and any(label(line).startswith("autopar.") for line in t.weights.lines)
             for t in stage.templates.values()
         )
         assert not learns or actions["B"].after > 0

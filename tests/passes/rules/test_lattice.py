@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
-from autopar.ir.lowered import Line
+from autopar.ir.lines import Convert, Line
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.passes.lower.convert import Converter, Names
+from autopar.passes.lower.convert import Converter
+from autopar.passes.lower.names import Names
 from autopar.passes.price.pricer import Pricer
 from autopar.runtime.comm import Comm
 from autopar.runtime.threads import run_threads
@@ -40,19 +41,19 @@ def block(whole: torch.Tensor, spec: Spec, comm: Comm, mesh: Mesh) -> torch.Tens
 
 
 def apply(line: Line, x: torch.Tensor, comm: Comm) -> torch.Tensor:
-    kind = line.op.removeprefix("comm.")
-    _, axis, *rest = line.args
-    if kind == "slice":
-        return comm.shard(x, rest[0], axis)
-    if kind == "to_partial":
-        return x if comm.axis_index(axis) == 0 else torch.zeros_like(x)
-    if kind == "all_reduce":
-        return comm.all_reduce(x, axis, op=rest[0])
-    if kind == "reduce_scatter":
-        return comm.reduce_scatter(x, rest[0], axis, op=rest[1])
-    if kind == "all_gather":
-        return comm.all_gather(x, rest[0], axis)
-    return comm.all_to_all(x, rest[0], rest[1], axis)
+    assert isinstance(line, Convert)
+    step = line.step
+    if step.kind == "slice":
+        return comm.shard(x, step.dim, step.axis)
+    if step.kind == "to_partial":
+        return x if comm.axis_index(step.axis) == 0 else torch.zeros_like(x)
+    if step.kind == "all_reduce":
+        return comm.all_reduce(x, step.axis, op=step.reduction)
+    if step.kind == "reduce_scatter":
+        return comm.reduce_scatter(x, step.dim, step.axis, op=step.reduction)
+    if step.kind == "all_gather":
+        return comm.all_gather(x, step.dim, step.axis)
+    return comm.all_to_all(x, step.to_dim, step.dim, step.axis)
 
 
 @given(st.integers(0, len(MESHES) - 1), st.data())

@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram, Plan
-from autopar.ir.lowered import Line
+from autopar.ir.lines import Compute
 from autopar.passes.price.pricer import Pricer
 from tests.passes.shard.unfolded import unfolded_cost
 from tests.zoo.models import MODELS
@@ -64,9 +64,9 @@ def test_every_planned_spec_is_the_spec_that_lowering_makes(name: str) -> None:
                         break
 
 
-def _op_lines(template: object) -> list[Line]:
+def _op_lines(template: object) -> list[Compute]:
     functions = [template.forward, template.backward]  # type: ignore[attr-defined]
-    return [line for f in functions if f is not None for line in f.lines if not line.op.startswith("comm.")]
+    return [line for f in functions if f is not None for line in f.lines if isinstance(line, Compute)]
 
 
 def test_chosen_plan_is_never_predicted_worse_than_a_baseline() -> None:

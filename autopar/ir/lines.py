@@ -1,0 +1,337 @@
+"""The lines of a lowered function: one frozen dataclass per kind, local values by name.
+
+A template's function has two kinds of lines, an op on blocks (`Compute`) and a step between specs (`Convert`). A stage's
+function calls its templates and has all that happens between the calls: parameters gathered, gradients handed over,
+buffers, memory tiers. Two ranks, a row-parallel product inside a template, and what its stage says about it:
+
+    Compute("autopar.linear", {"x": Ref("x"), "w": Ref("w")}, outs=("y",), …)       y = ops.linear(x, w)
+    Convert("y", Step("all_reduce", "tp"), outs=("y_reduced",), …)                  y_reduced = rt.comm.all_reduce(y, 'tp')
+
+    Prefetch(GatherKey(3), (ParameterGather("w", …),))                              rt.prefetch('3f', […])
+    TakeParameters(GatherKey(3), outs=("w_3f",))                                    w_3f, = rt.take('3f')
+    CallForward("block", 3, (Ref("w_3f"),), ("x",), outs=("y_3", "saved_3"))        y_3, saved_3 = block_forward(…)
+
+Every line knows the global type and the Spec of what it makes, so that the checker can type it again, and where in the
+model it comes from. Whoever treats kinds differently matches on the classes; the names of kinds are for files and messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.spec import Spec
+from autopar.ir.steps import RuntimeStep, Step
+from autopar.ir.types import TensorType
+
+# --- what lines speak of
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A local value by name."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter's stored shard, by the parameter's name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """Place of a random op inside its template; emitted as a key of the current step, microbatch and call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class GatherKey:
+    """Parameters gathered together: those of one call (by its number in the program), for forward or for backward."""
+
+    call: int
+    backward: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.call}{'b' if self.backward else 'f'}"
+
+
+@dataclass(frozen=True)
+class ParameterGather:
+    """A parameter, the dtype it is cast to (None: as stored), and the steps from its storage to where a call uses it."""
+
+    name: str
+    steps: tuple[RuntimeStep, ...]
+    dtype: torch.dtype | None
+
+
+# --- lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What every line has. outs: names of what it makes ("_": not used); types, specs: global type and spec per out (None:
+    no tensor, or not used). phase: F, B or W. source: where in the model it comes from."""
+
+    outs: tuple[str, ...] = ()
+    types: tuple[TensorType | None, ...] = ()
+    specs: tuple[Spec | None, ...] = ()
+    phase: str = "F"
+    source: str = ""
+
+    def reads(self) -> Iterator[str]:
+        """Names of the local values that the line reads, in order."""
+        yield from ()
+
+    def made(self) -> Iterator[tuple[str, TensorType | None, Spec | None]]:
+        """Name, type and spec of everything that the line makes and describes."""
+        yield from zip(self.outs, self.types, self.specs, strict=False)
+
+
+@dataclass(frozen=True)
+class Compute(Line):
+    """`outs` = op(kwargs), on blocks. Tensors among the arguments are Refs. node: the template's graph node, if it is one."""
+
+    op: str
+    kwargs: dict[str, Any] = field(default_factory=dict, hash=False)
+    node: str = ""
+
+    def reads(self) -> Iterator[str]:
+        yield from _refs_in(list(self.kwargs.values()))
+
+
+@dataclass(frozen=True)
+class Convert(Line):
+    """One step of `value` to another spec. node: the value of the template that is converted, or a local name."""
+
+    value: str
+    step: Step
+    node: str = ""
+
+    def reads(self) -> Iterator[str]:
+        yield self.value
+
+
+@dataclass(frozen=True)
+class Prefetch(Line):
+    """Start to gather the parameters of a call."""
+
+    key: GatherKey
+    gathers: tuple[ParameterGather, ...]
+
+
+@dataclass(frozen=True)
+class TakeParameters(Line):
+    """Wait for the parameters that a Prefetch of the same key started to gather."""
+
+    key: GatherKey
+
+
+@dataclass(frozen=True)
+class TemplateCall(Line):
+    """A call of one of a template's functions; number: of the call in the whole program. action: which one, F, B or W."""
+
+    template: str
+    number: int
+    action: ClassVar[str]
+
+
+@dataclass(frozen=True)
+class CallForward(TemplateCall):
+    """A template's forward. keeps: whether the last of `outs` is the list of what backward needs."""
+
+    params: tuple[Ref | Stored, ...]
+    inputs: tuple[str, ...]
+    keeps: bool = False
+    action = "F"
+
+    def reads(self) -> Iterator[str]:
+        yield from _refs_in(self.params)
+        yield from self.inputs
+
+
+@dataclass(frozen=True)
+class CallBackward(TemplateCall):
+    """A template's backward, from the list that its forward saved and the gradients of its outputs."""
+
+    saved: str
+    params: tuple[Ref | Stored, ...]
+    tangents: tuple[str, ...]
+    action = "B"
+
+    def reads(self) -> Iterator[str]:
+        yield self.saved
+        yield from _refs_in(self.params)
+        yield from self.tangents
+
+
+@dataclass(frozen=True)
+class CallWeights(TemplateCall):
+    """A template's gradients of parameters, from the list that its backward left."""
+
+    later: str
+    action = "W"
+
+    def reads(self) -> Iterator[str]:
+        yield self.later
+
+
+@dataclass(frozen=True)
+class SeedGradient(Line):
+    """The gradient of the loss, where backward begins."""
+
+
+@dataclass(frozen=True)
+class ZeroGradient(Line):
+    """The gradient of an output that nobody used."""
+
+
+@dataclass(frozen=True)
+class AddGradient(Line):
+    """A gradient goes to the store. owned: nobody else holds the tensor."""
+
+    parameter: str
+    gradient: str
+    owned: bool = False
+
+    def reads(self) -> Iterator[str]:
+        yield self.gradient
+
+
+@dataclass(frozen=True)
+class SumLoss(Line):
+    """The loss summed over axes, in a message beside the gradients."""
+
+    value: str
+    axes: tuple[str, ...]
+
+    def reads(self) -> Iterator[str]:
+        yield self.value
+
+
+@dataclass(frozen=True)
+class ReadBuffer(Line):
+    """A buffer's value. copy: the buffer changes before backward reads the value."""
+
+    buffer: str
+    copy: bool = False
+
+
+@dataclass(frozen=True)
+class WriteBuffer(Line):
+    """A buffer's new value."""
+
+    buffer: str
+    value: str
+
+    def reads(self) -> Iterator[str]:
+        yield self.value
+
+
+@dataclass(frozen=True)
+class ParkSaved(Line):
+    """Of the list that a call of `template` saved, the values at `places` go to a memory tier."""
+
+    saved: str
+    places: tuple[int, ...]
+    tier: str
+    template: str
+
+    def reads(self) -> Iterator[str]:
+        yield self.saved
+
+
+@dataclass(frozen=True)
+class FetchSaved(Line):
+    """Start to bring back what a call parked."""
+
+    saved: str
+
+    def reads(self) -> Iterator[str]:
+        yield self.saved
+
+
+@dataclass(frozen=True)
+class AwaitSaved(Line):
+    """Wait for what FetchSaved started to bring back."""
+
+    saved: str
+
+    def reads(self) -> Iterator[str]:
+        yield self.saved
+
+
+_LABELS: dict[type[Line], str] = {
+    Prefetch: "params.prefetch",
+    TakeParameters: "params.take",
+    CallForward: "call.forward",
+    CallBackward: "call.backward",
+    CallWeights: "call.weights",
+    SeedGradient: "grads.seed",
+    ZeroGradient: "grads.zero",
+    AddGradient: "grads.add",
+    SumLoss: "grads.sum",
+    ReadBuffer: "buffer.read",
+    WriteBuffer: "buffer.write",
+    ParkSaved: "tier.park",
+    FetchSaved: "tier.fetch",
+    AwaitSaved: "tier.ready",
+}
+
+
+def label(line: Line) -> str:
+    """What files and messages call a line: its op, `comm.<kind>` of a step, or the name of its kind."""
+    match line:
+        case Compute(op=op):
+            return op
+        case Convert(step=step):
+            return f"comm.{step.kind}"
+    return _LABELS[type(line)]
+
+
+def _refs_in(value: Any) -> Iterator[str]:
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _refs_in(v)
+
+
+# --- functions
+
+
+@dataclass(frozen=True)
+class Function:
+    """A straight-line function: argument names with types and specs, lines, names returned (None: no gradient).
+
+    Every name but "_" is given once.
+    """
+
+    name: str
+    args: tuple[str, ...]
+    lines: tuple[Line, ...]
+    returns: tuple[str | None, ...]
+    arg_types: dict[str, tuple[TensorType, Spec]] = field(default_factory=dict, hash=False)
+
+    def local_bytes(self, mesh: Mesh) -> dict[str, float]:
+        """Bytes of every value on one rank, by name; lists of saved values are left out."""
+        sizes = {name: value_bytes(type_, spec, mesh) for name, (type_, spec) in self.arg_types.items()}
+        for line in self.lines:
+            for name, type_, spec in line.made():
+                sizes[name] = value_bytes(type_, spec, mesh)
+        return sizes
+
+
+def value_bytes(type_: TensorType | None, spec: Spec | None, mesh: Mesh) -> float:
+    """Bytes of a value on one rank; none of what is no tensor."""
+    return 0.0 if type_ is None or spec is None else float(spec.local_bytes(type_, mesh))

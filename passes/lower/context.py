@@ -1,0 +1,119 @@
+"""What the functions of a stage share while they are lowered: its plan, its templates, and how gradients reach the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.ir.lowered import LoweredTemplate, StoredParameter
+from autopar.ir.program import Program, Template, ValueRef
+from autopar.ir.spec import Spec
+from autopar.ir.steps import RuntimeStep
+from autopar.passes.lower.convert import path, runtime_steps
+from autopar.passes.lower.template import lower_template
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.plan import StagePlan, TemplatePlan
+
+
+@dataclass(frozen=True)
+class GradientSteps:
+    """How the gradients of one parameter reach its optimizer spec.
+
+    contributions: how many arrive per microbatch; steps: from there in the store; arrival: the spec that each is
+    converted to before (None: as it comes).
+    """
+
+    contributions: int = 0
+    steps: tuple[RuntimeStep, ...] = ()
+    arrival: Spec | None = None
+
+
+@dataclass
+class StageContext:
+    """A stage's plan and what lowering derives from it once. lowered_templates: what lowering has made of templates so
+    far, of any stage."""
+
+    program: Program
+    stage: StagePlan
+    pricer: Pricer
+    rules: RuleBook
+    split: bool
+    lowered_templates: dict[Any, tuple[LoweredTemplate, TemplatePlan]]
+
+    def __post_init__(self) -> None:
+        program, stage = self.program, self.stage
+        if set(program.templates) - set(stage.templates) or set(program.parameters) - set(stage.parameters):
+            raise PlanError("the plan misses templates or parameters of this model; compile again without plan=")
+        needs_backward = {program.calls[i].template for i in program.backward_calls}
+        self.templates: dict[str, LoweredTemplate] = {
+            name: self._template(t, name in needs_backward) for name, t in program.templates.items()
+        }
+        self.gradients = {name: self._gradient_steps(name) for name in program.trained}
+
+    def _template(self, template: Template, backward: bool) -> LoweredTemplate:
+        """Stages that run a template alike on alike meshes share what lowering makes of it."""
+        plan = self.stage.templates[template.name]
+        key = (template, id(plan), self.pricer.mesh.axes, backward, self.split)
+        if key not in self.lowered_templates:
+            lowered = lower_template(template, plan, self.pricer, self.rules, backward, self.split)
+            self.lowered_templates[key] = (lowered, plan)  # the plan is kept, so that its id is not given again
+        return self.lowered_templates[key][0]
+
+    def number(self, index: int) -> int:
+        """Number of a call in the whole program."""
+        return index + self.program.first_call
+
+    def planned(self, template: str, value: str) -> Spec:
+        """The plan's spec of a placeholder."""
+        try:
+            return self.stage.templates[template].specs[value]
+        except KeyError:
+            raise PlanError(f"the plan has no spec for {template}.{value}; it is for another model") from None
+
+    def tangent(self, ref: ValueRef) -> Spec | None:
+        """Spec in which the gradient of a call's output is wanted."""
+        template = self.program.template_of(self.program.calls[ref.index])
+        tangent = template.tangents[ref.output]
+        return None if tangent is None else self.planned(template.name, tangent)
+
+    def _gradient_steps(self, name: str) -> GradientSteps:
+        """Contributions that all arrive alike are summed as they come, and reduced in the store."""
+        places = list(self.program.gradients_of(name))
+        specs = {self.templates[self.program.calls[c].template].param_grads[slot] for c, slot in places}
+        target = self.stage.parameters[name].optimizer
+        first = next(iter(specs))
+        if len(specs) == 1 and first is not None:
+            type_ = self.program.parameters[name].type
+            steps = runtime_steps(path(self.pricer, type_, first, target, bucketed=True))
+            if steps is not None:
+                return GradientSteps(len(places), steps)
+        return GradientSteps(len(places), arrival=target)
+
+    def stored(self) -> dict[str, StoredParameter]:
+        """How every parameter of the stage rests. Raises PlanError where no gather leads back to storage."""
+        stored = {}
+        foreign = self.program.boundary.foreign if self.program.boundary else frozenset()
+        for name, parameter in self.program.parameters.items():
+            planned = self.stage.parameters[name]
+            regather = runtime_steps(
+                path(self.pricer, parameter.type, planned.optimizer, planned.storage, bucketed=True)
+            )
+            if regather is None:
+                raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
+            gradient = self.gradients.get(name, GradientSteps())
+            stored[name] = StoredParameter(
+                name,
+                parameter.type,
+                planned.storage,
+                planned.optimizer,
+                parameter.trainable,
+                regather,
+                gradient.contributions,
+                gradient.steps,
+                name not in foreign,
+                planned.tier,
+                planned.optimizer_tier,
+            )
+        return stored

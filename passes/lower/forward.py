@@ -1,0 +1,187 @@
+"""Lower a stage's forward: its calls in order, with values converted from the spec the producer leaves to the one wanted.
+
+Where something must be known of the whole batch beforehand, the early calls are a function of their own (`prepare`), and
+what they make comes to `forward` as arguments.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.lines import CallForward, Function, ParkSaved, ReadBuffer, SumLoss, WriteBuffer
+from autopar.ir.lowered import Port, Row
+from autopar.ir.program import ValueRef
+from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType
+from autopar.passes.lower.builder import Builder, LocalValue
+from autopar.passes.lower.context import StageContext
+
+
+class Forward(Builder):
+    """`forward`: the calls `order`, all but the early ones; or `prepare`: these alone."""
+
+    def __init__(self, context: StageContext, name: str, order: list[int]) -> None:
+        super().__init__(context, name)
+        self.order = order
+        self.values: dict[ValueRef, LocalValue] = {}
+        self.saved: dict[int, str] = {}
+        self.rows: list[Row] = []
+        self.received: list[Port] = []
+        self.sent: list[Port] = []
+        self.outputs: list[LocalValue] = []
+        self._inputs()
+
+    def prepare(self) -> Function:
+        """Values of the early calls, whole on every rank."""
+        self._calls()
+        results: list[str | None] = []
+        for ref in self._early():
+            type_ = self.program.type_of(ref)
+            whole = Spec.replicated(len(type_.shape))
+            results.append(self.convert(self.values[ref], type_, whole, "F", "whole batch"))
+        self.args = {row.name: self.args[row.name] for row in self.rows}
+        return self.function(results)
+
+    def _early(self) -> list[ValueRef]:
+        calls = [(i, c) for i, c in enumerate(self.program.calls) if c.early]
+        return [ValueRef("call", i, o) for i, c in calls for o in range(len(self.program.template_of(c).outputs))]
+
+    def forward(self, prepared: bool) -> Function:
+        """The finished `forward`. prepared: the early calls' values are arguments."""
+        if prepared:
+            for ref in self._early():
+                type_ = self.program.type_of(ref)
+                spec = Spec.replicated(len(type_.shape))
+                name = self.names.fresh("whole_batch")
+                self.args[name] = (type_, spec)
+                self.values[ref] = (name, spec)
+        self._calls()
+        self._outputs()
+        sent_names = self._sends()
+        self._updates()
+        return self.function([*(name for name, _ in self.outputs), *sent_names, *self.saved.values()])
+
+    def _calls(self) -> None:
+        if self.order:
+            self.prefetch(self.order[0], False)
+        for position, index in enumerate(self.order):
+            if position + 1 < len(self.order):
+                self.prefetch(self.order[position + 1], False)
+            self._call(index)
+
+    def output_rows(self) -> tuple[Row, ...]:
+        """The stage's outputs, as its table says them; microbatches are joined along the first dim."""
+        boundary = self.program.boundary
+        indices = boundary.outputs if boundary else range(len(self.program.outputs))
+        return tuple(
+            Row(index, name, self.program.type_of(ref), spec, 0 if self.program.type_of(ref).shape else None)
+            for index, (name, spec), ref in zip(indices, self.outputs, self.program.outputs, strict=True)
+        )
+
+    def _inputs(self) -> None:
+        boundary = self.program.boundary
+        own = boundary.inputs if boundary else range(len(self.program.inputs))
+        for i, (name, type_) in enumerate(self.program.inputs):
+            ref = ValueRef("input", i)
+            local = self.names.fresh("".join(c if c.isalnum() else "_" for c in name).lstrip("0123456789_") or f"x{i}")
+            wanted = {self._placeholder(call, slot) for call, slot in self.program.readers.get(ref, ())}
+            only = next(iter(wanted)) if len(wanted) == 1 else None
+            crossing = self.program.crossing(ref)
+            if crossing is not None:
+                spec = self.pricer.arrival(type_, next(iter(sorted(wanted, key=str))))[0]
+                self.received.append(Port(crossing.name, crossing.source, type_, spec))
+            else:
+                spec = only if only is not None and not only.partial else Spec.replicated(len(type_.shape))
+                self.rows.append(Row(own[i], local, type_, spec, self.program.batch_dims[i]))
+            self.args[local] = (type_, spec)
+            self.values[ref] = (local, spec)
+
+    def _placeholder(self, call: int, slot: int) -> Spec:
+        template = self.program.template_of(self.program.calls[call])
+        return self.context.planned(template.name, template.inputs[slot])
+
+    def _value(self, ref: ValueRef) -> LocalValue:
+        if ref.kind == "buffer" and ref not in self.values:
+            type_ = self.program.buffers[ref.name].type
+            name = self.names.fresh(ref.name.replace(".", "_"))
+            spec = Spec.replicated(len(type_.shape))
+            copy = self._changes_before_backward(ref)
+            self.lines.append(ReadBuffer(ref.name, copy, outs=(name,), types=(type_,), specs=(spec,)))
+            self.values[ref] = (name, spec)
+        return self.values[ref]
+
+    def _changes_before_backward(self, ref: ValueRef) -> bool:
+        """Whether forward updates a buffer whose old value backward reads."""
+        if ref.name not in self.program.buffer_updates:
+            return False
+        for call, slot in self.program.readers.get(ref, ()):
+            template = self.context.templates[self.program.calls[call].template]
+            placeholder = self.program.templates[template.name].inputs[slot]
+            if call in self.program.backward_calls and placeholder in template.kept:
+                return True
+        return False
+
+    def _call(self, index: int) -> None:
+        call = self.program.calls[index]
+        lowered = self.context.templates[call.template]
+        template = self.program.templates[call.template]
+        number = self.context.number(index)
+        inputs = tuple(
+            self.convert(self._value(ref), self.program.type_of(ref), self._placeholder(index, slot), "F", call.path)
+            for slot, ref in enumerate(call.inputs)
+        )
+        params = self.params(index, False)
+        outs = tuple(self.names.fresh(f"{o}_{number}") for o in template.outputs)
+        types: tuple[TensorType | None, ...] = tuple(template.type_of(o) for o in template.outputs)
+        specs: tuple[Spec | None, ...] = lowered.outputs
+        for o, (name, spec) in enumerate(zip(outs, lowered.outputs, strict=True)):
+            self.values[ValueRef("call", index, o)] = (name, spec)
+        keeps = index in self.program.backward_calls
+        if keeps:
+            self.saved[index] = self.names.fresh(f"saved_{number}")
+            outs, types, specs = (*outs, self.saved[index]), (*types, None), (*specs, None)
+        self.lines.append(
+            CallForward(
+                call.template, number, params, inputs, keeps, outs=outs, types=types, specs=specs, source=call.path
+            )
+        )
+        if keeps and lowered.offload:
+            self.lines.append(ParkSaved(self.saved[index], lowered.offload, lowered.offload_tier, call.template))
+
+    def _outputs(self) -> None:
+        for ref in self.program.outputs:
+            name, spec = self._value(ref)
+            type_ = self.program.type_of(ref)
+            wanted = Spec.replicated(len(type_.shape)) if self.program.training else spec.without_partial()
+            if ref == self.program.loss and _owes_sums_only(spec):
+                self.outputs.append((self._sum_loss(name, spec, type_), wanted))
+                continue
+            self.outputs.append((self.convert((name, spec), type_, wanted, "F", "output"), wanted))
+
+    def _sum_loss(self, name: str, spec: Spec, type_: TensorType) -> str:
+        """The loss, its sum over the axes that owe one sent beside the gradients."""
+        total = self.names.fresh(f"{name}_reduced")
+        axes = tuple(axis for axis, _ in spec.partial)
+        whole = Spec.replicated(len(type_.shape))
+        self.lines.append(SumLoss(name, axes, outs=(total,), types=(type_,), specs=(whole,), source="loss"))
+        return total
+
+    def _sends(self) -> list[str]:
+        """What leaves for other stages, by name; it owes nothing then."""
+        names = []
+        boundary = self.program.boundary
+        for crossing, ref in zip(boundary.sent, boundary.sent_values, strict=True) if boundary else ():
+            held = self._value(ref)
+            type_ = self.program.type_of(ref)
+            leaves = self.pricer.departure(type_, held[1])[0]
+            names.append(self.convert(held, type_, leaves, "F", f"to stage {crossing.target}"))
+            self.sent.append(Port(crossing.name, crossing.target, type_, leaves))
+        return names
+
+    def _updates(self) -> None:
+        for buffer, ref in self.program.buffer_updates.items():
+            type_ = self.program.type_of(ref)
+            whole = Spec.replicated(len(type_.shape))
+            self.lines.append(WriteBuffer(buffer, self.convert(self._value(ref), type_, whole, "F", buffer)))
+
+
+def _owes_sums_only(spec: Spec) -> bool:
+    return bool(spec.partial) and not any(spec.dims) and all(op == "sum" for _, op in spec.partial)

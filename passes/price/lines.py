@@ -1,0 +1,160 @@
+"""What lowered lines cost: the messages that they send, and seconds.
+
+Every collective of a stage is listed by one of the generators here, as a `Message` of so many bytes along an axis; who wants
+seconds adds up their prices, who wants the list of collectives counts them. Ops cost what the cost model says of their
+block, a cast reads and writes one; what sends nothing and computes nothing costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.lines import Compute, Convert, Function, Line, ParameterGather, Prefetch, SumLoss, TemplateCall
+from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Template
+from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_after, bytes_before_per_byte
+from autopar.ir.types import TensorType
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.plan import TemplatePlan
+
+TemplateSeconds = Mapping[str, Mapping[str, float]]
+"""Seconds of a call by template, then by action: F, B and W."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective along an axis. nbytes: of the full array; what: it is for; bucketed: it travels in one message with
+    others, as gradients, updated parameters and the loss do."""
+
+    kind: str
+    axis: str
+    what: str
+    nbytes: float
+    bucketed: bool = False
+
+    def seconds(self, pricer: Pricer) -> float:
+        """How long it takes alone, or its share of the message that it is a part of."""
+        price = pricer.bucketed_s if self.bucketed else pricer.collective_s
+        return price(self.kind, self.nbytes, self.axis)
+
+
+# --- messages
+
+
+def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, where: str = "") -> Iterator[Message]:
+    """What a line sends that stands in one of a stage's functions or in one of its templates'. held: bytes of the values
+    of the line's function on one rank; where: the line stands."""
+    match line:
+        case Convert():
+            yield from conversion_messages(line, held, stage.mesh, where)
+        case Prefetch(gathers=gathers):
+            for gather in gathers:
+                yield from gather_messages(gather, stage.parameters[gather.name], stage.mesh)
+        case SumLoss(axes=axes):
+            nbytes = float(line.types[0].nbytes) if line.types[0] else 0.0
+            yield from (Message("all_reduce", a, "loss", nbytes, True) for a in axes if stage.mesh.sizes[a] > 1)
+
+
+def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, where: str = "") -> Iterator[Message]:
+    """The message of a conversion, if it sends one."""
+    step = line.step
+    size = mesh.sizes[step.axis]
+    if size > 1 and step.kind not in LOCAL_KINDS:
+        nbytes = held.get(line.value, 0.0)
+        full = nbytes * size if step.kind == "all_gather" else nbytes
+        yield Message(step.kind, step.axis, f"{where}.{line.node or line.source}", full)
+
+
+def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
+    """A parameter from its storage to where a call uses it; it is cast before."""
+    held = float(p.storage.local_bytes(gathered_type(gather, p), mesh))
+    yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}", False)
+
+
+def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
+    """The type in which a parameter is gathered."""
+    return p.type if gather.dtype is None else TensorType(p.type.shape, gather.dtype)
+
+
+def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
+    """The reduction of one parameter's gradient."""
+    held = p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
+    yield from _step_messages(p.reduce, held, mesh, f"gradient {p.name}", True)
+
+
+def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
+    """One parameter's updated value from the optimizer's shard to storage."""
+    held = float(p.optimizer.local_bytes(p.type, mesh))
+    yield from _step_messages(p.regather, held, mesh, f"regather {p.name}", True)
+
+
+def _step_messages(
+    steps: Iterable[RuntimeStep], held: float, mesh: Mesh, what: str, bucketed: bool
+) -> Iterator[Message]:
+    """held: bytes of a rank before the steps."""
+    for step in steps:
+        for axis in step.axes:
+            after = bytes_after(step.kind, held, mesh.sizes[axis])
+            if mesh.sizes[axis] > 1 and step.kind not in LOCAL_KINDS:
+                yield Message(step.kind, axis, what, after if step.kind == "all_gather" else held, bucketed)
+            held = after
+
+
+# --- seconds
+
+
+def line_seconds(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
+    """Seconds of what happens between calls: conversions, gathers, the loss's sum. held: bytes of the function's values."""
+    if isinstance(line, Prefetch):
+        return sum(gather_seconds(gather, stage.parameters[gather.name], pricer) for gather in line.gathers)
+    return sum(message.seconds(pricer) for message in line_messages(line, held, stage))
+
+
+def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds to cast a stored shard and bring it to where it is used."""
+    type_ = gathered_type(gather, p)
+    cast = 0.0 if gather.dtype is None else pricer.cast_s(p.type, type_, p.storage)
+    return cast + sum(message.seconds(pricer) for message in gather_messages(gather, p, pricer.mesh))
+
+
+def action_seconds(function: Function | None, templates: TemplateSeconds, stage: LoweredStage, pricer: Pricer) -> float:
+    """Seconds of one of a stage's functions."""
+    if function is None:
+        return 0.0
+    total = 0.0
+    held = function.local_bytes(stage.mesh)
+    for line in function.lines:
+        if isinstance(line, TemplateCall):
+            total += templates[line.template][line.action]
+        else:
+            total += line_seconds(line, held, stage, pricer)
+    return total
+
+
+def template_seconds(
+    lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+) -> dict[str, float]:
+    """Seconds of one call's forward, backward and weights (F, B, W) on a block."""
+    functions = zip("FBW", (lowered.forward, lowered.backward, lowered.weights), strict=True)
+    return {action: _function_seconds(function, plan, template, pricer, rules) for action, function in functions}
+
+
+def _function_seconds(
+    function: Function | None, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+) -> float:
+    if function is None:
+        return 0.0
+    total = 0.0
+    held = function.local_bytes(pricer.mesh)
+    for line in function.lines:
+        match line:
+            case Convert():
+                for message in conversion_messages(line, held, pricer.mesh):
+                    total += message.seconds(pricer)
+            case Compute(node=node) if node in template.op_calls:
+                call = template.op_calls[node]
+                total += pricer.op_s(call, rules.rule(call), plan.strategies[node])
+    return total
