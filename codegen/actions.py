@@ -5,27 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.codegen.printer import Printer, body, show_types, statement
-from autopar.ir.lines import (
-    AddGradient,
-    AwaitSaved,
-    CallBackward,
-    CallForward,
-    CallWeights,
-    FetchSaved,
-    Function,
-    Line,
-    ParkSaved,
-    Prefetch,
-    ReadBuffer,
-    Ref,
-    SeedGradient,
-    Stored,
-    SumLoss,
-    TakeParameters,
-    TemplateCall,
-    WriteBuffer,
-    ZeroGradient,
-)
+from autopar.ir import lines as ir
+from autopar.ir.lines import Function, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.steps import rows
 
@@ -43,7 +24,7 @@ TIERS = {"ddr": "host memory", "nvme": "a file"}
 
 def stage_functions(stage: LoweredStage, printer: Printer) -> list[dict[str, Any]]:
     """Name, arguments, docstring, statements and result of every function of the stage."""
-    made = []
+    functions = []
     for function in stage.functions:
         returns = [n or "None" for n in function.returns]
         lines = body(function, lambda line: _text(line, stage, printer), {n for n in function.returns if n})
@@ -71,8 +52,8 @@ def stage_functions(stage: LoweredStage, printer: Printer) -> list[dict[str, Any
         else:
             row |= {"args": ["rt", "later"], "take": [_take("later", function.args, True)]}
         row["body"] = [t for group in row.pop("take") for t in group] + lines
-        made.append(row)
-    return made
+        functions.append(row)
+    return functions
 
 
 def _forward(function: Function, stage: LoweredStage, returns: list[str]) -> dict[str, Any]:
@@ -98,35 +79,35 @@ def _take(source: str, names: Any, empty: bool = False) -> list[str]:
 def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
     """One line of a stage's function."""
     match line:
-        case TemplateCall():
+        case ir.TemplateCall():
             return _template_call(line, stage)
-        case Prefetch(key, gathers):
+        case ir.Prefetch(key, gathers):
             table = "".join(
                 f"    ({g.name!r}, {rows(g.steps)!r}{f', {printer.value(g.dtype)}' if g.dtype else ''}),\n"
                 for g in gathers
             )
             return f"rt.prefetch({str(key)!r}, [\n{table}])"
-        case TakeParameters(key):
+        case ir.TakeParameters(key):
             return f"{', '.join(line.outs)}{',' if len(line.outs) == 1 else ''} = rt.take({str(key)!r})"
-        case AddGradient(parameter, gradient, owned):
+        case ir.AddGradient(gradient, parameter, owned):
             return f"rt.grads.add({parameter!r}, {gradient}{', owned=True' if owned else ''})"
-        case SumLoss(value, axes):
+        case ir.SumLoss(value, axes):
             return f"{line.outs[0]} = rt.grads.start_sum({value}, {axes!r})  # {show_types(line)}"
-        case SeedGradient():
+        case ir.SeedGradient():
             return f"{line.outs[0]} = torch.full({_shape_and_dtype(line, stage, printer, 'rt.loss_scale, ')})"
-        case ZeroGradient():
+        case ir.ZeroGradient():
             return f"{line.outs[0]} = torch.zeros({_shape_and_dtype(line, stage, printer)})"
-        case ParkSaved(saved, places, tier, template):
+        case ir.ParkSaved(saved, places, tier, template):
             values = [stage.templates[template].saved[i] for i in places]
             what = ", ".join(values[:4]) + (", …" if len(values) > 4 else "")
             return f"rt.park({saved}, {places!r}, {tier!r})  # {what} rest in {TIERS.get(tier, tier)} until backward"
-        case FetchSaved(saved):
+        case ir.FetchSaved(saved):
             return f"rt.fetch({saved})  # on their way back, one call ahead"
-        case AwaitSaved(saved):
+        case ir.AwaitSaved(saved):
             return f"rt.ready({saved})"
-        case ReadBuffer(buffer, copy):
+        case ir.ReadBuffer(buffer, copy):
             return f"{line.outs[0]} = rt.buffers[{buffer!r}]" + (".clone()" if copy else "")
-        case WriteBuffer(buffer, value):
+        case ir.WriteBuffer(value, buffer):
             return f"rt.buffers[{buffer!r}].copy_({value})"
     return statement(line, printer)
 
@@ -140,21 +121,21 @@ def _shape_and_dtype(line: Line, stage: LoweredStage, printer: Printer, fill: st
     return f"{shape!r}, {fill}dtype={printer.value(type_.dtype)}, device=rt.device"
 
 
-def _template_call(line: TemplateCall, stage: LoweredStage) -> str:
+def _template_call(line: ir.TemplateCall, stage: LoweredStage) -> str:
     """A call of a template's function."""
     template, number, outs = stage.templates[line.template], str(line.number), list(line.outs)
     left = ", ".join(outs) + ("," if len(outs) == 1 else "")
     match line:
-        case CallForward(params=params, inputs=inputs):
+        case ir.CallForward(params=params, inputs=inputs):
             if template.backward is not None and not line.keeps:
                 outs.append("_")
             return _call(", ".join(outs), template.forward, [number, *map(_param, params), *inputs])
-        case CallBackward(saved=saved, params=params, tangents=tangents):
+        case ir.CallBackward(saved=saved, params=params, tangents=tangents):
             assert template.backward is not None
             if not template.backward.returns and not outs:
                 left = "_"
             return _call(left, template.backward, [number, saved, *map(_param, params), *tangents])
-        case CallWeights(later=later):
+        case ir.CallWeights(later=later):
             assert template.weights is not None
             return _call(left, template.weights, [number, later])
     raise TypeError(f"{type(line).__name__} is no call of a template's function that can be printed")

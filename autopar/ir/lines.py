@@ -99,6 +99,16 @@ class Line:
 
 
 @dataclass(frozen=True)
+class ValueLine(Line):
+    """A line that reads one value, or one list of what a call saved."""
+
+    value: str
+
+    def reads(self) -> Iterator[str]:
+        yield self.value
+
+
+@dataclass(frozen=True)
 class Compute(Line):
     """`outs` = op(kwargs), on blocks. Tensors among the arguments are Refs. node: the template's graph node, if it is one."""
 
@@ -111,15 +121,11 @@ class Compute(Line):
 
 
 @dataclass(frozen=True)
-class Convert(Line):
-    """One step of `value` to another spec. node: the value of the template that is converted, or a local name."""
+class Convert(ValueLine):
+    """One step of a value to another spec. node: the value of the template that is converted, or a local name."""
 
-    value: str
     step: Step
     node: str = ""
-
-    def reads(self) -> Iterator[str]:
-        yield self.value
 
 
 @dataclass(frozen=True)
@@ -197,26 +203,18 @@ class ZeroGradient(Line):
 
 
 @dataclass(frozen=True)
-class AddGradient(Line):
+class AddGradient(ValueLine):
     """A gradient goes to the store. owned: nobody else holds the tensor."""
 
     parameter: str
-    gradient: str
     owned: bool = False
-
-    def reads(self) -> Iterator[str]:
-        yield self.gradient
 
 
 @dataclass(frozen=True)
-class SumLoss(Line):
+class SumLoss(ValueLine):
     """The loss summed over axes, in a message beside the gradients."""
 
-    value: str
     axes: tuple[str, ...]
-
-    def reads(self) -> Iterator[str]:
-        yield self.value
 
 
 @dataclass(frozen=True)
@@ -228,47 +226,29 @@ class ReadBuffer(Line):
 
 
 @dataclass(frozen=True)
-class WriteBuffer(Line):
+class WriteBuffer(ValueLine):
     """A buffer's new value."""
 
     buffer: str
-    value: str
-
-    def reads(self) -> Iterator[str]:
-        yield self.value
 
 
 @dataclass(frozen=True)
-class ParkSaved(Line):
+class ParkSaved(ValueLine):
     """Of the list that a call of `template` saved, the values at `places` go to a memory tier."""
 
-    saved: str
     places: tuple[int, ...]
     tier: str
     template: str
 
-    def reads(self) -> Iterator[str]:
-        yield self.saved
-
 
 @dataclass(frozen=True)
-class FetchSaved(Line):
+class FetchSaved(ValueLine):
     """Start to bring back what a call parked."""
 
-    saved: str
-
-    def reads(self) -> Iterator[str]:
-        yield self.saved
-
 
 @dataclass(frozen=True)
-class AwaitSaved(Line):
+class AwaitSaved(ValueLine):
     """Wait for what FetchSaved started to bring back."""
-
-    saved: str
-
-    def reads(self) -> Iterator[str]:
-        yield self.saved
 
 
 _LABELS: dict[type[Line], str] = {

@@ -101,6 +101,6 @@ def _boundaries(program: Program, pricer: Pricer) -> np.ndarray:
         last = max(i for i, _ in readers)
         type_ = program.type_of(ref)
         owner = program.template_of(program.calls[ref.index])
-        ways = 2 if owner.tangents[ref.output] is not None and ref.index in program.backward_calls else 1
-        alive[ref.index + 1 : last + 1] += ways * type_.nbytes / pricer.mesh.size
+        directions = 2 if owner.tangents[ref.output] is not None and ref.index in program.backward_calls else 1
+        alive[ref.index + 1 : last + 1] += directions * type_.nbytes / pricer.mesh.size
     return np.array([pricer.hand_over_s(b) if b else 0.0 for b in alive[:-1]])

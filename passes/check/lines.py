@@ -9,20 +9,9 @@ collectives match in order; that each one's axis exists on the mesh is checked t
 from __future__ import annotations
 
 from autopar.errors import CheckError
+from autopar.ir import lines as ir
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.lines import (
-    AwaitSaved,
-    Compute,
-    Convert,
-    FetchSaved,
-    Function,
-    Line,
-    ParkSaved,
-    Ref,
-    SumLoss,
-    TemplateCall,
-    label,
-)
+from autopar.ir.lines import Compute, Convert, Function, Line, Ref, label
 from autopar.ir.lowered import LoweredProgram, LoweredStage, Port, Row
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule
@@ -95,7 +84,9 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, 
     """`typed`, at first what is known of the arguments, with every value that the lines make."""
     for line in function.lines:
         for name in line.reads():
-            if name not in typed and not isinstance(line, (TemplateCall, ParkSaved, FetchSaved, AwaitSaved)):
+            if name not in typed and not isinstance(
+                line, (ir.TemplateCall, ir.ParkSaved, ir.FetchSaved, ir.AwaitSaved)
+            ):
                 raise CheckError(f"{function.name}: {label(line)} reads {name} before it is made")
         derived = _derive(line, mesh, rules, typed, function.name)
         for i, out in enumerate(line.outs):
@@ -119,7 +110,7 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], wh
             return _computed(line, rules, typed, where)
         case Convert():
             return [_converted(line, mesh, typed, where)]
-        case SumLoss(value=value, axes=axes):
+        case ir.SumLoss(value=value, axes=axes):
             type_, spec = typed[value]
             if spec.partial != tuple((axis, "sum") for axis in axes) or any(spec.dims):
                 raise CheckError(f"{where}: {value} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone")

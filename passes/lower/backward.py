@@ -5,24 +5,15 @@ One function, or two where the schedule runs B (input gradients) and W (paramete
 
 from __future__ import annotations
 
-from autopar.ir.lines import (
-    AddGradient,
-    AwaitSaved,
-    CallBackward,
-    CallWeights,
-    Compute,
-    FetchSaved,
-    Function,
-    Ref,
-    SeedGradient,
-    ZeroGradient,
-)
+from autopar.ir import lines as ir
+from autopar.ir.lines import Function, Ref
 from autopar.ir.lowered import Port
 from autopar.ir.program import Call, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.lower.builder import Builder, LocalValue
 from autopar.passes.lower.context import StageContext
+from autopar.passes.lower.convert import cast
 
 MAKE_NEW = ("autopar.linear_dw", "autopar.conv_dw", "autopar.embedding_grad")
 
@@ -94,7 +85,7 @@ class Backward(Builder):
         type_ = self.program.type_of(loss)
         whole = Spec.replicated(len(type_.shape))
         name = self.names.fresh("d_loss")
-        self.lines.append(SeedGradient(outs=(name,), types=(type_,), specs=(whole,), phase="B"))
+        self.lines.append(ir.SeedGradient(outs=(name,), types=(type_,), specs=(whole,), phase="B"))
         self._reach(loss, (name, whole), "loss")
 
     def _reach(self, ref: ValueRef, arrived: LocalValue, source: str) -> None:
@@ -112,7 +103,7 @@ class Backward(Builder):
             addends = {"self": Ref(total[0]), "other": Ref(gradient)}
             gradient = self.names.fresh(f"{total[0]}_sum")
             self.lines.append(
-                Compute(
+                ir.Compute(
                     "aten.add.Tensor",
                     addends,
                     outs=(gradient,),
@@ -143,7 +134,7 @@ class Backward(Builder):
                 spec = self.context.planned(template.name, tangent)
                 type_ = template.type_of(tangent)
                 name = self.names.fresh(f"zero_{tangent}_{self.context.number(index)}")
-                self.lines.append(ZeroGradient(outs=(name,), types=(type_,), specs=(spec,), phase="B"))
+                self.lines.append(ir.ZeroGradient(outs=(name,), types=(type_,), specs=(spec,), phase="B"))
                 tangents.append(name)
             else:
                 tangents.append(total[0])
@@ -152,7 +143,7 @@ class Backward(Builder):
     def _fetch(self, index: int) -> None:
         """Start bringing back what a call's forward parked."""
         if self.context.templates[self.program.calls[index].template].offload:
-            self.lines.append(FetchSaved(self.saved[index], phase="B"))
+            self.lines.append(ir.FetchSaved(self.saved[index], phase="B"))
 
     def _call(self, index: int) -> None:
         call, number = self.program.calls[index], self.context.number(index)
@@ -161,7 +152,7 @@ class Backward(Builder):
         tangents = self._tangents(index)
         params = self.params(index, True)
         if lowered.offload:
-            self.lines.append(AwaitSaved(self.saved[index], phase="B"))
+            self.lines.append(ir.AwaitSaved(self.saved[index], phase="B"))
         outs: list[str] = []
         types: list[TensorType | None] = []
         for slot, grad in enumerate(template.input_grads):
@@ -176,7 +167,7 @@ class Backward(Builder):
             self.later[index] = self.names.fresh(f"later_{number}")
             outs, types, specs = [*outs, self.later[index]], [*types, None], (*specs, None)
         self.lines.append(
-            CallBackward(
+            ir.CallBackward(
                 call.template,
                 number,
                 self.saved[index],
@@ -219,7 +210,7 @@ class Backward(Builder):
                 grad_name = _as_stored(into, call, template.type_of(grad), type_, (grad_name, arrived))
                 grad_name = into.convert((grad_name, arrived), type_, wanted, "W", call.path)
             owned = grad_name in results and self._fresh(call.template, slot)
-            into.lines.append(AddGradient(name, grad_name, owned, phase="W", source=call.path))
+            into.lines.append(ir.AddGradient(grad_name, name, owned, phase="W", source=call.path))
 
     def _fresh(self, template: str, slot: int) -> bool:
         """Is this parameter gradient a tensor of its own, that nobody else holds?"""
@@ -228,7 +219,7 @@ class Backward(Builder):
         assert function is not None
         name = function.returns[slot if lowered.weights else len(lowered.input_grads) + slot] or ""
         maker = next((line for line in function.lines if name in line.outs), None)
-        new = isinstance(maker, Compute) and maker.op in MAKE_NEW
+        new = isinstance(maker, ir.Compute) and maker.op in MAKE_NEW
         readers = sum(name in line.reads() for line in function.lines)
         return new and not readers and function.returns.count(name) == 1
 
@@ -242,7 +233,7 @@ class Backward(Builder):
             results, types = self._param_grads(call, number)
             specs = self.context.templates[call.template].param_grads
             builder.lines.append(
-                CallWeights(
+                ir.CallWeights(
                     call.template,
                     number,
                     kept,
@@ -261,16 +252,6 @@ def _as_stored(into: Builder, call: Call, type_: TensorType, stored: TensorType,
     """A parameter's gradient in the dtype that the parameter is stored in: what follows may reduce it."""
     if type_ == stored:
         return gradient[0]
-    cast = into.names.fresh(f"{gradient[0]}_cast")
-    into.lines.append(
-        Compute(
-            "aten._to_copy.default",
-            {"self": Ref(gradient[0]), "dtype": stored.dtype},
-            outs=(cast,),
-            types=(stored,),
-            specs=(gradient[1],),
-            phase="W",
-            source=call.path,
-        )
-    )
-    return cast
+    name = into.names.fresh(f"{gradient[0]}_cast")
+    into.lines.append(cast(gradient[0], name, stored, gradient[1], "W", call.path))
+    return name

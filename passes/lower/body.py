@@ -17,7 +17,7 @@ from autopar.ir.lines import Compute, Function, Line, Ref, Site
 from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, resolve, result_types
 from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
-from autopar.passes.lower.convert import Converter
+from autopar.passes.lower.convert import Converter, cast
 from autopar.passes.lower.names import Names
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -100,13 +100,7 @@ class Body:
         if wide is not None and set(before.partial) - set(wanted.partial):
             if local not in self._widened:
                 self._widened[local] = self.names.fresh(f"{value}_cast")
-                cast = {"self": Ref(local), "dtype": wide.dtype}
-                outs, types, specs = (self._widened[local],), (wide,), (before,)
-                self.lines.append(
-                    Compute(
-                        "aten._to_copy.default", cast, outs=outs, types=types, specs=specs, phase=phase, source=source
-                    )
-                )
+                self.lines.append(cast(local, self._widened[local], wide, before, phase, source))
             local, type_ = self._widened[local], wide
         return self._converter.convert(local, value, type_, before, wanted, phase, source)
 

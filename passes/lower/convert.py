@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.ir.lines import Convert, Line
+from autopar.ir.lines import Compute, Convert, Line, Ref
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
@@ -42,6 +42,14 @@ class Converter:
                 self._converted[key] = out
             name = self._converted[key]
         return name
+
+
+def cast(value: str, out: str, type_: TensorType, spec: Spec, phase: str, source: str) -> Compute:
+    """The line that makes `out`, a value in the dtype of `type_`."""
+    kwargs = {"self": Ref(value), "dtype": type_.dtype}
+    return Compute(
+        "aten._to_copy.default", kwargs, outs=(out,), types=(type_,), specs=(spec,), phase=phase, source=source
+    )
 
 
 def path(

@@ -86,15 +86,15 @@ def shared_parameters(program: Program, ranges: Sequence[Range]) -> dict[str, tu
         if ref.kind == "call":
             s = next(s for s, (first, last) in enumerate(ranges) if first <= ref.index < last)
             holders.setdefault(name, {})[s] = True
-    found = {}
-    for name, stages in holders.items():
-        if len(stages) > 1:
-            found[name] = tuple(sorted(stages, key=lambda s: (not stages[s], s)))
-    return found
+    return {
+        name: tuple(sorted(stages, key=lambda s: (not stages[s], s)))
+        for name, stages in holders.items()
+        if len(stages) > 1
+    }
 
 
 def _crossings(program: Program, stage_of: dict[int, int]) -> list[Crossing]:
-    found: dict[tuple[ValueRef, int], bool] = {}
+    sends_gradient: dict[tuple[ValueRef, int], bool] = {}
     for i, call in enumerate(program.calls):
         template = program.template_of(call)
         for slot, ref in enumerate(call.inputs):
@@ -108,9 +108,9 @@ def _crossings(program: Program, stage_of: dict[int, int]) -> list[Crossing]:
                 and ref.index in program.backward_calls
             )
             key = (ref, stage_of[i])
-            found[key] = found.get(key, False) or back
+            sends_gradient[key] = sends_gradient.get(key, False) or back
     crossings = []
-    for (ref, target), gradient in found.items():
+    for (ref, target), gradient in sends_gradient.items():
         stem = program.template_of(program.calls[ref.index]).outputs[ref.output]
         source = stage_of[ref.index]
         crossings.append(Crossing(f"{stem}_{ref.index}_to_{target}", ref, source, target, gradient))

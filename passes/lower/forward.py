@@ -180,7 +180,7 @@ class Forward(Builder):
         for buffer, ref in self.program.buffer_updates.items():
             type_ = self.program.type_of(ref)
             whole = Spec.replicated(len(type_.shape))
-            self.lines.append(WriteBuffer(buffer, self.convert(self._value(ref), type_, whole, "F", buffer)))
+            self.lines.append(WriteBuffer(self.convert(self._value(ref), type_, whole, "F", buffer), buffer))
 
 
 def _owes_sums_only(spec: Spec) -> bool:

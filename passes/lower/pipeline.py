@@ -81,7 +81,7 @@ def table_of(plan: Plan, graph: StageGraph, training: bool) -> Table:
 
 
 def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
-    found = []
+    transfers = []
     for kind, leaving, arriving in (
         ("value", "sent", "received"),
         ("gradient", "gradients_sent", "gradients_received"),
@@ -92,12 +92,12 @@ def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
                 if port.name not in ends:
                     raise PlanError(f"stage {stage.index} sends {port.name}, which no stage receives")
                 target, end = ends.pop(port.name)
-                found.append(Transfer(port.name, kind, stage.index, target, port.type, port.spec, end.spec))
+                transfers.append(Transfer(port.name, kind, stage.index, target, port.type, port.spec, end.spec))
         if ends:
             raise PlanError(
                 f"{', '.join(ends)} is received by stage {next(iter(ends.values()))[0]}, but nobody sends it"
             )
-    return found
+    return transfers
 
 
 __all__ = ["lower", "stage_graph", "table_of"]

@@ -20,7 +20,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
-from autopar.runtime.parts import divide
+from autopar.passes.price.tiers import step_parts
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def group_peaks(lowered: LoweredProgram, stages: list[StageMemory]) -> tuple[flo
         worst = 0.0
         for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
             key = (action.stage, action.microbatch)
-            beside = sum(held.values()) - held.get(key, 0.0) + sum(sums.values())
+            others = sum(held.values()) - held.get(key, 0.0) + sum(sums.values())
             coming = moments[i + 1].received if i + 1 < len(moments) else 0.0  # posted an action ahead
-            worst = max(worst, beside + moment.peak + coming)
+            worst = max(worst, others + moment.peak + coming)
             held[key] = moment.after
             sums[action.stage] += moment.sums
         worst = max(
@@ -135,7 +135,7 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
     "held for backward": what microbatches left behind that are waiting then; "gradients": with those that the action adds;
     "for a moment": what the action (or the optimizer's step) that makes the peak needs beside.
     """
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
         resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
         held: dict[tuple[int, int], float] = {}
@@ -143,12 +143,12 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
         moments = _moments(row, stages)
         for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
             key = (action.stage, action.microbatch)
-            beside = sum(held.values()) - held.get(key, 0.0)
+            others = sum(held.values()) - held.get(key, 0.0)
             coming = moments[i + 1].received if i + 1 < len(moments) else 0.0
-            if beside + summed + moment.peak + coming > worst:
+            if others + summed + moment.peak + coming > worst:
                 own = min(held.get(key, moment.after), moment.peak)
                 grown = min(max(moment.sums, 0.0), moment.peak - own)
-                worst, split = beside + summed + moment.peak + coming, (summed + grown, beside + own)
+                worst, split = others + summed + moment.peak + coming, (summed + grown, others + own)
             held[key] = moment.after
             summed += moment.sums
         last = max(stages[s].step + summed - _sums(row, moments, s) for s in group)
@@ -160,8 +160,8 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
             "held for backward": split[1],
             "for a moment": worst - sum(split),
         }
-        found = max(found, kinds, key=lambda row: sum(row.values()))
-    return found
+        largest = max(largest, kinds, key=lambda kinds: sum(kinds.values()))
+    return largest
 
 
 def _sums(row: Sequence[Action], moments: list[Moment], stage: int) -> float:
@@ -179,9 +179,9 @@ def _moments(row: Sequence[Action], stages: list[StageMemory]) -> list[Moment]:
     for action in row:
         kind, memory = (action.stage, action.kind), stages[action.stage]
         left[kind] -= 1
-        rows = memory.last if left[kind] == 0 else memory.actions if kind in begun else memory.first
+        moment_of = memory.last if left[kind] == 0 else memory.actions if kind in begun else memory.first
         begun.add(kind)
-        moments.append(rows.get(action.kind, memory.actions[action.kind]))
+        moments.append(moment_of.get(action.kind, memory.actions[action.kind]))
     return moments
 
 
@@ -244,23 +244,6 @@ def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float
     kinds[kind] = kinds.get(kind, 0.0) + nbytes
 
 
-def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], float]]:
-    """The parts that the optimizer's step is divided into where its state rests in tiers: names, and the bytes that come
-    for them: state, values and gradients."""
-    mesh = stage.mesh
-    owned = {n: p for n, p in stage.parameters.items() if p.contributions and p.owned and (p.optimizer_tier or p.tier)}
-    sizes = {n: int(p.optimizer.local_bytes(p.type, mesh)) for n, p in owned.items()}
-    found = []
-    for names in divide(sizes):
-        coming = 0.0
-        for name in names:
-            p, itemsize = owned[name], owned[name].type.dtype.itemsize
-            state = setting.ratio(name) * sizes[name] / itemsize * max(setting.state_bytes, itemsize)
-            coming += (state if p.optimizer_tier else 0.0) + (2 * sizes[name] if p.tier else 0.0)
-        found.append((names, coming))
-    return found
-
-
 def _parts_peak(stage: LoweredStage, setting: Setting) -> float:
     """The most that a step by parts needs: a part's state, the next one's on its way, and the optimizer's scratch."""
     parts, (own, before) = step_parts(stage, setting), setting.scratch
@@ -302,9 +285,9 @@ def _update_peak(stage: LoweredStage, setting: Setting) -> float:
     pairs = [(a, b) for sizes in groups.values() for a, b in zip(sizes, [0.0, *sizes], strict=False)]
     scratch = max((own * a + before * b for a, b in pairs), default=0.0)
     scratch = max(scratch, _parts_peak(stage, setting))
-    rows = tuple(
+    shards = tuple(
         (local(p.type, p.optimizer, mesh), p.regather, local(p.type, p.storage, mesh))
         for p in owned.values()
         if p.regather and not p.tier
     )
-    return max(scratch, float(regather_peak(rows, mesh.axes)) if rows else 0.0)
+    return max(scratch, float(regather_peak(shards, mesh.axes)) if shards else 0.0)

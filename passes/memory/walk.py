@@ -11,30 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from autopar.ir import lines as ir
 from autopar.ir.fusion import fuse_bias
-from autopar.ir.lines import (
-    AddGradient,
-    AwaitSaved,
-    CallBackward,
-    CallForward,
-    CallWeights,
-    Compute,
-    Convert,
-    FetchSaved,
-    Function,
-    GatherKey,
-    Line,
-    ParkSaved,
-    Prefetch,
-    ReadBuffer,
-    Ref,
-    SeedGradient,
-    Stored,
-    SumLoss,
-    TakeParameters,
-    WriteBuffer,
-    ZeroGradient,
-)
+from autopar.ir.lines import Function, GatherKey, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage, Port
 from autopar.passes.memory.probe import GatheredShard, Layout, gather_effect, line_effect, local
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
@@ -107,7 +86,7 @@ class _Walk:
         machine.top = machine.alive
         returned = {n for n in function.returns if n}
         for line, dropped in zip(function.lines, dropped_after(function, returned), strict=True):
-            if isinstance(line, AddGradient):
+            if isinstance(line, ir.AddGradient):
                 self._hand_over(line, dropped)
             else:
                 self._line(line)
@@ -144,30 +123,30 @@ class _Walk:
 
     def _line(self, line: Line) -> None:
         match line:
-            case CallForward() | CallBackward() | CallWeights():
+            case ir.CallForward() | ir.CallBackward() | ir.CallWeights():
                 self._call(line)
-            case Prefetch():
+            case ir.Prefetch():
                 self._prefetch(line)
-            case TakeParameters():
+            case ir.TakeParameters():
                 self._take(line)
-            case ParkSaved(saved, places, tier):
+            case ir.ParkSaved(saved, places, tier):
                 self._park(self._list(saved), places, tier)
-            case FetchSaved(saved):
+            case ir.FetchSaved(saved):
                 self._fetch(self._list(saved))
-            case AwaitSaved() | WriteBuffer():
+            case ir.AwaitSaved() | ir.WriteBuffer():
                 pass
-            case ReadBuffer():
+            case ir.ReadBuffer():
                 self._bind(line.outs[0], LiveValue(-1, self._layout(line)))
-            case SumLoss(value):
+            case ir.SumLoss(value):
                 self._bind(line.outs[0], self.names[value])
                 self._hold(self.names[line.outs[0]])
-            case SeedGradient() | ZeroGradient():
+            case ir.SeedGradient() | ir.ZeroGradient():
                 layout = self._layout(line)
                 block = self.machine.new(layout.nbytes)
                 self.machine.hold(block)
                 self.machine.peak(0)
                 self._bind(line.outs[0], LiveValue(block, layout))
-            case Compute() | Convert():
+            case ir.Compute() | ir.Convert():
                 names, effect = line_effect(line, self.layouts, self.stage.mesh)
                 results = self.machine.bind(effect, [self._one(n).block for n in names])
                 for name, result in zip(line.outs, results, strict=False):
@@ -182,24 +161,24 @@ class _Walk:
         assert spec is not None
         return local(type_, spec, self.stage.mesh)
 
-    def _call(self, line: CallForward | CallBackward | CallWeights) -> None:
+    def _call(self, line: ir.CallForward | ir.CallBackward | ir.CallWeights) -> None:
         """Play a template's function; the list that it leaves, if it leaves one, is the last of what it makes."""
         template = self.stage.templates[line.template]
         match line:
-            case CallForward(params=params, inputs=inputs):
+            case ir.CallForward(params=params, inputs=inputs):
                 function, listed = self.forward[line.template], template.saved
                 arguments = [*map(self._param, params), *map(self._one, inputs)]
                 returned = [n for n in function.returns if n]
                 results = self._play(function, [*returned, *listed], [], arguments)
                 leaves = template.backward is not None
-            case CallBackward(saved=saved, params=params, tangents=tangents):
+            case ir.CallBackward(saved=saved, params=params, tangents=tangents):
                 assert template.backward is not None
                 function, listed = template.backward, template.later
                 function = replace(function, args=(*template.saved, *function.args))
                 arguments = [*map(self._param, params), *map(self._one, tangents)]
                 results = self._play(function, [*function.returns, *listed], self._list(saved), arguments)
                 leaves = bool(listed)
-            case CallWeights(later=later):
+            case ir.CallWeights(later=later):
                 assert template.weights is not None
                 function, listed, leaves = template.weights, (), False
                 results = self._play(function, function.returns, self._list(later), [])
@@ -223,7 +202,7 @@ class _Walk:
             self.tapes[key] = tape(function, returned, [value.layout for value in ordered], self.stage.mesh)
         return play(self.machine, self.tapes[key], [value.block for value in ordered], [value.block for value in taken])
 
-    def _prefetch(self, line: Prefetch) -> None:
+    def _prefetch(self, line: ir.Prefetch) -> None:
         stage = self.stage
         shards = tuple(GatheredShard.of(gather, stage.parameters[gather.name], stage.mesh) for gather in line.gathers)
         gathered = gather_effect(shards, stage.mesh.axes)
@@ -232,7 +211,7 @@ class _Walk:
         self.machine.hold(block)
         self.started[line.key] = (block, shards)
 
-    def _take(self, line: TakeParameters) -> None:
+    def _take(self, line: ir.TakeParameters) -> None:
         block, shards = self.started.pop(line.key)
         gathered = gather_effect(shards, self.stage.mesh.axes)
         self.machine.peak(gathered.ending_peak - gathered.started)
@@ -242,8 +221,8 @@ class _Walk:
         for name, value in zip(line.outs, results, strict=True):
             self._bind(name, value)
 
-    def _hand_over(self, line: AddGradient, dropped: tuple[str, ...]) -> None:
-        layout, top = self._one(line.gradient).layout, self.machine.top
+    def _hand_over(self, line: ir.AddGradient, dropped: tuple[str, ...]) -> None:
+        layout, top = self._one(line.value).layout, self.machine.top
         self._drop(dropped)
         nbytes, itemsize = (layout.nbytes, layout.dtype.itemsize) if layout is not None else (0, 0)
         alive = self.machine.alive
