@@ -4,6 +4,7 @@
     python benchmarks/compile_time.py --quick           # three small cases
     python benchmarks/compile_time.py --layers 8 126 --dim 4096 --mesh 8x8
     python benchmarks/compile_time.py --case 405b-8x64
+    python benchmarks/compile_time.py --growth          # everything searched, over layers and up to 98,304 GPUs
 
 Each case runs in a process of its own, so that peak memory is its own and no cache is warm. `solver` holds the sizes of
 the problem before and after exact reduction, and the optimality gap.
@@ -40,15 +41,24 @@ MESHES: dict[str, dict[str, int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """A model and its batch. mesh: None searches every mesh of `devices` GPUs. batch: one sequence a rank, unless given."""
+
     name: str
     shape: LlamaShape
-    mesh: str
+    mesh: str | None
     seq: int = 2048
-    batch: int | None = None  # one sequence for each rank, unless given
+    batch: int | None = None
+    devices: int = 0
 
     @staticmethod
     def of(layers: int, dim: int, mesh: str) -> Case:
         return Case(f"{layers}x{dim}-{mesh}", LlamaShape.of_width(layers, dim), mesh)
+
+    @staticmethod
+    def searched(layers: int, devices: int) -> Case:
+        """A Llama as wide as the 405B one on so many GPUs, everything searched."""
+        shape = dataclasses.replace(LLAMA_405B, layers=layers)
+        return Case(f"{layers}-on-{devices}", shape, None, seq=8192, batch=max(2048, devices // 8), devices=devices)
 
 
 QUICK = (Case.of(2, 64, "8"), Case.of(4, 256, "8x8"), Case.of(2, 256, "8x4x2"))
@@ -63,6 +73,18 @@ CASES = (
     Case.of(32, 4096, "8x4x2"),
     Case("405b-8x64", LLAMA_405B, "8x64", batch=64),
 )
+GROWTH = tuple(
+    Case.searched(layers, devices)
+    for layers, devices in (
+        (32, 1024),
+        (126, 1024),
+        (126, 4096),
+        (126, 16384),
+        (500, 16384),
+        (1000, 16384),
+        (1000, 98304),
+    )
+)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -72,10 +94,12 @@ def parse_mesh(text: str) -> dict[str, int]:
     return dict(zip(("dp", "tp", "sp"), map(int, text.split("x")), strict=False))
 
 
-def emitted_lines(directory: Path) -> int:
+def emitted_lines(program: Any) -> int:
     """Lines of the generated programs; the runtime that travels with them is no part of it."""
-    files = (path for path in directory.rglob("*.py") if not any("runtime" in part for part in path.parts))
-    return sum(len(path.read_text().splitlines()) for path in files)
+    with tempfile.TemporaryDirectory() as directory:
+        program.save(directory)
+        files = (path for path in Path(directory).rglob("*.py") if not any("runtime" in part for part in path.parts))
+        return sum(len(path.read_text().splitlines()) for path in files)
 
 
 def measure(case: Case, time_limit_s: float) -> dict[str, Any]:
@@ -85,8 +109,8 @@ def measure(case: Case, time_limit_s: float) -> dict[str, Any]:
     import autopar
 
     torch.set_num_threads(1)
-    mesh = parse_mesh(case.mesh)
-    ranks = math.prod(mesh.values())
+    mesh = parse_mesh(case.mesh) if case.mesh else None
+    ranks = math.prod(mesh.values()) if mesh else case.devices
     with torch.device("meta"):
         model = Llama(case.shape, case.seq).to(torch.bfloat16)
         ids = torch.zeros(case.batch or ranks, case.seq, dtype=torch.long)
@@ -100,16 +124,16 @@ def measure(case: Case, time_limit_s: float) -> dict[str, Any]:
         model, cluster, (ids, ids), optimizer=functools.partial(torch.optim.AdamW, lr=1e-4), options=options
     )
     compile_s = time.perf_counter() - start
-    with tempfile.TemporaryDirectory() as directory:
-        program.save(directory)
-        lines = emitted_lines(Path(directory))
+    lines = emitted_lines(program) if mesh else None
     timings = program.timings
     return {
         "case": case.name,
         "layers": case.shape.layers,
         "dim": case.shape.dim,
         "parameters": parameters,
+        "devices": ranks,
         "mesh": mesh,
+        "plan": program.plan.show_meshes(),
         "capture_s": round(timings["capture_s"], 3),
         "plan_s": round(timings["plan_s"], 3),
         "lower_s": round(timings["lower_s"], 3),
@@ -142,7 +166,7 @@ def measure_apart(case: Case, time_limit_s: float, timeout_s: float) -> dict[str
 
 def chosen_cases(args: argparse.Namespace) -> tuple[Case, ...]:
     if args.case:
-        return tuple(case for case in CASES if any(wanted in case.name for wanted in args.case))
+        return tuple(case for case in (*CASES, *GROWTH) if any(wanted in case.name for wanted in args.case))
     if args.layers or args.dim or args.mesh:
         return tuple(
             Case.of(layers, dim, mesh)
@@ -150,12 +174,13 @@ def chosen_cases(args: argparse.Namespace) -> tuple[Case, ...]:
             for dim in args.dim or [4096]
             for mesh in args.mesh or ["8x8"]
         )
-    return QUICK if args.quick else CASES
+    return QUICK if args.quick else GROWTH if args.growth else CASES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three small cases")
+    parser.add_argument("--growth", action="store_true", help="meshes and stages searched, over layers and GPUs")
     parser.add_argument("--case", nargs="+", help="cases of the table whose name contains one of these")
     parser.add_argument("--layers", nargs="+", type=int)
     parser.add_argument("--dim", nargs="+", type=int)

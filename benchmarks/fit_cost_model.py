@@ -21,10 +21,12 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster.device import EfficiencyCurve, device_preset, load_data, preset_key
-from autopar.costmodel.estimator.layer import StepConstants
 from autopar.costmodel.estimator.rows import estimate_row
+from autopar.costmodel.estimator.workload import StepConstants
 
-DATA = Path(__file__).resolve().parent.parent / "costmodel" / "data"
+ROOT = Path(__file__).resolve().parent.parent
+CURVES = ROOT / "autopar" / "cluster" / "data" / "efficiency.json"
+CONSTANTS = ROOT / "costmodel" / "estimator" / "data" / "step.json"
 Params = dict[str, float]
 
 PRIOR: Params = {
@@ -223,19 +225,17 @@ def cross_validate(
 
 
 def write(params: Params) -> None:
-    """Puts the fitted values into costmodel/data."""
-    path = DATA / "efficiency.json"
-    data = json.loads(path.read_text())
+    """Puts the fitted values into the files that the cost model reads."""
+    data = json.loads(CURVES.read_text())
     data["note"] = (
         "Fitted by benchmarks/fit_cost_model.py (mi300x and cpu: by hand, from vendors' and own measurements)."
     )
     for name, curve in curves_of(params).items():
         data["curves"][name] = {k: float(f"{v:.4g}") for k, v in asdict(curve).items()}
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    path = DATA / "step.json"
-    data = json.loads(path.read_text())
+    CURVES.write_text(json.dumps(data, indent=1) + "\n")
+    data = json.loads(CONSTANTS.read_text())
     data["constants"] = {f.name: float(f"{params[f.name]:.4g}") for f in fields(StepConstants)}
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    CONSTANTS.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -243,7 +243,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", required=True, help="published runs (JSON)")
     parser.add_argument("--iterations", type=int, default=6)
-    parser.add_argument("--write", action="store_true", help="store the fitted constants in costmodel/data")
+    parser.add_argument("--write", action="store_true", help="store the fitted constants")
     parser.add_argument("--cv", help="write the cross-validation here")
     args = parser.parse_args(argv)
     rows = usable(json.loads(Path(args.file).read_text()))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,9 +23,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.models import Gpt, next_token_loss
+from benchmarks.models import next_token_loss, seeded_gpt
+from benchmarks.reference_steps import autopar_step
+from benchmarks.turns import Batch, Step, make_batch, print_json, take_turns
 
-BATCH, SEQ, VOCAB = 8, 256, 512
+SEQ = 256
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 SAVED = {
     torch.ops.aten.mm.default,
@@ -36,19 +37,7 @@ SAVED = {
 }
 BUDGETS = (0.3, 0.5, 0.7)
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-Step = Callable[[Batch], float]
-
-
-def batch_of(step: int) -> Batch:
-    from benchmarks.memory import make_batch
-
-    return make_batch(step, BATCH, SEQ)
-
-
-def make_model() -> Gpt:
-    torch.manual_seed(0)
-    return Gpt(vocab=VOCAB, seq=SEQ)
+batch_of = functools.partial(make_batch, batch=8, seq=SEQ)
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -89,7 +78,7 @@ def backend(kind: str) -> str:
 
 def torch_step(kind: str) -> tuple[Step, int]:
     """A training step of PyTorch ("eager", "checkpoint", "selective", "budget 0.5"), warm; bytes that rest between steps."""
-    gpt = make_model()
+    gpt = seeded_gpt(SEQ)
     if kind in ("checkpoint", "selective"):
         gpt.blocks = nn.ModuleList(Checkpointed(block, kind == "selective") for block in gpt.blocks)
     optimizer = OPTIMIZER(gpt.parameters())
@@ -115,21 +104,18 @@ def torch_step(kind: str) -> tuple[Step, int]:
     return step, sum(t.untyped_storage().nbytes() for t in (*gpt.parameters(), *state))
 
 
-def autopar_step(limit_bytes: float, profile: Any, directory: Path) -> tuple[Step, Any]:
-    """A training step of the program that autopar finds under a limit, and that program."""
+def program_within(limit_bytes: float, profile: Any) -> Any:
+    """The program that autopar finds under a limit."""
     import autopar
 
-    program = autopar.compile(
-        make_model(),
+    return autopar.compile(
+        seeded_gpt(SEQ),
         autopar.ClusterSpec.local(1).with_profile(profile),
         batch_of(0),
         loss_fn=next_token_loss,
         optimizer=OPTIMIZER,
         options=autopar.Options(recompute="auto", microbatches=1, pp=1, memory_bytes=limit_bytes),
     )
-    program.save(directory)
-    loaded = autopar.load(directory)
-    return lambda batch: float(loaded(batch)), program
 
 
 def counted(step: Step, resting_bytes: int) -> int:
@@ -155,9 +141,9 @@ def profiled(step: Step, resting_bytes: int) -> int:
 
     gc.collect()
     step(batch_of(1))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
         step(batch_of(2))
-    changes = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e for e in recording.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = peak = 0
     for change in sorted(changes, key=lambda e: e.start_ns()):
         alive += change.nbytes()
@@ -167,30 +153,27 @@ def profiled(step: Step, resting_bytes: int) -> int:
 
 def compare(kind: str, profile: Any, steps: int, warmup: int) -> dict[str, Any]:
     """One of PyTorch's ways against what autopar finds at its peak."""
-    from benchmarks.memory import medians_ms, ratios, take_turns
-
     theirs, resting = torch_step(kind)
     measure = profiled if kind.startswith("budget") else counted
     peak = measure(theirs, resting)
     with tempfile.TemporaryDirectory() as directory:
-        ours, program = autopar_step(peak, profile, Path(directory) / "program")
+        program = program_within(peak, profile)
+        program.save(directory)
+        ours = autopar_step(Path(directory))
         ours(batch_of(0))
         own = counted(ours, resting)  # a gradient that lies there from the step before is none of the profiler's
-        times, losses = take_turns({"autopar": ours, kind: theirs}, batch_of, steps, warmup, lambda: None)
+        turns = take_turns({"autopar": ours, kind: theirs}, batch_of, steps, warmup, barrier=lambda: None)
     return {
         "benchmark": "memory: recompute",
         "against": kind,
         "backend": backend(kind),
-        "steps": steps,
         "peak_bytes": {"autopar": own, kind: peak},
         "peak_ratio": round(own / peak, 4),
         "predicted_peak_bytes": int(program.predicted.peak_bytes),
         "resting_bytes": resting,
         "made_again": {n: len(t.recompute) for n, t in program.plan.stages[0].templates.items()},
-        "median_ms": medians_ms(times),
-        **ratios(times, "autopar", kind),
-        "last_loss": losses,
-        "losses_agree": max(losses.values()) - min(losses.values()) < 1e-3,
+        **turns.summary(),
+        **turns.ratios("autopar", kind),
     }
 
 
@@ -201,4 +184,4 @@ def recompute(steps: int, warmup: int, kinds: Sequence[str] = ()) -> None:
     torch.set_num_threads(1)
     profile = calibrate(quick=True, ranks=1, say=lambda text: None)
     for kind in kinds or ("eager", "checkpoint", "selective", *(f"budget {b}" for b in BUDGETS)):
-        print(json.dumps(compare(kind, profile, steps, warmup), indent=2), flush=True)
+        print_json(compare(kind, profile, steps, warmup))

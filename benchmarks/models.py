@@ -1,4 +1,4 @@
-"""The models that the benchmarks measure: a Llama of any shape, and a small GPT. Plain PyTorch, nothing of autopar."""
+"""The models that the benchmarks measure: a Llama of any shape, of the zoo's blocks, and a small GPT. Plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tests.zoo.transformers import LlamaBlock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,46 +33,6 @@ class LlamaShape:
 LLAMA_405B = LlamaShape(layers=126, dim=16384, ffn=53248, heads=128, kv_heads=8, vocab=128256)
 
 
-class LlamaAttention(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.dim // shape.heads
-        self.wq = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.wk = nn.Linear(shape.dim, self.kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(shape.dim, self.kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, seq, dim = x.shape
-        q = self.wq(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(batch, seq, self.kv_heads, self.head_dim).transpose(1, 2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(mixed.transpose(1, 2).reshape(batch, seq, dim))
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-right, left), dim=-1) * sin
-
-
-class LlamaBlock(nn.Module):
-    def __init__(self, shape: LlamaShape) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-5)
-        self.attention = LlamaAttention(shape)
-        self.ffn_norm = nn.RMSNorm(shape.dim, eps=1e-5)
-        self.gate = nn.Linear(shape.dim, shape.ffn, bias=False)
-        self.up = nn.Linear(shape.dim, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
-        y = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
-
-
 class Llama(nn.Module):
     """Returns the next-token loss of ids: (batch, seq) against labels: (batch, seq)."""
 
@@ -78,7 +40,9 @@ class Llama(nn.Module):
         super().__init__()
         head_dim = shape.dim // shape.heads
         self.embed = nn.Embedding(shape.vocab, shape.dim)
-        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            LlamaBlock(shape.dim, shape.heads, shape.kv_heads, shape.ffn) for _ in range(shape.layers)
+        )
         self.norm = nn.RMSNorm(shape.dim, eps=1e-5)
         self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
         angles = torch.outer(torch.arange(seq).float(), 500000.0 ** (-torch.arange(0, head_dim, 2) / head_dim))
@@ -129,6 +93,12 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def seeded_gpt(seq: int = 128, dim: int = 256) -> Gpt:
+    """The same weights wherever it is called."""
+    torch.manual_seed(0)
+    return Gpt(seq=seq, dim=dim)
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:

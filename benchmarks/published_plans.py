@@ -8,7 +8,6 @@ It returns 1 when the claim fails: when a published plan is predicted to be fast
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -16,17 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autopar.costmodel.estimator.compare import Answers, Comparison, compare_all, describe
-from autopar.costmodel.estimator.rows import row_arguments
-from autopar.costmodel.estimator.step import estimate
-from benchmarks.published_runs import measured_step_s
+from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.step import estimate_workload
+from benchmarks.published_rows import Row, measured_step_s, parser_of, read_rows, write_result
 
-Row = Mapping[str, Any]
 EDGES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5)
 
 
@@ -58,23 +55,23 @@ def compare_rows(rows: Sequence[Row], plain: bool, answers: Answers) -> dict[str
     began = time.process_time()
     refused: list[tuple[str, str]] = []
     by_id = {str(r["id"]): r for r in rows}
-    found = [plain_data(c, by_id[c.id]) for c in compare_all(rows, plain=plain, refused=refused, answers=answers)]
+    compared = [plain_data(c, by_id[c.id]) for c in compare_all(rows, plain=plain, refused=refused, answers=answers)]
     return {
         "seconds": time.process_time() - began,
         "refused": refused,
-        "all": totals(found),
-        "complete": totals([f for f in found if f["complete"]]),
-        "rows": found,
+        "all": totals(compared),
+        "complete": totals([f for f in compared if f["complete"]]),
+        "rows": compared,
     }
 
 
-def totals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def totals(compared: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Counts and the distribution of gains of the runs that ran."""
-    ran = [f for f in found if f["ran"]]
+    ran = [f for f in compared if f["ran"]]
     gains = [f["gain"] for f in ran]
     over = [f for f in ran if not f["fits"]]
     return {
-        "rows": len(found),
+        "rows": len(compared),
         "ran": len(ran),
         "worse": [f["id"] for f in ran if f["gain"] < -1e-9],
         "agrees": sum(abs(g) <= EDGES[0] for g in gains),
@@ -84,8 +81,8 @@ def totals(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "over_memory_strict_as_fast": sum(
             f["strict_s"] is not None and f["strict_s"] <= f["published_s"] for f in over
         ),
-        "out_of_memory_rows": len(found) - len(ran),
-        "out_of_memory_predicted": sum(not f["ran"] and not f["fits"] for f in found),
+        "out_of_memory_rows": len(compared) - len(ran),
+        "out_of_memory_predicted": sum(not f["ran"] and not f["fits"] for f in compared),
         "saves_most": Counter(first_saving(f["why"]) for f in ran if f["gain"] > EDGES[0]).most_common(),
     }
 
@@ -98,15 +95,15 @@ def labels() -> list[str]:
 
 def first_saving(why: str) -> str:
     """The largest saving's name: "saves 3.1% bubble, ..." gives "bubble"."""
-    found = re.search(r"saves [\d.]+% ([^,;]+)", why)
-    return found[1] if found else "nothing"
+    saving = re.search(r"saves [\d.]+% ([^,;]+)", why)
+    return saving[1] if saving else "nothing"
 
 
-def most_different(found: Sequence[Mapping[str, Any]], n: int = 10) -> list[Mapping[str, Any]]:
+def most_different(compared: Sequence[Mapping[str, Any]], n: int = 10) -> list[Mapping[str, Any]]:
     """The largest gains among complete runs of quality A that ran and fit, one of each series and model."""
     seen: set[Any] = set()
     chosen = []
-    for f in sorted(found, key=lambda f: -f["gain"]):
+    for f in sorted(compared, key=lambda f: -f["gain"]):
         key = f["series"]
         if f["ran"] and f["fits"] and f["complete"] and f["quality"] == "A" and key not in seen:
             seen.add(key)
@@ -119,15 +116,15 @@ def measured_choices(rows: Sequence[Row]) -> dict[str, Any]:
 
     loss: measured time of the plan predicted best among the measured ones, over the best measured time, less one.
     """
-    groups: dict[str, list[tuple[float, float, str]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[float, float, str]]] = {}
     for row in rows:
         measured = measured_step_s(row)
         if not measured or not row.get("complete", True) or not row.get("primary", True):
             continue
-        said = row_arguments(row)
-        fixed = {k: v for k, v in said.items() if k not in ("parallel", "micro_batch", "recompute", "schedule")}
-        predicted = estimate(**said, check=False).step_time_s
-        groups.setdefault(repr(sorted(fixed.items())), []).append((predicted, measured, str(row["id"])))
+        w = row_workload(row)
+        predicted = estimate_workload(w, check=False).step_time_s
+        question = (w.model, w.cluster, w.batch, w.software)
+        groups.setdefault(question, []).append((predicted, measured, str(row["id"])))
     several = [g for g in groups.values() if len(g) > 1]
     losses = [min(g)[1] / min(m for _, m, _ in g) - 1 for g in several]
     return {
@@ -172,15 +169,14 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", default="published_runs.json", help="a JSON file of published runs")
-    parser.add_argument("--out", default=".", help="folder for the JSON")
+    parser = parser_of(__doc__, "the JSON")
     parser.add_argument("--every", type=int, default=1, help="take every n-th row only")
     args = parser.parse_args(argv)
-    if not Path(args.file).is_file():
-        print(f"published_plans: {args.file} does not exist; give --file with a JSON list of rows", file=sys.stderr)
+    try:
+        rows = [r for r in read_rows(args.file) if r.get("plan_known", True)][:: args.every]
+    except FileNotFoundError as err:
+        print(f"published_plans: {err}", file=sys.stderr)
         return 2
-    rows = [r for r in json.loads(Path(args.file).read_text()) if r.get("plan_known", True)][:: args.every]
     answers = Answers()
     results: dict[str, dict[str, Any]] = {
         name: compare_rows(rows, plain, answers)
@@ -192,9 +188,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"\nnot compared: {row}: {why}")
     results["measured choices"] = measured_choices(rows)
     print(f"\n## among measured plans of one question\n\n{json.dumps(results['measured choices'], indent=1)}")
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "published_plans.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_result(args.out, "published_plans.json", results)
     worse = [row for result in results.values() for row in result.get("all", {}).get("worse", [])]
     print("\nno published plan is predicted to be faster" if not worse else f"\nFASTER AS PUBLISHED: {worse}")
     return 1 if worse else 0

@@ -8,42 +8,25 @@ model thinks their step is made of. It writes `published_runs_score.json` and a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from math import log10
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Template
 
 from autopar.costmodel import Estimate, estimate_row
 from autopar.errors import AutoparError
-
-Row = Mapping[str, Any]
-GB = 1e9
-
-
-def measured_step_s(row: Row) -> float | None:
-    """What the source measured, as a step time."""
-    if "step_time" not in row.get("score_on", []):
-        return None
-    value = row.get("derived", {}).get("step_time_s") or row.get("measured", {}).get("step_time_s")
-    return float(value) if value else None
-
-
-def measured_memory_bytes(row: Row) -> float | None:
-    """Peak bytes per device: printed in bytes, GB or GiB."""
-    if "memory" not in row.get("score_on", []):
-        return None
-    m = row.get("measured", {})
-    if m.get("memory_bytes_max_allocated"):
-        return float(m["memory_bytes_max_allocated"])
-    if m.get("memory_GB"):
-        return float(m["memory_GB"]) * GB
-    return float(m["memory_GiB"]) * 2**30 if m.get("memory_GiB") else None
+from benchmarks.published_rows import (
+    GB,
+    Row,
+    measured_memory_bytes,
+    measured_step_s,
+    parser_of,
+    read_rows,
+    write_result,
+)
 
 
 def scale_of(row: Row) -> str:
@@ -83,9 +66,71 @@ def per_token(row: Row, seconds: float) -> float:
     return seconds * row["hardware"]["gpus"] / (row["batch"]["global"] * row["model"]["seq_len"])
 
 
+def by_category(items: Sequence[tuple[Row, float]]) -> dict[str, dict[str, Any]]:
+    """Summaries of errors, by what a row can be grouped by."""
+    tables: dict[str, dict[str, Any]] = {}
+    for category, key in CATEGORIES.items():
+        groups: dict[str, list[float]] = {}
+        for row, error in items:
+            groups.setdefault(key(row), []).append(error)
+        tables[category] = {name: summary(errors) for name, errors in sorted(groups.items())}
+    return tables
+
+
+CATEGORIES: dict[str, Callable[[Row], str]] = {
+    "arch": lambda r: str(r["category"]["arch"]),
+    "group": lambda r: str(r["group"]),
+    "gpu": lambda r: str(r["hardware"]["gpu"]),
+    "scale": scale_of,
+}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A row with a measured step time, and what the cost model says of it."""
+
+    row: Row
+    measured_s: float
+    estimate: Estimate
+
+    @property
+    def predicted_s(self) -> float:
+        """Predicted step seconds."""
+        return self.estimate.step_time_s
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_s / self.measured_s - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row's name and both times."""
+        return {"id": self.row["id"], "measured_s": self.measured_s, "predicted_s": self.predicted_s}
+
+
+def order_in_series(scored: Sequence[Scored]) -> dict[str, dict[str, float]]:
+    """Rank correlations of the series that have at least four rows."""
+    series: dict[str, list[Scored]] = {}
+    for s in scored:
+        series.setdefault(str(s.row["series"]), []).append(s)
+    correlations = {}
+    for name, items in sorted(series.items()):
+        if len(items) >= 4:
+            measured = [per_token(s.row, s.measured_s) for s in items]
+            correlations[name] = {
+                "rows": len(items),
+                "rank_correlation": rank_correlation(measured, [per_token(s.row, s.predicted_s) for s in items]),
+                "rank_correlation_step_time": rank_correlation(
+                    [s.measured_s for s in items], [s.predicted_s for s in items]
+                ),
+                "spread": float(np.ptp(np.log(measured))),
+            }
+    return correlations
+
+
 def score(rows: Sequence[Row]) -> dict[str, Any]:
     """Everything the report says, as plain data."""
-    scored: list[tuple[Row, Estimate, float]] = []
+    scored: list[Scored] = []
     memory: list[tuple[Row, float]] = []
     oom: list[dict[str, Any]] = []
     failed: list[dict[str, str]] = []
@@ -98,116 +143,39 @@ def score(rows: Sequence[Row]) -> dict[str, Any]:
         if "oom" in row.get("score_on", []):
             oom.append({"id": row["id"], "fits": e.fits, "reserved_GB": e.memory_bytes["reserved"] / GB})
         if step := measured_step_s(row):
-            scored.append((row, e, e.step_time_s / step - 1))
+            scored.append(Scored(row, step, e))
         if held := measured_memory_bytes(row):
             memory.append((row, e.memory_bytes["total"] / held - 1))
-
-    def by(key: Callable[[Row], str], items: Sequence[tuple[Row, float]]) -> dict[str, Any]:
-        groups: dict[str, list[float]] = {}
-        for row, error in items:
-            groups.setdefault(key(row), []).append(error)
-        return {name: summary(errors) for name, errors in sorted(groups.items())}
-
-    steps = [(row, error) for row, _, error in scored]
-    keys: dict[str, Callable[[Row], str]] = {
-        "arch": lambda r: str(r["category"]["arch"]),
-        "group": lambda r: str(r["group"]),
-        "gpu": lambda r: str(r["hardware"]["gpu"]),
-        "scale": scale_of,
-    }
-    series: dict[str, list[tuple[Row, Estimate]]] = {}
-    for row, e, _ in scored:
-        series.setdefault(str(row["series"]), []).append((row, e))
-    correlation = {
-        name: {
-            "rows": len(items),
-            "rank_correlation": rank_correlation(
-                [per_token(r, measured_step_s(r) or 0.0) for r, _ in items],
-                [per_token(r, e.step_time_s) for r, e in items],
-            ),
-            "rank_correlation_step_time": rank_correlation(
-                [measured_step_s(r) or 0.0 for r, _ in items], [e.step_time_s for _, e in items]
-            ),
-            "spread": float(np.ptp(np.log([per_token(r, measured_step_s(r) or 1.0) for r, _ in items]))),
-        }
-        for name, items in sorted(series.items())
-        if len(items) >= 4
-    }
-    worst = sorted(scored, key=lambda item: -abs(item[2]))[:10]
+    worst = sorted(scored, key=lambda s: -abs(s.error))[:10]
     return {
-        "step_time": {what: by(key, steps) for what, key in keys.items()},
-        "memory": {what: by(key, memory) for what, key in keys.items()}
-        | ({"all": summary([e for _, e in memory])} if memory else {}),
-        "series": correlation,
+        "step_time": by_category([(s.row, s.error) for s in scored]),
+        "memory": by_category(memory) | ({"all": summary([e for _, e in memory])} if memory else {}),
+        "series": order_in_series(scored),
         "oom": oom,
         "failed": failed,
-        "worst": [
-            {
-                "id": row["id"],
-                "measured_s": measured_step_s(row),
-                "predicted_s": e.step_time_s,
-                "error": error,
-                "breakdown_s": e.breakdown,
-            }
-            for row, e, error in worst
-        ],
-        "points": [
-            {
-                "id": r["id"],
-                "arch": r["category"]["arch"],
-                "measured_s": measured_step_s(r),
-                "predicted_s": e.step_time_s,
-            }
-            for r, e, _ in scored
-        ],
+        "worst": [{**s.to_dict(), "error": s.error, "breakdown_s": s.estimate.breakdown} for s in worst],
+        "points": [{**s.to_dict(), "arch": s.row["category"]["arch"]} for s in scored],
     }
 
 
-SVG = Template(
-    """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 640" font-family="sans-serif" font-size="13">
-<rect width="640" height="640" fill="white"/>
-<g stroke="#ddd">{% for t in ticks %}
-<line x1="{{ t.at }}" y1="40" x2="{{ t.at }}" y2="580"/>
-<line x1="60" y1="{{ 640 - t.at }}" x2="600" y2="{{ 640 - t.at }}"/>
-{% endfor %}</g>
-<line x1="60" y1="580" x2="600" y2="40" stroke="#888"/>
-<line x1="60" y1="{{ 580 - band }}" x2="{{ 600 - band }}" y2="40" stroke="#bbb" stroke-dasharray="4 4"/>
-<line x1="{{ 60 + band }}" y1="580" x2="600" y2="{{ 40 + band }}" stroke="#bbb" stroke-dasharray="4 4"/>
-{% for t in ticks %}
-<text x="{{ t.at }}" y="598" text-anchor="middle">{{ t.label }}</text>
-<text x="52" y="{{ 644 - t.at }}" text-anchor="end">{{ t.label }}</text>
-{% endfor %}
-{% for p in points %}
-<circle cx="{{ p.x }}" cy="{{ p.y }}" r="3" fill="{{ p.color }}" fill-opacity="0.6"><title>{{ p.id }}</title></circle>
-{% endfor %}
-<text x="330" y="628" text-anchor="middle">measured step (s)</text>
-<text x="16" y="310" text-anchor="middle" transform="rotate(-90 16 310)">predicted step (s)</text>
-<text x="330" y="24" text-anchor="middle">{{ points | length }} published runs
-(dashed: 20 % off; blue: dense, orange: mixture of experts)</text>
-</svg>
-"""
-)
+def plot(points: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Predicted against measured step seconds, both logarithmic; the dashed lines are 20 % off."""
+    from matplotlib.figure import Figure
 
-
-def scatter(points: Sequence[Mapping[str, Any]]) -> str:
-    """Predicted against measured, both logarithmic, as SVG."""
     values = [p[k] for p in points for k in ("measured_s", "predicted_s")]
-    low, high = log10(min(values)) - 0.05, log10(max(values)) + 0.05
-
-    def at(seconds: float) -> float:
-        return 60 + 540 * (log10(seconds) - low) / (high - low)
-
-    ticks = [{"at": at(10**k), "label": f"{10**k:g}"} for k in range(-3, 4) if low <= k <= high]
-    dots = [
-        {
-            "x": f"{at(p['measured_s']):.1f}",
-            "y": f"{640 - at(p['predicted_s']):.1f}",
-            "color": "#e67e22" if p["arch"] == "moe" else "#2471a3",
-            "id": p["id"],
-        }
-        for p in points
-    ]
-    return SVG.render(ticks=ticks, points=dots, band=540 * log10(1.2) / (high - low))
+    ends = np.array([min(values) * 0.9, max(values) * 1.1])
+    axes = Figure(figsize=(6.4, 6.4), layout="constrained").subplots()
+    for arch, color, label in (("dense", "#2471a3", "dense"), ("moe", "#e67e22", "mixture of experts")):
+        picked = [p for p in points if (p["arch"] == "moe") == (arch == "moe")]
+        measured, predicted = ([p[k] for p in picked] for k in ("measured_s", "predicted_s"))
+        axes.scatter(measured, predicted, s=12, c=color, alpha=0.6, label=label, gid=f"runs-{arch}")
+    for off, style in ((1.0, "-"), (1.2, "--"), (1 / 1.2, "--")):
+        axes.plot(ends, off * ends, style, color="#888", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    axes.set(xlabel="measured step (s)", ylabel="predicted step (s)", title=f"{len(points)} published runs")
+    axes.grid(color="#ddd")
+    axes.legend()
+    axes.figure.savefig(path)
 
 
 def report(result: Mapping[str, Any]) -> str:
@@ -244,29 +212,28 @@ def report(result: Mapping[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--file", default="published_runs.json", help="a JSON file of published runs")
-    parser.add_argument("--out", default=".", help="folder for the JSON and the plot")
+    parser = parser_of(__doc__, "the JSON and the plot")
     parser.add_argument("--quality", default="A", help="A (default), or AB for all")
     parser.add_argument("--all-releases", action="store_true", help="count older releases of one configuration too")
     args = parser.parse_args(argv)
-    if not Path(args.file).is_file():
-        print(f"published_runs: {args.file} does not exist; give --file with a JSON list of rows", file=sys.stderr)
+    try:
+        rows = read_rows(args.file)
+    except FileNotFoundError as err:
+        print(f"published_runs: {err}", file=sys.stderr)
         return 2
-    rows = [
-        r
-        for r in json.loads(Path(args.file).read_text())
-        if r.get("complete", True)
-        and (r.get("quality", "A") in args.quality or "oom" in r.get("score_on", []))
-        and (args.all_releases or r.get("primary", True))
-    ]
-    result = score(rows)
+    result = score(
+        [
+            r
+            for r in rows
+            if r.get("complete", True)
+            and (r.get("quality", "A") in args.quality or "oom" in r.get("score_on", []))
+            and (args.all_releases or r.get("primary", True))
+        ]
+    )
     print(report(result))
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "published_runs_score.json").write_text(json.dumps(result, indent=1) + "\n")
+    out = write_result(args.out, "published_runs_score.json", result)
     if result["points"]:
-        (out / "published_runs.svg").write_text(scatter(result["points"]))
+        plot(result["points"], out / "published_runs.svg")
     return 0
 
 

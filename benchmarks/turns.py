@@ -1,0 +1,124 @@
+"""Programs that take turns on one machine, and what their step times say.
+
+All programs of a comparison live in the same processes and take turns, step by step (A B C D, then D C B A, ...), so that
+whatever else the machine does hits them alike. A step is timed from barrier to barrier. `ratio_of_medians` is one median
+over the other; `ratio_of_pairs` the median of step-by-step ratios. All programs are given the same batches, so their
+losses must agree.
+
+A script that needs several processes starts itself again under torchrun with `--worker` (`run_workers`), and every process
+then calls `as_worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCAB = 512
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Step = Callable[[Batch], float]
+"""Runs one training step on the global batch; its loss."""
+
+
+def make_batch(step: int, batch: int, seq: int) -> Batch:
+    """The global batch of a step, the same on every rank. Labels follow from ids, so that the loss can fall."""
+    ids = torch.randint(0, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(step))
+    return ids, (ids * 7 + 3) % VOCAB
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of every step of every program, and their last losses."""
+
+    times_s: dict[str, list[float]]
+    losses: dict[str, float]
+
+    def median_s(self, name: str) -> float:
+        """The program's median step."""
+        return statistics.median(self.times_s[name])
+
+    def ratios(self, ours: str, theirs: str) -> dict[str, float]:
+        """Of the medians, and the median of step-by-step ratios."""
+        pairs = [a / b for a, b in zip(self.times_s[ours], self.times_s[theirs], strict=True)]
+        return {
+            "ratio_of_medians": round(self.median_s(ours) / self.median_s(theirs), 3),
+            "ratio_of_pairs": round(statistics.median(pairs), 3),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """What every benchmark says of its programs."""
+        return {
+            "steps": len(next(iter(self.times_s.values()))),
+            "median_ms": {name: round(1e3 * self.median_s(name), 2) for name in self.times_s},
+            "last_loss": self.losses,
+            "losses_agree": max(self.losses.values()) - min(self.losses.values()) < 1e-3,
+        }
+
+
+def take_turns(
+    programs: Mapping[str, Step],
+    batch_of: Callable[[int], Batch],
+    steps: int,
+    warmup: int,
+    barrier: Callable[[], Any] = dist.barrier,
+) -> Turns:
+    """Runs every program on the same batches; the first `warmup` steps are not timed."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    losses: dict[str, float] = {}
+    for index in range(warmup + steps):
+        batch = batch_of(index)
+        for name in programs if index % 2 == 0 else list(programs)[::-1]:
+            barrier()
+            start = time.perf_counter()
+            losses[name] = programs[name](batch)
+            barrier()
+            if index >= warmup:
+                times[name].append(time.perf_counter() - start)
+    return Turns(times, losses)
+
+
+class WorkersFailed(SystemExit):
+    """The processes of a benchmark failed; torchrun has said why. The exit status is theirs."""
+
+
+def run_workers(script: str, ranks: int, arguments: Sequence[object], timeout_s: float | None = None) -> dict[str, Any]:
+    """Runs `script` with these arguments on so many processes; the JSON object that rank 0 prints. Raises WorkersFailed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
+    ran = subprocess.run(
+        [*command, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    if ran.returncode:
+        raise WorkersFailed(ran.returncode)
+    return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("{")))
+
+
+def as_worker(measure: Callable[[], Mapping[str, Any]]) -> None:
+    """One process of `run_workers`: joins the others, measures; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = measure()
+    if dist.get_rank() == 0:
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def print_json(result: Mapping[str, Any]) -> None:
+    """The benchmark's answer."""
+    print(json.dumps(result, indent=2), flush=True)
