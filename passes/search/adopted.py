@@ -16,15 +16,16 @@ from autopar.passes.shard.mesh_plan import Candidate
 
 
 @dataclass(frozen=True)
-class PricedPlan:
-    """A plan of a task for pricing. plan_again: plans the captured task in its place; None where nothing fits."""
+class DerivedPlan:
+    """A plan of a task that was derived for pricing. plan_again: plans the captured task in its place; None where nothing
+    fits."""
 
     task: Task
     candidate: Candidate
     plan_again: Callable[[Task], Candidate | None]
 
 
-def adopted(plans: Sequence[PricedPlan], captured: Capture, must_fit: bool) -> RankedPlans:
+def adopted(plans: Sequence[DerivedPlan], captured: Capture, must_fit: bool) -> RankedPlans:
     """The best of these plans for the program as captured, and those of the others that have as many microbatches.
 
     Only the first one is lowered, and only it is planned again where its structure asks for that. must_fit: plan it again,
@@ -44,7 +45,7 @@ def adopted(plans: Sequence[PricedPlan], captured: Capture, must_fit: bool) -> R
     return ranked
 
 
-def _taken_over(plan: PricedPlan, owner: Task, first: bool, must_fit: bool) -> Candidate | None:
+def _taken_over(plan: DerivedPlan, owner: Task, first: bool, must_fit: bool) -> Candidate | None:
     """The same choices for the captured task, lowered if it is the first; None where they do not mean the same there."""
     if owner.program is plan.task.program:
         return plan.candidate

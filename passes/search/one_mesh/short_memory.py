@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
-from autopar.passes.search.adopted import PricedPlan, adopted
+from autopar.passes.search.adopted import DerivedPlan, adopted
 from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
@@ -51,7 +51,7 @@ class _FasterPlans:
     def __init__(self, tasks: TasksByCount, counts: list[int], best_s: float) -> None:
         self.tasks, self.counts, self.best_s = tasks, counts, best_s
         self.byte_price = self.moment_bytes = 0.0
-        self.faster: list[PricedPlan] = []
+        self.faster: list[DerivedPlan] = []
 
     def look_on(self, mesh: Mesh, bound_s: float, offload: frozenset[str]) -> None:
         """Growing microbatch counts on one mesh. bound_s: no plan of the whole batch on this mesh takes less."""
@@ -98,7 +98,7 @@ class _FasterPlans:
             result = fastest_within_limit(captured, joint_on(captured, mesh))
             return None if isinstance(result, Shortage) else result
 
-        self.faster.append(PricedPlan(task, candidate, plan_again))
+        self.faster.append(DerivedPlan(task, candidate, plan_again))
 
 
 def _offload_kinds(task: Task) -> list[frozenset[str]]:

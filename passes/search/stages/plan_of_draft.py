@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import Account
 from autopar.passes.lower.cut import cut
-from autopar.passes.search.adopted import PricedPlan, adopted
+from autopar.passes.search.adopted import DerivedPlan, adopted
 from autopar.passes.search.stages.draft import Draft, Exact
 from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
@@ -151,11 +151,11 @@ def with_less_recompute(found: DraftPlan) -> DraftPlan:
 def adopted_drafts(exact: Exact, plans: Sequence[DraftPlan], captured: Capture) -> RankedPlans:
     """The best plan for the program as captured in its microbatches, and those of the others that have as many."""
 
-    def priced(plan: DraftPlan) -> PricedPlan:
+    def derived(plan: DraftPlan) -> DerivedPlan:
         def plan_again(task: Task) -> Candidate | None:
             again = best_plan(exact, replace(plan.draft, task=task), math.inf)
             return again.candidate if again is not None else None
 
-        return PricedPlan(plan.draft.task, plan.candidate, plan_again)
+        return DerivedPlan(plan.draft.task, plan.candidate, plan_again)
 
-    return adopted([priced(plan) for plan in plans], captured, must_fit=False)
+    return adopted([derived(plan) for plan in plans], captured, must_fit=False)

@@ -10,7 +10,7 @@ from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, show_row
 from autopar.ir.lowered import LoweredProgram
 from autopar.passes.account.program import Account, step_seconds
-from autopar.passes.memory.peak import group_peaks, stage_memory
+from autopar.passes.memory.peak import StageMemory, group_peaks, stage_memory
 from autopar.passes.schedule import Costs, Room, build, stages_per_group
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
@@ -30,9 +30,10 @@ def scheduled(plan: Plan, draft: Draft) -> Candidate | float:
     if not task.program.training:
         return candidate_under("forward", (), plan, draft)
     together = task.lower(replace(plan, schedule="gpipe", table=_rows(plan, draft, "B")))
+    together_memory = [stage_memory(stage, task.setting) for stage in together.stages]
     lowered = task.lower(replace(plan, schedule="gpipe", table=_rows(plan, draft, "BW")))
     counted = task.account(lowered, plan)
-    result = fastest_schedule(task, draft, lowered, together, counted)
+    result = fastest_schedule(draft, lowered, counted, together_memory)
     if isinstance(result, float):
         return result
     name, table = result
@@ -42,14 +43,14 @@ def scheduled(plan: Plan, draft: Draft) -> Candidate | float:
 
 
 def fastest_schedule(
-    task: Task, draft: Draft, lowered: LoweredProgram, together: LoweredProgram, counted: Account
+    draft: Draft, lowered: LoweredProgram, counted: Account, together_memory: list[StageMemory]
 ) -> tuple[str, Table] | float:
     """Name and table of the fastest schedule that fits; or how full the fullest group is at least (over 1).
 
-    lowered: with B and W apart, which counted is the account of; together: with both in one action, where schedules that
-    do not split them have their peak.
+    lowered, counted: with B and W apart. together_memory: bytes of the stages with both in one action, as schedules that do
+    not split them have it.
     """
-    whole = [stage_memory(stage, task.setting) for stage in together.stages]
+    task = draft.task
     best: tuple[float, str, Table] | None = None
     least = math.inf
     for name in schedule_names(task, draft):
@@ -57,7 +58,9 @@ def fastest_schedule(
         if table is None:
             continue
         split = any(action.kind == "W" for row in table for action in row)
-        peaks = group_peaks(replace(lowered, table=table), [s.memory for s in counted.stages] if split else whole)
+        peaks = group_peaks(
+            replace(lowered, table=table), [s.memory for s in counted.stages] if split else together_memory
+        )
         fullest = max(p / limit for p, limit in zip(peaks, _limits(lowered, task), strict=True))
         least = min(least, fullest)
         if fullest > 1:
