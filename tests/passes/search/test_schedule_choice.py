@@ -1,0 +1,86 @@
+"""The schedule that a draft gets, from seconds and bytes written by hand: no model is captured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar.ir.actions import StageGraph
+from autopar.ir.lowered import LoweredProgram
+from autopar.options import Options
+from autopar.passes.account.program import Account, StageAccount
+from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
+from autopar.passes.search.stages.draft import Draft
+from autopar.passes.search.stages.schedule_choice import fastest_schedule, schedule_names
+from autopar.passes.stage import StageSolution
+
+M = 4
+
+
+def memory(split: bool) -> StageMemory:
+    """10 bytes at rest, and 8 for every microbatch from F until its backward has ended, which needs a little more itself."""
+    kinds = {"B": Moment(12.0, 8.0), "W": Moment(8.0, 0.0)} if split else {"B": Moment(10.0, 0.0)}
+    return StageMemory({"parameters": 10.0}, {"F": Moment(8.0, 8.0), **kinds})
+
+
+def draft(groups: int, limit: float, schedule: str = "auto", chunks: int = 1, shape: str = "loop") -> Draft:
+    stages: Any = (SimpleNamespace(),) * (groups * chunks)
+    solution = StageSolution(stages, 0.0, 0.0, 0.0, StageGraph.chain(groups, chunks).groups, (0.0,) * groups)
+    task: Any = SimpleNamespace(options=Options(schedule=schedule), limit_at=lambda rank: limit)
+    return Draft(task, M, chunks, shape, solution, ())
+
+
+def chosen(groups: int, limit: float, schedule: str = "auto") -> tuple[str, Any] | float:
+    """What a chain of equal stages gets, whose F, B and W take a second each."""
+    graph = StageGraph.chain(groups)
+    stage: Any = SimpleNamespace(mesh=SimpleNamespace(offset=0), microbatches=M)
+    lowered = LoweredProgram((stage,) * groups, (), {}, graph, ())
+    counted = StageAccount(memory(True), {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, ())
+    account = Account((counted,) * groups, (0.0,) * groups, 0.0, 0.0, (), graph, {})
+    return fastest_schedule(draft(groups, limit, schedule), lowered, account, [memory(False)] * groups)
+
+
+def test_in_any_memory_backward_is_split_to_fill_the_bubble() -> None:
+    result = chosen(3, 1e9)
+    assert not isinstance(result, float)
+    name, table = result
+    assert name.startswith("zb")
+    assert any(action.kind == "W" for row in table for action in row)
+
+
+@pytest.mark.parametrize("limit", [36.0, 40.0, 46.0])
+def test_what_is_chosen_keeps_to_the_limit(limit: float) -> None:
+    """1F1B fits in 36 bytes: its first stage holds three microbatches, one of which is in its backward, 10 + 2 * 8 + 10."""
+    result = chosen(3, limit)
+    assert not isinstance(result, float)
+    name, table = result
+    split = any(action.kind == "W" for row in table for action in row)
+    lowered = LoweredProgram((), (), {}, StageGraph.chain(3), table)
+    assert max(group_peaks(lowered, [memory(split)] * 3)) <= limit
+    assert name in ("1f1b", "zb-auto") if limit < 38 else name != "1f1b"
+
+
+def test_where_nothing_fits_the_fullest_group_is_told() -> None:
+    assert chosen(3, 18.0) == pytest.approx(36.0 / 18.0)
+
+
+def test_a_forced_schedule_is_the_only_one_tried() -> None:
+    """GPipe holds all four: 10 + 3 * 8 + 10 bytes."""
+    assert chosen(3, 22.0, "gpipe") == pytest.approx(44.0 / 22.0)
+    result = chosen(3, 1e9, "gpipe")
+    assert not isinstance(result, float)
+    assert result[0] == "gpipe"
+
+
+def test_which_schedules_are_tried_follows_from_chunks_and_shape() -> None:
+    def names(draft: Draft) -> list[str]:
+        return schedule_names(draft.task, draft)
+
+    assert names(draft(2, 1.0))[0] == "1f1b", "the simple one first: others must be faster to replace it"
+    assert set(names(draft(2, 1.0))) == {"1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe"}
+    assert names(draft(2, 1.0, chunks=2)) == ["interleaved"]
+    assert names(draft(2, 1.0, chunks=2, shape="v")) == ["zb-v"]
+    assert "zb-auto" not in names(draft(2, 1.0, chunks=2, shape="any"))
+    assert names(draft(2, 1.0, schedule="zb-h2")) == ["zb-h2"]

@@ -1,0 +1,158 @@
+"""What cuts are made of: microbatch counts, places to cut, kinds of devices, and costs between two planned counts."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+from autopar.passes.account.calls import Units
+from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
+from autopar.passes.search.stages.limits import StageLimits, boundary_calls, device_kinds
+from autopar.passes.search.stages.submesh import SubmeshPlan, between, option_of, two_counts
+
+
+def task(ranks: int = 4, **options: Any) -> Any:
+    return SimpleNamespace(options=Options(**options), cluster=SimpleNamespace(size=ranks))
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "counts"),
+    [
+        (12, {}, [2, 4, 12]),
+        (7, {}, [7]),
+        (1, {}, [1]),
+        (13, {"pp": 1}, [13]),
+        (64, {"pp": 1}, [2, 4, 8, 16]),
+        (4096, {}, [2, 4, 8, 16, 32, 64]),
+        (64, {"microbatches": 6}, [6]),
+    ],
+    ids=str,
+)
+def test_counts_are_divisors_at_most_one_per_doubling(batch: int, options: dict, counts: list[int]) -> None:
+    assert microbatch_counts(task(**options), batch) == counts
+
+
+def test_two_counts_are_planned_a_quarter_from_either_end() -> None:
+    assert two_counts([2, 4, 8, 16, 32, 64]) == (4, 32)
+    assert two_counts([3]) == (3, 3)
+
+
+def test_a_fixed_count_needs_no_derived_task() -> None:
+    fixed = task(microbatches=4)
+    tasks = TasksByCount(fixed, 8, lambda M: pytest.fail("captured again"))
+    assert tasks.counts() == [4]
+    assert tasks.priced(4) is fixed
+
+
+def test_what_a_copy_prices_with_does_not_matter_to_the_original() -> None:
+    fixed, other = task(microbatches=4), task(microbatches=4)
+    tasks = TasksByCount(fixed, 8, lambda M: pytest.fail("captured again"))
+    assert tasks.priced(4) is fixed
+    copy = tasks.copy()
+    assert copy.replace(4, other)
+    assert not copy.replace(4, other), "it is that task already"
+    assert (copy.priced(4), tasks.priced(4)) == (other, fixed)
+
+
+# --- places to cut ----------------------------------------------------------------------------------------------------
+
+
+def program(*paths: str) -> Any:
+    """A chain of calls that start at these modules."""
+    calls = [SimpleNamespace(start=path, path=path, early=False) for path in paths]
+    return SimpleNamespace(calls=calls, buffer_updates={})
+
+
+CHAIN = program("embed", "blocks.1", "blocks.10", "blocks.2.attn", "head")
+
+
+def test_a_stage_starts_at_the_first_call_inside_a_module() -> None:
+    assert boundary_calls(CHAIN, ["blocks.10", "blocks.2"]) == (2, 3)
+    assert boundary_calls(CHAIN, ["blocks.1"]) == (1,)
+
+
+@pytest.mark.parametrize("path", ["embed", "blocks.3", "block"])
+def test_no_stage_starts_where_no_call_does(path: str) -> None:
+    with pytest.raises(InputError, match=r"the places are blocks\.1, blocks\.10, blocks\.2\.attn, head"):
+        boundary_calls(CHAIN, [path])
+
+
+@pytest.mark.parametrize("paths", [["head", "blocks.1"], ["head", "head"]])
+def test_boundaries_are_in_order_and_differ(paths: list[str]) -> None:
+    with pytest.raises(InputError, match="in the model's order and differ"):
+        boundary_calls(CHAIN, paths)
+
+
+# --- submeshes --------------------------------------------------------------------------------------------------------
+
+
+def mixed_cluster(*devices: str) -> ClusterSpec:
+    nodes = [{"count": 1, "device": device, "devices_per_node": 2} for device in devices]
+    return ClusterSpec.from_dict({"name": "mixed", "nodes": nodes})
+
+
+def test_runs_of_equal_devices_are_one_kind() -> None:
+    assert device_kinds(ClusterSpec.homogeneous(devices=8, device="h100", devices_per_node=4)) == [0]
+    assert device_kinds(mixed_cluster("h100", "h100", "a100")) == [0, 4]
+    assert device_kinds(mixed_cluster("h100", "a100", "h100")) == [0, 2, 4]
+
+
+def limits(cluster: ClusterSpec, stages: int = 8, **options: Any) -> tuple[StageLimits, Any]:
+    chain = program(*(f"blocks.{i}" for i in range(stages)))
+    asked: Any = SimpleNamespace(options=Options(**options), cluster=cluster, program=chain)
+    return StageLimits.of(asked), asked
+
+
+def test_devices_are_counted_by_kind() -> None:
+    found, _ = limits(mixed_cluster("h100", "h100", "a100"))
+    assert (found.kinds, found.available, found.mixed) == ([0, 4], (4, 2), True)
+
+
+def test_boundaries_say_how_many_groups_there_are() -> None:
+    found, _ = limits(ClusterSpec.local(4), stage_boundaries=["blocks.2", "blocks.5"])
+    assert (found.boundaries, found.pp, found.most_stages) == ((2, 5), 3, 8)
+
+
+def test_submeshes_of_a_large_cluster_make_powers_of_two_of_groups() -> None:
+    found, asked = limits(ClusterSpec.homogeneous(devices=32, device="h100", devices_per_node=8))
+    sizes = {mesh.size for mesh in found.submeshes(asked)}
+    assert sizes == {4, 8, 16}, "2, 4 and 8 groups: the program has no more stages"
+    forced, asked = limits(ClusterSpec.homogeneous(devices=32, device="h100", devices_per_node=8), pp=2)
+    assert {mesh.size for mesh in forced.submeshes(asked)} == {16}
+
+
+# --- costs between two counts -----------------------------------------------------------------------------------------
+
+
+def plan(mesh: Mesh, cost: np.ndarray) -> SubmeshPlan:
+    units = Units(**{f.name: cost.copy() for f in fields(Units)})
+    return SubmeshPlan(mesh, None, units, None)  # type: ignore[arg-type]
+
+
+def test_costs_between_two_counts_are_a_fixed_part_and_a_part_per_microbatch() -> None:
+    fixed, shared, mesh = np.array([1.0, 0.0, 3.0]), np.array([8.0, 16.0, 0.0]), Mesh.of(dp=2)
+    at = {M: plan(mesh, fixed + shared / M) for M in (2, 4, 8, 16)}
+    for M in (2, 4, 8, 16):
+        np.testing.assert_allclose(between(at[2], 2, at[16], 16, M).units.forward_s, at[M].units.forward_s)
+    assert between(at[2], 2, at[16], 16, 2) is at[2]
+    assert between(at[2], 2, at[16], 16, 16) is at[16]
+    assert between(at[2], 2, at[2], 2, 8) is at[2], "with one count there is nothing between"
+
+
+def test_no_cost_falls_below_nothing() -> None:
+    low, high = plan(Mesh.of(dp=2), np.array([9.0])), plan(Mesh.of(dp=2), np.array([1.0]))
+    assert between(low, 2, high, 8, 64).units.forward_s == [0.0]
+
+
+def test_an_option_of_the_stage_solver_names_its_kind_of_device() -> None:
+    option = option_of(plan(Mesh((("dp", 2),), 4), np.array([1.0, 2.0])), [0, 4], 80.0)
+    assert (option.devices, option.kind, option.limit_bytes) == (2, 1, 80.0)
+    np.testing.assert_allclose(option.backward_s, [2.0, 4.0])  # B and W together

@@ -1,0 +1,120 @@
+"""The budget search on one mesh, with points written by hand: what a point counts is not what its plan's peak is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar.passes.search.one_mesh import within_memory
+from autopar.passes.search.one_mesh.within_memory import fastest_within_limit
+from autopar.passes.shard.solve import Shortage
+
+
+@dataclass(frozen=True)
+class HandPoint:
+    """Fewer bytes take more seconds. Once lowered, half as many bytes come on top."""
+
+    nbytes: float
+
+    @property
+    def seconds(self) -> float:
+        return 1000.0 / self.nbytes
+
+    @property
+    def peak(self) -> float:
+        return 1.5 * self.nbytes
+
+
+@dataclass
+class HandJoint:
+    """A hull on which every whole number of bytes from `least` to `most` is a point."""
+
+    least: int = 10
+    most: int = 100
+    price: float = 0.0
+    asked: list[float] = field(default_factory=list)
+
+    @property
+    def fastest(self) -> HandPoint:
+        return HandPoint(self.most)
+
+    def smallest(self) -> HandPoint:
+        self.asked.append(0.0)
+        return HandPoint(self.least)
+
+    @property
+    def smallest_so_far(self) -> HandPoint:
+        return HandPoint(self.least)
+
+    def within(self, budget: float, useless_from_s: float) -> HandPoint:
+        self.asked.append(budget)
+        return HandPoint(int(budget))
+
+
+@pytest.fixture(autouse=True)
+def hand_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate is its point."""
+    monkeypatch.setattr(within_memory, "candidate_at", lambda task, point, bound_s: point)
+
+
+def task(limit: float, lowered: list[float] | None = None) -> Any:
+    def finish(point: HandPoint) -> Any:
+        if lowered is not None:
+            lowered.append(point.nbytes)
+        account = SimpleNamespace(peak_bytes=point.peak)
+        return SimpleNamespace(solution=SimpleNamespace(cost=point.seconds), account=account, point=point)
+
+    return SimpleNamespace(limit=limit, finish=finish)
+
+
+def fitted(joint: Any, limit: float, lowered: list[float] | None = None) -> Any:
+    return fastest_within_limit(task(limit, lowered), joint)
+
+
+def test_where_the_fastest_fits_nothing_else_is_looked_at() -> None:
+    joint = HandJoint()
+    assert fitted(joint, 150.0).point == joint.fastest
+    assert joint.asked == []
+
+
+def test_between_what_fits_and_what_does_not_the_budget_is_halved() -> None:
+    """100 bytes peak at 150, 10 at 15; the budgets between are the middles of what fits and what does not."""
+    lowered: list[float] = []
+    found = fitted(HandJoint(), 90.0, lowered)
+    assert lowered == [100, 10, 55, 77, 66, 60]
+    assert found.point.nbytes == 60, "its peak is 90 bytes, and a plan of 66 needs 99"
+
+
+def test_what_comes_out_fits_and_is_the_fastest_of_what_was_seen() -> None:
+    for limit in range(15, 160, 5):
+        lowered: list[float] = []
+        found = fitted(HandJoint(), float(limit), lowered)
+        assert found.account.peak_bytes <= limit
+        assert found.point.nbytes == max(n for n in lowered if 1.5 * n <= limit)
+
+
+def test_where_not_even_the_smallest_fits_its_peak_is_told() -> None:
+    found = fitted(HandJoint(), 14.0)
+    assert isinstance(found, Shortage)
+    assert found.least_bytes == 15.0
+
+
+def test_a_hull_without_points_between_ends_at_once() -> None:
+    class TwoPoints(HandJoint):
+        def within(self, budget: float, useless_from_s: float) -> HandPoint:
+            self.asked.append(budget)
+            return HandPoint(self.least)
+
+    joint = TwoPoints()
+    assert fitted(joint, 90.0).point.nbytes == 10
+    assert joint.asked == [0.0, 55.0]
+
+
+def test_what_would_be_hardly_faster_is_not_looked_for() -> None:
+    joint = HandJoint(most=100, least=100 - 1)
+    joint.price = 1e-9
+    assert fitted(joint, 149.0).point.nbytes == 99
+    assert joint.asked == [0.0]
