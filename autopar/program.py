@@ -32,8 +32,7 @@ from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import as_data, curves
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.mesh_plan import Candidate
-from autopar.plan import Plan
-from autopar.request import check_plan
+from autopar.plan import Plan, check_plan
 from autopar.runtime.update_rule import OptimizerFactory, UpdateRule
 
 

@@ -5,25 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.ir.spec import Spec
-
-
-def size_text(nbytes: float) -> str:
-    """`1.5 GB`."""
-    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def time_text(seconds: float) -> str:
-    """`12.3 ms`."""
-    return (
-        f"{seconds:.3g} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds >= 1e-3
-        else f"{seconds * 1e6:.3g} µs"
-    )
+from autopar.ir.text import size_text, time_text
 
 
 def report(program: Any) -> str:

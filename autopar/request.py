@@ -13,7 +13,6 @@ from torch import nn
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.errors import InputError, PlanError
-from autopar.ir.program import Program
 from autopar.options import PRECISIONS, Options
 from autopar.plan import Plan
 
@@ -82,26 +81,3 @@ def check_batch_dims(given: Any, leaves: Sequence[torch.Tensor], names: Sequence
     ):
         if dim is not None and not 0 <= dim < leaf.ndim:
             raise InputError(f"Options.batch_dims says dim {dim} of input {name}, whose shape is {tuple(leaf.shape)}")
-
-
-def check_plan(plan: Plan, program: Program) -> None:
-    """Raises PlanError where stages, calls and parameters of a plan for `program` do not add up."""
-    ranks = sum(size for _, size in {(s.mesh.offset, s.mesh.size) for s in plan.stages})
-    if ranks != plan.ranks:
-        raise PlanError(f"the plan is corrupt: its meshes have {ranks} ranks in all, it says {plan.ranks}")
-    if [c for s in plan.stages for c in range(*s.calls)] != list(range(len(program.calls))):
-        held = ", ".join(f"{first} to {last}" for first, last in (s.calls for s in plan.stages))
-        raise PlanError(
-            f"the plan is corrupt: its stages hold calls {held}; in order they must hold each of the program's "
-            f"{len(program.calls)} once"
-        )
-    for stage in plan.stages:
-        for name, p in stage.parameters.items():
-            coarser = [
-                fine[: len(whole)] != whole for fine, whole in zip(p.optimizer.dims, p.storage.dims, strict=False)
-            ]
-            if any(coarser) or len(p.optimizer.dims) != len(p.storage.dims):
-                raise PlanError(
-                    f"parameter {name}: the optimizer state {p.optimizer.show()} must be sharded at least like the stored "
-                    f"parameter {p.storage.show()}, over the same axes first"
-                )

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec, scaled
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, Change
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
+from autopar.ir.text import size_text, time_text
 from autopar.options import Options
 from autopar.passes.batch.microbatch import in_microbatches
 from autopar.passes.batch.rebatch import NoRebatch, rebatch
@@ -31,7 +32,6 @@ from autopar.passes.search.submesh import least_bytes
 from autopar.passes.search.within_memory import fitting
 from autopar.passes.shard.mesh_plan import Candidate
 from autopar.passes.shard.offload import KINDS
-from autopar.report import size_text, time_text
 
 EACH_S = 10.0
 """Seconds for one change, where the total allows it."""
@@ -40,23 +40,7 @@ MOST_RANKS = 1024
 SOLVER_S = 3.0
 
 
-@dataclass(frozen=True)
-class Change:
-    """A request that can be met: `autopar.compile` with these options on this cluster, and a batch of that size.
-
-    kind: "recompute", "microbatches", "offload", "batch" or "ranks". text: what is changed, in words.
-    """
-
-    kind: str
-    text: str
-    options: Options
-    cluster: ClusterSpec
-    batch: int
-    step_time_s: float
-    peak_bytes: float
-
-    def __str__(self) -> str:
-        return f"{self.text}: {time_text(self.step_time_s)} a step, {size_text(self.peak_bytes)} per rank"
+PlannedChange = Change[Options, ClusterSpec]
 
 
 @dataclass(frozen=True)
@@ -90,14 +74,14 @@ class TimedPricers(Pricers):
 
 def nearest(
     task: Task, batch: int, setting_for: Callable[[int], Setting], total_s: float
-) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+) -> tuple[tuple[PlannedChange, ...], tuple[str, ...]]:
     """Changes under which a plan was found, nearest first; and those whose search was cut off.
 
     batch: of the whole step. setting_for: the setting on so many ranks (what an optimizer updates as whole tensors may
     depend on them). total_s: seconds for all.
     """
     end = time.monotonic() + total_s
-    found: list[Change] = []
+    found: list[PlannedChange] = []
     cut: list[str] = []
     for ways in (_recompute, _microbatches, _offload, _smaller_batch, _more_ranks):
         for attempt in ways(task, batch, setting_for):
@@ -115,12 +99,16 @@ def nearest(
                     continue
                 break
             if planned is not None:
-                changed = attempt.task
-                found.append(
-                    Change(attempt.kind, attempt.text, changed.options, changed.cluster, attempt.batch, *planned)
-                )
+                found.append(_change(attempt, *planned))
                 break
     return tuple(found), tuple(cut)
+
+
+def _change(attempt: _Try, step_time_s: float, peak_bytes: float) -> PlannedChange:
+    """The change that was tried, with the figures of the plan that was found for it."""
+    words = f"{attempt.text}: {time_text(step_time_s)} a step, {size_text(peak_bytes)} per rank"
+    task = attempt.task
+    return Change(attempt.kind, attempt.text, task.options, task.cluster, attempt.batch, step_time_s, peak_bytes, words)
 
 
 def best_of(task: Task, batch: int, limit_s: float) -> tuple[float, float] | None:

@@ -10,53 +10,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import AutoparError, InfeasibleError, MemoryShortage
 from autopar.ir.setting import Setting
+from autopar.ir.text import size_text, time_text
 from autopar.passes.memory.peak import peak_kinds
-from autopar.passes.search.changes import SOLVER_S, Change, OutOfTime, TimedPricers, nearest
+from autopar.passes.search.changes import SOLVER_S, OutOfTime, TimedPricers, nearest
 from autopar.passes.search.pipelines import asks_for_pipeline
 from autopar.passes.search.smallest import Small, smallest_plans
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import least_bytes, microbatch_counts
-from autopar.report import size_text, time_text
 
 SMALLEST_S = 10.0
 """Seconds for the smallest plan."""
 
 
-@dataclass(frozen=True)
-class MemoryShortage:
-    """Bytes per rank of the smallest plan against the limit.
-
-    plan: which it is, in words; empty where kinds are a lower bound of any plan. by_kind: "parameters", "gradients",
-    "optimizer", "buffers", "held for backward", "for a moment"; they add up to needed_bytes. in_all: bytes of the whole
-    model by kind, once. step_time_s: of the smallest plan, if memory were enough; None for a bound.
-    """
-
-    ranks: int
-    limit_bytes: float
-    needed_bytes: float
-    by_kind: Mapping[str, float] = field(default_factory=dict)
-    in_all: Mapping[str, float] = field(default_factory=dict)
-    plan: str = ""
-    step_time_s: float | None = None
-
-    @property
-    def short_bytes(self) -> float:
-        """What is missing on a rank."""
-        return self.needed_bytes - self.limit_bytes
-
-    def __str__(self) -> str:
-        whole = ", ".join(f"{kind} {size_text(n)}" for kind, n in self.in_all.items())
-        kinds = ", ".join(f"{_WORDS.get(kind, kind)} {size_text(n)}" for kind, n in self.by_kind.items() if n >= 0.5)
-        if not self.plan:
-            return f"per rank at least {size_text(self.needed_bytes)} of {size_text(self.limit_bytes)}: {kinds} (in all: {whole})"
-        return (
-            f"nothing fits in {size_text(self.limit_bytes)} per rank: the smallest plan ({self.plan}) needs "
-            f"{size_text(self.needed_bytes)}, {size_text(self.short_bytes)} too much: {kinds} (in all: {whole})"
+def worded(shortage: MemoryShortage) -> MemoryShortage:
+    """The shortage with what it says in words."""
+    whole = ", ".join(f"{kind} {size_text(n)}" for kind, n in shortage.in_all.items())
+    kinds = ", ".join(f"{_WORDS.get(kind, kind)} {size_text(n)}" for kind, n in shortage.by_kind.items() if n >= 0.5)
+    needed, limit = size_text(shortage.needed_bytes), size_text(shortage.limit_bytes)
+    if not shortage.plan:
+        words = f"per rank at least {needed} of {limit}: {kinds} (in all: {whole})"
+    else:
+        words = (
+            f"nothing fits in {limit} per rank: the smallest plan ({shortage.plan}) needs "
+            f"{needed}, {size_text(shortage.short_bytes)} too much: {kinds} (in all: {whole})"
         )
+    return replace(shortage, words=words)
 
 
 _WORDS = {"optimizer": "optimizer state"}
@@ -118,14 +100,16 @@ def smallest(task: Task, batch: int) -> MemoryShortage | None:
     words += [f"{M} microbatches"] if M > 1 else []
     words += ["recompute"] if any(t.recompute for t in found.plan.stages[0].templates.values()) else []
     words += [f"offload={task.options.offload}"] if task.setting.offload else []
-    return MemoryShortage(
-        task.cluster.size,
-        task.limit,
-        found.account.peak_bytes,
-        kinds,
-        in_all,
-        ", ".join(words),
-        found.account.step_time_s,
+    return worded(
+        MemoryShortage(
+            task.cluster.size,
+            task.limit,
+            found.account.peak_bytes,
+            kinds,
+            in_all,
+            ", ".join(words),
+            found.account.step_time_s,
+        )
     )
 
 
@@ -151,7 +135,7 @@ def _bound(task: Task, batch: int, in_all: Mapping[str, float]) -> MemoryShortag
     pieces = 1 if task.options.microbatches is not None else max(microbatch_counts(task, batch))
     if "activations" not in away and task.program.training:
         kinds["held for backward"] = held / pieces / ranks
-    return MemoryShortage(ranks, task.limit, sum(kinds.values()), kinds, in_all)
+    return worded(MemoryShortage(ranks, task.limit, sum(kinds.values()), kinds, in_all))
 
 
-__all__ = ["Change", "MemoryShortage", "explained", "kinds_in_all", "smallest"]
+__all__ = ["explained", "kinds_in_all", "smallest"]

@@ -16,6 +16,7 @@ from autopar.errors import InputError, NoRoomError, PlanError
 from autopar.ir.actions import StageGraph, Table, show_row
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
+from autopar.ir.text import size_text
 from autopar.options import Options
 from autopar.passes.account.program import Account, account, step_seconds
 from autopar.passes.lower import lower
@@ -31,7 +32,6 @@ from autopar.passes.shard.mesh_plan import Candidate
 from autopar.passes.shard.solve import Solution
 from autopar.passes.stage import StageShortage
 from autopar.plan import Plan, StagePlan
-from autopar.report import size_text
 
 CHAINS = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe")
 MOST_TRIED, MOST_MADE, MOST_SHARES = 6, 3, 4

@@ -25,8 +25,7 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes, solve_mesh
 from autopar.passes.shard.replay import evaluate
 from autopar.passes.shard.solve import Shortage
-from autopar.plan import Plan
-from autopar.request import check_plan
+from autopar.plan import Plan, check_plan
 
 
 @dataclass

@@ -33,8 +33,9 @@ from autopar.passes.schedule.grouped import group_graph, grouped
 from autopar.passes.schedule.proof import deadlock
 from autopar.passes.search.branches import branches, calls_beside, search_branches, segments, work_shares
 from autopar.passes.search.spmd import Task
-from autopar.passes.shard.mesh_plan import Candidate, random_choice, random_mesh, stage_plan
+from autopar.passes.shard.mesh_plan import Candidate, stage_plan
 from autopar.passes.shard.problem import Problem
+from autopar.proof.random_plans import random_choice, random_mesh
 from tests.branching import Driving, driving_batch, driving_loss
 from tests.passes.branch.test_branch import partitions, random_problem
 from tests.passes.schedule.pipelines import dags
