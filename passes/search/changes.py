@@ -241,10 +241,7 @@ def _more_ranks(task: Task, batch: int, setting_for: Callable[[int], Setting]) -
 def _divides(task: Task, batch: int) -> bool:
     """Whether the batch divides by a data-parallel axis that the options force, as `autopar.compile` wants it."""
     options = task.options
-    dp = int((options.mesh or {}).get("dp", 1))
-    if options.strategy in ("dp", "zero1", "zero3") and options.mesh is None:
-        dp = task.cluster.size // (options.pp or len(options.stage_boundaries or ()) + 1)
-    return batch // (options.microbatches or 1) % dp == 0
+    return batch // (options.microbatches or 1) % options.least_data_parallel(task.cluster.size) == 0
 
 
 def _hopeless(task: Task, batch: int) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.errors import ConstraintError, InfeasibleError, InputError, ShardingError
+from autopar.errors import ConstraintError, InfeasibleError, ShardingError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -56,14 +56,9 @@ def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None =
     ranks: of a stage of a pipeline (default: the whole cluster).
     """
     ranks = cluster.size if ranks is None else ranks
-    if options.mesh is not None:
-        mesh = Mesh.from_dict(options.mesh)
-        if mesh.size != ranks:
-            where = f"the cluster has {ranks}" if ranks == cluster.size else f"a stage of the pipeline has {ranks}"
-            raise InputError(
-                f"Options.mesh {dict(options.mesh)} has {mesh.size} ranks, {where}; make the axis sizes multiply to {ranks}"
-            )
-        return [mesh]
+    forced = options.forced_mesh(ranks, cluster.size)
+    if forced is not None:
+        return [forced]
     meshes = [Mesh.of(dp=ranks)]
     fast = cluster.levels[0].group_size if cluster.levels else ranks
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
