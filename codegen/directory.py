@@ -32,7 +32,6 @@ from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
-from autopar.runtime.checkpoint import write_full
 from autopar.runtime.update_rule import UpdateRule
 
 MOST_RANK_FILES = 1024
@@ -172,6 +171,8 @@ def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> str 
     """The folder of the weights; None where the model has none."""
     if any(w.is_meta for w in weights.values()):
         return None
+    from autopar.runtime.checkpoint import write_full  # takes as long to import as all of autopar
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         write_full(directory / "weights", {name: w.detach().cpu() for name, w in weights.items()})
