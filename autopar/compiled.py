@@ -180,10 +180,6 @@ class Compiled:
                 return g
         raise InputError(f"rank {rank} belongs to no stage")
 
-    def stage_of(self, rank: int) -> int:
-        """Which stage a rank runs (the first of several)."""
-        return self.lowered.graph.groups[self.group_of(rank)][0]
-
     @cached_property
     def peak_kinds(self) -> dict[str, float]:
         """What the predicted peak consists of, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a
