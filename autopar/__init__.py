@@ -8,6 +8,7 @@ if not (_HERE / "passes").is_dir():  # a checkout: passes, costmodel and codegen
 
 from autopar.api import compile
 from autopar.cluster import ClusterSpec
+from autopar.compiled import Prediction
 from autopar.errors import (
     AutoparError,
     CaptureError,
@@ -24,7 +25,7 @@ from autopar.errors import (
 from autopar.ops.custom import register_op
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.program import ParallelProgram, Prediction, RunResult
+from autopar.program import ParallelProgram, RunResult
 from autopar.program import ParallelProgram as Program
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify

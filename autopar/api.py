@@ -1,39 +1,35 @@
-"""`autopar.compile`: model, cluster and example inputs in, a parallel program out."""
+"""`autopar.compile`: request → capture → search → place → emit."""
 
 from __future__ import annotations
 
-import inspect
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from autopar.capture import capture_program
-from autopar.capture.build import fingerprint
-from autopar.capture.export import Exported
-from autopar.capture.trees import flatten
+from autopar.capture.inputs import LossFunction
 from autopar.cluster import ClusterSpec
-from autopar.errors import InputError, NoRoomError, PlanError
+from autopar.errors import NoRoomError
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine, update_rule
 from autopar.options import Options
-from autopar.passes.batch.microbatch import in_microbatches
+from autopar.passes.batch.captures import Captures
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.placement import placed
 from autopar.passes.search.refused.explained import explained
 from autopar.passes.search.replayed import replayed
-from autopar.passes.search.task import Capture, RankedPlans, Task
-from autopar.passes.shard.mesh_plan import candidate_meshes
+from autopar.passes.search.task import RankedPlans, Task
+from autopar.passes.shard.mesh_plan import Candidate
 from autopar.passes.shard.offload import KINDS
 from autopar.plan import Plan
-from autopar.program import ParallelProgram, Prediction, emit_program
-from autopar.request import check_batch_dims, check_options, check_precision, most_targets, planned_precision
+from autopar.program import ParallelProgram, emit
+from autopar.request import Request, checked_options, make_request
 from autopar.runtime.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 
 
@@ -42,7 +38,7 @@ def compile(
     cluster: ClusterSpec | str | Path,
     example_inputs: Any,
     *,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
+    loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | UpdateRule | None = None,
     scheduler: SchedulerFactory | None = None,
     clip_grad_norm: float | ClipNorm | None = None,
@@ -67,262 +63,88 @@ def compile(
 
     Raises InputError, CaptureError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
-    options = Options() if options is None else options
-    check_options(options, plan)
-    given = None if plan is None else plan if isinstance(plan, Plan) else Plan.load(plan)
-    if given is not None:
-        if options.microbatches not in (None, 1, given.microbatches):
-            raise PlanError(
-                f"this plan has {given.microbatches} microbatches, Options ask for {options.microbatches}; set "
-                f"Options(microbatches={given.microbatches})"
-            )
-        options = replace(options, microbatches=given.microbatches, precision=planned_precision(given, options))
-    spec = as_cluster(cluster)
-    _check_model(model, loss_fn)
-    rule = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
-    check_precision(options.precision, spec)
-    inputs, targets = split_example(model, example_inputs, loss_fn)
-    candidate_meshes(spec, options, spec.size // options.pp if options.pp else None)
-    _check_batch(inputs, spec, options)
+    options = checked_options(options)
+    update = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
+    return compile_request(make_request(model, cluster, example_inputs, loss_fn, update, options, plan))
+
+
+def compile_request(request: Request) -> ParallelProgram:
+    """What `compile` does once its arguments are checked."""
     started = time.perf_counter()
-
     rules = RuleBook()
-
-    def capture(parts: int) -> tuple[Program, Exported]:
-        made, exported = capture_microbatch(parts)
-        if parts > 1 and made.training:
-            whole = known[1][0].program if 1 in known else None
-            if whole is None and batch == parts:  # one sample each: see in_microbatches
-                whole = capture_microbatch(parts // 2 if parts % 2 == 0 else 1)[0]
-            made = in_microbatches(made, rules, whole)
-            made = replace(made, fingerprint=fingerprint(made))
-        return made, exported
-
-    def capture_microbatch(parts: int) -> tuple[Program, Exported]:
-        pieces, starts = _microbatch(inputs, options, parts), options.stage_boundaries or ()
-        return capture_program(model, pieces, loss_fn, targets, options.batch_dims, starts, options.precision)
-
-    known: dict[int, tuple[Task, Exported]] = {}
-    batch = _batch_size(inputs, options)
-
-    program, exported = capture(options.microbatches or 1)
-    captured = time.perf_counter()
-
-    def setting_for(ranks: int) -> Setting:
-        facts = examine(rule, program, ranks)
-        return Setting(
-            options.microbatches or 1,
-            facts.state_ratio,
-            facts.state_bytes,
-            facts.scratch,
-            offload=KINDS[options.offload],
-            whole=facts.whole,
-            compensated=rule.compensated,
-            state_of=facts.state_of,
-            group_of=facts.group_of,
-        )
-
-    setting = setting_for(spec.size)
-    task = Task(program, spec, rules, setting, options)
-    known[setting.microbatches] = (task, exported)
-    again_s = 0.0
-
-    def recapture(parts: int) -> Task:
-        nonlocal again_s
-        if parts not in known:
-            before = time.perf_counter()
-            made, exported = capture(parts)
-            again_s += time.perf_counter() - before
-            known[parts] = (task.smaller(made, parts), exported)
-        return known[parts][0]
-
-    if given is not None:
-        found = [(task, replayed(task, given))]
+    captures = Captures(request, rules)
+    program = captures.at(request.options.microbatches or 1).program
+    setting_for = functools.partial(_setting, request, program)
+    tasks = _Tasks(Task(program, request.cluster, rules, setting_for(request.cluster.size), request.options), captures)
+    if request.plan is not None:
+        plans = [(tasks.first, replayed(tasks.first, request.plan))]
     else:
-        found = _planned(task, batch, recapture, setting_for)
-    planned = time.perf_counter()
-    owner, best = found[0]
-    if given is None:
-        best = owner.finish(best)
-        assert best.lowered is not None
-        assert best.account is not None
-        best = replace(best, plan=placed(best.plan, best.lowered, best.account, spec))
-        found[0] = (owner, best)
-    lowering_s = sum(t.lowering_s for t, _ in known.values())
-    result = emit_program(
-        model,
-        spec,
-        owner.program,
-        known[owner.setting.microbatches][1],
-        [c for _, c in found],
-        rules,
-        owner.setting,
-        options,
-        rule,
-        inputs,
-        loss_fn,
-        targets,
-    )
-    result.timings["capture_s"] = captured - started + again_s
-    result.timings["plan_s"] = planned - captured - lowering_s - again_s
-    result.timings["lower_s"] += lowering_s
-    return result
+        plans = _searched(tasks, request.batch, setting_for)
+    task, best = plans[0]
+    if request.plan is None:
+        best = _on_ranks(task, best)
+    lowering_s = tasks.lowering_s
+    seconds = {
+        "capture_s": captures.seconds,
+        "plan_s": time.perf_counter() - started - captures.seconds - lowering_s,
+        "lower_s": lowering_s,
+    }
+    candidates = [best, *(candidate for _, candidate in plans[1:])]
+    return emit(request, captures.at(task.setting.microbatches), task, candidates, seconds, compile_request)
 
 
-def _planned(task: Task, batch: int, recapture: Capture, setting_for: Callable[[int], Setting]) -> RankedPlans:
+class _Tasks:
+    """The first task, and that of the same request for every other microbatch count that is captured."""
+
+    def __init__(self, first: Task, captures: Captures) -> None:
+        self.first = first
+        self.captures = captures
+        self._by_count = {first.setting.microbatches: first}
+
+    def at(self, microbatches: int) -> Task:
+        """Raises CaptureError, InputError."""
+        if microbatches not in self._by_count:
+            self._by_count[microbatches] = self.first.smaller(self.captures.at(microbatches).program, microbatches)
+        return self._by_count[microbatches]
+
+    @property
+    def lowering_s(self) -> float:
+        """Seconds spent on lowering so far."""
+        return sum(task.lowering_s for task in self._by_count.values())
+
+
+def _searched(tasks: _Tasks, batch: int, setting_for: Callable[[int], Setting]) -> RankedPlans:
     """Plans with their tasks, best first. Raises InfeasibleError, which says what is short and what would do."""
     try:
-        found = search_plans(task, batch, recapture)
+        plans = search_plans(tasks.first, batch, tasks.at)
     except NoRoomError as error:
-        raise explained(task, batch, setting_for, error) from None
-    if not found:
-        raise explained(task, batch, setting_for)
-    return found
+        raise explained(tasks.first, batch, setting_for, error) from None
+    if not plans:
+        raise explained(tasks.first, batch, setting_for)
+    return plans
 
 
-def _batch_size(inputs: Any, options: Options) -> int:
-    """Size of the batch dim of the first input that has one."""
-    leaves, names, _ = flatten(inputs)
-    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-        dim = _batch_dim(options.batch_dims, i, name)
-        if leaf.ndim and dim is not None:
-            return int(leaf.shape[dim])
-    return 1
+def _on_ranks(task: Task, candidate: Candidate) -> Candidate:
+    """The candidate lowered, with the placement of its ranks."""
+    candidate = task.finish(candidate)
+    assert candidate.lowered is not None
+    assert candidate.account is not None
+    plan = placed(candidate.plan, candidate.lowered, candidate.account, task.cluster)
+    return replace(candidate, plan=plan)
 
 
-def as_cluster(cluster: ClusterSpec | str | Path) -> ClusterSpec:
-    """A ClusterSpec from a spec, a file or a preset's name."""
-    if isinstance(cluster, ClusterSpec):
-        return cluster
-    if isinstance(cluster, (str, Path)):
-        if Path(cluster).suffix in (".yaml", ".yml", ".json") or Path(cluster).is_file():
-            return ClusterSpec.from_file(cluster)
-        return ClusterSpec.preset(str(cluster))
-    raise InputError(f"cluster must be a ClusterSpec, a preset's name or a file, not {type(cluster).__name__}")
-
-
-def _check_model(model: Any, loss_fn: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}; wrap a function in a Module")
-    if loss_fn is not None and not callable(loss_fn):
-        raise InputError(f"loss_fn must be callable (output, *targets) -> scalar, not {type(loss_fn).__name__}")
-
-
-def split_example(model: nn.Module, inputs: Any, loss_fn: Any) -> tuple[Any, int]:
-    """(inputs, how many trailing entries are targets for loss_fn). Raises InputError when they fit no split."""
-    if isinstance(inputs, torch.Tensor):
-        inputs = (inputs,)
-    if isinstance(inputs, list):
-        inputs = tuple(inputs)
-    if not isinstance(inputs, (tuple, dict)):
-        raise InputError(f"example_inputs must be a tuple of args or a dict of kwargs, not {type(inputs).__name__}")
-    name = type(model).__name__
-    signature = inspect.signature(model.forward)
-    parameters = list(signature.parameters.values())
-    if isinstance(inputs, dict):
-        if loss_fn is None:
-            targets = 0
-        else:
-            own = {p.name for p in parameters}
-            if any(p.kind is p.VAR_KEYWORD for p in parameters):
-                targets = _target_count(loss_fn)
-            else:
-                extra = [k for k in inputs if k not in own]
-                inputs = {**{k: v for k, v in inputs.items() if k in own}, **{k: inputs[k] for k in extra}}
-                targets = len(extra)
-        kept = list(inputs)[: len(inputs) - targets]
-        try:
-            signature.bind(**{k: inputs[k] for k in kept})
-        except TypeError as error:
-            raise InputError(f"example inputs do not match {name}.forward{signature}: {error}") from error
-        return inputs, targets
-    targets = _target_count(loss_fn) if loss_fn is not None else 0
-    options = [targets] if loss_fn is None else range(targets, min(most_targets(loss_fn), len(inputs)) + 1)
-    problem: Exception | str = f"the loss takes {targets} targets"
-    for count in options:
-        try:
-            signature.bind(*inputs[: len(inputs) - count])
-        except TypeError as error:
-            problem = error
-        else:
-            return inputs, count
-    raise InputError(
-        f"example inputs do not match {name}.forward{signature}: got {len(inputs)} positional inputs"
-        f"{f', {targets} of them for loss_fn' if targets else ''} ({problem})"
+def _setting(request: Request, program: Program, ranks: int) -> Setting:
+    """What planning depends on beside program and mesh, on so many ranks (an optimizer that updates whole tensors may ask
+    for their number)."""
+    facts = examine(request.update, program, ranks)
+    return Setting(
+        request.options.microbatches or 1,
+        facts.state_ratio,
+        facts.state_bytes,
+        facts.scratch,
+        offload=KINDS[request.options.offload],
+        whole=facts.whole,
+        compensated=request.update.compensated,
+        state_of=facts.state_of,
+        group_of=facts.group_of,
     )
-
-
-def _target_count(loss_fn: Any) -> int:
-    """Required positional arguments of the loss after the output."""
-    target = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    try:
-        parameters = list(inspect.signature(target).parameters.values())
-    except (TypeError, ValueError):
-        return 1
-    required = [
-        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-    ]
-    return max(len(required) - 1, 0)
-
-
-def _check_batch(inputs: Any, cluster: ClusterSpec, options: Options) -> None:
-    leaves, names, _ = flatten(inputs)
-    if not leaves:
-        raise InputError("example_inputs hold no tensor")
-    check_batch_dims(options.batch_dims, leaves, names)
-    dp = int((options.mesh or {}).get("dp", 1))
-    if options.strategy in ("dp", "zero1", "zero3") and options.mesh is None:
-        dp = cluster.size // (options.pp or len(options.stage_boundaries or ()) + 1)
-    for i, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-        dim = _batch_dim(options.batch_dims, i, name)
-        if leaf.ndim == 0 or dim is None or i > 0:
-            continue
-        size = leaf.shape[dim]
-        pieces = options.microbatches or 1
-        if size % pieces:
-            raise InputError(
-                f"batch of {size} (input {name or i}) is not divisible by microbatches={pieces}; choose a "
-                f"divisor of {size}"
-            )
-        if size // pieces % dp:
-            raise InputError(
-                f"batch of {size} (input {name or i}) is not divisible by dp={dp}"
-                f"{f' times microbatches={pieces}' if pieces > 1 else ''}; use a batch that is "
-                "a multiple, or another mesh"
-            )
-
-
-def _batch_dim(given: Any, index: int, name: str) -> int | None:
-    if isinstance(given, dict):
-        return given.get(name, 0)
-    if isinstance(given, (list, tuple)) and index < len(given):
-        return given[index]
-    return 0
-
-
-def _microbatch(inputs: Any, options: Options, parts: int) -> Any:
-    """Example inputs of one of `parts` microbatches (meta tensors: only shapes matter)."""
-    if parts == 1:
-        return inputs
-    leaves, names, _ = flatten(inputs)
-    first = leaves[0]
-    size = first.shape[_batch_dim(options.batch_dims, 0, names[0]) or 0]
-
-    def cut(x: Any, path: list[int]) -> Any:
-        if isinstance(x, torch.Tensor):
-            index = path[0]
-            path[0] += 1
-            dim = _batch_dim(options.batch_dims, index, names[index])
-            if x.ndim and dim is not None and x.shape[dim] == size:
-                return x.narrow(dim, 0, size // parts)
-            return x
-        if isinstance(x, dict):
-            return {k: cut(v, path) for k, v in x.items()}
-        if isinstance(x, (list, tuple)):
-            return type(x)(cut(v, path) for v in x)
-        return x
-
-    return cut(inputs, [0])
-
-
-__all__ = ["Options", "Prediction", "as_cluster", "compile"]

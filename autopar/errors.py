@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-if TYPE_CHECKING:
-    from autopar.passes.search.refused.changes import Change
-    from autopar.passes.search.refused.shortage import MemoryShortage
+OptionsT = TypeVar("OptionsT", covariant=True)
+ClusterT = TypeVar("ClusterT", covariant=True)
 
 
 class AutoparError(Exception):
@@ -33,6 +34,54 @@ class ConstraintError(AutoparError):
     """A constraint matches nothing, or cannot be met on this mesh."""
 
 
+@dataclass(frozen=True)
+class MemoryShortage:
+    """Bytes per rank of the smallest plan against the limit. `str` says all of it in words.
+
+    plan: which it is, in words; empty where kinds are a lower bound of any plan. by_kind: "parameters", "gradients",
+    "optimizer", "buffers", "held for backward", "for a moment"; they add up to needed_bytes. in_all: bytes of the whole
+    model by kind, once. step_time_s: of the smallest plan, if memory were enough; None for a bound.
+    """
+
+    ranks: int
+    limit_bytes: float
+    needed_bytes: float
+    by_kind: Mapping[str, float] = field(default_factory=dict)
+    in_all: Mapping[str, float] = field(default_factory=dict)
+    plan: str = ""
+    step_time_s: float | None = None
+    words: str = field(default="", repr=False)
+
+    @property
+    def short_bytes(self) -> float:
+        """What is missing on a rank."""
+        return self.needed_bytes - self.limit_bytes
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True)
+class Change(Generic[OptionsT, ClusterT]):
+    """A request that can be met: `autopar.compile` with these Options on this ClusterSpec, and a batch of that size.
+
+    kind: "recompute", "microbatches", "offload", "batch" or "ranks". text: what is changed, in words; `str` adds what the
+    plan that was found costs.
+    """
+
+    kind: str
+    text: str
+    options: OptionsT
+    cluster: ClusterT
+    batch: int
+    step_time_s: float
+    peak_bytes: float
+    words: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return self.words
+
+
 class InfeasibleError(AutoparError):
     """Nothing fits: the message says what is short, by how much, and what would fit.
 
@@ -41,7 +90,7 @@ class InfeasibleError(AutoparError):
     """
 
     shortage: MemoryShortage | None = None
-    alternatives: tuple[Change, ...] = ()
+    alternatives: tuple[Change[Any, Any], ...] = ()
 
 
 class NoRoomError(InfeasibleError):

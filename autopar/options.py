@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
 from autopar.errors import InputError
+from autopar.ir.mesh import Mesh
 
 RECOMPUTE = ("auto", "none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "activations", "parameters", "all", "auto")
@@ -32,8 +33,8 @@ class Options:
         "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
     offload: what rests in the cluster's memory tiers (host memory, then NVMe) instead of on the device: "none",
         "optimizer" (its state), "activations" (what forward keeps for backward), "parameters" (stored shards with their
-        gradients, and optimizer state), "all", or "auto": what costs
-        least, where memory is short and the cluster describes tiers.
+        gradients, and optimizer state), "all", or "auto": what costs least, where memory is short and the cluster
+        describes tiers.
     precision: "bf16" or "fp16": products, attention, look-ups and what is pointwise compute in that dtype; norms, softmax,
         losses and other reductions in float32; parameters, gradient sums and optimizer state stay float32, parameters
         are cast before they are gathered. None: as the model is.
@@ -69,42 +70,72 @@ class Options:
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("mesh", "constraints"):
+        for name, right, wrong in _CHECKS:
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                raise InputError(f"Options.{name} must be a dict, it is a {type(value).__name__}")
-        counts = ("microbatches", "pp", "chunks")
-        reals = ("memory_fraction", "solver_time_limit_s", "explain_s")
-        for name, kind in (*((n, int) for n in counts), *((n, Real) for n in reals), ("seed", int)):
-            value = getattr(self, name)
-            if name in counts and value is None:
-                continue
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise InputError(f"Options.{name} must be a number, it is {value!r}")
+            if not right(value):
+                shown = dict(value) if isinstance(value, Mapping) else value
+                raise InputError(f"Options.{name} {wrong}".format(value=shown, kind=type(value).__name__))
         if self.solver_time_limit_s <= 0 or (self.memory_bytes is not None and self.memory_bytes <= 0):
             raise InputError("Options.solver_time_limit_s and Options.memory_bytes must be positive")
-        if self.mesh is not None and not all(isinstance(n, int) for n in self.mesh.values()):
+
+    def forced_mesh(self, ranks: int, cluster_ranks: int) -> Mesh | None:
+        """The mesh that is asked for, of the whole cluster or of a stage of `ranks` ranks. Raises InputError where its
+        axes have another number of ranks."""
+        if self.mesh is None:
+            return None
+        mesh = Mesh.from_dict(self.mesh)
+        if mesh.size != ranks:
+            where = f"the cluster has {ranks}" if ranks == cluster_ranks else f"a stage of the pipeline has {ranks}"
             raise InputError(
-                f"Options.mesh maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {dict(self.mesh)}"
+                f"Options.mesh {dict(self.mesh)} has {mesh.size} ranks, {where}; make the axis sizes multiply to {ranks}"
             )
-        for name in counts:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"Options.{name} must be at least 1, it is {getattr(self, name)}")
-        if isinstance(self.stage_boundaries, str) or not all(isinstance(b, str) for b in self.stage_boundaries or ()):
-            raise InputError(
-                f"Options.stage_boundaries is a list of module paths, such as ['layers.8']; it is {self.stage_boundaries!r}"
-            )
-        if self.strategy not in STRATEGIES:
-            raise InputError(f"Options.strategy {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
-        if self.recompute not in RECOMPUTE:
-            raise InputError(f"Options.recompute {self.recompute!r} is unknown; choose one of {', '.join(RECOMPUTE)}")
-        if self.offload not in OFFLOAD:
-            raise InputError(f"Options.offload {self.offload!r} is unknown; choose one of {', '.join(OFFLOAD)}")
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise InputError(
-                f"Options.precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}, or None"
-            )
-        if not 0 < self.memory_fraction <= 1:
-            raise InputError(f"Options.memory_fraction must lie in (0, 1], it is {self.memory_fraction}")
-        if self.mesh is not None and any(int(n) < 1 for n in self.mesh.values()):
-            raise InputError(f"Options.mesh has an axis smaller than 1: {dict(self.mesh)}")
+        return mesh
+
+    def least_data_parallel(self, cluster_ranks: int) -> int:
+        """Ranks that every microbatch is sharded over whatever the planner chooses."""
+        if self.strategy in ("dp", "zero1", "zero3") and self.mesh is None:
+            return cluster_ranks // (self.pp or len(self.stage_boundaries or ()) + 1)
+        return int((self.mesh or {}).get("dp", 1))
+
+
+def _is_number(kind: type, optional: bool = False) -> Callable[[Any], bool]:
+    return lambda value: (optional and value is None) or (isinstance(value, kind) and not isinstance(value, bool))
+
+
+def _one_of(choices: Sequence[str | None]) -> tuple[Callable[[Any], bool], str]:
+    named = ", ".join(choice for choice in choices if choice is not None)
+    wrong = f"{{value!r}} is unknown; choose one of {named}{', or None' if None in choices else ''}"
+    return lambda value: value in choices, wrong
+
+
+def _are_paths(value: Any) -> bool:
+    return not isinstance(value, str) and all(isinstance(path, str) for path in value or ())
+
+
+_COUNTS = ("microbatches", "pp", "chunks")
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    *(
+        (name, lambda value: value is None or isinstance(value, Mapping), "must be a dict, it is a {kind}")
+        for name in ("mesh", "constraints")
+    ),
+    *((name, _is_number(int, optional=True), "must be a number, it is {value!r}") for name in _COUNTS),
+    *(
+        (name, _is_number(Real), "must be a number, it is {value!r}")
+        for name in ("memory_fraction", "solver_time_limit_s", "explain_s")
+    ),
+    ("seed", _is_number(int), "must be a number, it is {value!r}"),
+    (
+        "mesh",
+        lambda mesh: all(isinstance(size, int) for size in (mesh or {}).values()),
+        "maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {value}",
+    ),
+    *((name, lambda count: count is None or count >= 1, "must be at least 1, it is {value}") for name in _COUNTS),
+    ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
+    ("strategy", *_one_of(STRATEGIES)),
+    ("recompute", *_one_of(RECOMPUTE)),
+    ("offload", *_one_of(OFFLOAD)),
+    ("precision", *_one_of((*PRECISIONS, None))),
+    ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
+    ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),
+)
+"""Option, whether a value of it is right, and what is said of one that is not; in the order in which they are checked."""

@@ -16,6 +16,7 @@ from typing import Any
 from autopar.cluster.tiers import TIER_NAMES
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.ir.rule import Strategy
 from autopar.ir.spec import Spec, parse_spec
 
@@ -156,6 +157,29 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"{path} is no JSON ({error}); compile again to write a new plan") from error
         return Plan.from_dict(data)
+
+
+def check_plan(plan: Plan, program: Program) -> None:
+    """Raises PlanError where stages, calls and parameters of a plan for `program` do not add up."""
+    ranks = sum(size for _, size in {(s.mesh.offset, s.mesh.size) for s in plan.stages})
+    if ranks != plan.ranks:
+        raise PlanError(f"the plan is corrupt: its meshes have {ranks} ranks in all, it says {plan.ranks}")
+    if [c for s in plan.stages for c in range(*s.calls)] != list(range(len(program.calls))):
+        held = ", ".join(f"{first} to {last}" for first, last in (s.calls for s in plan.stages))
+        raise PlanError(
+            f"the plan is corrupt: its stages hold calls {held}; in order they must hold each of the program's "
+            f"{len(program.calls)} once"
+        )
+    for stage in plan.stages:
+        for name, p in stage.parameters.items():
+            coarser = [
+                fine[: len(whole)] != whole for fine, whole in zip(p.optimizer.dims, p.storage.dims, strict=False)
+            ]
+            if any(coarser) or len(p.optimizer.dims) != len(p.storage.dims):
+                raise PlanError(
+                    f"parameter {name}: the optimizer state {p.optimizer.show()} must be sharded at least like the stored "
+                    f"parameter {p.storage.show()}, over the same axes first"
+                )
 
 
 def show_strategy(strategy: Strategy, mesh: Mesh) -> str:

@@ -1,58 +1,36 @@
-"""A compiled program: its plan and predictions, its source, and the ways to run it."""
+"""A compiled program: its source, and the ways to run it, write it, and put it under another plan."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
-from autopar.capture.export import Exported
 from autopar.capture.trees import check_like, rebuild
-from autopar.cluster import ClusterSpec
-from autopar.codegen import in_process as running
-from autopar.codegen.directory import user_ops_source, write_directory
-from autopar.codegen.pipeline import pipeline_module, pipeline_source
+from autopar.codegen.directory import Contents, write_directory
+from autopar.codegen.in_process import InProcess, load, train
+from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_source
+from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
 from autopar.errors import InputError
-from autopar.ir.lowered import LoweredProgram, LoweredStage
+from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
-from autopar.ir.setting import Setting
-from autopar.options import Options
-from autopar.passes.account.program import Account, account
+from autopar.passes.batch.captures import Captured
 from autopar.passes.check.lines import check_program
-from autopar.passes.lower import lower
-from autopar.passes.memory.peak import peak_kinds
-from autopar.passes.price.pricer import Pricers
-from autopar.passes.recompute.curve import as_data, curves
-from autopar.passes.rules.book import RuleBook
+from autopar.passes.search.spmd import Task
 from autopar.passes.shard.mesh_plan import Candidate
-from autopar.plan import Plan
-from autopar.request import check_plan
-from autopar.runtime.update_rule import OptimizerFactory, UpdateRule
+from autopar.passes.shard.replay import evaluate
+from autopar.plan import Plan, check_plan
+from autopar.report import facts, report
+from autopar.request import Request
+from autopar.runtime.session import Session
 
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the cost model expects of a plan on one rank."""
-
-    step_time_s: float
-    peak_bytes: float
-    comm_time_s: float
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """A baseline or runner-up."""
-
-    name: str
-    plan: Plan
-    predicted: Prediction
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,67 +58,11 @@ class RunResult:
         return self.state
 
 
-@dataclass(eq=False)
-class ParallelProgram:
-    """The result of `autopar.compile`. `timings`: seconds of capture, plan, lower, emit. `solver`: problem sizes, gap."""
+@dataclass(frozen=True, eq=False)
+class ParallelProgram(Compiled):
+    """The result of `autopar.compile`. compile_again: meets another request, as `autopar.compile` does."""
 
-    plan: Plan
-    cluster: ClusterSpec
-    predicted: Prediction
-    alternatives: tuple[Alternative, ...]
-    timings: dict[str, float]
-    solver: dict[str, Any]
-    ir: Program = field(repr=False)
-    lowered: LoweredProgram = field(repr=False)
-    sources: tuple[str, ...] = field(repr=False)
-    pipeline: str = field(repr=False)
-    options: Options = field(repr=False)
-    update: UpdateRule = field(repr=False)
-    model: nn.Module = field(repr=False)
-    exported: Exported = field(repr=False)
-    rules: RuleBook = field(repr=False)
-    setting: Setting = field(repr=False)
-    example_inputs: Any = field(repr=False)
-    account: Account = field(repr=False)
-    loss_fn: Any = field(repr=False, default=None)
-    targets: int = field(repr=False, default=0)
-
-    @property
-    def optimizer(self) -> OptimizerFactory | None:
-        """The optimizer factory."""
-        return self.update.optimizer
-
-    @property
-    def training(self) -> bool:
-        return self.ir.training
-
-    @property
-    def stages(self) -> tuple[LoweredStage, ...]:
-        return self.lowered.stages
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        """Axes and sizes of the first stage's mesh."""
-        return dict(self.plan.stages[0].mesh.axes)
-
-    @property
-    def pp(self) -> int:
-        """Groups of ranks that follow each other in the pipeline."""
-        return len(self.lowered.graph.groups)
-
-    def group_of(self, rank: int) -> int:
-        """Which row of the action table a rank runs. Raises InputError for ranks that do not exist."""
-        if not 0 <= rank < self.plan.ranks:
-            raise InputError(f"rank {rank} does not exist, the program has ranks 0 to {self.plan.ranks - 1}")
-        for g, stages in enumerate(self.lowered.graph.groups):
-            mesh = self.plan.stages[stages[0]].mesh
-            if mesh.offset <= rank < mesh.offset + mesh.size:
-                return g
-        raise InputError(f"rank {rank} belongs to no stage")
-
-    def stage_of(self, rank: int) -> int:
-        """Which stage a rank runs (the first of several)."""
-        return self.lowered.graph.groups[self.group_of(rank)][0]
+    compile_again: Callable[[Request], ParallelProgram] = field(repr=False)
 
     def source(self, rank: int = 0) -> str:
         """The code that a rank runs."""
@@ -148,34 +70,28 @@ class ParallelProgram:
 
     def report(self) -> str:
         """The plan in words: mesh, predictions, collectives, storage, alternatives."""
-        from autopar.report import report
-
         return report(self)
-
-    @cached_property
-    def peak_kinds(self) -> dict[str, float]:
-        """What the predicted peak consists of, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a
-        moment."""
-        return peak_kinds(self.lowered, [s.memory for s in self.account.stages])
-
-    def recompute_curves(self) -> list[dict[str, Any]]:
-        """Per stage what keeping less for backward would cost (`autopar.passes.recompute.curve`); nothing for inference."""
-        if not self.training:
-            return []
-        return as_data(curves(self.ir, self.plan, Pricers(self.cluster), self.rules))
 
     def save(self, directory: str | Path) -> Path:
         """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights."""
-        return write_directory(self, Path(directory))
+        contents = Contents(
+            self.plan,
+            self.lowered,
+            self.sources,
+            self.pipeline,
+            self.request.update if self.training else None,
+            self.options.seed,
+            self.weights(),
+            self.request.inputs,
+            self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
+            facts(self),
+        )
+        return write_directory(contents, Path(directory))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""
-        found: dict[str, torch.Tensor] = {}
-        named = dict(self.model.named_parameters(remove_duplicate=False)) | dict(self.model.named_buffers())
-        for name in (*self.ir.parameters, *self.ir.buffers):
-            tensor = named.get(name)
-            found[name] = (self.exported.constants[name] if tensor is None else tensor).detach()
-        return found
+        tensors = self.captured.exported.constants | model_tensors(self.model)
+        return {name: tensors[name].detach() for name in (*self.ir.parameters, *self.ir.buffers)}
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """Tensor leaves of a batch built like the example inputs. Raises InputError when it is not."""
@@ -183,7 +99,7 @@ class ParallelProgram:
             batch = (batch,)
         if isinstance(batch, list):
             batch = tuple(batch)
-        leaves = check_like(batch, self.exported.input_structure, "the batch")
+        leaves = check_like(batch, self.captured.exported.input_structure, "the batch")
         parts = self.plan.microbatches
         for leaf, (name, type_), dim in zip(leaves, self.ir.inputs, self.ir.batch_dims, strict=True):
             whole = tuple(n * parts if i == dim else n for i, n in enumerate(type_.shape))
@@ -195,8 +111,9 @@ class ParallelProgram:
         return leaves
 
     @cached_property
-    def _program(self) -> running.InProcess:
-        return in_process(self, self.lowered, self.sources, self.pipeline)
+    def in_process(self) -> InProcess:
+        """The emitted text as modules of this process."""
+        return load(self.lowered, self.sources, self.pipeline)
 
     def run(self, batches: Any, steps: int | None = None) -> RunResult:
         """Run every rank in this process from the model's weights.
@@ -211,64 +128,35 @@ class ParallelProgram:
         if self.training:
             count = len(prepared) if steps is None else steps
 
-            def body(session: Any) -> Any:
-                losses = running.train(session, prepared, count)
+            def body(session: Session) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+                losses = train(session, prepared, count)
                 return losses, {n: session.gather_full(n) for n in (*self.ir.parameters, *self.ir.buffers)}
 
-            losses, state = self._ranks(body)[0]
+            losses, state = self.on_ranks(body)[0]
             return RunResult(tuple(losses), (), state)
-        outputs = self._ranks(lambda session: [session.forward(list(b)) for b in prepared])[0]
-        return RunResult((), tuple(rebuild(self.exported.output_structure, o) for o in outputs))
+        outputs = self.on_ranks(lambda session: [session.forward(list(b)) for b in prepared])[0]
+        structure = self.captured.exported.output_structure
+        return RunResult((), tuple(rebuild(structure, o) for o in outputs))
 
-    def _ranks(self, body: Callable[[Any], Any]) -> list[Any]:
-        made = self._program
-        return running.run_ranks(made.pipeline, made.modules, self.weights(), self.update, self.options.seed, body)
+    def on_ranks(self, body: Callable[[Session], T]) -> list[T]:
+        """What `body` returns on every rank, each with a session that holds the model's weights."""
+        return self.in_process.run(self.weights(), self.request.update, self.options.seed, body)
 
     def with_plan(self, plan: Plan) -> ParallelProgram:
         """The same program under another plan (no solving)."""
-        from autopar.passes.shard.replay import evaluate
-
+        request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
         if plan.microbatches != self.plan.microbatches:
-            from autopar.api import compile
-
-            free = replace(self.options, microbatches=plan.microbatches)
-            return compile(
-                self.model,
-                self.cluster,
-                self.example_inputs,
-                loss_fn=self.loss_fn,
-                optimizer=self.update,
-                options=free,
-                plan=plan,
-            )
+            return self.compile_again(request.replaying(plan))
         check_plan(plan, self.ir)
-        solution = evaluate(self.ir, plan, Pricers(self.cluster), self.rules, self.setting)
-        made = emit_program(
-            self.model,
-            self.cluster,
-            self.ir,
-            self.exported,
-            [Candidate(plan, solution)],
-            self.rules,
-            self.setting,
-            replace(self.options, microbatches=plan.microbatches),
-            self.update,
-            self.example_inputs,
-            self.loss_fn,
-            self.targets,
-        )
-        made.timings.update(capture_s=self.timings.get("capture_s", 0.0), plan_s=0.0)
-        return made
+        task = Task(self.ir, self.cluster, self.rules, self.setting, request.options)
+        candidate = Candidate(plan, evaluate(self.ir, plan, task.pricers, self.rules, self.setting))
+        seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
+        return emit(request, self.captured, task, [candidate], seconds, self.compile_again)
 
 
-def in_process(
-    program: ParallelProgram, lowered: LoweredProgram, sources: Sequence[str], pipeline: str
-) -> running.InProcess:
-    """Emitted text as modules of this process."""
-    extra = user_ops_source(program, lowered)
-    shared = {"user_ops": extra[1]} if extra else None
-    modules = tuple(running.stage_module(source, f"autopar_stage_{i}", shared) for i, source in enumerate(sources))
-    return running.InProcess(pipeline_module(pipeline), modules)
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, shared ones under each of their names, and buffers."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
 def _batches(batches: Any) -> Iterable[Any]:
@@ -281,81 +169,58 @@ def _batches(batches: Any) -> Iterable[Any]:
     return list(batches)
 
 
-def emit_program(
-    model: nn.Module,
-    cluster: ClusterSpec,
-    program: Program,
-    exported: Exported,
-    candidates: list[Candidate],
-    rules: RuleBook,
-    setting: Setting,
-    options: Options,
-    update: UpdateRule,
-    inputs: Any,
-    loss_fn: Any,
-    targets: int,
+def emit(
+    request: Request,
+    captured: Captured,
+    task: Task,
+    candidates: Sequence[Candidate],
+    seconds: Mapping[str, float],
+    compile_again: Callable[[Request], ParallelProgram],
 ) -> ParallelProgram:
-    """Lower, check and emit the first candidate; the others become alternatives."""
-    best, pricers = candidates[0], Pricers(cluster)
+    """The first candidate lowered, checked and printed; the others become alternatives. task: whose candidates they are.
+    seconds: spent so far, by name."""
     started = time.perf_counter()
-    lowered = best.lowered or lower(program, best.plan, pricers, rules)
-    check_program(lowered, rules)
-    counted = best.account or account(lowered, best.plan.stages, program.templates, pricers, setting, rules)
-    done = time.perf_counter()
-    name = type(model).__name__
+    best = task.finish(candidates[0])
+    assert best.lowered is not None
+    check_program(best.lowered, task.rules)
+    checked = time.perf_counter()
+    decision = _decision(task, best, candidates[1:])
+    emitted = _printed(best.lowered, captured.program, type(request.model).__name__)
+    timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
+    return ParallelProgram(request, captured, decision, emitted, timings, compile_again)
+
+
+def _printed(lowered: LoweredProgram, program: Program, name: str) -> Emitted:
+    """The lines as text. name: of the model."""
     sources = tuple(stage_source(s, f"Stage {s.index} of {name} on {s.mesh}.") for s in lowered.stages)
-    pipeline = pipeline_source(lowered, program, f"The pipeline of {name} on {best.plan.ranks} ranks.")
-    emitted = time.perf_counter()
-    step_s = replace(best, account=counted).step_s if len(lowered.stages) == 1 else counted.step_time_s
-    prediction = Prediction(step_s, counted.peak_bytes, counted.comm_time_s)
-    plan = replace(
-        best.plan,
-        predicted={
-            "step_time_s": prediction.step_time_s,
-            "peak_bytes": prediction.peak_bytes,
-            "comm_time_s": prediction.comm_time_s,
-        },
-        precision=options.precision or "",
-    )
-    others = tuple(
+    ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
+    return Emitted(lowered, sources, pipeline_source(lowered, program, f"The pipeline of {name} on {ranks} ranks."))
+
+
+def _decision(task: Task, best: Candidate, others: Sequence[Candidate]) -> Decision:
+    """best: lowered and accounted for."""
+    account, solution, rules = best.account, best.solution, task.rules
+    assert account is not None
+    step_s = best.step_s if len(best.plan.stages) == 1 else account.step_time_s
+    predicted = Prediction(step_s, account.peak_bytes, account.comm_time_s)
+    precision = task.options.precision or ""
+    alternatives = tuple(
         Alternative(
-            f"{c.plan.origin} {c.plan.show_meshes()}",
-            replace(c.plan, precision=plan.precision),
-            Prediction(c.step_s, c.solution.memory, 0.0),
+            f"{other.plan.origin} {other.plan.show_meshes()}",
+            replace(other.plan, precision=precision),
+            Prediction(other.step_s, other.solution.memory, 0.0),
         )
-        for c in candidates[1:]
+        for other in others
     )
-    solution = best.solution
-    solver = {
-        "method": solution.method,
-        "gap": solution.gap,
-        "nodes_before": solution.before.get("nodes", 0),
-        "nodes_after": solution.after.get("nodes", 0),
-        "variables_before": solution.before.get("variables", 0),
-        "variables_after": solution.after.get("variables", 0),
-        "unknown_ops": list(rules.unknown),
-        "discovered_rules": dict(rules.discovered),
-    }
-    timings = {"capture_s": 0.0, "plan_s": 0.0, "lower_s": done - started, "emit_s": emitted - done}
-    return ParallelProgram(
-        plan,
-        cluster,
-        prediction,
-        others,
-        timings,
-        solver,
-        program,
-        lowered,
-        sources,
-        pipeline,
-        options,
-        update,
-        model,
-        exported,
-        rules,
-        setting,
-        inputs,
-        counted,
-        loss_fn,
-        targets,
+    solver = SolverFacts(
+        solution.method,
+        solution.gap,
+        solution.before.get("nodes", 0),
+        solution.after.get("nodes", 0),
+        solution.before.get("variables", 0),
+        solution.after.get("variables", 0),
+        list(rules.unknown),
+        dict(rules.discovered),
     )
+    plan = replace(best.plan, predicted=asdict(predicted), precision=precision)
+    return Decision(plan, predicted, alternatives, solver, task.setting, rules, account)

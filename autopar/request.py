@@ -1,32 +1,112 @@
-"""What the arguments of `compile` must be, beyond their types: losses and their targets, batch dims, plans."""
+"""What a call of `compile` asks for, checked once: everything after it may rely on a `Request`."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from autopar.capture.inputs import LossFunction, batch_dim, batch_size, check_batch_dims, split_example
+from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.errors import InputError, PlanError
-from autopar.ir.program import Program
 from autopar.options import PRECISIONS, Options
 from autopar.plan import Plan
+from autopar.runtime.update_rule import UpdateRule
 
 
-def check_options(options: Any, plan: Any) -> None:
-    """Raises InputError unless options are Options and the plan is a Plan or a path."""
-    if not isinstance(options, Options):
-        raise InputError(f"options must be autopar.Options(…), not {type(options).__name__}")
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A model to be compiled for a cluster.
+
+    inputs: the example inputs of the global batch, nested as the user builds batches; the last `targets` entries go to
+    the loss. update: what the optimizer's step does. plan: to be replayed instead of searching for one; microbatches and
+    precision of the options are then those of the plan.
+    """
+
+    model: nn.Module
+    cluster: ClusterSpec
+    inputs: Any
+    targets: int
+    loss_fn: LossFunction | None
+    update: UpdateRule
+    options: Options
+    plan: Plan | None = None
+
+    @property
+    def batch(self) -> int:
+        """Samples of the global batch."""
+        return batch_size(self.inputs, self.options.batch_dims)
+
+    def replaying(self, plan: Plan) -> Request:
+        """The same request, to be met by this plan. Raises PlanError where it asks for something else, InputError where
+        batch or devices do not allow it."""
+        options = self.options
+        if options.microbatches not in (None, 1, plan.microbatches):
+            raise PlanError(
+                f"this plan has {plan.microbatches} microbatches, Options ask for {options.microbatches}; set "
+                f"Options(microbatches={plan.microbatches})"
+            )
+        options = replace(options, microbatches=plan.microbatches, precision=_planned_precision(plan, options))
+        request = replace(self, options=options, plan=plan)
+        _check(request)
+        return request
+
+
+def make_request(
+    model: nn.Module,
+    cluster: ClusterSpec | str | Path,
+    example_inputs: Any,
+    loss_fn: LossFunction | None,
+    update: UpdateRule,
+    options: Options,
+    plan: Plan | str | Path | None = None,
+) -> Request:
+    """The request that the arguments of `compile` make. Raises InputError, ClusterError, PlanError."""
     if plan is not None and not isinstance(plan, (Plan, str, Path)):
         raise InputError(f"plan must be an autopar.Plan or the path of a plan.json, not {type(plan).__name__}")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}; wrap a function in a Module")
+    if loss_fn is not None and not callable(loss_fn):
+        raise InputError(f"loss_fn must be callable (output, *targets) -> scalar, not {type(loss_fn).__name__}")
+    inputs, targets = split_example(model, example_inputs, loss_fn)
+    request = Request(model, as_cluster(cluster), inputs, targets, loss_fn, update, options)
+    if plan is not None:
+        return request.replaying(plan if isinstance(plan, Plan) else Plan.load(plan))
+    _check(request)
+    return request
 
 
-def check_precision(precision: str | None, cluster: ClusterSpec) -> None:
+def checked_options(options: Options | None) -> Options:
+    """The options, or the default ones. Raises InputError for anything else."""
+    if options is not None and not isinstance(options, Options):
+        raise InputError(f"options must be autopar.Options(…), not {type(options).__name__}")
+    return options or Options()
+
+
+def as_cluster(cluster: ClusterSpec | str | Path) -> ClusterSpec:
+    """A ClusterSpec from a spec, a file or a preset's name."""
+    if isinstance(cluster, ClusterSpec):
+        return cluster
+    if isinstance(cluster, (str, Path)):
+        if Path(cluster).suffix in (".yaml", ".yml", ".json") or Path(cluster).is_file():
+            return ClusterSpec.from_file(cluster)
+        return ClusterSpec.preset(str(cluster))
+    raise InputError(f"cluster must be a ClusterSpec, a preset's name or a file, not {type(cluster).__name__}")
+
+
+def _check(request: Request) -> None:
+    """Raises InputError where options, cluster and batch do not go together."""
+    options, ranks = request.options, request.cluster.size
+    _check_precision(options.precision, request.cluster)
+    options.forced_mesh(ranks // options.pp if options.pp else ranks, ranks)
+    _check_batch(request)
+
+
+def _check_precision(precision: str | None, cluster: ClusterSpec) -> None:
     """Raises InputError where a device of the cluster has no arithmetic in the dtype that is asked for."""
     if precision is None:
         return
@@ -42,7 +122,7 @@ def check_precision(precision: str | None, cluster: ClusterSpec) -> None:
         )
 
 
-def planned_precision(plan: Plan, options: Options) -> str | None:
+def _planned_precision(plan: Plan, options: Options) -> str | None:
     """The precision of a plan that is replayed. Raises PlanError where the options ask for another."""
     if options.precision not in (None, plan.precision):
         said = f"precision={plan.precision!r}" if plan.precision else "the model's own dtypes"
@@ -53,55 +133,21 @@ def planned_precision(plan: Plan, options: Options) -> str | None:
     return plan.precision or None
 
 
-def most_targets(loss_fn: Any) -> int:
-    """Targets the loss may take: optional arguments of torch's own losses (weight, reduction, …) are no targets."""
-    target = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
-    try:
-        parameters = list(inspect.signature(target).parameters.values())
-    except (TypeError, ValueError):
-        return 1
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 1 << 30
-    own = str(getattr(target, "__module__", "")).split(".")[0] != "torch"
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(sum(own or p.default is p.empty for p in places) - 1, 0)
-
-
-def check_batch_dims(given: Any, leaves: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-    """Raises InputError where `Options.batch_dims` names an input, or a dim, that does not exist."""
-    if isinstance(given, dict) and (unknown := given.keys() - set(names)):
-        raise InputError(
-            f"Options.batch_dims names {', '.join(map(repr, sorted(unknown)))}; inputs are {', '.join(names)}"
-        )
-    if isinstance(given, (list, tuple)) and len(given) > len(leaves):
-        raise InputError(f"Options.batch_dims has {len(given)} entries for {len(leaves)} inputs")
-    rows = enumerate(zip(leaves, names, strict=True))
-    for leaf, name, dim in (
-        (x, n, given.get(n) if isinstance(given, dict) else given[i] if i < len(given or ()) else None)
-        for i, (x, n) in rows
-    ):
-        if dim is not None and not 0 <= dim < leaf.ndim:
-            raise InputError(f"Options.batch_dims says dim {dim} of input {name}, whose shape is {tuple(leaf.shape)}")
-
-
-def check_plan(plan: Plan, program: Program) -> None:
-    """Raises PlanError where stages, calls and parameters of a plan for `program` do not add up."""
-    ranks = sum(size for _, size in {(s.mesh.offset, s.mesh.size) for s in plan.stages})
-    if ranks != plan.ranks:
-        raise PlanError(f"the plan is corrupt: its meshes have {ranks} ranks in all, it says {plan.ranks}")
-    if [c for s in plan.stages for c in range(*s.calls)] != list(range(len(program.calls))):
-        held = ", ".join(f"{first} to {last}" for first, last in (s.calls for s in plan.stages))
-        raise PlanError(
-            f"the plan is corrupt: its stages hold calls {held}; in order they must hold each of the program's "
-            f"{len(program.calls)} once"
-        )
-    for stage in plan.stages:
-        for name, p in stage.parameters.items():
-            coarser = [
-                fine[: len(whole)] != whole for fine, whole in zip(p.optimizer.dims, p.storage.dims, strict=False)
-            ]
-            if any(coarser) or len(p.optimizer.dims) != len(p.storage.dims):
-                raise PlanError(
-                    f"parameter {name}: the optimizer state {p.optimizer.show()} must be sharded at least like the stored "
-                    f"parameter {p.storage.show()}, over the same axes first"
-                )
+def _check_batch(request: Request) -> None:
+    """Raises InputError where the batch (of the first input) does not divide by microbatches and data-parallel ranks."""
+    options = request.options
+    leaves, names, _ = flatten(request.inputs)
+    if not leaves:
+        raise InputError("example_inputs hold no tensor")
+    check_batch_dims(options.batch_dims, leaves, names)
+    dim = batch_dim(options.batch_dims, 0, names[0])
+    if leaves[0].ndim == 0 or dim is None:
+        return
+    size, microbatches = leaves[0].shape[dim], options.microbatches or 1
+    ranks = options.least_data_parallel(request.cluster.size)
+    batch = f"batch of {size} (input {names[0] or 0}) is not divisible by"
+    if size % microbatches:
+        raise InputError(f"{batch} microbatches={microbatches}; choose a divisor of {size}")
+    if size // microbatches % ranks:
+        times = f" times microbatches={microbatches}" if microbatches > 1 else ""
+        raise InputError(f"{batch} dp={ranks}{times}; use a batch that is a multiple, or another mesh")

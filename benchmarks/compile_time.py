@@ -140,7 +140,7 @@ def measure(case: Case, time_limit_s: float) -> dict[str, Any]:
         "emit_s": round(timings["emit_s"], 3),
         "plan_lower_emit_s": round(sum(timings[key] for key in ("plan_s", "lower_s", "emit_s")), 3),
         "compile_s": round(compile_s, 3),
-        "solver": dict(program.solver),
+        "solver": dataclasses.asdict(program.solver),
         "predicted_step_s": program.predicted.step_time_s,
         "predicted_peak_gib": round(program.predicted.peak_bytes / 2**30, 2),
         "rss_before_gib": round(before_bytes / 2**30, 3),

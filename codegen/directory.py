@@ -17,76 +17,115 @@ import functools
 import inspect
 import json
 import shutil
-import textwrap
-import types
 import warnings
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autopar import runtime
-from autopar.codegen.facts import facts
-from autopar.codegen.stage import registered_ops, render
+from autopar.capture.trees import flatten
+from autopar.codegen.stage import render
+from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
-from autopar.ops.custom import USER_FUNCTIONS
+from autopar.plan import Plan
 from autopar.runtime.update_rule import UpdateRule
 
+MOST_RANK_FILES = 1024
+LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
 
-def write_directory(program: Any, directory: Path) -> Path:
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
+    table name, on the meta device where there are none. inputs: a global batch. ranks_per_node: of the cluster. facts: of
+    program.json."""
+
+    plan: Plan
+    lowered: LoweredProgram
+    sources: tuple[str, ...]
+    pipeline: str
+    update: UpdateRule | None
+    seed: int
+    weights: Mapping[str, torch.Tensor]
+    inputs: Any
+    ranks_per_node: int
+    facts: Mapping[str, Any]
+
+
+def write_directory(contents: Contents, directory: Path) -> Path:
     """Write everything; returns the directory. Raises EmitError when a part cannot be written."""
-    update = update_entry(program.update) if program.training else None
+    update = update_entry(contents.update) if contents.update is not None else None
     directory.mkdir(parents=True, exist_ok=True)
-    program.plan.save(directory / "plan.json")
-    for name in ("stages", "ranks", "weights"):
-        shutil.rmtree(directory / name, ignore_errors=True)
-    (directory / "user_ops.py").unlink(missing_ok=True)
-    for name in ("stages", "ranks"):
-        (directory / name).mkdir()
-    for i, source in enumerate(program.sources):
-        (directory / "stages" / f"stage_{i}.py").write_text(source)
-    (directory / "pipeline.py").write_text(program.pipeline)
-    for rank in range(min(program.plan.ranks, 1024)):
-        (directory / "ranks" / f"rank_{rank}.py").write_text(render("rank.py.j2", rank=rank, **_place(program, rank)))
-    home = Path(inspect.getfile(runtime)).parent
-    target = directory / "autopar_runtime"
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(home, target, ignore=shutil.ignore_patterns("__pycache__"))
-    own = user_ops_source(program)
-    if own is not None:
-        (directory / "user_ops.py").write_text(own[0])
-    weights = _weights(program, directory)
+    _write_plan(contents, directory)
+    _write_runtime(contents, directory)
     manifest = {
-        "world_size": program.plan.ranks,
+        "world_size": contents.plan.ranks,
         "pipeline": "pipeline.py",
-        "training": program.training,
+        "training": contents.update is not None,
         "update": update,
-        "seed": program.options.seed,
-        "weights": weights,
-        "inputs": _inputs(program),
-        "placement": list(program.plan.placement) or None,
+        "seed": contents.seed,
+        "weights": _write_weights(contents.weights, directory),
+        "inputs": _inputs(contents.inputs),
+        "placement": list(contents.plan.placement) or None,
     }
     (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    (directory / "program.json").write_text(json.dumps(facts(program), indent=1) + "\n")
-    ranks = program.plan.ranks
-    per_node = program.cluster.levels[0].group_size if program.cluster.levels else ranks
-    per_node = min(per_node, ranks)
-    for name in ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml"):
-        text = render(f"{name}.j2", ranks=ranks, nodes=max(ranks // per_node, 1), per_node=per_node)
-        (directory / name).write_text(text)
-    (directory / "launch.sh").chmod(0o755)
+    (directory / "program.json").write_text(json.dumps(contents.facts, indent=1) + "\n")
+    _write_launchers(contents.plan.ranks, contents.ranks_per_node, directory)
     return directory
 
 
-def _place(program: Any, rank: int) -> dict[str, Any]:
-    """Group, stages and mesh coordinates (per stage where there are several) of a rank."""
-    group = program.group_of(rank)
-    stages = program.lowered.graph.groups[group]
-    where = [program.plan.stages[s].mesh.coordinate(rank) for s in stages]
-    named = [{a: w[a] for a in program.plan.stages[s].mesh.names} for s, w in zip(stages, where, strict=True)]
-    return {"group": group, "stages": list(stages), "coordinates": named[0] if len(named) == 1 else named}
+def _write_plan(contents: Contents, directory: Path) -> None:
+    """plan.json, pipeline.py, and the files of stages and ranks."""
+    contents.plan.save(directory / "plan.json")
+    (directory / "pipeline.py").write_text(contents.pipeline)
+    for name in ("stages", "ranks", "weights"):
+        shutil.rmtree(directory / name, ignore_errors=True)
+    for name in ("stages", "ranks"):
+        (directory / name).mkdir()
+    for i, source in enumerate(contents.sources):
+        (directory / "stages" / f"stage_{i}.py").write_text(source)
+    for rank, place in _places(contents.lowered):
+        if rank < MOST_RANK_FILES:
+            (directory / "ranks" / f"rank_{rank}.py").write_text(render("rank.py.j2", rank=rank, **place))
+
+
+def _write_runtime(contents: Contents, directory: Path) -> None:
+    """What the files import: the runtime, and the user's ops."""
+    target = directory / "autopar_runtime"
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(Path(inspect.getfile(runtime)).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
+    (directory / "user_ops.py").unlink(missing_ok=True)
+    names = used_ops(contents.lowered)
+    if names:
+        (directory / "user_ops.py").write_text(user_ops_source(names))
+
+
+def _write_launchers(ranks: int, ranks_per_node: int, directory: Path) -> None:
+    per_node = min(ranks_per_node, ranks)
+    for name in LAUNCHERS:
+        text = render(f"{name}.j2", ranks=ranks, nodes=max(ranks // per_node, 1), per_node=per_node)
+        (directory / name).write_text(text)
+    (directory / "launch.sh").chmod(0o755)
+
+
+def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every rank with its group, stages and mesh coordinates (per stage where there are several)."""
+    for group, stages in enumerate(lowered.graph.groups):
+        meshes = [lowered.stages[s].mesh for s in stages]
+        for rank in range(meshes[0].offset, meshes[0].offset + meshes[0].size):
+            coordinates = [{axis: mesh.coordinate(rank)[axis] for axis in mesh.names} for mesh in meshes]
+            yield (
+                rank,
+                {
+                    "group": group,
+                    "stages": list(stages),
+                    "coordinates": coordinates[0] if len(coordinates) == 1 else coordinates,
+                },
+            )
 
 
 def update_entry(rule: UpdateRule) -> dict[str, Any] | None:
@@ -128,11 +167,11 @@ def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | Non
     return {"module": module, "name": name, "kwargs": kwargs}
 
 
-def _weights(program: Any, directory: Path) -> str | None:
-    weights = program.weights()
+def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> str | None:
+    """The folder of the weights; None where the model has none."""
     if any(w.is_meta for w in weights.values()):
         return None
-    from autopar.runtime.checkpoint import write_full
+    from autopar.runtime.checkpoint import write_full  # takes as long to import as all of autopar
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -140,39 +179,14 @@ def _weights(program: Any, directory: Path) -> str | None:
     return "weights"
 
 
-def _inputs(program: Any) -> list[dict[str, Any]]:
+def _inputs(batch: Any) -> list[dict[str, Any]]:
     """Global-batch shape of every input, and for integers the largest safe random value."""
-    from autopar.capture.trees import flatten
-
-    leaves, names, _ = flatten(program.example_inputs)
+    leaves, names, _ = flatten(batch)
     rows = []
     for leaf, name in zip(leaves, names, strict=True):
         row: dict[str, Any] = {"name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
         if not leaf.dtype.is_floating_point:
-            known = leaf.device.type != "meta" and type(leaf) is torch.Tensor and leaf.numel()
-            row["high"] = max(int(leaf.max()) + 1, 1) if known else 2
+            has_values = leaf.device.type != "meta" and type(leaf) is torch.Tensor and leaf.numel()
+            row["high"] = max(int(leaf.max()) + 1, 1) if has_values else 2
         rows.append(row)
     return rows
-
-
-def user_ops_source(program: Any, lowered: LoweredProgram | None = None) -> tuple[str, types.ModuleType] | None:
-    """Source of the user's registered ops that a program uses, and the same as a module."""
-    used = frozenset[str]().union(*map(registered_ops, (lowered or program.lowered).stages))
-    if not used:
-        return None
-    module = types.ModuleType("user_ops")
-    parts = ["import math", "", "import torch", "import torch.nn.functional as F", "from torch import Tensor", ""]
-    for name in sorted(used):
-        entry = USER_FUNCTIONS[name]
-        setattr(module, name, entry.function)
-        parts.append(entry.source if entry.source else _source(entry.function, name))
-    return "\n".join(parts) + "\n", module
-
-
-def _source(function: Any, name: str) -> str:
-    try:
-        lines = textwrap.dedent(inspect.getsource(function)).splitlines()
-    except (OSError, TypeError) as error:
-        raise EmitError(f"the source of the registered op {name} is not available; define it in a file") from error
-    start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("def "))
-    return "\n\n" + "\n".join(lines[start:])

@@ -6,63 +6,74 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from autopar import runtime
+from autopar.codegen.pipeline import pipeline_module
+from autopar.codegen.user_ops import used_ops, user_ops_module
+from autopar.ir.lowered import LoweredProgram
 from autopar.runtime import attention, ops, random, rnn
 from autopar.runtime.comm import Comm
 from autopar.runtime.session import Session
 from autopar.runtime.tables import world_mesh
 from autopar.runtime.threads import run_threads
-from autopar.runtime.update_rule import OptimizerFactory, UpdateRule
+from autopar.runtime.update_rule import UpdateRule
 
 T = TypeVar("T")
-
-
-def stage_module(source: str, name: str, extra: Mapping[str, Any] | None = None) -> types.ModuleType:
-    """Execute a stage file. `autopar_runtime` is this package's runtime; `extra` are other importable modules."""
-    sys.modules.setdefault("autopar_runtime", runtime)
-    for sub in (ops, attention, rnn, random):
-        setattr(runtime, sub.__name__.rsplit(".", 1)[1], sub)
-    for key, value in (extra or {}).items():
-        sys.modules[key] = value
-    module = types.ModuleType(name)
-    exec(compile(source, f"<{name}>", "exec"), module.__dict__)
-    return module
 
 
 @dataclass(frozen=True)
 class InProcess:
     """An emitted program as modules of this process: pipeline.py and every stage."""
 
-    pipeline: Any
-    modules: tuple[Any, ...]
+    pipeline: types.ModuleType
+    stages: tuple[types.ModuleType, ...]
+
+    def run(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        update: UpdateRule | None,
+        seed: int,
+        body: Callable[[Session], T],
+        dtype: torch.dtype | None = None,
+    ) -> list[T]:
+        """Start a session on every rank, load weights, run `body`; results in rank order."""
+
+        def rank(comm: Comm) -> T:
+            session = Session(self.pipeline, self.stages, comm, update, seed, dtype=dtype)
+            session.load_weights(weights)
+            return body(session)
+
+        return self.run_bare(rank)
+
+    def run_bare(self, rank: Callable[[Comm], T]) -> list[T]:
+        """What `rank` returns on every rank, in rank order; each runs as a thread."""
+        threads = torch.get_num_threads()
+        try:
+            return run_threads(self.pipeline.WORLD, world_mesh(self.pipeline), rank)
+        finally:
+            torch.set_num_threads(threads)
 
 
-def run_ranks(
-    pipeline: Any,
-    modules: Sequence[Any],
-    weights: Mapping[str, torch.Tensor],
-    update: UpdateRule | OptimizerFactory | None,
-    seed: int,
-    body: Callable[[Session], T],
-    dtype: torch.dtype | None = None,
-    timeout_s: float = 600.0,
-) -> list[T]:
-    """Start a session on every rank, load weights, run `body`; results in rank order. modules: of all stages."""
+def load(lowered: LoweredProgram, sources: Sequence[str], pipeline: str) -> InProcess:
+    """The modules that emitted text makes. lowered: what the text was made of."""
+    names = used_ops(lowered)
+    shared = {"user_ops": user_ops_module(names)} if names else {}
+    stages = tuple(stage_module(source, f"autopar_stage_{i}", shared) for i, source in enumerate(sources))
+    return InProcess(pipeline_module(pipeline), stages)
 
-    def rank(comm: Comm) -> T:
-        session = Session(pipeline, modules, comm, update, seed, dtype=dtype)
-        session.load_weights(weights)
-        return body(session)
 
-    threads = torch.get_num_threads()
-    try:
-        return run_threads(pipeline.WORLD, world_mesh(pipeline), rank, timeout_s)
-    finally:
-        torch.set_num_threads(threads)
+def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleType] | None = None) -> types.ModuleType:
+    """Execute a stage file. `autopar_runtime` is this package's runtime; `importable` are other modules it may import."""
+    sys.modules.setdefault("autopar_runtime", runtime)
+    for part in (ops, attention, rnn, random):
+        setattr(runtime, part.__name__.rsplit(".", 1)[1], part)
+    sys.modules.update(importable or {})
+    module = types.ModuleType(name)
+    exec(compile(source, f"<{name}>", "exec"), module.__dict__)
+    return module
 
 
 def train(session: Session, batches: Sequence[Sequence[torch.Tensor]], steps: int) -> list[torch.Tensor]:

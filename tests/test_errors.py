@@ -76,8 +76,8 @@ def test_optional_targets_of_a_loss_of_ones_own_are_allowed() -> None:
     def loss(out: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         return (F.cross_entropy(out, y, reduction="none") * (1.0 if weight is None else weight)).mean()
 
-    assert build(loss_fn=loss).targets == 1
-    assert build(inputs=(X, Y, torch.rand(8)), loss_fn=loss).targets == 2
+    assert build(loss_fn=loss).request.targets == 1
+    assert build(inputs=(X, Y, torch.rand(8)), loss_fn=loss).request.targets == 2
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -67,3 +69,54 @@ def test_installed_wings_import_from_anywhere(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "[]"
+
+
+def imported_from(cwd: Path, *after: Path) -> set[Path]:
+    """Files of the modules that `import autopar` loads in a folder. after: folders to look in after it; what is installed
+    beside this interpreter is found, but for editable installations (they need the .pth files that -S skips)."""
+    paths = [*map(str, after), *dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))]
+    code = f"""
+import sys
+sys.path += {paths}
+import autopar
+print(*(m.__file__ for name, m in sys.modules.items() if name.split(".")[0] == "autopar"), sep="\\n")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", "-c", code]
+    ran = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return {cwd / line for line in ran.stdout.splitlines()}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder that holds the sources as a checkout does."""
+    (tmp_path / "checkout").mkdir()
+    for folder in WINGS:
+        (tmp_path / "checkout" / folder).symlink_to(ROOT / folder)
+    return tmp_path / "checkout"
+
+
+def test_a_checkout_imports_all_its_wings(checkout: Path) -> None:
+    files = imported_from(checkout)
+    assert {file.relative_to(checkout).parts[0] for file in files} == set(WINGS)
+
+
+def test_a_checkout_imports_its_own_wings_where_autopar_is_installed_too(
+    checkout: Path, wheel: zipfile.ZipFile, tmp_path: Path
+) -> None:
+    wheel.extractall(tmp_path / "site")
+    files = imported_from(checkout, tmp_path / "site")
+    assert {file.relative_to(checkout).parts[0] for file in files} == set(WINGS)
+
+
+def test_an_installed_wheel_imports_from_anywhere(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path / "site")
+    (tmp_path / "elsewhere").mkdir()
+    inside = {
+        file.relative_to(tmp_path / "site").parts[:2]
+        for file in imported_from(tmp_path / "elsewhere", tmp_path / "site")
+    }
+    assert {("autopar", wing) for wing in ("passes", "costmodel", "codegen")} < inside

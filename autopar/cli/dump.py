@@ -27,7 +27,7 @@ from autopar.costmodel.simulate import Timeline, simulate
 from autopar.errors import AutoparError, InputError
 from autopar.ir.actions import StageGraph, parse_row
 from autopar.ir.mesh import Mesh
-from autopar.report import size_text, time_text
+from autopar.ir.text import size_text, time_text
 
 Facts = dict[str, Any]
 VERSION = 2

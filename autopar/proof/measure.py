@@ -20,8 +20,6 @@ from autopar.counter import ByteCounter
 from autopar.program import ParallelProgram
 from autopar.runtime.comm import Comm
 from autopar.runtime.session import Session
-from autopar.runtime.tables import world_mesh
-from autopar.runtime.threads import run_threads
 
 T = TypeVar("T")
 
@@ -55,36 +53,35 @@ def train_within(
 
     Raises MemoryLimitError, which names the rank, the op and what it asked for, where a rank needs more.
     """
-    given = [program.leaves(batch) for batch in batches]
+    leaves_of_batches = [program.leaves(batch) for batch in batches]
 
     def body(session: Session, counter: ByteCounter) -> tuple[list[float], float]:
-        return [session.train_step(leaves).item() for leaves in given], float(counter.peak)
+        return [session.train_step(leaves).item() for leaves in leaves_of_batches], float(counter.peak)
 
-    found = _counted(program, body, limit_bytes)
-    return tuple(found[0][0]), tuple(peak for _, peak in found)
+    ranks = _counted(program, body, limit_bytes)
+    return tuple(ranks[0][0]), tuple(peak for _, peak in ranks)
 
 
 def _counted(
     program: ParallelProgram, body: Callable[[Session, ByteCounter], T], limit_bytes: float | None = None
 ) -> list[T]:
     """Run `body` on every rank, a thread each with its own counter, from the start of the session on."""
-    weights, made = program.weights(), program._program
+    weights, modules = program.weights(), program.in_process
 
     def rank(comm: Comm) -> T:
         counter = ByteCounter(limit_bytes, f"rank {comm.rank}")
         _send_uncounted(comm, counter)
         with counter:
-            session = Session(made.pipeline, made.modules, comm, program.update, program.options.seed)
+            session = Session(modules.pipeline, modules.stages, comm, program.request.update, program.options.seed)
             session.load_weights(weights)
             return body(session, counter)
 
-    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # what only the garbage collector would free counts as alive
     try:
-        return run_threads(made.pipeline.WORLD, world_mesh(made.pipeline), rank)
+        return modules.run_bare(rank)
     finally:
-        torch.set_num_threads(threads)
         if collecting:
             gc.enable()
 
@@ -93,7 +90,7 @@ def _step(session: Session, batch: Sequence[torch.Tensor], training: bool) -> No
     session.train_step(batch) if training else session.forward(batch, local=True)
 
 
-def _send_uncounted(comm: Any, counter: ByteCounter) -> None:
+def _send_uncounted(comm: Comm, counter: ByteCounter) -> None:
     """The thread backend copies a message when it is sent; the copy is the transport's."""
     start = comm.start_messages
 
@@ -101,4 +98,4 @@ def _send_uncounted(comm: Any, counter: ByteCounter) -> None:
         with counter.paused():
             return start(messages)
 
-    comm.start_messages = start_messages
+    comm.start_messages = start_messages  # type: ignore[method-assign]

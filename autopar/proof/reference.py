@@ -1,7 +1,8 @@
-"""The user's model run as it is: how a batch splits into model inputs and loss targets."""
+"""The reference: the user's model and optimizer, run eagerly on one device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,7 +10,50 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.capture.export import own_loss, split_inputs
+from autopar.capture.trees import flatten
+from autopar.program import ParallelProgram
+from autopar.proof.casts import cast, copy_of, map_tensors, promoted
 from autopar.runtime.update_rule import Named, UpdateRule, make_optimizers
+
+
+def eager_values(
+    program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """What the model computes in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
+
+    program: says what the loss and the optimizer's step are.
+    """
+    reference = copy_of(model).to(dtype)
+    reference.train(model.training)
+    loss_fn = program.request.loss_fn
+    loss_fn = copy_of(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
+    inputs = map_tensors(batch, lambda t: cast(t, dtype))
+    if not program.training:
+        with promoted(dtype, model), torch.no_grad():
+            return {f"output/{i}": t for i, t in enumerate(flatten(run_model(reference, inputs))[0])}
+    values: dict[str, torch.Tensor] = {}
+    named = dict(reference.named_parameters())
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    update = EagerUpdate(program.request.update, list(trained.items()))
+    parts = program.plan.microbatches if program.ir.loss_kind == "coupled" else 1
+    for step in range(steps):
+        for p in trained.values():
+            p.grad = None
+        with promoted(dtype, model):
+            total = torch.zeros(())
+            for piece in microbatches(inputs, parts, program):
+                loss = loss_of(reference, piece, loss_fn, program.request.targets) / parts
+                loss.backward()
+                total = total + loss.detach()
+        values[f"loss/{step}"] = total.clone()
+        update.clip()
+        if step == 0:
+            values |= {f"grad/{n}": p.grad.clone() for n, p in named.items() if p.grad is not None}
+        update.step(total)
+    values |= {f"param/{n}": p.detach() for n, p in named.items()}
+    persistent = reference.state_dict().keys()
+    values |= {f"buffer/{n}": b for n, b in reference.named_buffers() if n in persistent}
+    return values
 
 
 def run_model(model: nn.Module, inputs: Any) -> Any:
@@ -49,3 +93,18 @@ class EagerUpdate:
             one.step()
         for scheduler in self.schedulers:
             scheduler.step(*((loss.item(),) if isinstance(scheduler, ReduceLROnPlateau) else ()))
+
+
+def microbatches(inputs: Any, parts: int, program: ParallelProgram) -> Iterator[Any]:
+    """The batch in so many parts along its batch dims."""
+    if parts == 1:
+        yield inputs
+        return
+    for k in range(parts):
+        shapes = iter(zip(program.ir.inputs, program.ir.batch_dims, strict=True))
+
+        def cut(t: torch.Tensor, k: int = k, shapes: Any = shapes) -> torch.Tensor:
+            (_, type_), dim = next(shapes)
+            return t if dim is None or tuple(t.shape) == type_.shape else t.chunk(parts, dim)[k]
+
+        yield map_tensors(inputs, cut)

@@ -35,21 +35,20 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """State by name. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
-        from . import checkpoint
+        from .dtensors import merge, pack  # torch.distributed.tensor takes most of a second to import
 
-        entries = self.state_entries()
-        return checkpoint.merge({name: checkpoint.pack(entry) for name, entry in entries.items()}, self.comm)
+        return merge({name: pack(entry) for name, entry in self.state_entries().items()}, self.comm)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of state_dict, for any plan: full tensors and DTensors of any layout are taken."""
-        from . import checkpoint
+        from .dtensors import unpack
 
         self.prepare_optimizer_state({name: _signature(value) for name, value in state.items()})
         entries = self.state_entries()
         missing = [name for name in entries if name not in state]
         if missing:
             raise CheckpointError(f"the state has no {', '.join(missing[:5])} ({len(missing)} missing)")
-        self.accept({name: checkpoint.unpack(state[name], entry) for name, entry in entries.items()})
+        self.accept({name: unpack(state[name], entry) for name, entry in entries.items()})
 
     def state_entries(self) -> dict[str, StateEntry]:
         """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied."""

@@ -8,8 +8,7 @@ from autopar.errors import PlanError
 from autopar.passes.search.task import Task
 from autopar.passes.shard.mesh_plan import Candidate
 from autopar.passes.shard.replay import evaluate
-from autopar.plan import Plan
-from autopar.request import check_plan
+from autopar.plan import Plan, check_plan
 
 
 def replayed(task: Task, plan: Plan) -> Candidate:

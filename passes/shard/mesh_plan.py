@@ -8,13 +8,12 @@ unrestricted optimum on the same mesh is never predicted worse.
 from __future__ import annotations
 
 import fnmatch
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.errors import ConstraintError, InfeasibleError, InputError, ShardingError
+from autopar.errors import ConstraintError, InfeasibleError, ShardingError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -27,7 +26,7 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.rules.structure import parameter_groups
 from autopar.passes.shard.batch import batch_factors
-from autopar.passes.shard.graph import FactorGraph, Key
+from autopar.passes.shard.graph import Key
 from autopar.passes.shard.offload import offloaded
 from autopar.passes.shard.problem import Allowed, Problem
 from autopar.passes.shard.solve import Shortage, Solution, solve
@@ -57,14 +56,9 @@ def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None =
     ranks: of a stage of a pipeline (default: the whole cluster).
     """
     ranks = cluster.size if ranks is None else ranks
-    if options.mesh is not None:
-        mesh = Mesh.from_dict(options.mesh)
-        if mesh.size != ranks:
-            where = f"the cluster has {ranks}" if ranks == cluster.size else f"a stage of the pipeline has {ranks}"
-            raise InputError(
-                f"Options.mesh {dict(options.mesh)} has {mesh.size} ranks, {where}; make the axis sizes multiply to {ranks}"
-            )
-        return [mesh]
+    forced = options.forced_mesh(ranks, cluster.size)
+    if forced is not None:
+        return [forced]
     meshes = [Mesh.of(dp=ranks)]
     fast = cluster.levels[0].group_size if cluster.levels else ranks
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
@@ -261,22 +255,3 @@ def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> S
                 parameters[name] = ParameterPlan(*state)
     stage = StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
     return offloaded(program, stage, problem.pricer.device, problem.setting)
-
-
-def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:
-    """Any assignment: every state is valid on its own, conversions make up for every disagreement."""
-    return [rng.randrange(len(states)) for states in graph.states]
-
-
-def random_mesh(ranks: int, rng: random.Random) -> Mesh:
-    """A random factorisation of the ranks into one to three axes."""
-    names = ["dp", "tp", "cp"]
-    rest, axes = ranks, []
-    for name in names[: rng.randint(1, 3)]:
-        divisors = [d for d in range(1, rest + 1) if rest % d == 0]
-        size = rng.choice(divisors)
-        axes.append((name, size))
-        rest //= size
-    axes[0] = (axes[0][0], axes[0][1] * rest)
-    rng.shuffle(axes)
-    return Mesh(tuple(axes))

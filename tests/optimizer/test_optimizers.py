@@ -82,6 +82,11 @@ def program(request):
     return compiled(where=request.param)
 
 
+def with_update(program, update):
+    """The program with another rule for its optimizer's step."""
+    return replace(program, request=replace(program.request, update=update))
+
+
 def equal_to_eager(program, steps=4):
     result = autopar.verify(program, Net(), BATCH, steps=steps)
     assert result.max_error <= 1e-9, sorted(result.errors.items(), key=lambda row: -row[1])[:3]
@@ -102,7 +107,7 @@ def test_elementwise_optimizers_run_on_shards_as_on_one_device(program, name):
     for kwargs in VARIANTS[name]:
         for foreach in ({}, {"foreach": True}, {"foreach": False}) if "fused" not in kwargs else ({},):
             factory = functools.partial(getattr(torch.optim, name), **kwargs, **foreach)
-            equal_to_eager(replace(program, update=UpdateRule(factory)))
+            equal_to_eager(with_update(program, UpdateRule(factory)))
 
 
 # --- whole tensors --------------------------------------------------------------------------------------------------------
@@ -245,16 +250,16 @@ def groups(named_parameters):
 def test_groups_scheduler_clipping_and_scaling_together_equal_one_device(program):
     cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
     rule = UpdateRule(groups, cosine, autopar.ClipNorm(0.1), loss_scaling=autopar.LossScaling(), compensated=True)
-    equal_to_eager(replace(program, update=rule))
+    equal_to_eager(with_update(program, rule))
     for seed in range(3):
         other = program.with_plan(autopar.random_plan(program, seed))
-        equal_to_eager(replace(other, update=replace(rule, clip_norm=autopar.ClipNorm(0.1, float("inf")))))
+        equal_to_eager(with_update(other, replace(rule, clip_norm=autopar.ClipNorm(0.1, float("inf")))))
 
 
 def test_a_plateau_is_judged_by_the_loss(program):
     plateau = functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5)
     rule = UpdateRule(functools.partial(torch.optim.SGD, lr=0.5), plateau)
-    equal_to_eager(replace(program, update=rule), steps=5)
+    equal_to_eager(with_update(program, rule), steps=5)
 
 
 def test_arguments_of_compile_make_the_rule():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.proof.reference import loss_of
-from autopar.proof.verify import _cast, _map, _pieces
+from autopar.proof.casts import cast, map_tensors
+from autopar.proof.reference import loss_of, microbatches
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +43,7 @@ def eager(
 ) -> Curve:
     """The model on one device in `dtype`; low: under autocast, which leaves parameters and optimizer in `dtype`."""
     model = copy.deepcopy(model).to(dtype)
-    inputs = _map(batch, lambda t: _cast(t, dtype))
+    inputs = map_tensors(batch, lambda t: cast(t, dtype))
     named = dict(model.named_parameters())
     trained = [p for p in named.values() if p.requires_grad]
     optimizer = program.optimizer(trained)
@@ -52,9 +52,9 @@ def eager(
     for _ in range(steps):
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
-        for piece in _pieces(inputs, parts, program):
+        for piece in microbatches(inputs, parts, program):
             with _autocast(low):
-                loss = loss_of(model, piece, program.loss_fn, program.targets) / parts
+                loss = loss_of(model, piece, program.request.loss_fn, program.request.targets) / parts
             loss.backward()
             total += loss.detach().double()
         optimizer.step()
@@ -75,12 +75,14 @@ def rounded(program: autopar.Program, model: nn.Module, batch: Any, steps: int, 
     """Eager training in 16 bits with float32 master weights: the whole model runs in 16 bits, outputs meet the loss in
     float32, gradients update float32 parameters."""
     master, model = copy.deepcopy(model).float(), copy.deepcopy(model).to(low)
-    inputs = _map(batch, lambda t: _cast(t, low))
+    inputs = map_tensors(batch, lambda t: cast(t, low))
     kept, used = dict(master.named_parameters()), dict(model.named_parameters())
     optimizer = program.optimizer([p for p in kept.values() if p.requires_grad])
 
     def loss_fn(*args: Any) -> Tensor:
-        return program.loss_fn(*(_map(a, lambda t: t.float() if t.is_floating_point() else t) for a in args))
+        return program.request.loss_fn(
+            *(map_tensors(a, lambda t: t.float() if t.is_floating_point() else t) for a in args)
+        )
 
     losses = []
     for _ in range(steps):
@@ -88,7 +90,7 @@ def rounded(program: autopar.Program, model: nn.Module, batch: Any, steps: int, 
             for name, parameter in kept.items():
                 used[name].copy_(parameter)
         model.zero_grad()
-        loss = loss_of(model, inputs, None if program.loss_fn is None else loss_fn, program.targets)
+        loss = loss_of(model, inputs, None if program.request.loss_fn is None else loss_fn, program.request.targets)
         loss.backward()
         for name, parameter in used.items():
             kept[name].grad = None if parameter.grad is None else parameter.grad.float()

@@ -234,8 +234,8 @@ def test_checkpoints_hold_parked_state(tmp_path: Path) -> None:
             checkpoint.load(tmp_path, session)
             return running.train(session, [batch], 2)
 
-        first._ranks(save)
-        for losses in second._ranks(resume):
+        first.on_ranks(save)
+        for losses in second.on_ranks(resume):
             assert all(map(torch.equal, losses, expected))
 
 

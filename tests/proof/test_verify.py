@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.lines import AddGradient, Compute, Convert, Function, Line, Ref, Site, SumLoss, WriteBuffer
 from autopar.ir.lowered import LoweredStage
-from autopar.proof.verify import Verification, compare
+from autopar.proof.compare import compare
+from autopar.proof.verify import Verification
 from tests.capture.equal import SGD
 
 BATCH = (torch.randn(8, 8), torch.arange(8))
@@ -72,7 +73,8 @@ def mutated(
 
 def with_stage(program: autopar.Program, stage: LoweredStage) -> autopar.Program:
     """The program with another first stage."""
-    return replace(program, lowered=replace(program.lowered, stages=(stage, *program.stages[1:])))
+    lowered = replace(program.lowered, stages=(stage, *program.stages[1:]))
+    return replace(program, emitted=replace(program.emitted, lowered=lowered))
 
 
 def refuted(program: autopar.Program, model: nn.Module) -> dict[str, float]:

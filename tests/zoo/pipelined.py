@@ -46,7 +46,8 @@ def on_ranks(
 ) -> autopar.Program:
     """A zoo model to lay plans for `ranks` ranks over (`with_plan(random_plan(…))`)."""
     program = captured(name, microbatches, samples, training)
-    return dataclasses.replace(program, cluster=autopar.ClusterSpec.local(ranks))
+    request = dataclasses.replace(program.request, cluster=autopar.ClusterSpec.local(ranks))
+    return dataclasses.replace(program, request=request)
 
 
 def assert_right(program: autopar.Program, name: str, tolerance: float = 1e-9) -> None:

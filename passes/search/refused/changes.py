@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec, scaled
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, Change
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
+from autopar.ir.text import size_text, time_text
 from autopar.options import Options
 from autopar.passes.account.program import Account
 from autopar.passes.batch.microbatch import in_microbatches
@@ -35,7 +36,6 @@ from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.mesh_plan import Candidate
 from autopar.passes.shard.offload import KINDS
-from autopar.report import size_text, time_text
 
 SettingFor = Callable[[int], Setting]
 """The setting on so many ranks: what an optimizer updates as whole tensors may depend on them."""
@@ -46,23 +46,7 @@ MOST_RANKS = 1024
 """Times as many ranks as there are, at most."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A request that can be met: `autopar.compile` with these options on this cluster, and a batch of that size.
-
-    kind: "recompute", "microbatches", "offload", "batch" or "ranks". text: what is changed, in words.
-    """
-
-    kind: str
-    text: str
-    options: Options
-    cluster: ClusterSpec
-    batch: int
-    step_time_s: float
-    peak_bytes: float
-
-    def __str__(self) -> str:
-        return f"{self.text}: {time_text(self.step_time_s)} a step, {size_text(self.peak_bytes)} per rank"
+PlannedChange = Change[Options, ClusterSpec]
 
 
 @dataclass(frozen=True)
@@ -74,21 +58,22 @@ class _Attempt:
     task: Task
     batch: int
 
-    def met_by(self, plan: Account) -> Change:
+    def met_by(self, plan: Account) -> PlannedChange:
         """The change, with what its plan costs."""
-        options, cluster = self.task.options, self.task.cluster
-        return Change(self.kind, self.text, options, cluster, self.batch, plan.step_time_s, plan.peak_bytes)
+        step_s, peak_bytes, task = plan.step_time_s, plan.peak_bytes, self.task
+        words = f"{self.text}: {time_text(step_s)} a step, {size_text(peak_bytes)} per rank"
+        return Change(self.kind, self.text, task.options, task.cluster, self.batch, step_s, peak_bytes, words)
 
 
 def nearest_changes(
     task: Task, batch: int, setting_for: SettingFor, total_s: float
-) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+) -> tuple[tuple[PlannedChange, ...], tuple[str, ...]]:
     """The nearest change of every kind under which a plan was found; and, in words, those for which time was too short.
 
     batch: of the whole step. total_s: seconds for all.
     """
     end = time.monotonic() + total_s
-    changes: list[Change] = []
+    changes: list[PlannedChange] = []
     cut_off: list[str] = []
     for attempts in (
         _recompute(task, batch),
@@ -251,10 +236,7 @@ def _more_ranks(task: Task, batch: int, setting_for: SettingFor) -> Iterator[_At
 def _divides(task: Task, batch: int) -> bool:
     """Whether the batch divides by a data-parallel axis that the options force, as `autopar.compile` wants it."""
     options = task.options
-    dp = int((options.mesh or {}).get("dp", 1))
-    if options.strategy in ("dp", "zero1", "zero3") and options.mesh is None:
-        dp = task.cluster.size // (options.pp or len(options.stage_boundaries or ()) + 1)
-    return batch // (options.microbatches or 1) % dp == 0
+    return batch // (options.microbatches or 1) % options.least_data_parallel(task.cluster.size) == 0
 
 
 def _hopeless(task: Task, batch: int) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autopar.errors import InfeasibleError
+from autopar.ir.text import time_text
 from autopar.passes.search.refused.changes import SettingFor, nearest_changes
 from autopar.passes.search.refused.shortage import memory_shortage
 from autopar.passes.search.task import Task
-from autopar.report import time_text
 
 
 def explained(task: Task, batch: int, setting_for: SettingFor, error: InfeasibleError | None = None) -> InfeasibleError:

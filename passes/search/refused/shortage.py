@@ -8,10 +8,10 @@ such plan is at hand, kinds are a lower bound: all that rests, shared by all ran
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, MemoryShortage
+from autopar.ir.text import size_text
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.lower_bounds import least_bytes, model_bytes, model_bytes_on_devices
@@ -20,43 +20,24 @@ from autopar.passes.search.refused.smallest import SOLVER_S, SmallPlan, smallest
 from autopar.passes.search.stages.limits import asks_for_pipeline
 from autopar.passes.search.task import Task
 from autopar.passes.shard.mesh_plan import Candidate
-from autopar.report import size_text
 
 SMALLEST_S = 10.0
 """Seconds for the smallest plan."""
 
 
-@dataclass(frozen=True)
-class MemoryShortage:
-    """Bytes per rank of the smallest plan against the limit.
-
-    plan: which it is, in words; empty where kinds are a lower bound of any plan. by_kind: "parameters", "gradients",
-    "optimizer", "buffers", "held for backward", "for a moment"; they add up to needed_bytes. in_all: bytes of the whole
-    model by kind, once. step_time_s: of the smallest plan, if memory were enough; None for a bound.
-    """
-
-    ranks: int
-    limit_bytes: float
-    needed_bytes: float
-    by_kind: Mapping[str, float] = field(default_factory=dict)
-    in_all: Mapping[str, float] = field(default_factory=dict)
-    plan: str = ""
-    step_time_s: float | None = None
-
-    @property
-    def short_bytes(self) -> float:
-        """What is missing on a rank."""
-        return self.needed_bytes - self.limit_bytes
-
-    def __str__(self) -> str:
-        whole = ", ".join(f"{kind} {size_text(n)}" for kind, n in self.in_all.items())
-        kinds = ", ".join(f"{_WORDS.get(kind, kind)} {size_text(n)}" for kind, n in self.by_kind.items() if n >= 0.5)
-        if not self.plan:
-            return f"per rank at least {size_text(self.needed_bytes)} of {size_text(self.limit_bytes)}: {kinds} (in all: {whole})"
-        return (
-            f"nothing fits in {size_text(self.limit_bytes)} per rank: the smallest plan ({self.plan}) needs "
-            f"{size_text(self.needed_bytes)}, {size_text(self.short_bytes)} too much: {kinds} (in all: {whole})"
+def in_words(shortage: MemoryShortage) -> MemoryShortage:
+    """The shortage with what it says in words."""
+    whole = ", ".join(f"{kind} {size_text(n)}" for kind, n in shortage.in_all.items())
+    kinds = ", ".join(f"{_WORDS.get(kind, kind)} {size_text(n)}" for kind, n in shortage.by_kind.items() if n >= 0.5)
+    needed, limit = size_text(shortage.needed_bytes), size_text(shortage.limit_bytes)
+    if not shortage.plan:
+        words = f"per rank at least {needed} of {limit}: {kinds} (in all: {whole})"
+    else:
+        words = (
+            f"nothing fits in {limit} per rank: the smallest plan ({shortage.plan}) needs "
+            f"{needed}, {size_text(shortage.short_bytes)} too much: {kinds} (in all: {whole})"
         )
+    return replace(shortage, words=words)
 
 
 _WORDS = {"optimizer": "optimizer state"}
@@ -69,14 +50,16 @@ def memory_shortage(task: Task, batch: int) -> MemoryShortage:
         return _lower_bound(task, batch)
     lowered, counted = smallest.candidate.lowered, smallest.account
     assert lowered is not None
-    return MemoryShortage(
-        task.cluster.size,
-        task.limit,
-        counted.peak_bytes,
-        peak_kinds(lowered, [s.memory for s in counted.stages]),
-        model_bytes(task),
-        _in_words(task, smallest.candidate),
-        counted.step_time_s,
+    return in_words(
+        MemoryShortage(
+            task.cluster.size,
+            task.limit,
+            counted.peak_bytes,
+            peak_kinds(lowered, [s.memory for s in counted.stages]),
+            model_bytes(task),
+            _plan_in_words(task, smallest.candidate),
+            counted.step_time_s,
+        )
     )
 
 
@@ -94,7 +77,7 @@ def _smallest_plan(task: Task, batch: int) -> SmallPlan | None:
     return min(plans, key=lambda plan: plan.account.peak_bytes, default=None)
 
 
-def _in_words(task: Task, candidate: Candidate) -> str:
+def _plan_in_words(task: Task, candidate: Candidate) -> str:
     """Which plan it is."""
     stage, M = candidate.plan.stages[0], candidate.plan.microbatches
     words = [f"{task.options.strategy} on {stage.mesh}"]
@@ -112,4 +95,4 @@ def _lower_bound(task: Task, batch: int) -> MemoryShortage:
     pieces = 1 if task.options.microbatches is not None else max(microbatch_counts(task, batch))
     if "activations" not in task.setting.offload and task.program.training:
         by_kind["held for backward"] = held / pieces / ranks
-    return MemoryShortage(ranks, task.limit, sum(by_kind.values()), by_kind, model_bytes(task))
+    return in_words(MemoryShortage(ranks, task.limit, sum(by_kind.values()), by_kind, model_bytes(task)))

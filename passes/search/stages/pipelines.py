@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from autopar.errors import NoRoomError
+from autopar.ir.text import size_text
 from autopar.passes.search.lower_bounds import least_bytes
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
@@ -24,7 +25,6 @@ from autopar.passes.search.stages.plan_of_draft import (
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.stage import StageShortage
-from autopar.report import size_text
 
 MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""

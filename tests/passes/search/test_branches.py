@@ -36,8 +36,9 @@ from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.segments import branches, calls_beside, segments, work_shares
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import Candidate, random_choice, random_mesh, stage_plan
+from autopar.passes.shard.mesh_plan import Candidate, stage_plan
 from autopar.passes.shard.problem import Problem
+from autopar.proof.random_plans import random_choice, random_mesh
 from tests.branching import Driving, driving_batch, driving_loss
 from tests.passes.branch.test_branch import partitions, random_problem
 from tests.passes.schedule.pipelines import dags

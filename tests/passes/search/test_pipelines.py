@@ -122,16 +122,16 @@ def test_devices_of_two_speeds_share_the_work_by_speed() -> None:
 
 
 def test_the_search_derives_smaller_batches_without_capturing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    import autopar.api as api
+    from autopar.passes.batch import captures
 
     captured: list[int] = []
-    real = api.capture_program
+    real = captures.capture_program
 
     def counting(model: nn.Module, inputs: object, *rest: object) -> object:
         captured.append(1)
         return real(model, inputs, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(api, "capture_program", counting)
+    monkeypatch.setattr(captures, "capture_program", counting)
     program = tower(nodes(5e9))
     assert program.plan.microbatches > 1
     assert len(captured) == 2

@@ -205,5 +205,5 @@ def test_three_axes_solve_to_optimality() -> None:
             optimizer=ADAMW,
             options=Options(mesh={"dp": 4, "tp": 2, "cp": 2}),
         )
-    assert program.solver["gap"] <= 1e-3
-    assert program.solver["variables_before"] > 100_000
+    assert program.solver.gap <= 1e-3
+    assert program.solver.variables_before > 100_000

@@ -107,5 +107,5 @@ def test_depth_costs_no_variables() -> None:
             model = Llama(LlamaShape(layers, 64, 128, 4, 2, 128), 32)
         ids = torch.empty(8, 32, dtype=torch.long, device="meta")
         program = autopar.compile(model, ClusterSpec.local(4), (ids, ids), optimizer=ADAMW)
-        sizes.add((program.solver["nodes_before"], program.solver["variables_before"]))
+        sizes.add((program.solver.nodes_before, program.solver.variables_before))
     assert len(sizes) == 1

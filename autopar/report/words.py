@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from autopar.compiled import Compiled
+from autopar.ir.lowered import LoweredStage, StoredParameter
+from autopar.ir.program import Program
 from autopar.ir.spec import Spec
+from autopar.ir.text import size_text, time_text
+from autopar.passes.search.placement import placement_gain
 
 
-def size_text(nbytes: float) -> str:
-    """`1.5 GB`."""
-    for unit, scale in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def time_text(seconds: float) -> str:
-    """`12.3 ms`."""
-    return (
-        f"{seconds:.3g} s"
-        if seconds >= 1
-        else f"{seconds * 1e3:.3g} ms"
-        if seconds >= 1e-3
-        else f"{seconds * 1e6:.3g} µs"
-    )
-
-
-def report(program: Any) -> str:
+def report(program: Compiled) -> str:
     """Text of `ParallelProgram.report()`."""
     plan, ir = program.plan, program.ir
     predicted, solver = program.predicted, program.solver
     where = f"mesh {program.stages[0].mesh}" if len(program.stages) == 1 else plan.show_meshes()
     lines = [
         f"{'training' if program.training else 'inference'} on {plan.ranks} ranks, {where}, chosen by "
-        f"{plan.origin} ({solver['method']}, gap {solver['gap']:.2%}, {solver['variables_before']} variables reduced to "
-        f"{solver['variables_after']})",
+        f"{plan.origin} ({solver.method}, gap {solver.gap:.2%}, {solver.variables_before} variables reduced to "
+        f"{solver.variables_after})",
         f"{len(ir.calls)} calls of {len(ir.templates)} templates: "
         + ", ".join(f"{name}×{ir.multiplicity[name]}" for name in ir.templates),
         f"predicted: step {time_text(predicted.step_time_s)}, of which communication {time_text(predicted.comm_time_s)}; "
@@ -62,27 +46,27 @@ def report(program: Any) -> str:
             f"  {a.name}: step {time_text(a.predicted.step_time_s)}, {size_text(a.predicted.peak_bytes)} held"
             for a in program.alternatives
         ]
-    if solver["unknown_ops"]:
-        lines.append(f"ops without a rule, run whole on every rank: {', '.join(solver['unknown_ops'])}")
-    for op, rule in solver["discovered_rules"].items():
+    if solver.unknown_ops:
+        lines.append(f"ops without a rule, run whole on every rank: {', '.join(solver.unknown_ops)}")
+    for op, rule in solver.discovered_rules.items():
         lines.append(f"rule of {op} found by experiment: {rule}")
     timings = program.timings
     lines.append("compiled in " + ", ".join(f"{k.removesuffix('_s')} {v:.2f} s" for k, v in timings.items()))
     return "\n".join(lines)
 
 
-def _masters(ir: Any) -> str:
+def _masters(ir: Program) -> str:
     """Dtypes that parameters are stored in."""
     return " and ".join(dict.fromkeys(str(p.type.dtype).removeprefix("torch.") for p in ir.parameters.values()))
 
 
-def _coupled(ir: Any) -> str:
+def _coupled(ir: Program) -> str:
     if ir.loss_kind != "coupled":
         return ""
     return " (the model's statistics couple the batch: each microbatch counts as a batch of its own)"
 
 
-def _pipeline(program: Any) -> list[str]:
+def _pipeline(program: Compiled) -> list[str]:
     """Stages, what they take and hold, and what the schedule loses."""
     timeline, lowered = program.account.timeline, program.lowered
     lines = [
@@ -106,13 +90,11 @@ def _pipeline(program: Any) -> list[str]:
     return lines
 
 
-def _placement(program: Any) -> list[str]:
+def _placement(program: Compiled) -> list[str]:
     """Which nodes ranks are moved to, where they are not in order."""
     placement = program.plan.placement
     if not placement:
         return []
-    from autopar.passes.search.placement import placement_gain
-
     level = program.cluster.levels[0]
     nodes: dict[int, list[int]] = {}
     for physical, logical in enumerate(placement):
@@ -125,8 +107,8 @@ def _placement(program: Any) -> list[str]:
     ]
 
 
-def _storage(stage: Any) -> list[str]:
-    kinds: dict[tuple[Spec, Spec], list[Any]] = {}
+def _storage(stage: LoweredStage) -> list[str]:
+    kinds: dict[tuple[Spec, Spec], list[StoredParameter]] = {}
     for p in stage.parameters.values():
         kinds.setdefault((p.storage, p.optimizer), []).append(p)
     lines = ["parameters:"]
@@ -138,7 +120,7 @@ def _storage(stage: Any) -> list[str]:
     return lines
 
 
-def _tiers(program: Any) -> list[str]:
+def _tiers(program: Compiled) -> list[str]:
     """What rests in memory tiers, and what moving it costs."""
     counted, lines = program.account, []
     for tier in sorted({tier for peaks in counted.tier_peaks for tier in peaks}):
@@ -155,7 +137,7 @@ def _tiers(program: Any) -> list[str]:
     return lines
 
 
-def _communication(program: Any) -> list[str]:
+def _communication(program: Compiled) -> list[str]:
     totals: dict[tuple[str, str], list[float]] = {}
     for c in program.account.collectives:
         row = totals.setdefault((c.kind, c.axis), [0, 0.0, 0.0])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from autopar.compiled import Compiled
 from autopar.ir.actions import show_row
 from autopar.ir.lines import Convert, Function, Line, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 
 
-def facts(program: Any) -> dict[str, Any]:
+def facts(program: Compiled) -> dict[str, Any]:
     """Everything about a program that its plan does not say."""
     counted = program.account
     return {
@@ -22,7 +24,7 @@ def facts(program: Any) -> dict[str, Any]:
         "training": program.training,
         "ranks": program.plan.ranks,
         "origin": program.plan.origin,
-        "solver": program.solver,
+        "solver": asdict(program.solver),
         "predicted": program.plan.predicted,
         "timings": program.timings,
         "memory": program.peak_kinds,
@@ -63,7 +65,7 @@ def facts(program: Any) -> dict[str, Any]:
     }
 
 
-def _stage(stage: LoweredStage, program: Any) -> dict[str, Any]:
+def _stage(stage: LoweredStage, program: Compiled) -> dict[str, Any]:
     counted = program.account.stages[stage.index]
     return {
         "mesh": dict(stage.mesh.axes),

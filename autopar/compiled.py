@@ -1,0 +1,193 @@
+"""What a compilation gives, by where it comes from: the request, what was captured, what was decided, what was emitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.ir.lowered import LoweredProgram, LoweredStage
+from autopar.ir.program import Program
+from autopar.ir.setting import Setting
+from autopar.options import Options
+from autopar.passes.account.program import Account
+from autopar.passes.batch.captures import Captured
+from autopar.passes.memory.peak import peak_kinds
+from autopar.passes.price.pricer import Pricers
+from autopar.passes.recompute.curve import as_data, curves
+from autopar.passes.rules.book import RuleBook
+from autopar.plan import Plan
+from autopar.request import Request
+from autopar.runtime.update_rule import OptimizerFactory
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model expects of a plan on one rank."""
+
+    step_time_s: float
+    peak_bytes: float
+    comm_time_s: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A baseline or runner-up."""
+
+    name: str
+    plan: Plan
+    predicted: Prediction
+
+
+@dataclass(frozen=True)
+class SolverFacts:
+    """How the plan was found. nodes, variables: of the sharding problem as it was built, and after reduction; gap: between
+    the plan's cost and a bound that no plan is below, relative. unknown_ops have no rule and run whole on every rank;
+    discovered_rules were found by experiment, op to rule."""
+
+    method: str
+    gap: float
+    nodes_before: int
+    nodes_after: int
+    variables_before: int
+    variables_after: int
+    unknown_ops: list[str]
+    discovered_rules: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The plan, what it is expected to cost, what else was looked at, and under what setting and rules it was found."""
+
+    plan: Plan
+    predicted: Prediction
+    alternatives: tuple[Alternative, ...]
+    solver: SolverFacts
+    setting: Setting = field(repr=False)
+    rules: RuleBook = field(repr=False)
+    account: Account = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """The plan as lines, and as text: pipeline.py and a file per stage."""
+
+    lowered: LoweredProgram
+    sources: tuple[str, ...]
+    pipeline: str
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """All that is known of a compiled program. timings: seconds of capture, plan, lower, emit."""
+
+    request: Request = field(repr=False)
+    captured: Captured = field(repr=False)
+    decision: Decision
+    emitted: Emitted = field(repr=False)
+    timings: dict[str, float]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.request.model
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return self.request.cluster
+
+    @property
+    def options(self) -> Options:
+        return self.request.options
+
+    @property
+    def optimizer(self) -> OptimizerFactory | None:
+        """The optimizer factory."""
+        return self.request.update.optimizer
+
+    @property
+    def ir(self) -> Program:
+        return self.captured.program
+
+    @property
+    def training(self) -> bool:
+        return self.ir.training
+
+    @property
+    def plan(self) -> Plan:
+        return self.decision.plan
+
+    @property
+    def predicted(self) -> Prediction:
+        return self.decision.predicted
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return self.decision.alternatives
+
+    @property
+    def solver(self) -> SolverFacts:
+        return self.decision.solver
+
+    @property
+    def setting(self) -> Setting:
+        return self.decision.setting
+
+    @property
+    def rules(self) -> RuleBook:
+        return self.decision.rules
+
+    @property
+    def account(self) -> Account:
+        return self.decision.account
+
+    @property
+    def lowered(self) -> LoweredProgram:
+        return self.emitted.lowered
+
+    @property
+    def stages(self) -> tuple[LoweredStage, ...]:
+        return self.lowered.stages
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.emitted.sources
+
+    @property
+    def pipeline(self) -> str:
+        return self.emitted.pipeline
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes and sizes of the first stage's mesh."""
+        return dict(self.plan.stages[0].mesh.axes)
+
+    @property
+    def pp(self) -> int:
+        """Groups of ranks that follow each other in the pipeline."""
+        return len(self.lowered.graph.groups)
+
+    def group_of(self, rank: int) -> int:
+        """Which row of the action table a rank runs. Raises InputError for ranks that do not exist."""
+        if not 0 <= rank < self.plan.ranks:
+            raise InputError(f"rank {rank} does not exist, the program has ranks 0 to {self.plan.ranks - 1}")
+        for g, stages in enumerate(self.lowered.graph.groups):
+            mesh = self.plan.stages[stages[0]].mesh
+            if mesh.offset <= rank < mesh.offset + mesh.size:
+                return g
+        raise InputError(f"rank {rank} belongs to no stage")
+
+    @cached_property
+    def peak_kinds(self) -> dict[str, float]:
+        """What the predicted peak consists of, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a
+        moment."""
+        return peak_kinds(self.lowered, [s.memory for s in self.account.stages])
+
+    def recompute_curves(self) -> list[dict[str, Any]]:
+        """Per stage what keeping less for backward would cost (`autopar.passes.recompute.curve`); nothing for inference."""
+        if not self.training:
+            return []
+        return as_data(curves(self.ir, self.plan, Pricers(self.cluster), self.rules))

@@ -1,0 +1,6 @@
+"""What a compiled program is: in words for people, as plain data for tools."""
+
+from autopar.report.facts import facts
+from autopar.report.words import report
+
+__all__ = ["facts", "report"]

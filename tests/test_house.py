@@ -1,0 +1,160 @@
+"""Imports run one way: every source file belongs to a room, and a room imports only rooms that stand before it.
+
+Imports are read from the source, those for types and those inside functions included, so nothing is left out because it is
+not executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+ORDER = """
+    errors
+    runtime
+    counter
+    ir
+    cluster
+    options
+    plan
+    ops
+    costmodel
+    optimizer
+    capture
+    request
+    codegen
+    passes.rules
+    passes.price
+    passes.schedule
+    passes.lower
+    passes.batch
+    passes.memory
+    passes.check
+    passes.account
+    passes.shard passes.recompute passes.stage passes.branch passes.place
+    passes.search
+    compiled
+    report
+    program
+    proof
+    api
+    cli
+"""
+"""Rooms in the order in which they may know each other; rooms in one line do not import each other. A room is a folder or
+a module of `autopar/`, the folder beside it of that name, or a folder of `passes/`."""
+
+PLACE = {room: place for place, line in enumerate(ORDER.split("\n")) for room in line.split()}
+WINGS = ("passes", "costmodel", "codegen")
+ENTRANCES = {"autopar": "the public names, which it imports from everywhere", "autopar.passes": "imports nothing"}
+"""Packages that are in no room."""
+MOST_ROOT_MODULES = 10
+
+
+def name_of(path: Path) -> str:
+    """The module that a file is once autopar is installed."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "autopar" else ("autopar", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {name_of(path): path for folder in ("autopar", *WINGS) for path in (ROOT / folder).rglob("*.py")}
+
+
+@functools.cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text())
+
+
+def imported(module: str) -> Iterator[str]:
+    """Full names of what a module imports: modules, or a module and a name in it."""
+    package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(tree_of(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            origin = ".".join(filter(None, (base, node.module)))
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def own_imports(module: str) -> set[str]:
+    """The modules of ours that a module imports. `from autopar.ir import spec` imports the module `autopar.ir.spec`."""
+    found = set()
+    for name in imported(module):
+        while name and name not in SOURCES:
+            name = name.rpartition(".")[0]
+        found |= {name} if name else set()
+    return found
+
+
+def room(module: str) -> str:
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[0] == "passes" else 1])
+
+
+IMPORTS = {module: own_imports(module) for module in SOURCES}
+ARROWS = [(a, b) for a, targets in IMPORTS.items() for b in sorted(targets) if {a, b}.isdisjoint(ENTRANCES)]
+
+
+def test_every_file_belongs_to_a_room() -> None:
+    assert len(SOURCES) > 200
+    assert {room(module) for module in SOURCES.keys() - ENTRANCES.keys()} == PLACE.keys()
+
+
+def test_only_the_users_names_stand_outside_the_order() -> None:
+    assert IMPORTS["autopar.passes"] == set()
+    assert [module for module in SOURCES if "autopar" in IMPORTS[module]] == []
+
+
+def test_no_import_goes_up() -> None:
+    up = [f"{a} imports {b}" for a, b in ARROWS if room(a) != room(b) and PLACE[room(a)] <= PLACE[room(b)]]
+    assert not up, "\n".join(up)
+
+
+def test_no_circle_of_modules() -> None:
+    circles = [sorted(group) for group in nx.strongly_connected_components(nx.DiGraph(ARROWS)) if len(group) > 1]
+    assert circles == []
+    assert [a for a, b in ARROWS if a == b] == []
+
+
+def test_the_runtime_imports_torch_and_the_standard_library_alone() -> None:
+    """It is copied beside emitted programs, where nothing else may be installed and autopar is not: its own modules it
+    imports relatively."""
+    for module in filter(in_runtime, SOURCES):
+        others = {name.split(".")[0] for name in imported(module) if not name.startswith("autopar.runtime.")}
+        assert others <= {"torch", *sys.stdlib_module_names}, module
+        absolute = [n.module for n in ast.walk(tree_of(module)) if isinstance(n, ast.ImportFrom) and not n.level]
+        assert not any((name or "").startswith("autopar") for name in absolute), module
+
+
+def in_runtime(module: str) -> bool:
+    return module not in ENTRANCES and room(module) == "runtime"
+
+
+def test_errors_import_nothing_of_ours() -> None:
+    assert IMPORTS["autopar.errors"] == set()
+
+
+def test_the_root_of_autopar_is_seen_at_a_glance() -> None:
+    modules = sorted(path.name for path in (ROOT / "autopar").glob("*.py"))
+    assert len(modules) <= MOST_ROOT_MODULES, modules
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_no_import_hides_in_a_string(module: str) -> None:
+    """`importlib.import_module` and `__import__` serve modules of the user alone, never our own."""
+    for node in ast.walk(tree_of(module)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called in ("import_module", "__import__", "find_spec", "spec_from_file_location"):
+            texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            assert not any(str(text).startswith(("autopar", ".")) for text in texts), f"{module}:{node.lineno}"
