@@ -22,7 +22,7 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 from autopar.passes.batch.captures import Captured
 from autopar.passes.check.lines import check_program
-from autopar.passes.search.spmd import Task
+from autopar.passes.search.task import Task
 from autopar.passes.shard.mesh_plan import Candidate
 from autopar.passes.shard.replay import evaluate
 from autopar.plan import Plan, check_plan
