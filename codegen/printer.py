@@ -18,7 +18,7 @@ from autopar.ir.call import schema_arguments
 from autopar.ir.lowered import Function, Line, Ref
 from autopar.ir.types import TensorType
 from autopar.ops.discover import target_of
-from autopar.ops.registry import Offset
+from autopar.ops.registry import Offset, find
 from autopar.passes.lower.template import Site
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
@@ -33,27 +33,6 @@ _BINARY = {
     "aten.div.Scalar": "/",
 }
 _METHODS = {"aten.reshape.default": "reshape", "aten.permute.default": "permute", "aten.expand.default": "expand"}
-_FACTORIES = (
-    "aten.full.",
-    "aten.zeros.",
-    "aten.ones.",
-    "aten.empty.",
-    "aten.arange.",
-    "aten.linspace.",
-    "aten.eye.",
-    "aten.scalar_tensor.",
-    "autopar.random_uniform",
-    "autopar.random_normal",
-    "aten.tril_indices.",
-    "aten.triu_indices.",
-)
-_HOME = {
-    "attention": "attention",
-    "attention_grad": "attention",
-    "attention_mask_grad": "attention",
-    "rnn": "rnn",
-    "rnn_grad": "rnn",
-}
 _DROPPED = ("device", "layout", "pin_memory", "memory_format")
 
 
@@ -96,7 +75,7 @@ class Printer:
         op = line.op
         if op.startswith("comm."):
             return self._collective(line)
-        if op.startswith("autopar."):
+        if op.startswith(("autopar.", "autopar_ops.")):
             return self._own(line)
         if op.startswith(("aten.", "prims.")):
             return self._aten(line)
@@ -120,18 +99,19 @@ class Printer:
         return f"rt.comm.all_to_all({x}, {rest[0]}, {rest[1]}, {axis!r})"
 
     def _own(self, line: Line) -> str:
-        name = line.op.removeprefix("autopar.")
+        definition, name = find(line.op), line.op.split(".")[1]
+        assert definition is not None
         known = {n for n, _, _ in schema_arguments(target_of(line.op))}
         args = [self.value(v) for k, v in line.kwargs.items() if k in known]
         for k, v in line.kwargs.items():
             if k not in known and v is not None and not (k == "offset" and v == 0):
                 args.append(f"{k}={self.value(v)}")
-        if ("key" in line.kwargs and name == "dropout") or name.startswith("random_"):
+        if definition.key_argument is not None and "key" in line.kwargs:
             args = [a for a in args if not a.startswith("key=")]
-            args.insert(2, self.value(line.kwargs["key"]))
-        if line.op.startswith(_FACTORIES):
+            args.insert(definition.key_argument, self.value(line.kwargs["key"]))
+        if definition.factory:
             args.append("device=rt.device")
-        return f"{_HOME.get(name, 'ops')}.{name}({', '.join(args)})"
+        return f"{definition.home}.{name}({', '.join(args)})"
 
     def _aten(self, line: Line) -> str:
         given = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
@@ -149,7 +129,8 @@ class Printer:
         if line.op == "aten._to_copy.default":
             return f"{given['self']}.to({self.value(given['dtype'])})"
         text = self._call(f"{line.op.removesuffix('.default')}", line.op, given)
-        if line.op.startswith(_FACTORIES):
+        definition = find(line.op)
+        if definition is not None and definition.factory:
             return text[:-1] + (", " if not text.endswith("(") else "") + "device=rt.device)"
         return text
 
@@ -170,9 +151,6 @@ class Printer:
         return f"{function}({', '.join(args)})"
 
     def _library(self, line: Line) -> str:
-        namespace, name = line.op.split(".")[:2]
-        if namespace == "autopar_ops":
-            return f"user_ops.{name}({', '.join(self.value(v) for v in line.kwargs.values())})"
         return self._call(f"torch.ops.{line.op.removesuffix('.default')}", line.op, line.kwargs)
 
 

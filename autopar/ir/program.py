@@ -21,16 +21,6 @@ from autopar.ir.call import OpCall, Operand, bind
 from autopar.ir.types import TensorType
 
 Phase = Literal["F", "B", "W"]
-RANDOM_OPS = frozenset(
-    {
-        "autopar.dropout",
-        "autopar.random_uniform",
-        "autopar.random_normal",
-        "autopar.attention",
-        "autopar.attention_grad",
-        "autopar.attention_mask_grad",
-    }
-)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
 from autopar.ir.types import TensorType
-from autopar.ops.registry import Maker
+from autopar.ops.labels import Maker
 
 _MOST_ELEMENTS = 1 << 23
 _MANY_ELEMENTS = 1 << 18

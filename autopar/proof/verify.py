@@ -29,7 +29,8 @@ from autopar.codegen.stage import stage_source
 from autopar.errors import InputError
 from autopar.ir.lowered import Function, Line, LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import RANDOM_OPS, op_name
+from autopar.ir.program import op_name
+from autopar.ops.registry import find
 from autopar.passes.lower import lower
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.mesh_plan import extract
@@ -145,8 +146,8 @@ def _random(program: ParallelProgram) -> bool:
 
 
 def _only_dropout(program: ParallelProgram) -> bool:
-    names = {op_name(n.target) for t in program.ir.templates.values() for n in t.ops}
-    return not names & {"autopar.random_uniform", "autopar.random_normal"}
+    definitions = [find(op_name(n.target)) for t in program.ir.templates.values() for n in t.ops]
+    return not any(d is not None and d.random and d.factory for d in definitions)
 
 
 # --- our side -----------------------------------------------------------------------------------------------------------
@@ -165,7 +166,8 @@ def without_dropout(lowered: LoweredProgram) -> LoweredProgram:
     """The same lines with every dropout probability 0."""
 
     def quiet(line: Line) -> Line:
-        if line.op not in RANDOM_OPS or "p" not in line.kwargs:
+        definition = find(line.op)
+        if definition is None or not definition.random or "p" not in line.kwargs:
             return line
         return replace(line, kwargs={**line.kwargs, "p": 0.0})
 

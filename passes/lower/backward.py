@@ -9,9 +9,8 @@ from autopar.ir.lowered import Function, Line, Port, Ref
 from autopar.ir.program import Call, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
+from autopar.ops.registry import find
 from autopar.passes.lower.stage import Builder, Held, StageContext
-
-MAKE_NEW = ("autopar.linear_dw", "autopar.conv_dw", "autopar.embedding_grad")
 
 
 class Backward(Builder):
@@ -216,7 +215,8 @@ class Backward(Builder):
         name = function.returns[slot if lowered.weights else len(lowered.input_grads) + slot] or ""
         maker = next((line.op for line in function.lines if name in line.outs), "")
         readers = sum(name in line.reads() for line in function.lines)
-        return maker in MAKE_NEW and not readers and function.returns.count(name) == 1
+        definition = find(maker)
+        return definition is not None and definition.fresh and not readers and function.returns.count(name) == 1
 
     def _weights(self) -> Function:
         """`weights`: the parameter gradients of all calls, from what `backward` kept."""

@@ -20,6 +20,7 @@ from autopar.counter import ByteCounter
 from autopar.ir.lowered import Line, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.types import TensorType
+from autopar.ops.registry import find
 from autopar.runtime import attention, ops, rnn
 from autopar.runtime.comm import Call, Comm
 from autopar.runtime.gather import Gather, start_gathers
@@ -166,7 +167,8 @@ def _probe(line: Line, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
             "call": 0,
         }
         function = eval(f"lambda {', '.join(names)}: {text}", space)
-        if line.op.startswith("autopar.rnn"):
+        definition = find(line.op)
+        if definition is not None and definition.hidden_workspace:
             return _recurrent(function, layouts)
         found = watch(lambda tensors: function(*tensors), layouts)
     except Exception:  # an op without a meta implementation, or one that looks at data

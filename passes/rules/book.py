@@ -6,7 +6,6 @@ import warnings
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
-from autopar.ops import rules as _rules  # noqa: F401  (registers rules)
 from autopar.ops.discover import discover
 from autopar.ops.registry import find
 
@@ -28,7 +27,7 @@ class RuleBook:
 
     def _find(self, call: OpCall) -> Rule:
         definition = find(call.op)
-        if definition is not None:
+        if definition is not None and definition.rule is not None:
             return definition.rule(call)
         found = discover(call)
         if found is not None and found.shardable:

@@ -12,19 +12,6 @@ from autopar.ir.program import Template, is_getitem, op_name, operand_nodes
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 
-_PASSES = (
-    "aten.add.",
-    "aten._to_copy.",
-    "aten.neg.",
-    "aten.cat.",
-    "aten.stack.",
-    "aten.slice_backward.",
-    "aten.select_backward.",
-    "aten.constant_pad_nd.",
-    "aten.slice_scatter.",
-    "aten.select_scatter.",
-)
-
 
 def wide_gradients(template: Template) -> dict[str, TensorType]:
     """Values that become parameter gradients and nothing else, and are narrower than the parameter: the type to reduce."""
@@ -64,4 +51,4 @@ def late_upcasts(template: Template) -> frozenset[str]:
 def _passes(op: str) -> bool:
     """Whether an op hands a gradient on as it is, moved or added to others."""
     definition = find(op)
-    return op.startswith(_PASSES) or (definition is not None and definition.free)
+    return definition is not None and (definition.free or definition.carries)
