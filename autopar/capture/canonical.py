@@ -77,10 +77,10 @@ def _constant(module: fx.GraphModule, node: fx.Node) -> None:
         )
     graph = module.graph
     with graph.inserting_before(node):
-        made = graph.call_function(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype})
-    made.meta["type"] = TensorType(tuple(value.shape), value.dtype)
-    made.meta["val"] = value
-    node.replace_all_uses_with(made)
+        new = graph.call_function(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype})
+    new.meta["type"] = TensorType(tuple(value.shape), value.dtype)
+    new.meta["val"] = value
+    node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 

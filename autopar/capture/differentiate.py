@@ -125,8 +125,8 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
     env: dict[fx.Node, Any] = dict(zip(segment.reads, values, strict=True))
     casts: dict[Any, Any] = {}
     for node in segment.nodes:
-        if is_cast(node) and (known := casts.get((node.args[0], node.kwargs["dtype"]))) is not None:
-            env[node] = known
+        if is_cast(node) and (same_cast := casts.get((node.args[0], node.kwargs["dtype"]))) is not None:
+            env[node] = same_cast
             continue
         args = fx.map_arg(node.args, lambda n: env[n])
         kwargs = {k: v for k, v in fx.map_arg(node.kwargs, lambda n: env[n]).items() if k != "pin_memory"}
@@ -229,13 +229,15 @@ def _rename(node: fx.Node, name: str, taken: set[str]) -> None:
 
 def _mark_phases(graph: fx.Graph, tangents: Sequence[fx.Node], outs: Sequence[fx.Node]) -> None:
     """Phase F or W, and source, of every node; `mark_input_gradients` then finds the B among the W."""
-    late = set(tangents)
+    after_tangents = set(tangents)
     for node in graph.nodes:
-        if any(n in late for n in node.all_input_nodes):
-            late.add(node)
+        if any(n in after_tangents for n in node.all_input_nodes):
+            after_tangents.add(node)
     forward = _ancestors(outs)
     for node in graph.nodes:
-        node.meta["phase"] = "F" if node in forward or (node.op == "placeholder" and node not in late) else "W"
+        node.meta["phase"] = (
+            "F" if node in forward or (node.op == "placeholder" and node not in after_tangents) else "W"
+        )
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["source"] = source_of(node) or next(

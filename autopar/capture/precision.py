@@ -38,11 +38,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def use_dtype(read: fx.Node, inside: Collection[fx.Node]) -> torch.dtype | None:
     """The low dtype in which ops of a segment read a parameter, where all of them do."""
-    found: set[Any] = set()
+    dtypes: set[Any] = set()
     for user in read.users:
         if user in inside:
-            found.add(user.kwargs["dtype"] if is_cast(user) else None)
-    only = found.pop() if len(found) == 1 else None
+            dtypes.add(user.kwargs["dtype"] if is_cast(user) else None)
+    only = dtypes.pop() if len(dtypes) == 1 else None
     return only if isinstance(only, torch.dtype) and only.itemsize < read.meta["val"].dtype.itemsize else None
 
 
@@ -139,12 +139,12 @@ class _Pass:
             if value in self.parameters and value.op == "call_function" and not is_getitem(value):
                 (source,) = (n for n in value.all_input_nodes if n in self.parameters)
                 first = self._as(source, dtype, user)
-                made = self.graph.node_copy(value, lambda n: first if n is source else n)
-                made.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), TIED: "next"}
-                return made
-            made = self.graph.call_function(CAST, (value,), {"dtype": dtype})
-        made.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), MARK: True, TIED: "next"}
-        return made
+                new = self.graph.node_copy(value, lambda n: first if n is source else n)
+                new.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), TIED: "next"}
+                return new
+            new = self.graph.call_function(CAST, (value,), {"dtype": dtype})
+        new.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), MARK: True, TIED: "next"}
+        return new
 
     def _back(self, value: fx.Node, user: fx.Node) -> fx.Node:
         """A value in the dtype that the model gives it."""
@@ -170,15 +170,10 @@ class _Pass:
         if value is node and isinstance(node.meta["val"], (tuple, list)):
             return
         with self.graph.inserting_after(last):
-            made = self.graph.call_function(CAST, (value,), {"dtype": self.low})
-        made.meta = {
-            **_place(node),
-            "val": self._like(_first(node.meta["val"]), self.low),
-            MARK: True,
-            TIED: "previous",
-        }
-        value.replace_all_uses_with(made, lambda user: user is not made)
-        self.was[made] = self.was[value]
+            new = self.graph.call_function(CAST, (value,), {"dtype": self.low})
+        new.meta = {**_place(node), "val": self._like(_first(node.meta["val"]), self.low), MARK: True, TIED: "previous"}
+        value.replace_all_uses_with(new, lambda user: user is not new)
+        self.was[new] = self.was[value]
 
     @staticmethod
     def _replace(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
@@ -250,7 +245,7 @@ def _map(value: Any, change: Any) -> Any:
 
 
 def cast_again(graph: fx.Graph) -> None:
-    """Let backward cast once more what it would hold twice. Nodes have phases; what is made here is late.
+    """Let backward cast once more what it would hold twice. Nodes have phases; the casts added here are backward's.
 
     A widened value is never held for backward: the narrow one is. A narrowed one is not where the wide one is held.
     """
@@ -259,13 +254,13 @@ def cast_again(graph: fx.Graph) -> None:
             if node.op != "call_function" or node.target is not CAST or node.meta["phase"] != "F":
                 continue
             source = node.args[0]
-            late = [u for u in node.users if u.op == "call_function" and u.meta["phase"] != "F"]
+            late_users = [u for u in node.users if u.op == "call_function" and u.meta["phase"] != "F"]
             before, after = source.meta["type"].dtype, node.meta["type"].dtype
-            if not late or not (before.is_floating_point and after.is_floating_point):
+            if not late_users or not (before.is_floating_point and after.is_floating_point):
                 continue
             held = any(u.op == "call_function" and u.meta["phase"] != "F" for u in source.users)
             if (after.itemsize > before.itemsize) if widened else (after.itemsize < before.itemsize and held):
-                with graph.inserting_before(late[0]):
-                    made = graph.node_copy(node)
-                made.meta = {**node.meta, "phase": "W"}
-                node.replace_all_uses_with(made, lambda user, late=late: user in late)
+                with graph.inserting_before(late_users[0]):
+                    new = graph.node_copy(node)
+                new.meta = {**node.meta, "phase": "W"}
+                node.replace_all_uses_with(new, lambda user, late_users=late_users: user in late_users)

@@ -105,22 +105,22 @@ def _layers(
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
     x = x.transpose(0, 1) if batch_first else x
-    per, ways = 4 if biases else 2, 2 if bidirectional else 1
-    if len(params) != per * ways * layers:
+    per, directions = 4 if biases else 2, 2 if bidirectional else 1
+    if len(params) != per * directions * layers:
         raise CaptureError(
             f"{mode} with a projection (proj_size) is not supported; use proj_size=0 and a Linear after it"
         )
     lasts: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outs = []
-        for way in range(ways):
-            k = layer * ways + way
+        for direction in range(directions):
+            k = layer * directions + direction
             weights = list(params[k * per : (k + 1) * per]) + [None] * (4 - per)
             start = [h[k] for h in hidden] + [None] * (2 - len(hidden))
-            out, *last = RNN.apply(mode, x.flip(0) if way else x, *start, *weights)
-            outs.append(out.flip(0) if way else out)
+            out, *last = RNN.apply(mode, x.flip(0) if direction else x, *start, *weights)
+            outs.append(out.flip(0) if direction else out)
             lasts.append(tuple(last[: len(hidden)]))
-        x = torch.cat(outs, -1) if ways > 1 else outs[0]
+        x = torch.cat(outs, -1) if directions > 1 else outs[0]
         if p > 0 and train and layer + 1 < layers:
             x = lift_dropout(x, p, True)
     ends = [torch.stack(state) for state in zip(*lasts, strict=True)]

@@ -29,10 +29,10 @@ class RuleBook:
         definition = find(call.op)
         if definition is not None and definition.rule is not None:
             return definition.rule(call)
-        found = discover(call)
-        if found is not None and found.shardable:
-            self.discovered.setdefault(call.op, str(found))
-            return found
+        discovered = discover(call)
+        if discovered is not None and discovered.shardable:
+            self.discovered.setdefault(call.op, str(discovered))
+            return discovered
         if call.op not in self.unknown:
             self.unknown.append(call.op)
             warnings.warn(

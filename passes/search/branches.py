@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from autopar.capture.apart import LEAST_BESIDE, LEAST_PIECE, beside
+from autopar.capture.branches import LEAST_PIECE, LEAST_UNORDERED, unordered
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -84,7 +84,8 @@ def branches(task: Task) -> bool:
     share = work_shares(task)
     sides = calls_beside(task.program, share)
     return any(
-        s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_BESIDE for s, side in zip(share, sides, strict=True)
+        s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_UNORDERED
+        for s, side in zip(share, sides, strict=True)
     )
 
 
@@ -102,7 +103,7 @@ def work_shares(task: Task) -> list[float]:
 def calls_beside(program: Program, share: Sequence[float]) -> list[frozenset[int]]:
     """Per call the calls with work that neither feed nor follow it."""
     edges = [sorted({r.index for r in call.inputs if r.kind == "call"}) for call in program.calls]
-    return beside(edges, [s >= LEAST_PIECE for s in share])
+    return unordered(edges, [s >= LEAST_PIECE for s in share])
 
 
 def segments(program: Program, share: Sequence[float]) -> tuple[Range, ...]:
