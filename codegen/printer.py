@@ -17,7 +17,7 @@ import torch
 from autopar.ir.call import schema_arguments
 from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Site
 from autopar.ops.discover import target_of
-from autopar.ops.registry import Offset
+from autopar.ops.registry import Offset, find
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
 _BINARY = {
@@ -31,27 +31,6 @@ _BINARY = {
     "aten.div.Scalar": "/",
 }
 _METHODS = {"aten.reshape.default": "reshape", "aten.permute.default": "permute", "aten.expand.default": "expand"}
-_FACTORIES = (
-    "aten.full.",
-    "aten.zeros.",
-    "aten.ones.",
-    "aten.empty.",
-    "aten.arange.",
-    "aten.linspace.",
-    "aten.eye.",
-    "aten.scalar_tensor.",
-    "autopar.random_uniform",
-    "autopar.random_normal",
-    "aten.tril_indices.",
-    "aten.triu_indices.",
-)
-_HOME = {
-    "attention": "attention",
-    "attention_grad": "attention",
-    "attention_mask_grad": "attention",
-    "rnn": "rnn",
-    "rnn_grad": "rnn",
-}
 _DROPPED = ("device", "layout", "pin_memory", "memory_format")
 
 
@@ -93,7 +72,7 @@ class Printer:
         """Right-hand side of a line."""
         if isinstance(line, Convert):
             return self._collective(line)
-        if line.op.startswith("autopar."):
+        if line.op.startswith(("autopar.", "autopar_ops.")):
             return self._own(line)
         if line.op.startswith(("aten.", "prims.")):
             return self._aten(line)
@@ -116,18 +95,19 @@ class Printer:
         return f"rt.comm.all_to_all({x}, {step.to_dim}, {step.dim}, {step.axis!r})"
 
     def _own(self, line: Compute) -> str:
-        name = line.op.removeprefix("autopar.")
+        definition, name = find(line.op), line.op.split(".")[1]
+        assert definition is not None
         known = {n for n, _, _ in schema_arguments(target_of(line.op))}
         args = [self.value(v) for k, v in line.kwargs.items() if k in known]
         for k, v in line.kwargs.items():
             if k not in known and v is not None and not (k == "offset" and v == 0):
                 args.append(f"{k}={self.value(v)}")
-        if ("key" in line.kwargs and name == "dropout") or name.startswith("random_"):
+        if definition.key_argument is not None and "key" in line.kwargs:
             args = [a for a in args if not a.startswith("key=")]
-            args.insert(2, self.value(line.kwargs["key"]))
-        if line.op.startswith(_FACTORIES):
+            args.insert(definition.key_argument, self.value(line.kwargs["key"]))
+        if definition.factory:
             args.append("device=rt.device")
-        return f"{_HOME.get(name, 'ops')}.{name}({', '.join(args)})"
+        return f"{definition.home}.{name}({', '.join(args)})"
 
     def _aten(self, line: Compute) -> str:
         given = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
@@ -145,7 +125,8 @@ class Printer:
         if line.op == "aten._to_copy.default":
             return f"{given['self']}.to({self.value(given['dtype'])})"
         text = self._call(f"{line.op.removesuffix('.default')}", line.op, given)
-        if line.op.startswith(_FACTORIES):
+        definition = find(line.op)
+        if definition is not None and definition.factory:
             return text[:-1] + (", " if not text.endswith("(") else "") + "device=rt.device)"
         return text
 
@@ -166,9 +147,6 @@ class Printer:
         return f"{function}({', '.join(args)})"
 
     def _library(self, line: Compute) -> str:
-        namespace, name = line.op.split(".")[:2]
-        if namespace == "autopar_ops":
-            return f"user_ops.{name}({', '.join(self.value(v) for v in line.kwargs.values())})"
         return self._call(f"torch.ops.{line.op.removesuffix('.default')}", line.op, line.kwargs)
 
 

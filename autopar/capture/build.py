@@ -115,14 +115,14 @@ class _Builder:
         types = {r: self._type(r, inside) for r in segment.reads}
         described = {r: (types[r], self._is_param(r), self.flows[r]) for r in segment.reads}
         key = signature(segment, described.__getitem__), tuple(pulled)
-        known = self.by_signature.get(key)
-        if known is None:
+        traced = self.by_signature.get(key)
+        if traced is None:
             name = self._name(segment)
             reads = [self._fake(types[r], self.flows[r], mode) for r in segment.reads]
-            known = trace_template(name, segment, reads, [self._is_param(r) for r in segment.reads], pulled, mode)
-            self.by_signature[key] = known
-            self.templates[name] = known[0]
-        template, flows = known
+            traced = trace_template(name, segment, reads, [self._is_param(r) for r in segment.reads], pulled, mode)
+            self.by_signature[key] = traced
+            self.templates[name] = traced[0]
+        template, flows = traced
         index = len(self.calls)
         params = tuple(self.exported.kinds[r.name][1] for r in segment.reads if self._is_param(r))
         values = tuple(self.where[r] for r in segment.reads if not self._is_param(r))
@@ -133,8 +133,8 @@ class _Builder:
 
     def _fake(self, type_: TensorType, flows: bool, mode: Any) -> torch.Tensor:
         with mode:
-            made = torch.empty(type_.shape, dtype=type_.dtype)
-        return made.requires_grad_(flows)
+            new = torch.empty(type_.shape, dtype=type_.dtype)
+        return new.requires_grad_(flows)
 
     def _name(self, segment: Segment) -> str:
         path = segment.path.split("@")[0]
@@ -192,9 +192,9 @@ def _give_placeholders_a_node(graph: fx.Graph, output: fx.Node) -> None:
     with graph.inserting_before(output):
         for i, value in enumerate(results):
             if isinstance(value, fx.Node) and value.op == "placeholder":
-                made = graph.call_function(torch.ops.aten.alias.default, (value,))
-                made.meta = dict(value.meta)
-                results[i] = made
+                new = graph.call_function(torch.ops.aten.alias.default, (value,))
+                new.meta = dict(value.meta)
+                results[i] = new
     output.args = (tuple(results),)
 
 

@@ -15,40 +15,9 @@ from torch import fx
 from autopar.errors import CaptureError
 from autopar.ir.program import is_getitem, op_name
 from autopar.ir.types import TensorType
+from autopar.ops.registry import OpDef, find
 
 aten = torch.ops.aten
-_COPIES = {
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh_copy.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.lift_fresh.default,
-    aten.lift.default,
-}
-_REGROUP = {
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.unsqueeze.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten._reshape_alias.default,
-    aten.view_as.default,
-    aten.reshape_as.default,
-}
-_REORDER = {aten.t.default, aten.transpose.int, aten.permute.default, aten.numpy_T.default, aten.movedim.intlist}
-_CASTS = {
-    aten._to_copy.default,
-    aten.to.dtype,
-    aten.type_as.default,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-}
 
 
 def canonicalize(module: fx.GraphModule) -> None:
@@ -71,25 +40,15 @@ def canonicalize(module: fx.GraphModule) -> None:
     graph.lint()
 
 
-_RESULTS = {
-    "attention": ("attended", "lse"),
-    "attention_grad": ("dq", "dk", "dv"),
-    "rms_norm": ("normed", "rstd"),
-    "layer_norm": ("normed", "mean", "rstd"),
-    "rnn": ("states", "h", "c"),
-    "topk": ("top", "chosen"),
-    "max_pool2d_with_indices": ("pooled", "argmax"),
-}
-
-
 def _name_values(graph: fx.Graph) -> None:
     """Readable names: `normed`, `rstd` for the results of a norm, no leading underscores."""
     taken = {n.name for n in graph.nodes}
     for node in graph.nodes:
         if is_getitem(node):
             producer, index = node.args
-            known = _RESULTS.get(op_name(producer.target).split(".")[1], ())
-            stem = known[index] if index < len(known) else f"{producer.name.lstrip('_')}_{index}"
+            definition = find(op_name(producer.target))
+            names = definition.result_names if definition is not None else ()
+            stem = names[index] if index < len(names) else f"{producer.name.lstrip('_')}_{index}"
         elif node.op == "call_function" and node.name.startswith("_"):
             stem = node.name.lstrip("_")
         else:
@@ -118,10 +77,10 @@ def _constant(module: fx.GraphModule, node: fx.Node) -> None:
         )
     graph = module.graph
     with graph.inserting_before(node):
-        made = graph.call_function(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype})
-    made.meta["type"] = TensorType(tuple(value.shape), value.dtype)
-    made.meta["val"] = value
-    node.replace_all_uses_with(made)
+        new = graph.call_function(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype})
+    new.meta["type"] = TensorType(tuple(value.shape), value.dtype)
+    new.meta["val"] = value
+    node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
@@ -151,13 +110,15 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         return
     before = source.meta["type"]
     same = before == type_
-    without_effect = node.target in _COPIES or (same and (node.target in _CASTS or node.target in _REGROUP))
+    definition = find(op_name(node.target)) or OpDef()
+    form = definition.canonical
+    without_effect = form == "copy" or (same and form in ("cast", "regroup"))
     if source.op == "placeholder" and without_effect and any(u.op == "output" for u in node.users):
         _replace(graph, node, aten.clone.default, (source,), {})  # an output needs a producer of its own
     elif without_effect:
         node.replace_all_uses_with(source)
         graph.erase_node(node)
-    elif node.target in _REGROUP:
+    elif form == "regroup":
         while source.target is aten.reshape.default:
             source = _node(source.args[0])
         if source.meta["type"] == type_:
@@ -165,10 +126,10 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(node)
         else:
             _replace(graph, node, aten.reshape.default, (source, list(type_.shape)), {})
-    elif node.target in _CASTS and before.shape == type_.shape:
+    elif form == "cast" and before.shape == type_.shape:
         _replace(graph, node, aten._to_copy.default, (source,), {"dtype": type_.dtype})
-    elif node.target in _REORDER:
-        order = _order(node, len(before.shape))
+    elif definition.reorder is not None:
+        order = definition.reorder(node.args[1:], len(before.shape))
         if source.target is aten.permute.default:
             first: Any = source.args[1]
             order, source = [first[d] for d in order], _node(source.args[0])
@@ -202,22 +163,6 @@ def _copied(graph: fx.Graph, node: fx.Node, type_: TensorType) -> None:
             cast = graph.call_function(aten._to_copy.default, (source,), {"dtype": type_.dtype})
         cast.meta = {**node.meta, "type": TensorType(before.shape, type_.dtype)}
         _replace(graph, node, aten.expand.default, (cast, list(type_.shape)), {})
-
-
-def _order(node: fx.Node, rank: int) -> list[int]:
-    if node.target in (aten.t.default, aten.numpy_T.default):
-        return list(reversed(range(rank)))
-    if node.target is aten.transpose.int:
-        order = list(range(rank))
-        i, j = (int(a) % rank for a in node.args[1:3])  # type: ignore[arg-type]
-        order[i], order[j] = order[j], order[i]
-        return order
-    if node.target is aten.movedim.intlist:
-        moved = [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
-        places = [int(d) % rank for d in node.args[2]]  # type: ignore[union-attr,arg-type]
-        rest = iter(d for d in range(rank) if d not in moved)
-        return [moved[places.index(i)] if i in places else next(rest) for i in range(rank)]
-    return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
 
 
 def merge_equal(graph: fx.Graph) -> None:

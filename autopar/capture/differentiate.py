@@ -26,11 +26,10 @@ from autopar.capture.marks import is_cast
 from autopar.capture.precision import cast_again
 from autopar.errors import CaptureError
 from autopar.ir.call import bind
-from autopar.ir.program import RANDOM_OPS, Template, op_name
-from autopar.ops import losses as _losses  # noqa: F401  (registers lifts)
-from autopar.ops import plain as _plain  # noqa: F401
-from autopar.ops import wrappers
-from autopar.ops.lift import LIFT
+from autopar.ir.program import Template, op_name
+from autopar.ops.dialect import LIFT
+from autopar.ops.random import reset_sites
+from autopar.ops.registry import find
 
 Tensor = torch.Tensor
 
@@ -49,7 +48,7 @@ def trace_template(
     whether a gradient may come back to it from the loss.
     """
     training = any(pulled)
-    wrappers.reset_sites()
+    reset_sites()
     leaves = [t.detach().requires_grad_(t.requires_grad and training) for t in reads]
     with mode, torch.set_grad_enabled(training):
         probe = _forward(segment, leaves)
@@ -62,7 +61,7 @@ def trace_template(
     got: list[bool] = []
 
     def joint(values: list[Tensor], grads_out: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        wrappers.reset_sites()
+        reset_sites()
         outs = _forward(segment, values)
         heads = [o for o, f in zip(outs, flows, strict=True) if f]
         grads: Sequence[Tensor | None] = []
@@ -113,7 +112,7 @@ def written_in_place(graph: fx.Graph) -> list[fx.Node]:
 
 def _draws(target: Any) -> bool:
     """Whether an op draws from torch's generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and op_name(target) not in RANDOM_OPS
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _fresh(values: Sequence[Tensor], mode: FakeTensorMode) -> list[Tensor]:
@@ -126,8 +125,8 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
     env: dict[fx.Node, Any] = dict(zip(segment.reads, values, strict=True))
     casts: dict[Any, Any] = {}
     for node in segment.nodes:
-        if is_cast(node) and (known := casts.get((node.args[0], node.kwargs["dtype"]))) is not None:
-            env[node] = known
+        if is_cast(node) and (same_cast := casts.get((node.args[0], node.kwargs["dtype"]))) is not None:
+            env[node] = same_cast
             continue
         args = fx.map_arg(node.args, lambda n: env[n])
         kwargs = {k: v for k, v in fx.map_arg(node.kwargs, lambda n: env[n]).items() if k != "pin_memory"}
@@ -212,11 +211,9 @@ def _local_name(name: str, path: str) -> str:
 
 
 def _is_random(node: fx.Node) -> bool:
-    return (
-        (op_name(node.target) in RANDOM_OPS)
-        and "site" in bind(node.target, node.args, node.kwargs)
-        and (bind(node.target, node.args, node.kwargs)["site"] != -1)
-    )
+    """Whether a node draws random numbers (attention without dropout has the site -1)."""
+    definition = find(op_name(node.target))
+    return definition is not None and definition.random and bind(node.target, node.args, node.kwargs)["site"] != -1
 
 
 def _rename(node: fx.Node, name: str, taken: set[str]) -> None:
@@ -232,13 +229,15 @@ def _rename(node: fx.Node, name: str, taken: set[str]) -> None:
 
 def _mark_phases(graph: fx.Graph, tangents: Sequence[fx.Node], outs: Sequence[fx.Node]) -> None:
     """Phase F or W, and source, of every node; `mark_input_gradients` then finds the B among the W."""
-    late = set(tangents)
+    after_tangents = set(tangents)
     for node in graph.nodes:
-        if any(n in late for n in node.all_input_nodes):
-            late.add(node)
+        if any(n in after_tangents for n in node.all_input_nodes):
+            after_tangents.add(node)
     forward = _ancestors(outs)
     for node in graph.nodes:
-        node.meta["phase"] = "F" if node in forward or (node.op == "placeholder" and node not in late) else "W"
+        node.meta["phase"] = (
+            "F" if node in forward or (node.op == "placeholder" and node not in after_tangents) else "W"
+        )
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["source"] = source_of(node) or next(

@@ -82,11 +82,13 @@ def user_frame(error: BaseException) -> str:
         seen.add(id(current))
         frames += traceback.extract_tb(current.__traceback__)
         current = current.__cause__ or current.__context__
-    found = [f for f in frames if _is_user(f.filename)]
-    found = found or [f for f in frames if "/torch/nn/modules/" in f.filename and not f.filename.endswith("module.py")]
-    if not found:
+    frames_shown = [f for f in frames if _is_user(f.filename)]
+    frames_shown = frames_shown or [
+        f for f in frames if "/torch/nn/modules/" in f.filename and not f.filename.endswith("module.py")
+    ]
+    if not frames_shown:
         return ""
-    frame = found[-1]
+    frame = frames_shown[-1]
     code = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
     return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
 

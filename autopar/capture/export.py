@@ -260,10 +260,10 @@ def _inline_regions(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             for sub in inner.graph.nodes:
                 if sub.op == "call_function":
-                    made = graph.node_copy(sub, env.__getitem__)
-                    made.meta["stack_trace"] = sub.meta.get("stack_trace") or node.meta.get("stack_trace")
-                    made.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
-                    env[sub] = made
+                    new = graph.node_copy(sub, env.__getitem__)
+                    new.meta["stack_trace"] = sub.meta.get("stack_trace") or node.meta.get("stack_trace")
+                    new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                    env[sub] = new
             (results,) = (n.args[0] for n in inner.graph.nodes if n.op == "output")
             values = [env[r] for r in results]
             if not enabled:
@@ -279,6 +279,6 @@ def _inline_regions(module: fx.GraphModule) -> None:
 
 
 def _detached(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
-    made = graph.call_function(torch.ops.aten.detach.default, (value,))
-    made.meta = {**value.meta, "nn_module_stack": like.meta.get("nn_module_stack")}
-    return made
+    new = graph.call_function(torch.ops.aten.detach.default, (value,))
+    new.meta = {**value.meta, "nn_module_stack": like.meta.get("nn_module_stack")}
+    return new

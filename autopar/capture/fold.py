@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from autopar.capture import functions
-from autopar.capture.apart import apart
+from autopar.capture.branches import Group, cut_at_branches
 from autopar.capture.marks import is_cast, may_part, shown
 from autopar.ir.program import is_getitem
 
@@ -90,28 +90,28 @@ def cut(
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     families = repeated_containers(nodes)
-    groups: list[tuple[str, list[fx.Node]]] = []
+    groups: list[Group] = []
     for node in nodes:
         block = block_of(node.args[0] if is_getitem(node) else node, families)
         if groups and (groups[-1][0] == block or is_getitem(node)):
             groups[-1][1].append(node)
         else:
             groups.append((block, [node]))
-    groups = apart(groups, module_path, parameters or set())
+    groups = cut_at_branches(groups, module_path, parameters or set())
     for path in starts:
         groups = _split_at(groups, path)
     while len(groups) < LEAST_SEGMENTS:
         heavy = sorted((i for i, g in enumerate(groups) if not g[0]), key=lambda i: -_weight(groups[i][1]))
-        found = next(((i, at) for i in heavy if (at := _middle(groups[i][1]))), None)
-        if found is None:
+        place = next(((i, at) for i in heavy if (at := _middle(groups[i][1]))), None)
+        if place is None:
             break
-        i, at = found
+        i, at = place
         members = groups[i][1]
         groups[i : i + 1] = [("", members[:at]), ("", members[at:])]
     return [_segment(tuple(members), outputs, block or _common(members)) for block, members in groups]
 
 
-def _split_at(groups: list[tuple[str, list[fx.Node]]], path: str) -> list[tuple[str, list[fx.Node]]]:
+def _split_at(groups: list[Group], path: str) -> list[Group]:
     """The groups with a border before the first op of a module (none, where no op belongs to it)."""
     for g, (block, members) in enumerate(groups):
         for i, node in enumerate(members):

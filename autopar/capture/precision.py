@@ -1,11 +1,13 @@
 """Mixed precision: every captured op computes in the low dtype or as the model has it, with casts where dtypes change.
 
 A pass over the captured forward graph, before it is cut and differentiated, so that backward follows by differentiating
-the casts. An op's class says what it computes in (`CLASSES` below):
+the casts. An op's class says what it computes in (`precision` of its definition):
 
     low      products, convolutions, attention, recurrent layers, look-ups: floating operands are cast to the low dtype
     follow   pointwise and moving ops: the widest of their operands; a parameter counts as low beside a low value
-    round    norms, softmax, sums: as the model has it (float32 inside), and the result back in the low dtype
+    round    softmax, sums: as the model has it (float32 inside), and the result back in the low dtype
+    norm     norms: the same, also where no operand is low
+    pass     casts and constants like another tensor: what they make follows from their arguments
     keep     everything else (losses, means, powers, logarithms, random numbers, unknown ops): as the model has it
 
 Casts are made per use. Equal casts of a value inside a block become one when it is traced; a parameter that a block only
@@ -27,59 +29,20 @@ from autopar.capture.marks import CAST as MARK
 from autopar.capture.marks import TIED, is_cast
 from autopar.errors import InputError
 from autopar.ir.program import is_getitem, op_name
+from autopar.ops.registry import Precision, find, precision_of
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_LOW = _names(
-    "linear matmul mm bmm addmm baddbmm addbmm mv addmv einsum tensordot bilinear outer inner conv1d conv2d conv3d "
-    "conv_transpose1d conv_transpose2d conv_transpose3d convolution _convolution scaled_dot_product_attention lstm "
-    "gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell embedding"
-)
-_ROUND = _names(
-    "layer_norm rms_norm group_norm batch_norm instance_norm native_layer_norm native_group_norm "
-    "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training softmax "
-    "_softmax sum"
-)
-_NORMS = frozenset(name for name in _ROUND if "norm" in name)
-_FOLLOW = _names(
-    "view _unsafe_view reshape permute transpose t numpy_T movedim expand squeeze unsqueeze flatten unflatten select "
-    "slice narrow split split_with_sizes chunk unbind cat stack clone contiguous detach alias index index_select "
-    "gather take_along_dim masked_fill where pad constant_pad_nd roll flip repeat repeat_interleave tile unfold "
-    "im2col col2im expand_as view_as reshape_as scatter index_put index_copy slice_scatter select_scatter topk sort "
-    "max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d tril triu diagonal "
-    "diag_embed pixel_shuffle pixel_unshuffle channel_shuffle dropout native_dropout feature_dropout "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d amax amin max min argmax argmin prelu _prelu_kernel "
-    "gelu silu relu glu hardswish lift_fresh_copy unsafe_split unsafe_chunk hstack vstack concat "
-    "concatenate swapaxes"
-)
-_PASS = _names(
-    "to _to_copy type_as zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty copy "
-    "broadcast_tensors"
-)
-_KEPT = _names(
-    "pow square exp exp2 expm1 log log2 log10 log1p rsqrt reciprocal sinh cosh tan acos asin acosh asinh atanh erfinv "
-    "softplus lgamma digamma polygamma xlogy logit log_sigmoid logaddexp logaddexp2 bernoulli"
-)
-_VIEWS = _names(
-    "view reshape permute transpose t numpy_T movedim expand squeeze unsqueeze flatten unflatten select slice narrow "
-    "split split_with_sizes chunk unbind alias contiguous clone detach"
-)
-
-
 def use_dtype(read: fx.Node, inside: Collection[fx.Node]) -> torch.dtype | None:
     """The low dtype in which ops of a segment read a parameter, where all of them do."""
-    found: set[Any] = set()
+    dtypes: set[Any] = set()
     for user in read.users:
         if user in inside:
-            found.add(user.kwargs["dtype"] if is_cast(user) else None)
-    only = found.pop() if len(found) == 1 else None
+            dtypes.add(user.kwargs["dtype"] if is_cast(user) else None)
+    only = dtypes.pop() if len(dtypes) == 1 else None
     return only if isinstance(only, torch.dtype) and only.itemsize < read.meta["val"].dtype.itemsize else None
 
 
@@ -118,25 +81,27 @@ class _Pass:
         output.args = (tuple(ends),)
 
     def _op(self, node: fx.Node) -> None:
-        name = op_name(node.target).split(".")[1] if "." in op_name(node.target) else ""
-        if name == "_assert_tensor_metadata":  # of the dtypes before
+        if node.target is aten._assert_tensor_metadata.default:  # of the dtypes before
             self.graph.erase_node(node)
             return
         if is_getitem(node):
             self._item(node)
             return
+        op = op_name(node.target)
+        precision = precision_of(op)
         floats = [n for n in node.all_input_nodes if _is_float(n)]
         if not any(_dtype(n) == self.low or (n in self.was and _dtype(n) != self.was[n]) for n in floats):
-            if not (name in _LOW and all(_dtype(n) == torch.float32 for n in floats)) and name not in _NORMS:
-                self._views(node, name)
+            all_wide = all(_dtype(n) == torch.float32 for n in floats)
+            if precision != "norm" and not (precision == "low" and all_wide):
+                self._views(node)
                 return
-        kind = self._kind(node, name, floats)
+        kind = self._kind(node, precision, floats)
         if kind == "low":
-            only = floats[:3] if name == "scaled_dot_product_attention" else floats
-            self._cast(node, only, self.low)
+            definition = find(op)
+            self._cast(node, floats[: definition.low_operands if definition else None], self.low)
             node.meta["val"] = _map(node.meta["val"], lambda t: self._like(t, self.low))
         elif kind == "follow":
-            self._unify(node, name, floats)
+            self._unify(node, floats)
             self._run(node)
         elif kind == "pass":
             self._run(node)
@@ -145,25 +110,16 @@ class _Pass:
             for operand in floats:
                 self._replace(node, operand, self._back(operand, node))
             scalar = isinstance(node.meta["val"], torch.Tensor) and node.meta["val"].numel() == 1
-            if kind == "round" and not scalar and (narrow or name in _NORMS):
+            if not scalar and (kind == "norm" or (kind == "round" and narrow)):
                 self._round(node)
-        self._views(node, name)
+        self._views(node)
 
-    def _kind(self, node: fx.Node, name: str, floats: Sequence[fx.Node]) -> str:
+    def _kind(self, node: fx.Node, precision: Precision, floats: Sequence[fx.Node]) -> Precision:
+        """The class of an op as it is called here."""
         if any(_dtype(n) == torch.float64 for n in floats) or self._too_large(node):
             return "keep"
-        if name in _LOW:
-            return "low"
-        if name in _ROUND:
-            said = any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values()))
-            return "keep" if said else "round"
-        if name in _PASS:
-            return "pass"
-        tags = getattr(node.target, "tags", ())
-        pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-        return (
-            "follow" if name in _FOLLOW or (pointwise and name not in _KEPT and not name.endswith("_loss")) else "keep"
-        )
+        says_dtype = any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values()))
+        return "keep" if precision in ("round", "norm") and says_dtype else precision
 
     def _too_large(self, node: fx.Node) -> bool:
         """Whether a number among the arguments is beyond the low dtype (masks of -1e9 in float16)."""
@@ -183,12 +139,12 @@ class _Pass:
             if value in self.parameters and value.op == "call_function" and not is_getitem(value):
                 (source,) = (n for n in value.all_input_nodes if n in self.parameters)
                 first = self._as(source, dtype, user)
-                made = self.graph.node_copy(value, lambda n: first if n is source else n)
-                made.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), TIED: "next"}
-                return made
-            made = self.graph.call_function(CAST, (value,), {"dtype": dtype})
-        made.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), MARK: True, TIED: "next"}
-        return made
+                new = self.graph.node_copy(value, lambda n: first if n is source else n)
+                new.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), TIED: "next"}
+                return new
+            new = self.graph.call_function(CAST, (value,), {"dtype": dtype})
+        new.meta = {**_place(user), "val": self._like(value.meta["val"], dtype), MARK: True, TIED: "next"}
+        return new
 
     def _back(self, value: fx.Node, user: fx.Node) -> fx.Node:
         """A value in the dtype that the model gives it."""
@@ -197,7 +153,7 @@ class _Pass:
             return value
         return self._as(value, was, user)
 
-    def _unify(self, node: fx.Node, name: str, floats: Sequence[fx.Node]) -> None:
+    def _unify(self, node: fx.Node, floats: Sequence[fx.Node]) -> None:
         """Operands of one dtype; numbers (tensors without dims) stay as they are."""
         sized = [n for n in floats if n.meta["val"].ndim]
         deciding = [n for n in sized if n not in self.parameters] or sized
@@ -214,15 +170,10 @@ class _Pass:
         if value is node and isinstance(node.meta["val"], (tuple, list)):
             return
         with self.graph.inserting_after(last):
-            made = self.graph.call_function(CAST, (value,), {"dtype": self.low})
-        made.meta = {
-            **_place(node),
-            "val": self._like(_first(node.meta["val"]), self.low),
-            MARK: True,
-            TIED: "previous",
-        }
-        value.replace_all_uses_with(made, lambda user: user is not made)
-        self.was[made] = self.was[value]
+            new = self.graph.call_function(CAST, (value,), {"dtype": self.low})
+        new.meta = {**_place(node), "val": self._like(_first(node.meta["val"]), self.low), MARK: True, TIED: "previous"}
+        value.replace_all_uses_with(new, lambda user: user is not new)
+        self.was[new] = self.was[value]
 
     @staticmethod
     def _replace(node: fx.Node, old: fx.Node, new: fx.Node) -> None:
@@ -246,9 +197,15 @@ class _Pass:
         with self.mode, torch.no_grad():
             return torch.empty_strided(value.shape, value.stride(), dtype=dtype)
 
-    def _views(self, node: fx.Node, name: str) -> None:
+    def _views(self, node: fx.Node) -> None:
         """A view of a parameter is cast where the parameter would be."""
-        if name in _VIEWS and node.all_input_nodes and all(n in self.parameters for n in node.all_input_nodes):
+        definition = find(op_name(node.target))
+        if (
+            definition is not None
+            and definition.view
+            and node.all_input_nodes
+            and all(n in self.parameters for n in node.all_input_nodes)
+        ):
             if isinstance(node.meta["val"], torch.Tensor):
                 self.parameters.add(node)
 
@@ -288,7 +245,7 @@ def _map(value: Any, change: Any) -> Any:
 
 
 def cast_again(graph: fx.Graph) -> None:
-    """Let backward cast once more what it would hold twice. Nodes have phases; what is made here is late.
+    """Let backward cast once more what it would hold twice. Nodes have phases; the casts added here are backward's.
 
     A widened value is never held for backward: the narrow one is. A narrowed one is not where the wide one is held.
     """
@@ -297,13 +254,13 @@ def cast_again(graph: fx.Graph) -> None:
             if node.op != "call_function" or node.target is not CAST or node.meta["phase"] != "F":
                 continue
             source = node.args[0]
-            late = [u for u in node.users if u.op == "call_function" and u.meta["phase"] != "F"]
+            late_users = [u for u in node.users if u.op == "call_function" and u.meta["phase"] != "F"]
             before, after = source.meta["type"].dtype, node.meta["type"].dtype
-            if not late or not (before.is_floating_point and after.is_floating_point):
+            if not late_users or not (before.is_floating_point and after.is_floating_point):
                 continue
             held = any(u.op == "call_function" and u.meta["phase"] != "F" for u in source.users)
             if (after.itemsize > before.itemsize) if widened else (after.itemsize < before.itemsize and held):
-                with graph.inserting_before(late[0]):
-                    made = graph.node_copy(node)
-                made.meta = {**node.meta, "phase": "W"}
-                node.replace_all_uses_with(made, lambda user, late=late: user in late)
+                with graph.inserting_before(late_users[0]):
+                    new = graph.node_copy(node)
+                new.meta = {**node.meta, "phase": "W"}
+                node.replace_all_uses_with(new, lambda user, late_users=late_users: user in late_users)

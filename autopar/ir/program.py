@@ -21,16 +21,6 @@ from autopar.ir.call import OpCall, Operand, bind
 from autopar.ir.types import TensorType
 
 Phase = Literal["F", "B", "W"]
-RANDOM_OPS = frozenset(
-    {
-        "autopar.dropout",
-        "autopar.random_uniform",
-        "autopar.random_normal",
-        "autopar.attention",
-        "autopar.attention_grad",
-        "autopar.attention_mask_grad",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -102,11 +92,11 @@ class Template:
     @cached_property
     def consumers(self) -> dict[str, tuple[tuple[fx.Node, int], ...]]:
         """For every value the (op node, operand index) pairs that read it."""
-        found: dict[str, list[tuple[fx.Node, int]]] = {}
+        readers: dict[str, list[tuple[fx.Node, int]]] = {}
         for node in self.ops:
             for i, value in enumerate(operand_values(node)):
-                found.setdefault(value, []).append((node, i))
-        return {k: tuple(v) for k, v in found.items()}
+                readers.setdefault(value, []).append((node, i))
+        return {k: tuple(v) for k, v in readers.items()}
 
     @property
     def differentiable(self) -> bool:
@@ -219,11 +209,11 @@ class Program:
     @cached_property
     def readers(self) -> dict[ValueRef, tuple[tuple[int, int], ...]]:
         """For every value the (call, input slot) pairs that read it."""
-        found: dict[ValueRef, list[tuple[int, int]]] = {}
+        slots: dict[ValueRef, list[tuple[int, int]]] = {}
         for i, call in enumerate(self.calls):
             for j, ref in enumerate(call.inputs):
-                found.setdefault(ref, []).append((i, j))
-        return {k: tuple(v) for k, v in found.items()}
+                slots.setdefault(ref, []).append((i, j))
+        return {k: tuple(v) for k, v in slots.items()}
 
     @cached_property
     def backward_calls(self) -> frozenset[int]:
@@ -283,18 +273,18 @@ def resolve(node: fx.Node) -> tuple[fx.Node, int]:
 
 def operand_nodes(node: fx.Node) -> list[fx.Node]:
     """Tensor operands of an op node in argument order (lists flattened)."""
-    found: list[fx.Node] = []
+    operands: list[fx.Node] = []
 
     def visit(arg: Any) -> None:
         if isinstance(arg, fx.Node):
-            found.append(arg)
+            operands.append(arg)
         elif isinstance(arg, (list, tuple)):
             for a in arg:
                 visit(a)
 
     for arg in (*node.args, *node.kwargs.values()):
         visit(arg)
-    return found
+    return operands
 
 
 def operand_values(node: fx.Node) -> list[str]:

@@ -151,7 +151,7 @@ def parse_rule(
 
     Raises ShardingError when the line does not fit the shapes.
     """
-    known = dict(sizes or {})
+    factor_sizes = dict(sizes or {})
     whole: set[str] = set()
     reduce: dict[str, str] = {}
     left, _, right = text.partition("->")
@@ -160,11 +160,11 @@ def parse_rule(
         terms = [t.strip() for t in part.split(",")] if part.strip() else []
         if len(terms) != len(shapes):
             raise ShardingError(f"rule {text!r} names {len(terms)} tensors on one side, the op has {len(shapes)}")
-        return tuple(_term(t, s, text, known, whole, reduce) for t, s in zip(terms, shapes, strict=True))
+        return tuple(_term(t, s, text, factor_sizes, whole, reduce) for t, s in zip(terms, shapes, strict=True))
 
     in_labels = side(left, list(operands))
     out_labels = side(right, list(results))
-    factors = {name: Factor(size, name in whole, reduce.get(name, "sum")) for name, size in known.items()}
+    factors = {name: Factor(size, name in whole, reduce.get(name, "sum")) for name, size in factor_sizes.items()}
     used = {f for labels in (*in_labels, *out_labels) for dim in labels or () for f in dim}
     return Rule(
         in_labels, out_labels, {k: f for k, f in factors.items() if k in used}, tuple(frozenset(g) for g in linear)
@@ -172,7 +172,12 @@ def parse_rule(
 
 
 def _term(
-    term: str, shape: tuple[int, ...] | None, text: str, known: dict[str, int], whole: set[str], reduce: dict[str, str]
+    term: str,
+    shape: tuple[int, ...] | None,
+    text: str,
+    factor_sizes: dict[str, int],
+    whole: set[str],
+    reduce: dict[str, str],
 ) -> Labels | None:
     if shape is None or term == "1":
         return None if shape is None else ((),) * len(shape)
@@ -200,16 +205,16 @@ def _term(
     if len(dims) != len(shape):
         raise ShardingError(f"rule {text!r}: {term!r} has {len(dims)} dims, the tensor has shape {shape}")
     for i, (dim, size) in enumerate(zip(dims, shape, strict=True)):
-        if len(dim) == 1 and known.setdefault(dim[0], size) != size:
+        if len(dim) == 1 and factor_sizes.setdefault(dim[0], size) != size:
             if size == 1:
                 dims[i] = ()
                 continue
-            raise ShardingError(f"rule {text!r}: factor {dim[0]} is {known[dim[0]]} and {size} at once")
+            raise ShardingError(f"rule {text!r}: factor {dim[0]} is {factor_sizes[dim[0]]} and {size} at once")
         product = 1
         for f in dim:
-            if f not in known:
+            if f not in factor_sizes:
                 raise ShardingError(f"rule {text!r}: size of factor {f} in {term!r} is not given")
-            product *= known[f]
+            product *= factor_sizes[f]
         if dim and product != size:
             raise ShardingError(f"rule {text!r}: {term!r} does not multiply to shape {shape}")
     return tuple(dims)

@@ -1,1 +1,42 @@
-"""The op dialect: every op's sharding rule, cost, local implementation and, where autopar has its own, its backward."""
+"""The op dialect: one file per family of ops holds all that the compiler knows of them.
+
+A family states for each op its sharding rule, work, local block and facts (`autopar.ops.registry`), for an op of
+autopar's own also its schema, shape and gradient, and what ATen's ops become (`autopar.ops.dialect`). Importing this
+package fills the table.
+"""
+
+from autopar.ops import (
+    attention,
+    contraction,
+    convolution,
+    creation,
+    embedding,
+    indexing,
+    loss,
+    normalization,
+    pointwise,
+    random,
+    recurrence,
+    reduction,
+    spatial,
+    transform,
+    view,
+)
+
+__all__ = [
+    "attention",
+    "contraction",
+    "convolution",
+    "creation",
+    "embedding",
+    "indexing",
+    "loss",
+    "normalization",
+    "pointwise",
+    "random",
+    "recurrence",
+    "reduction",
+    "spatial",
+    "transform",
+    "view",
+]

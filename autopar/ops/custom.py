@@ -4,28 +4,30 @@
     def scaled_tanh(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x) * scale
 
-The decorated function becomes one graph node. Its backward is one node too: the gradients of all operands, computed
-locally by torch's autograd on the rank's block. The rule of the backward follows from the forward's: a gradient has
-its operand's labels, and factors that an operand lacks are summed. Tensor arguments come first and are annotated
-`torch.Tensor`; the function must be made of torch ops and must not depend on anything outside its arguments.
+The decorated function becomes one graph node, and its backward another. Unless a `gradient` is given the backward is
+computed locally by torch's autograd on the rank's block. The rule of the backward follows from the forward's: a gradient
+has its operand's labels, and factors that an operand lacks are summed. Tensor arguments come first and are annotated
+`torch.Tensor`; the functions must be made of torch ops and must not depend on anything outside their arguments, because
+their source travels with emitted programs.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autopar.errors import InputError
-from autopar.ir.call import OpCall
+from autopar.ir.call import OpCall, bind
 from autopar.ir.rule import Rule, parse_rule
-from autopar.ops.registry import register
+from autopar.ops.registry import define
 
 Tensor = torch.Tensor
+Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,23 @@ class UserFunction:
     source: str = ""
 
 
-Function = Callable[..., Tensor]
 USER_FUNCTIONS: dict[str, UserFunction] = {}
+_LIBRARIES: list[torch.library.Library] = []
 _PLAIN = (int, float, bool, str)
+_FACTS = (
+    "work",
+    "localize",
+    "globalize",
+    "free",
+    "fresh",
+    "dear",
+    "carries",
+    "hidden_workspace",
+    "precision",
+    "low_operands",
+    "view",
+)
+"""Fields of a definition that a user may state."""
 _GRADIENT = """
 
 def {name}_grad(g, {args}):
@@ -52,87 +68,119 @@ def {name}_grad(g, {args}):
 """
 
 
-def register_op(rule: str, *, sizes: dict[str, int] | None = None) -> Callable[[Function], Function]:
+def register_op(
+    rule: str,
+    *,
+    sizes: dict[str, int] | None = None,
+    linear: Iterable[Iterable[int]] = (),
+    gradient: Callable[..., list[Tensor]] | None = None,
+    shape: Function | None = None,
+    **facts: Any,
+) -> Callable[[Function], Function]:
     """Decorate a function of tensors (then plain numbers) with its rule line; see `autopar.ir.rule`.
 
-    sizes: sizes of the factors of composite dims. Raises InputError when the function cannot be an op.
+    sizes: sizes of the factors of composite dims. linear: groups of operands in which the op is linear, so that sums
+    owed on them may pass through. gradient: a function `{name}_grad(g, *arguments)` that gives one gradient per tensor
+    argument (zeros where there is none). shape: an empty result for fake arguments, where the function itself cannot be
+    run on them. facts: `work`, `localize` and `globalize`, which are asked of the op and of its gradient (`call.op` says
+    which), and facts such as `precision` and `dear`; see `autopar.ops.registry.OpDef`. Raises InputError when the
+    function cannot be an op.
     """
     operands, arrow, results = rule.partition("->")
     if not arrow or not results.strip() or "," in results:
         raise InputError(f"register_op: {rule!r} is no rule for one result; write for example 'n d, d -> n d'")
+    if unknown := [fact for fact in facts if fact not in _FACTS]:
+        raise InputError(
+            f"register_op: {unknown[0]} is nothing that can be stated of an op; possible: {', '.join(_FACTS)}"
+        )
+    groups = tuple(frozenset(group) for group in linear)
+    # What a max or min owes depends on the other blocks, so its gradient needs that factor whole.
+    gradient_rule = re.sub(r"!?<(max|min)", "!", f"{results},{operands}->{operands}")
+
+    def forward(call: OpCall) -> Rule:
+        return parse_rule(rule, call.shapes, call.out_shapes, sizes, groups)
+
+    def backward(call: OpCall) -> Rule:
+        return parse_rule(gradient_rule, call.shapes, call.out_shapes, sizes)
 
     def add(function: Function) -> Function:
         name = function.__name__
-        parameters = list(inspect.signature(function, eval_str=True).parameters.values())
-        tensors = [p.name for p in parameters if p.annotation is Tensor]
-        if not tensors or [p.name for p in parameters[: len(tensors)]] != tensors:
-            raise InputError(f"register_op: {name} must take its tensors first, each annotated torch.Tensor")
-        odd = [p.name for p in parameters[len(tensors) :] if p.annotation not in _PLAIN]
-        if odd:
-            raise InputError(
-                f"register_op: {name}: argument {odd[0]} must be annotated int, float, bool or str (an optional tensor "
-                "is two ops)"
-            )
-        if operands.count(",") + 1 != len(tensors):
-            raise InputError(
-                f"register_op: the rule {rule!r} names {operands.count(',') + 1} operands, {name} takes {len(tensors)} "
-                f"tensors ({', '.join(tensors)})"
-            )
+        parameters, tensors = _signature(function, rule, operands.count(",") + 1)
         if name in USER_FUNCTIONS:
             raise InputError(f"register_op: there is an op {name} already; rename the function")
+        if gradient is not None and gradient.__name__ != f"{name}_grad":
+            raise InputError(f"register_op: the gradient of {name} must be called {name}_grad, not {gradient.__name__}")
         try:
             op = torch.library.custom_op(f"autopar_ops::{name}", function, mutates_args=())
         except ValueError as error:
             raise InputError(
                 f"register_op: {name} cannot become an op: {error}; annotate arguments and the result"
             ) from error
-        op.register_fake(lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs)))
-        _register_backward(name, function, op, parameters, tensors)
-
-        def forward_rule(call: OpCall) -> Rule:
-            return parse_rule(rule, call.shapes, call.out_shapes, sizes)
-
-        def backward_rule(call: OpCall) -> Rule:
-            # What a max or min owes depends on the other blocks, so its gradient needs that factor whole.
-            back = re.sub(r"!?<(max|min)", "!", f"{results},{operands}->{operands}")
-            return parse_rule(back, call.shapes, call.out_shapes, sizes)
-
-        register(f"autopar_ops.{name}")(forward_rule)
-        register(f"autopar_ops.{name}_grad")(backward_rule)
+        op.register_fake(shape or (lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))))
+        backward_function = UserFunction(gradient) if gradient else _by_autograd(name, function, parameters, tensors)
+        _register_backward(name, backward_function.function, op, len(tensors))
+        stated = {"home": "user_ops", "dear": True, **facts}
+        define(f"autopar_ops.{name}", rule=forward, **stated)
+        define(f"autopar_ops.{name}_grad", rule=backward, **stated)
         USER_FUNCTIONS[name] = UserFunction(function)
+        USER_FUNCTIONS[f"{name}_grad"] = backward_function
         return op
 
     return add
 
 
-def _register_backward(name: str, function: Any, op: Any, parameters: list[Any], tensors: list[str]) -> None:
-    names = [p.name for p in parameters]
-    rest = names[len(tensors) :]
-    source = _GRADIENT.format(
-        name=name, args=", ".join(names), tensors=", ".join(tensors), rest="".join(f", {r}" for r in rest)
-    )
+def _signature(function: Function, rule: str, count: int) -> tuple[list[str], list[str]]:
+    """Names of all parameters, and of the tensors among them. Raises InputError where an op cannot have them."""
+    name = function.__name__
+    parameters = list(inspect.signature(function, eval_str=True).parameters.values())
+    tensors = [p.name for p in parameters if p.annotation is Tensor]
+    if not tensors or [p.name for p in parameters[: len(tensors)]] != tensors:
+        raise InputError(f"register_op: {name} must take its tensors first, each annotated torch.Tensor")
+    odd = [p.name for p in parameters[len(tensors) :] if p.annotation not in _PLAIN]
+    if odd:
+        raise InputError(
+            f"register_op: {name}: argument {odd[0]} must be annotated int, float, bool or str (an optional tensor "
+            "is two ops)"
+        )
+    if count != len(tensors):
+        raise InputError(
+            f"register_op: the rule {rule!r} names {count} operands, {name} takes {len(tensors)} "
+            f"tensors ({', '.join(tensors)})"
+        )
+    return [p.name for p in parameters], tensors
+
+
+def _by_autograd(name: str, function: Function, parameters: list[str], tensors: list[str]) -> UserFunction:
+    """The gradients of all tensors, by autograd inside one op."""
+    rest = "".join(f", {other}" for other in parameters[len(tensors) :])
+    source = _GRADIENT.format(name=name, args=", ".join(parameters), tensors=", ".join(tensors), rest=rest)
     scope: dict[str, Any] = {"torch": torch, name: function}
     exec(source, scope)
-    gradient = scope[f"{name}_grad"]
+    return UserFunction(scope[f"{name}_grad"], source)
+
+
+def _register_backward(name: str, gradient: Callable[..., Any], op: Any, tensors: int) -> None:
+    """One op for the gradients of the first `tensors` arguments of `op`, and autograd's way to it."""
     library = torch.library.Library("autopar_ops", "FRAGMENT")
     schema = str(op._opoverload._schema).split("(", 1)[1].rsplit("->", 1)[0].strip()
     library.define(f"{name}_grad(Tensor g, {schema} -> Tensor[]")
 
     def with_autograd(*args: Any) -> list[Tensor]:
-        # Below a dispatch mode (verification runs under one) autograd is excluded; the gradient needs it.
+        # Below a dispatch mode (verification runs under one) autograd is excluded, which the gradient needs, and arguments
+        # that are as by default are left out, which it expects.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-            return gradient(*args)
+            return list(gradient(*bind(raw, args, {}).values()))
 
+    raw = getattr(torch.ops.autopar_ops, f"{name}_grad").default
     library.impl(f"{name}_grad", with_autograd, "CompositeExplicitAutograd")
     torch.library.register_fake(
-        f"autopar_ops::{name}_grad", lambda g, *args: [torch.empty_like(t) for t in args[: len(tensors)]], lib=library
+        f"autopar_ops::{name}_grad", lambda g, *args: [torch.empty_like(t) for t in args[:tensors]], lib=library
     )
     _LIBRARIES.append(library)
-    raw = getattr(torch.ops.autopar_ops, f"{name}_grad").default
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[: len(tensors)])
-        ctx.rest = inputs[len(tensors) :]
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.rest = inputs[tensors:]
 
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
@@ -141,7 +189,3 @@ def _register_backward(name: str, function: Any, op: Any, parameters: list[Any],
         return *wanted, *(None for _ in ctx.rest)
 
     op.register_autograd(backward, setup_context=setup)
-    USER_FUNCTIONS[f"{name}_grad"] = UserFunction(gradient, source)
-
-
-_LIBRARIES: list[torch.library.Library] = []

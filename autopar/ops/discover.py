@@ -21,7 +21,7 @@ import torch
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
 from autopar.ir.types import TensorType
-from autopar.ops.registry import Maker
+from autopar.ops.labels import Maker
 
 _MOST_ELEMENTS = 1 << 23
 _MANY_ELEMENTS = 1 << 18
@@ -104,8 +104,8 @@ class _Trial:
                 ]
             except Exception:
                 return False
-            found = self._combined(held, added) if mixed else [_sum(list(ts)) for ts in zip(*held, strict=True)]
-            if not _same(found, self._expected(blocks)):
+            combined = self._combined(held, added) if mixed else [_sum(list(ts)) for ts in zip(*held, strict=True)]
+            if not _same(combined, self._expected(blocks)):
                 return False
         return True
 
@@ -169,7 +169,7 @@ def discover(call: OpCall) -> Rule | None:
 
 
 def _trials(call: OpCall, wide: bool) -> list[_Trial]:
-    found = []
+    trials = []
     many = sum(t.numel for t in call.operands) > _MANY_ELEMENTS
     for seed, signed in enumerate((False, True) if many else (False, True, True, True)):
         generator = torch.Generator().manual_seed(seed)
@@ -181,9 +181,9 @@ def _trials(call: OpCall, wide: bool) -> list[_Trial]:
             continue  # the op does not take such data
         if not _same(whole, again):
             return []  # random or stateful
-        found.append(_Trial(call, operands, whole))
-    telling = any(all(_telling(t) for t in trial.whole if t is not None) for trial in found)
-    return found if telling else []
+        trials.append(_Trial(call, operands, whole))
+    telling = any(all(_telling(t) for t in trial.whole if t is not None) for trial in trials)
+    return trials if telling else []
 
 
 def _telling(result: Tensor) -> bool:
@@ -222,7 +222,7 @@ def _build(call: OpCall, trials: list[_Trial]) -> Rule:
 
 def _hypotheses(call: OpCall, whole: list[Tensor | None]) -> list[_Split]:
     """What is worth testing: more operands first, joined results before sums."""
-    found: list[_Split] = []
+    hypotheses: list[_Split] = []
     for size in sorted({n for s in call.shapes for n in s if n > 1}):
         per_operand = [[*(d for d, n in enumerate(s) if n == size), None] for s in call.shapes]
         per_result = [
@@ -232,10 +232,10 @@ def _hypotheses(call: OpCall, whole: list[Tensor | None]) -> list[_Split]:
             continue
         for operands in itertools.product(*per_operand):
             if any(d is not None for d in operands):
-                found += [
+                hypotheses += [
                     _Split(size, next(_divisors(size)), operands, results) for results in itertools.product(*per_result)
                 ]
-    return sorted(found, key=lambda h: (sum(d is None for d in h.operands), sum(d is None for d in h.results)))
+    return sorted(hypotheses, key=lambda h: (sum(d is None for d in h.operands), sum(d is None for d in h.results)))
 
 
 def _divisors(size: int) -> Iterator[int]:

@@ -1,24 +1,30 @@
-"""The table of ops: for each its sharding rule, its work, and how its arguments change on a block.
+"""The table of ops: one definition per op holds everything the compiler knows of it.
 
-Keys are op names without overload (`aten.sum`, `autopar.linear`). What is not in the table: torch tags tell pointwise
-ops; anything else is tried by experiment (`autopar.ops.discover`) or runs whole with a warning that names it.
+Keys are op names without overload (`aten.sum`, `autopar.linear`). The families beside this module fill the table, each
+op in one place, in any order: a fact is stated once, and stating it differently a second time is an error. Whoever
+needs to know something of an op asks its definition (`find`). An op that has no rule here is pointwise if torch tags it
+so; else its rule is found by experiment (`autopar.ops.discover`), or it runs whole with a warning that names it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
 
 import torch
 
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Factor, Labels, Rule, Strategy
+from autopar.ir.rule import Labels, Rule, Strategy
 
 RuleFunction = Callable[[OpCall], Rule]
 Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
+"""FLOPs of the whole op, kind of work, and for products the factors of m, n and k."""
+Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
+"""What an op computes in under mixed precision (`autopar.capture.precision` defines each word)."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,11 @@ class Block:
     mesh: Mesh
 
     def axes_of(self, factor: str) -> tuple[str, ...]:
+        """Mesh axes that shard a factor."""
         return tuple(a for a, c in zip(self.mesh.names, self.strategy, strict=True) if c == factor)
 
     def parts(self, factor: str) -> int:
+        """Into how many blocks a factor is cut."""
         return self.mesh.product(self.axes_of(factor))
 
     def offset(self, factor: str) -> Offset | int:
@@ -65,6 +73,7 @@ class Block:
         return tuple(starts)
 
     def result_shape(self, index: int = 0) -> list[int]:
+        """Shape of a result on this rank."""
         spec = self.rule.result_spec(index, self.strategy, self.mesh)
         type_ = self.call.results[index]
         assert spec is not None
@@ -74,43 +83,109 @@ class Block:
 
 @dataclass(frozen=True)
 class OpDef:
-    """`work(call)` -> (FLOPs of the whole op, kind, factors of m, n, k). `localize(block)` -> changed arguments.
+    """What the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
 
-    `free`: a view that moves no bytes. `shape_argument`: name of an argument that is the result's shape.
+    The op:
+        rule(call): which dims may be sharded. None: facts of an op that is replaced before rules are asked for.
+        work(call, rule): its arithmetic, where that is more than reading and writing (products, convolutions).
+        localize(block): arguments that are others on a block than on the whole (shapes, offsets).
+        globalize(call): the same arguments on the whole again, out of a call whose types are global already.
+    Facts:
+        free: a view that moves no bytes.
+        random: it draws random numbers, numbered by its argument `site`.
+        fresh: its results are tensors that nobody else holds, so the gradient store may keep them as they are.
+        dear: too dear to run a second time under selective recompute. None: if it has `work`.
+        carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
+        hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
+        result_names: names of several results in emitted text.
+    Mixed precision:
+        precision: what it computes in. None: "follow" if torch tags it pointwise, else "keep".
+        low_operands: how many of its leading floating operands the class "low" casts (None: all).
+        view: a cast of its result may as well be a cast of its operand.
+    The canonical form of a captured graph:
+        canonical: it is a "copy", a "regroup" (of dims, so `reshape`) or a "cast", whatever its name.
+        reorder(arguments, rank): the permutation of dims that it is.
+    Printing:
+        home: the module of the runtime, or of the emitted program, that has its function.
+        factory: it makes a tensor out of none and must be told the device.
+        key_argument: place of the random key among the printed arguments (None: by keyword).
     """
 
-    rule: RuleFunction
+    rule: RuleFunction | None = None
     work: Callable[[OpCall, Rule], Gemm] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
+    globalize: Callable[[OpCall], dict[str, Any]] | None = None
     free: bool = False
-    shape_argument: str | None = None
-    function: Callable[..., Any] | None = field(default=None, compare=False)
+    random: bool = False
+    fresh: bool = False
+    dear: bool | None = None
+    carries: bool = False
+    hidden_workspace: bool = False
+    result_names: tuple[str, ...] = ()
+    precision: Precision | None = None
+    low_operands: int | None = None
+    view: bool = False
+    canonical: Literal["copy", "regroup", "cast"] | None = None
+    reorder: Callable[[tuple[Any, ...], int], list[int]] | None = field(default=None, compare=False)
+    home: str = "ops"
+    factory: bool = False
+    key_argument: int | None = None
+
+    @property
+    def recompute_is_dear(self) -> bool:
+        """Whether selective recompute keeps the results of this op."""
+        return self.work is not None if self.dear is None else self.dear
 
 
 OPS: dict[str, OpDef] = {}
+_DEFAULT = OpDef()
 
 
-def register(*names: str, **options: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for op names; `options` are the other fields of OpDef."""
+def define(*names: str, **facts: Any) -> None:
+    """State fields of the definitions of these ops. Raises ValueError where one says otherwise already."""
+    for name in names:
+        known = OPS.get(name, _DEFAULT)
+        for fact, value in facts.items():
+            if getattr(known, fact) not in (getattr(_DEFAULT, fact), value):
+                raise ValueError(f"{name}: {fact} is defined twice")
+        OPS[name] = replace(known, **facts)
+    find.cache_clear()
+
+
+def register(*names: str, **facts: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorate the rule of these ops; `facts` are other fields of their definitions."""
 
     def add(rule: RuleFunction) -> RuleFunction:
-        for name in names:
-            OPS[name] = OpDef(rule, **options)
+        define(*names, rule=rule, **facts)
         return rule
 
     return add
 
 
+def named(names: str) -> tuple[str, ...]:
+    """`"view t"` -> `("aten.view", "aten.t")`."""
+    return tuple(f"aten.{name}" for name in names.split())
+
+
+@cache
 def find(op: str) -> OpDef | None:
-    """The definition of `aten.sum.dim_IntList`: its own, its packet's, or pointwise by torch's tag."""
-    packet = ".".join(op.split(".")[:2])
-    known = OPS.get(op) or OPS.get(packet)
-    if known is None and is_pointwise(op):
-        known = OPS["pointwise"]
+    """The definition of `aten.sum.dim_IntList`: its own, its packet's, with the pointwise rule if torch's tag says so."""
+    known = OPS.get(op) or OPS.get(".".join(op.split(".")[:2]))
+    if (known is None or known.rule is None) and is_pointwise(op):
+        return replace(known or _DEFAULT, rule=OPS["pointwise"].rule)
     return known
 
 
+def precision_of(op: str) -> Precision:
+    """The class of an op under mixed precision."""
+    definition = find(op)
+    if definition is not None and definition.precision is not None:
+        return definition.precision
+    return "follow" if is_pointwise(op) else "keep"
+
+
 def is_pointwise(op: str) -> bool:
+    """Whether torch tags an op as pointwise."""
     parts = op.split(".")
     if len(parts) < 2 or not hasattr(torch.ops, parts[0]):
         return False
@@ -120,60 +195,12 @@ def is_pointwise(op: str) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-# --- building rules -------------------------------------------------------------------------------------------------
+def resized(name: str) -> dict[str, Callable[..., dict[str, Any]]]:
+    """`localize` and `globalize` of an op whose argument `name` is the shape of its result."""
 
+    def globalize(call: OpCall) -> dict[str, Any]:
+        shape = call.out_shapes[0]
+        assert shape is not None
+        return {name: list(shape)}
 
-class Maker:
-    """Collects factors while a rule's labels are written down."""
-
-    def __init__(self) -> None:
-        self.factors: dict[str, Factor] = {}
-
-    def add(self, name: str, size: int, whole: bool = False, reduce: str = "sum") -> tuple[str, ...]:
-        """Labels of a dim that is one factor; dims of size one have none."""
-        if size == 1:
-            return ()
-        known = self.factors.get(name)
-        if known is None:
-            self.factors[name] = Factor(size, whole, reduce)
-        elif whole and not known.whole:
-            self.factors[name] = Factor(known.size, True, known.reduce)
-        return (name,)
-
-    def dims(self, shape: tuple[int, ...], prefix: str = "d", whole: bool | set[int] = False) -> Labels:
-        """One factor per dim, named `d0, d1, …`."""
-        return tuple(
-            self.add(f"{prefix}{i}", n, whole if isinstance(whole, bool) else i in whole) for i, n in enumerate(shape)
-        )
-
-    def rule(
-        self, operands: list[Labels | None], results: list[Labels | None], linear: list[set[int]] | None = None
-    ) -> Rule:
-        used = {f for labels in (*operands, *results) for dim in labels or () for f in dim}
-        return Rule(
-            tuple(operands),
-            tuple(results),
-            {k: f for k, f in self.factors.items() if k in used},
-            tuple(frozenset(g) for g in linear or ()),
-        )
-
-
-def broadcast_labels(shape: tuple[int, ...], out: tuple[int, ...], labels: Labels) -> Labels:
-    """Labels of an operand that broadcasts to `out`: dims of size one are unlabelled."""
-    own = labels[len(out) - len(shape) :]
-    return tuple(() if n == 1 else dim for n, dim in zip(shape, own, strict=True))
-
-
-def leading(call: OpCall, keep: int) -> Rule:
-    """The first `keep` dims pass in every operand and result; the others stay whole."""
-    make = Maker()
-
-    def labels(shape: tuple[int, ...]) -> Labels:
-        return tuple(make.add(f"d{i}", n) if i < keep else () for i, n in enumerate(shape))
-
-    return make.rule([labels(s) for s in call.shapes], [labels(t.shape) if t else None for t in call.results])
-
-
-def all_float(call: OpCall) -> bool:
-    """Whether sums may be owed on every operand and result (no booleans or indices among them)."""
-    return all(t.is_float for t in call.operands) and all(t is None or t.is_float for t in call.results)
+    return {"localize": lambda block: {name: block.result_shape()}, "globalize": globalize}

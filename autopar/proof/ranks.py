@@ -13,7 +13,7 @@ from autopar.codegen.stage import stage_source
 from autopar.ir.lines import Compute, Function, Line
 from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import RANDOM_OPS
+from autopar.ops.registry import find
 from autopar.passes.lower import lower
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.mesh_plan import extract
@@ -76,7 +76,8 @@ def without_dropout(lowered: LoweredProgram) -> LoweredProgram:
     """The same lines with every dropout probability 0."""
 
     def quiet(line: Line) -> Line:
-        if not isinstance(line, Compute) or line.op not in RANDOM_OPS or "p" not in line.kwargs:
+        definition = find(line.op) if isinstance(line, Compute) else None
+        if not isinstance(line, Compute) or definition is None or not definition.random or "p" not in line.kwargs:
             return line
         return replace(line, kwargs={**line.kwargs, "p": 0.0})
 

@@ -19,6 +19,7 @@ from torch import nn
 from autopar.capture.trees import rebuild
 from autopar.errors import InputError
 from autopar.ir.program import op_name
+from autopar.ops.registry import find
 from autopar.program import ParallelProgram, model_tensors
 from autopar.proof.casts import cast, no_dropout
 from autopar.proof.compare import Values, compare
@@ -85,5 +86,5 @@ def _random(program: ParallelProgram) -> bool:
 
 
 def _only_dropout(program: ParallelProgram) -> bool:
-    names = {op_name(n.target) for t in program.ir.templates.values() for n in t.ops}
-    return not names & {"autopar.random_uniform", "autopar.random_normal"}
+    definitions = [find(op_name(n.target)) for t in program.ir.templates.values() for n in t.ops]
+    return not any(d is not None and d.random and d.factory for d in definitions)

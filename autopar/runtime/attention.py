@@ -46,6 +46,12 @@ def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, offset: int) 
     return bias
 
 
+def _full_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The additive mask at the size of the scores, which fused kernels ask for."""
+    bias = _bias(mask, False, q, k, 0)
+    return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
 def _fused(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, offset: int) -> bool:
     square = q.shape[2] == k.shape[2] and offset == 0
     same = q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
@@ -95,9 +101,7 @@ def attention(
     """
     keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if _fused(q, k, v, p, causal, offset):
-        bias = _bias(mask, False, q, k, 0)
-        if bias is not None:
-            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        bias = _full_mask(mask, q, k)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, keys, values, 0.0, causal, attn_mask=bias, scale=scale
         )
@@ -128,9 +132,7 @@ def attention_grad(
     """Gradients of q, k and v."""
     keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
     if _fused(q, k, v, p, causal, offset):
-        bias = _bias(mask, False, q, k, 0)
-        if bias is not None:
-            bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        bias = _full_mask(mask, q, k)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, keys, values, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from . import random as rng
 
 Tensor = torch.Tensor
+Window = tuple[list[int], list[int], list[int], bool, list[int], int]
+"""Of a convolution: stride, padding, dilation, transposed, output padding, groups."""
 
 
 # --- contractions -----------------------------------------------------------------------------------------------------
@@ -160,80 +162,27 @@ def dropout(
     return (x * keep).mul_(1.0 / (1.0 - p))
 
 
-def random_uniform(
-    local: tuple[int, ...],
-    dtype: torch.dtype,
-    key: int,
-    shape: tuple[int, ...] | None = None,
-    offsets: tuple[int, ...] | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Uniform numbers for this rank's block."""
-    return rng.uniform(tuple(local), dtype, key, shape, offsets, device)
-
-
-def random_normal(
-    local: tuple[int, ...],
-    dtype: torch.dtype,
-    key: int,
-    shape: tuple[int, ...] | None = None,
-    offsets: tuple[int, ...] | None = None,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Standard normal numbers for this rank's block."""
-    return rng.normal(tuple(local), dtype, key, shape, offsets, device)
+random_uniform, random_normal = rng.uniform, rng.normal
 
 
 # --- convolution ------------------------------------------------------------------------------------------------------
 
 
-def conv(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> Tensor:
+def conv(x: Tensor, w: Tensor, b: Tensor | None, *window: *Window) -> Tensor:
     """x: (n, c, *spatial), w: (o, c/groups, *kernel)."""
-    return torch.ops.aten.convolution(x, w, b, stride, padding, dilation, transposed, output_padding, groups)
+    return torch.ops.aten.convolution(x, w, b, *window)
 
 
-def conv_dx(
-    g: Tensor,
-    w: Tensor,
-    x_shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> Tensor:
+def conv_dx(g: Tensor, w: Tensor, x_shape: list[int], *window: *Window) -> Tensor:
+    """Gradient of x."""
     x = g.new_empty(1).expand(x_shape)
-    return torch.ops.aten.convolution_backward(
-        g, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
-    )[0]
+    return torch.ops.aten.convolution_backward(g, x, w, None, *window, [True, False, False])[0]
 
 
-def conv_dw(
-    g: Tensor,
-    x: Tensor,
-    w_shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> Tensor:
+def conv_dw(g: Tensor, x: Tensor, w_shape: list[int], *window: *Window) -> Tensor:
+    """Gradient of w."""
     w = g.new_empty(1).expand(w_shape)
-    return torch.ops.aten.convolution_backward(
-        g, x, w, None, stride, padding, dilation, transposed, output_padding, groups, [False, True, False]
-    )[1]
+    return torch.ops.aten.convolution_backward(g, x, w, None, *window, [False, True, False])[1]
 
 
 # --- partial sums -----------------------------------------------------------------------------------------------------

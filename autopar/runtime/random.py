@@ -8,6 +8,7 @@ arithmetic (Steele, Lea, Flood 2014), of which the top 24 or 53 bits make a unif
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -33,7 +34,7 @@ def make_key(*parts: int) -> int:
 
 
 def positions(
-    local: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...], device: torch.device | None = None
+    local: Sequence[int], shape: Sequence[int], offsets: Sequence[int], device: torch.device | None = None
 ) -> torch.Tensor:
     """Row-major global index of every element of a local block: int64 of shape `local`."""
     index = torch.zeros((1,) * len(local), dtype=torch.int64, device=device)
@@ -53,11 +54,11 @@ def _hash(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def uniform(
-    local: tuple[int, ...],
+    local: Sequence[int],
     dtype: torch.dtype,
     key: int,
-    shape: tuple[int, ...] | None = None,
-    offsets: tuple[int, ...] | None = None,
+    shape: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Uniform numbers in [0, 1) for a local block of a tensor of global `shape` that starts at `offsets`.
@@ -71,11 +72,11 @@ def uniform(
 
 
 def normal(
-    local: tuple[int, ...],
+    local: Sequence[int],
     dtype: torch.dtype,
     key: int,
-    shape: tuple[int, ...] | None = None,
-    offsets: tuple[int, ...] | None = None,
+    shape: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Standard normal numbers by Box and Muller, one pair of hashes an element."""
@@ -85,11 +86,11 @@ def normal(
 
 
 def keep_mask(
-    local: tuple[int, ...],
+    local: Sequence[int],
     p: float,
     key: int,
-    shape: tuple[int, ...] | None = None,
-    offsets: tuple[int, ...] | None = None,
+    shape: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Boolean mask that keeps each element with probability 1 - p."""

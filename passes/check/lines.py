@@ -8,6 +8,8 @@ collectives match in order; that each one's axis exists on the mesh is checked t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.errors import CheckError
 from autopar.ir import lines as ir
 from autopar.ir.call import OpCall, Operand
@@ -170,30 +172,11 @@ def _global_call(line: Compute, operands: list[TensorType]) -> OpCall:
         return arg
 
     arguments = {k: place(v) for k, v in line.kwargs.items()}
-    results = tuple(line.types)
-    first = next((t for t in results if t is not None), None)
+    call = OpCall(line.op, arguments, tuple(operands), tuple(line.types))
     definition = find(line.op)
-    if definition is not None and definition.localize is not None and first is not None:
-        for name in ("shape", "size", "input_sizes", "x_shape", "w_shape", "input_size"):
-            if name in arguments and not line.op.endswith("dropout"):
-                arguments[name] = list(first.shape)
-        if line.op == "autopar.embedding_grad":
-            arguments["rows"] = first.shape[0]
-        if line.op == "autopar.pick_grad":
-            arguments["size"] = first.shape[int(arguments["dim"])]  # type: ignore[call-overload]
-        if line.op.startswith("autopar.conv"):
-            arguments["groups"] = _groups(line.op, bool(arguments["transposed"]), operands, first)
-    return OpCall(line.op, arguments, tuple(operands), results)
-
-
-def _groups(op: str, transposed: bool, operands: list[TensorType], result: TensorType) -> int:
-    """Groups of the whole convolution, from its global shapes."""
-    x, w, y = {
-        "autopar.conv": (operands[0], operands[1], result),
-        "autopar.conv_dx": (result, operands[1], operands[0]),
-        "autopar.conv_dw": (operands[1], result, operands[0]),
-    }[op]
-    return (y if transposed else x).shape[1] // w.shape[1]
+    if definition is None or definition.globalize is None:
+        return call
+    return replace(call, arguments={**arguments, **definition.globalize(call)})
 
 
 def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -> Spec:

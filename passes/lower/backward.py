@@ -11,11 +11,10 @@ from autopar.ir.lowered import Port
 from autopar.ir.program import Call, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
+from autopar.ops.registry import find
 from autopar.passes.lower.builder import Builder, LocalValue
 from autopar.passes.lower.context import StageContext
 from autopar.passes.lower.convert import cast
-
-MAKE_NEW = ("autopar.linear_dw", "autopar.conv_dw", "autopar.embedding_grad")
 
 
 class Backward(Builder):
@@ -219,7 +218,8 @@ class Backward(Builder):
         assert function is not None
         name = function.returns[slot if lowered.weights else len(lowered.input_grads) + slot] or ""
         maker = next((line for line in function.lines if name in line.outs), None)
-        new = isinstance(maker, ir.Compute) and maker.op in MAKE_NEW
+        definition = find(maker.op) if isinstance(maker, ir.Compute) else None
+        new = definition is not None and definition.fresh
         readers = sum(name in line.reads() for line in function.lines)
         return new and not readers and function.returns.count(name) == 1
 

@@ -14,7 +14,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.ir.call import bind
 from autopar.ir.lines import Compute, Function, Line, Ref, Site
-from autopar.ir.program import RANDOM_OPS, Template, op_name, operand_nodes, resolve, result_types
+from autopar.ir.program import Template, op_name, operand_nodes, resolve, result_types
 from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.convert import Converter, cast
@@ -196,7 +196,8 @@ def local_arguments(node: fx.Node, operands: list[str], changes: dict[str, Any])
     args = tuple(place(a) for a in node.args)
     kwargs = {k: place(v) for k, v in node.kwargs.items()}
     bound = bind(node.target, args, kwargs) | changes
-    if op_name(node.target) in RANDOM_OPS:
+    definition = find(op_name(node.target))
+    if definition is not None and definition.random:
         site = bound.pop("site")
         if site != -1:
             bound["key"] = Site(site)

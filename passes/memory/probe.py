@@ -23,6 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, rows
 from autopar.ir.types import TensorType
+from autopar.ops.registry import find
 from autopar.runtime import attention, ops, rnn
 from autopar.runtime.comm import Call, Comm
 from autopar.runtime.gather import Gather, start_gathers
@@ -171,7 +172,8 @@ def _probe(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> 
             "call": 0,
         }
         function = eval(f"lambda {', '.join(names)}: {text}", space)
-        if isinstance(line, Compute) and line.op.startswith("autopar.rnn"):
+        definition = find(line.op) if isinstance(line, Compute) else None
+        if definition is not None and definition.hidden_workspace:
             return _recurrent(function, layouts)
         watched = watch(lambda tensors: function(*tensors), layouts)
     except Exception:  # an op without a meta implementation, or one that looks at data

@@ -6,7 +6,6 @@ import warnings
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
-from autopar.ops import rules as _rules  # noqa: F401  (registers rules)
 from autopar.ops.discover import discover
 from autopar.ops.registry import find
 
@@ -28,12 +27,12 @@ class RuleBook:
 
     def _find(self, call: OpCall) -> Rule:
         definition = find(call.op)
-        if definition is not None:
+        if definition is not None and definition.rule is not None:
             return definition.rule(call)
-        found = discover(call)
-        if found is not None and found.shardable:
-            self.discovered.setdefault(call.op, str(found))
-            return found
+        discovered = discover(call)
+        if discovered is not None and discovered.shardable:
+            self.discovered.setdefault(call.op, str(discovered))
+            return discovered
         if call.op not in self.unknown:
             self.unknown.append(call.op)
             warnings.warn(

@@ -118,12 +118,12 @@ class Lattice:
     def path(self, before: Spec, after: Spec) -> list[tuple[Step, Spec]]:
         """(step, spec after it) from `before` to `after`."""
         i, j = self.index[before], self.index[after]
-        found: list[tuple[Step, Spec]] = []
+        steps: list[tuple[Step, Spec]] = []
         while i != j:
             k = int(self._next[i, j])
-            found.append((self._steps[i, k], self.specs[k]))
+            steps.append((self._steps[i, k], self.specs[k]))
             i = k
-        return found
+        return steps
 
 
 def _canonical(shape: tuple[int, ...], mesh: Mesh, ops: tuple[str, ...]) -> list[Spec]:

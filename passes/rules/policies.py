@@ -12,7 +12,6 @@ from autopar.ops.registry import find
 from autopar.passes.rules.replay import made_forward
 
 POLICIES = ("none", "selective", "full")
-_DEAR = ("autopar.embedding", "autopar.rnn", "autopar_ops.")
 
 
 def policy_set(template: Template, policy: str) -> tuple[str, ...]:
@@ -29,8 +28,7 @@ def is_light(template: Template, op: str) -> bool:
     """Whether an op is attention, pointwise or a reduction: little arithmetic for what it holds."""
     call = template.op_calls[op]
     definition = find(call.op)
-    if definition is None or call.op.startswith(_DEAR):
+    if definition is None or definition.rule is None or definition.recompute_is_dear:
         return False
-    if call.op == "aten.add.Tensor" and [t.shape for t in call.operands if t] == [call.results[0].shape] * 2:  # type: ignore[union-attr]
-        return False
-    return definition.work is None or call.op.startswith("autopar.attention")
+    shapes = [t.shape for t in call.operands]
+    return not (call.op == "aten.add.Tensor" and shapes == [call.out_shapes[0]] * 2)

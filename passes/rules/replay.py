@@ -75,22 +75,22 @@ def kept_form(flow: Flow, template: Template, value: str) -> str:
 
 def made_forward(template: Template) -> frozenset[str]:
     """Values that an op of forward makes."""
-    found = set()
+    values = set()
     for name, node in template.nodes.items():
         producer = resolve(node)[0]
         if node.op == "call_function" and not phase_is_late(producer):
-            found.add(name)
-    return frozenset(found)
+            values.add(name)
+    return frozenset(values)
 
 
 def _hubs(template: Template, flow: Flow, kept: dict[str, str], again: Iterable[str]) -> frozenset[str]:
     """Decision points between what is kept and the ops that run again (parameters apart)."""
     forms = set(kept.values())
-    found: set[str] = set()
+    reached: set[str] = set()
 
     def reach(hub: str) -> None:
-        while hub and hub not in forms and hub not in found and flow.hubs[hub].value not in template.params:
-            found.add(hub)
+        while hub and hub not in forms and hub not in reached and flow.hubs[hub].value not in template.params:
+            reached.add(hub)
             hub = flow.hubs[hub].source
 
     for name in again:
@@ -98,4 +98,4 @@ def _hubs(template: Template, flow: Flow, kept: dict[str, str], again: Iterable[
             reach(flow.reads[name, i])
     for value in flow.late - set(kept) - set(template.params):
         reach(f"{value}@save" if f"{value}@save" in flow.hubs else "")
-    return frozenset(found)
+    return frozenset(reached)

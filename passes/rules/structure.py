@@ -11,6 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
+
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_nodes
 from autopar.ir.spec import Spec
@@ -28,25 +30,17 @@ class Group:
 
 def parameter_groups(program: Program) -> dict[str, Group]:
     """Groups by first name: parameters linked through a shared template slot or a tie."""
-    parent: dict[Any, Any] = {}
-
-    def find(x: Any) -> Any:
-        parent.setdefault(x, x)
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
+    linked = nx.utils.UnionFind()
     for call in program.calls:
         for slot, name in enumerate(call.params):
-            parent[find(("slot", call.template, slot))] = find(("name", name))
+            linked.union(("name", name), ("slot", call.template, slot))
     names: dict[Any, list[str]] = {}
     slots: dict[Any, list[tuple[str, int]]] = {}
-    for item in list(parent):
+    for item in list(linked.parents):
         if item[0] == "slot":
-            slots.setdefault(find(item), []).append((item[1], item[2]))
+            slots.setdefault(linked[item], []).append((item[1], item[2]))
     for name in program.parameters:
-        names.setdefault(find(("name", name)), []).append(name)
+        names.setdefault(linked["name", name], []).append(name)
     return {members[0]: Group(tuple(members), tuple(slots.get(root, ()))) for root, members in names.items()}
 
 

@@ -12,23 +12,10 @@ from autopar.ir.program import Template, is_getitem, op_name, operand_nodes
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 
-_PASSES = (
-    "aten.add.",
-    "aten._to_copy.",
-    "aten.neg.",
-    "aten.cat.",
-    "aten.stack.",
-    "aten.slice_backward.",
-    "aten.select_backward.",
-    "aten.constant_pad_nd.",
-    "aten.slice_scatter.",
-    "aten.select_scatter.",
-)
-
 
 def wide_gradients(template: Template) -> dict[str, TensorType]:
     """Values that become parameter gradients and nothing else, and are narrower than the parameter: the type to reduce."""
-    nodes, found = template.nodes, dict[str, TensorType]()
+    nodes, widened = template.nodes, dict[str, TensorType]()
     tail: dict[str, TensorType] = {}
     for param, grad in zip(template.params, template.param_grads, strict=True):
         stored = nodes[param].meta.get("stored")
@@ -40,28 +27,28 @@ def wide_gradients(template: Template) -> dict[str, TensorType]:
             continue
         type_ = template.type_of(node.name)
         if type_.dtype.itemsize < wide.dtype.itemsize:
-            found[node.name] = TensorType(type_.shape, wide.dtype)
+            widened[node.name] = TensorType(type_.shape, wide.dtype)
         if is_getitem(node) or not _passes(op_name(node.target)):
             continue
         for operand in operand_nodes(node):
             readers = [n.name for n, _ in template.consumers.get(operand.name, ())]
             if all(reader in tail for reader in readers):
                 tail.setdefault(operand.name, TensorType(template.type_of(operand.name).shape, wide.dtype))
-    return found
+    return widened
 
 
 def late_upcasts(template: Template) -> frozenset[str]:
     """Values of backward that are 16-bit floats made wider."""
-    found = set()
+    upcasts = set()
     for node in template.ops:
         if op_name(node.target) == "aten._to_copy.default" and node.meta["phase"] != "F":
             before, after = template.type_of(operand_nodes(node)[0].name), template.type_of(node.name)
             if before.is_float and before.dtype.itemsize == 2 and after.dtype.itemsize > 2:
-                found.add(node.name)
-    return frozenset(found)
+                upcasts.add(node.name)
+    return frozenset(upcasts)
 
 
 def _passes(op: str) -> bool:
     """Whether an op hands a gradient on as it is, moved or added to others."""
     definition = find(op)
-    return op.startswith(_PASSES) or (definition is not None and definition.free)
+    return definition is not None and (definition.free or definition.carries)

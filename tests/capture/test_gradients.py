@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.capture.fake import fake_mode, faked
-from autopar.ops.lift import LIFT
+from autopar.ops.dialect import LIFT
 from tests.capture.equal import Net, assert_equal_to_eager, compiled
 
 CLASSES = torch.tensor([1, 5, 0, 7])

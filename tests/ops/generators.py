@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from autopar.ops import dialect as d
+from autopar.ops import random
 from tests.ops.execution import Case
 
 Tensor = torch.Tensor
@@ -270,12 +270,12 @@ def _made_whole(draw: Draw, name: str) -> Case:
 
 @makes("autopar.dropout")
 def _dropout(draw: Draw, _: str) -> Case:
-    return call(d.dropout, draw.f(*draw.shape(1, 4)), draw.pick(0.3, 0.9), draw.pick(0, 7))
+    return call(random.dropout, draw.f(*draw.shape(1, 4)), draw.pick(0.3, 0.9), draw.pick(0, 7))
 
 
 @makes("autopar.random_uniform", "autopar.random_normal")
 def _random(draw: Draw, name: str) -> Case:
-    op = d.random_uniform if name.endswith("uniform") else d.random_normal
+    op = random.random_uniform if name.endswith("uniform") else random.random_normal
     return call(op, draw.shape(1, 4), torch.float64, draw.pick(0, 7))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.ops import dialect as d
+from autopar.ops import attention, contraction, convolution, embedding, loss, normalization, recurrence
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, call, makes, overload
 
@@ -18,8 +18,8 @@ def _linear(draw: Draw, name: str) -> Case:
     lead, i, o = draw.shape(1, 3), draw.size(), draw.size()
     x, w, g = draw.f(*lead, i), draw.f(o, i), draw.f(*lead, o)
     if name == "autopar.linear":
-        return call(d.linear, x, w)
-    return call(d.linear_dx, g, w) if name.endswith("dx") else call(d.linear_dw, g, x)
+        return call(contraction.linear, x, w)
+    return call(contraction.linear_dx, g, w) if name.endswith("dx") else call(contraction.linear_dw, g, x)
 
 
 @makes("autopar.einsum")
@@ -35,7 +35,7 @@ def _einsum(draw: Draw, _: str) -> Case:
         ("i", "j", "ij"),
     )
     a, b = draw.f(*(sizes[c] for c in left)), draw.f(*(sizes[c] for c in right))
-    return call(d.einsum, f"{left},{right}->{out}", a, b)
+    return call(contraction.einsum, f"{left},{right}->{out}", a, b)
 
 
 @makes("aten.mm", "aten.bmm")
@@ -75,9 +75,9 @@ def attention_arguments(draw: Draw, float_mask: bool = False) -> tuple[Any, ...]
 def _attention(draw: Draw, name: str) -> Case:
     q, k, v, mask, *config = attention_arguments(draw, name.endswith("mask_grad"))
     if name == "autopar.attention":
-        return call(d.attention, q, k, v, mask, *config)
-    out, lse = d.attention(q, k, v, mask, *config)
-    op = d.attention_mask_grad if name.endswith("mask_grad") else d.attention_grad
+        return call(attention.attention, q, k, v, mask, *config)
+    out, lse = attention.attention(q, k, v, mask, *config)
+    op = attention.attention_mask_grad if name.endswith("mask_grad") else attention.attention_grad
     return call(op, draw.f(*out.shape), q, k, v, mask, out, lse, *config)
 
 
@@ -91,8 +91,8 @@ def _rnn(draw: Draw, name: str) -> Case:
     biases = (draw.f(gates * h), draw.f(gates * h)) if draw.pick(True, False) else (None, None)
     args = (mode, x, h0, c0, draw.f(gates * h, i), draw.f(gates * h, h), *biases)
     if name == "autopar.rnn":
-        return call(d.rnn, *args)
-    return call(d.rnn_grad, *args, draw.f(t, b, h), draw.f(b, h), draw.f(b, h))
+        return call(recurrence.rnn, *args)
+    return call(recurrence.rnn_grad, *args, draw.f(t, b, h), draw.f(b, h), draw.f(b, h))
 
 
 # --- norms, loss, embedding ----------------------------------------------------------------------------------------------
@@ -105,16 +105,16 @@ def _norm(draw: Draw, name: str) -> Case:
     own = x.shape[x.ndim - ndim :]
     w = draw.f(*own) if draw.pick(True, False) else None
     if name == "autopar.rms_norm":
-        return call(d.rms_norm, x, w, 1e-5, ndim)
+        return call(normalization.rms_norm, x, w, 1e-5, ndim)
     if name == "autopar.layer_norm":
-        return call(d.layer_norm, x, w, draw.f(*own) if w is not None else None, 1e-5, ndim)
+        return call(normalization.layer_norm, x, w, draw.f(*own) if w is not None else None, 1e-5, ndim)
     g = draw.f(*x.shape)
-    _, mean, rstd = d.layer_norm(x, w, None, 1e-5, ndim)
+    _, mean, rstd = normalization.layer_norm(x, w, None, 1e-5, ndim)
     if name == "autopar.rms_norm_dx":
-        return call(d.rms_norm_dx, g, x, rstd, w, ndim)
+        return call(normalization.rms_norm_dx, g, x, rstd, w, ndim)
     if name == "autopar.layer_norm_dx":
-        return call(d.layer_norm_dx, g, x, mean, rstd, w, ndim)
-    return call(d.norm_dw, g, x, draw.pick(mean, None), rstd, ndim)
+        return call(normalization.layer_norm_dx, g, x, mean, rstd, w, ndim)
+    return call(normalization.norm_dw, g, x, draw.pick(mean, None), rstd, ndim)
 
 
 @makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad")
@@ -124,12 +124,12 @@ def _loss(draw: Draw, name: str) -> Case:
     row = x.amax(dim)
     index = draw.i(x.shape[dim], *row.shape)
     if name == "autopar.sumexp":
-        return call(d.sumexp, x, row, dim)
+        return call(loss.sumexp, x, row, dim)
     if name == "autopar.pick":
-        return call(d.pick, x, index, dim)
+        return call(loss.pick, x, index, dim)
     if name == "autopar.pick_grad":
-        return call(d.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
-    return call(d.cross_entropy_grad, x, x.logsumexp(dim), index, draw.f(*row.shape), dim)
+        return call(loss.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
+    return call(loss.cross_entropy_grad, x, x.logsumexp(dim), index, draw.f(*row.shape), dim)
 
 
 @makes("autopar.embedding", "autopar.embedding_grad")
@@ -137,8 +137,8 @@ def _embedding(draw: Draw, name: str) -> Case:
     v, h = draw.size(), draw.size()
     index = draw.i(v, *draw.shape(1, 2))
     if name == "autopar.embedding":
-        return call(d.embedding, draw.f(v, h), index)
-    return call(d.embedding_grad, draw.f(*index.shape, h), index, v, draw.pick(-1, 0, v - 1))
+        return call(embedding.embedding, draw.f(v, h), index)
+    return call(embedding.embedding_grad, draw.f(*index.shape, h), index, v, draw.pick(-1, 0, v - 1))
 
 
 # --- images ----------------------------------------------------------------------------------------------------------------
@@ -160,11 +160,11 @@ def _conv(draw: Draw, name: str) -> Case:
         groups,
     )
     if name == "autopar.conv":
-        return call(d.conv, x, w, draw.f(o) if draw.pick(True, False) else None, *config)
-    g = draw.f(*d.conv(x, w, None, *config).shape)
+        return call(convolution.conv, x, w, draw.f(o) if draw.pick(True, False) else None, *config)
+    g = draw.f(*convolution.conv(x, w, None, *config).shape)
     if name == "autopar.conv_dx":
-        return call(d.conv_dx, g, w, list(x.shape), *config)
-    return call(d.conv_dw, g, x, list(w.shape), *config)
+        return call(convolution.conv_dx, g, w, list(x.shape), *config)
+    return call(convolution.conv_dw, g, x, list(w.shape), *config)
 
 
 def _image(draw: Draw, rank: int) -> torch.Tensor:

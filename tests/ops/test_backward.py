@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops import lift, losses, wrappers
+from autopar.ops.attention import Attention
+from autopar.ops.dialect import LIFT
+from autopar.ops.random import Dropout
 from autopar.runtime import attention as att
 from autopar.runtime import ops
 from autopar.runtime import random as rng
 
-assert losses
 aten = torch.ops.aten
 
 
@@ -45,7 +46,7 @@ def assert_equal_gradients(ours: Callable[..., Any], theirs: Callable[..., Any],
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear(lead: tuple[int, ...], bias: bool) -> None:
     more = (f(5),) if bias else ()
-    assert_equal_gradients(lift.LIFT[aten.linear.default], F.linear, f(*lead, 4), f(5, 4), *more)
+    assert_equal_gradients(LIFT[aten.linear.default], F.linear, f(*lead, 4), f(5, 4), *more)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_linear(lead: tuple[int, ...], bias: bool) -> None:
     ],
 )
 def test_matmul(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    assert_equal_gradients(lift.LIFT[aten.matmul.default], torch.matmul, f(*a), f(*b))
+    assert_equal_gradients(LIFT[aten.matmul.default], torch.matmul, f(*a), f(*b))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_einsum(equation: str) -> None:
     terms = equation.replace("...", "bh").split("->")[0].split(",")
     leaves = [f(*(sizes[c] for c in term)) for term in terms]
     assert_equal_gradients(
-        lambda *xs: lift.LIFT[aten.einsum.default](equation, xs), lambda *xs: torch.einsum(equation, *xs), *leaves
+        lambda *xs: LIFT[aten.einsum.default](equation, xs), lambda *xs: torch.einsum(equation, *xs), *leaves
     )
 
 
@@ -99,11 +100,11 @@ def test_layer_and_rms_norm(shape: tuple[int, ...], normed: int, affine: bool) -
     w, b = ((f(*own), f(*own)) if affine else ())[:2] or (None, None)
     rms = [t for t in (f(*shape), w) if t is not None]
     assert_equal_gradients(
-        lambda x, *w: lift.LIFT[aten.rms_norm.default](x, own, *w), lambda x, *w: F.rms_norm(x, own, *w), *rms
+        lambda x, *w: LIFT[aten.rms_norm.default](x, own, *w), lambda x, *w: F.rms_norm(x, own, *w), *rms
     )
     leaves = [t for t in (f(*shape), w, b) if t is not None]
     assert_equal_gradients(
-        lambda x, *p: lift.LIFT[aten.layer_norm.default](x, own, *p), lambda x, *p: F.layer_norm(x, own, *p), *leaves
+        lambda x, *p: LIFT[aten.layer_norm.default](x, own, *p), lambda x, *p: F.layer_norm(x, own, *p), *leaves
     )
 
 
@@ -111,18 +112,16 @@ def test_layer_and_rms_norm(shape: tuple[int, ...], normed: int, affine: bool) -
 def test_batch_and_group_norm(shape: tuple[int, ...]) -> None:
     leaves = f(*shape), f(6), f(6)
     assert_equal_gradients(
-        lambda x, w, b: lift.LIFT[aten.batch_norm.default](x, w, b, None, None, True, 0.1, 1e-5, True),
+        lambda x, w, b: LIFT[aten.batch_norm.default](x, w, b, None, None, True, 0.1, 1e-5, True),
         lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
         *leaves,
     )
     assert_equal_gradients(
-        lambda x, w, b: lift.LIFT[aten.group_norm.default](x, 3, w, b),
-        lambda x, w, b: F.group_norm(x, 3, w, b),
-        *leaves,
+        lambda x, w, b: LIFT[aten.group_norm.default](x, 3, w, b), lambda x, w, b: F.group_norm(x, 3, w, b), *leaves
     )
     mean, var = torch.randn(6, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
     assert_equal_gradients(
-        lambda x, w, b: lift.LIFT[aten.batch_norm.default](x, w, b, mean, var, False, 0.1, 1e-5, True),
+        lambda x, w, b: LIFT[aten.batch_norm.default](x, w, b, mean, var, False, 0.1, 1e-5, True),
         lambda x, w, b: F.batch_norm(x, mean, var, w, b, False),
         *leaves,
     )
@@ -142,7 +141,7 @@ def test_cross_entropy(reduction: str, smoothing: float, weighted: bool, shape: 
     weight = torch.rand(5, dtype=torch.float64) if weighted else None
     code = {"none": 0, "mean": 1, "sum": 2}[reduction]
     assert_equal_gradients(
-        lambda x: lift.LIFT[aten.cross_entropy_loss.default](x, target, weight, code, -100, smoothing),
+        lambda x: LIFT[aten.cross_entropy_loss.default](x, target, weight, code, -100, smoothing),
         lambda x: F.cross_entropy(x, target, weight, reduction=reduction, label_smoothing=smoothing),
         f(*shape),
     )
@@ -182,7 +181,7 @@ def test_pointwise_losses(name: str, extra: tuple[Any, ...], reduction: str) -> 
     target_op = getattr(aten, name).default
     keyword = {"reduction": code}
     assert_equal_gradients(
-        lambda t: lift.LIFT[target_op](squash(t), target, **keyword),
+        lambda t: LIFT[target_op](squash(t), target, **keyword),
         lambda t: getattr(F, name)(squash(t), target, reduction=reduction),
         x,
     )
@@ -196,7 +195,7 @@ def test_embedding(padding: int | None) -> None:
     index = torch.tensor([[0, 3, 3], [7, 2, 0]])
     raw = -1 if padding is None else padding % 8
     assert_equal_gradients(
-        lambda w: lift.LIFT[aten.embedding.default](w, index, raw), lambda w: F.embedding(index, w, padding), f(8, 4)
+        lambda w: LIFT[aten.embedding.default](w, index, raw), lambda w: F.embedding(index, w, padding), f(8, 4)
     )
 
 
@@ -227,13 +226,13 @@ def test_convolution(rank: int, groups: int, stride: int, padding: int, dilation
         args: tuple[Any, ...] = (stride, padding, stride - 1, groups, dilation)
     else:
         name, op, args = f"conv{rank}d", getattr(aten, f"conv{rank}d").default, (stride, padding, dilation, groups)
-    assert_equal_gradients(lambda *t: lift.LIFT[op](*t, *args), lambda *t: getattr(F, name)(*t, *args), x, w, b)
+    assert_equal_gradients(lambda *t: LIFT[op](*t, *args), lambda *t: getattr(F, name)(*t, *args), x, w, b)
 
 
 @pytest.mark.parametrize(("kernel", "padding"), [(3, "same"), (4, "same"), (3, "valid")])
 def test_convolution_with_named_padding(kernel: int, padding: str) -> None:
     assert_equal_gradients(
-        lambda x, w: lift.LIFT[aten.conv2d.padding](x, w, None, 1, padding),
+        lambda x, w: LIFT[aten.conv2d.padding](x, w, None, 1, padding),
         lambda x, w: F.conv2d(x, w, None, 1, padding),
         f(2, 3, 6, 6),
         f(4, 3, kernel, kernel),
@@ -266,7 +265,7 @@ def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, bat
         return t[0], (list(state) if mode == "lstm" else state[0]), list(t[1 + len(hidden) :])
 
     assert_equal_gradients(
-        lambda *t: lift.LIFT[op](*split(*t), *config), lambda *t: op(*split(*t), *config), x, *hidden, *params
+        lambda *t: LIFT[op](*split(*t), *config), lambda *t: op(*split(*t), *config), x, *hidden, *params
     )
 
 
@@ -293,7 +292,7 @@ def plain_attention(
     return (weights if drop is None else weights * drop) @ v
 
 
-ATTENTION = lift.LIFT[aten.scaled_dot_product_attention.default]
+ATTENTION = LIFT[aten.scaled_dot_product_attention.default]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -341,7 +340,7 @@ def test_attention_with_dropout_draws_by_position_and_backward_draws_the_same(ca
     p, key = 0.4, 11
     keep = rng.keep_mask((2, 4, 5, 5), p, key).double() / (1 - p)
     assert_equal_gradients(
-        lambda q, k, v: wrappers.Attention.apply(q, k, v, None, p, causal, 0.5, key),
+        lambda q, k, v: Attention.apply(q, k, v, None, p, causal, 0.5, key),
         lambda q, k, v: plain_attention(q, k, v, None, causal, keep, 0.5),
         f(2, 4, 5, 4),
         f(2, 2, 5, 4),
@@ -378,4 +377,4 @@ def test_attention_on_blocks_of_queries_knows_where_they_start(p: float) -> None
 def test_dropout_is_its_own_backward() -> None:
     x = f(4, 6)
     keep = rng.keep_mask((4, 6), 0.3, 5).double() / 0.7
-    assert_equal_gradients(lambda t: wrappers.Dropout.apply(t, 0.3, 5), lambda t: t * keep, x)
+    assert_equal_gradients(lambda t: Dropout.apply(t, 0.3, 5), lambda t: t * keep, x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from autopar.capture.apart import LEAST_BESIDE, LEAST_PIECE, beside
+from autopar.capture.branches import LEAST_PIECE, LEAST_UNORDERED, unordered
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import Range, cut_points
 from autopar.passes.search.lower_bounds import template_work_s
@@ -25,7 +25,8 @@ def branches(task: Task) -> bool:
     share = work_shares(task)
     sides = calls_beside(task.program, share)
     return any(
-        s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_BESIDE for s, side in zip(share, sides, strict=True)
+        s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_UNORDERED
+        for s, side in zip(share, sides, strict=True)
     )
 
 
@@ -39,7 +40,7 @@ def work_shares(task: Task) -> list[float]:
 def calls_beside(program: Program, share: Sequence[float]) -> list[frozenset[int]]:
     """Per call the calls with work that neither feed nor follow it. share: of every call, as in `work_shares`."""
     edges = [sorted({r.index for r in call.inputs if r.kind == "call"}) for call in program.calls]
-    return beside(edges, [s >= LEAST_PIECE for s in share])
+    return unordered(edges, [s >= LEAST_PIECE for s in share])
 
 
 def segments(program: Program, share: Sequence[float]) -> tuple[Range, ...]:

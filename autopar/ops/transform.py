@@ -1,11 +1,11 @@
-"""Rules of transforms and small linear algebra: Fourier, complex views, distances, weight norm, triangular solve."""
+"""Transforms and small linear algebra: Fourier, complex views, distances, triangular solves."""
 
 from __future__ import annotations
 
 from autopar.ir.call import OpCall
-from autopar.ir.rule import Labels, Rule, parse_rule
-from autopar.ops.registry import Maker, all_float, leading, register
-from autopar.ops.rules_basic import reduced_dims
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.labels import Maker, all_float, leading, reduced_dims
+from autopar.ops.registry import register
 
 
 @register("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r")
@@ -25,12 +25,6 @@ def complex_view(call: OpCall) -> Rule:
     return leading(call, min(len(call.shapes[0]), len(call.out_shapes[0] or ())))
 
 
-@register("aten.vdot", "aten.dot")
-def dot(call: OpCall) -> Rule:
-    """A sharded vector leaves a partial sum."""
-    return parse_rule("k, k -> 1", call.shapes, call.out_shapes)
-
-
 @register("aten._euclidean_dist", "aten._cdist_forward")
 def distances(call: OpCall) -> Rule:
     """(..., p, d) against (..., r, d): rows of both pass, the feature dim stays whole."""
@@ -41,21 +35,6 @@ def distances(call: OpCall) -> Rule:
     if a[:-2] != b[:-2]:
         return leading(call, 0)
     return make.rule([(*lead, p, ()), (*lead, r, ())], [(*lead, p, r)])
-
-
-@register("aten._weight_norm_interface", "aten._weight_norm_interface_backward")
-def weight_norm(call: OpCall) -> Rule:
-    """Only the kept dim shards: norms are over all others."""
-    make = Maker()
-    v = call.type_of("v") or call.type_of("saved_v")
-    assert v is not None
-    dim = int(call["dim"])
-    kept = make.add("d", v.shape[dim])
-
-    def labels(shape: tuple[int, ...]) -> Labels:
-        return tuple(kept if i == dim and len(shape) == len(v.shape) else () for i in range(len(shape)))
-
-    return make.rule([labels(s) for s in call.shapes], [labels(t.shape) if t else None for t in call.results])
 
 
 @register("aten.linalg_solve_triangular")
@@ -69,12 +48,3 @@ def solve_triangular(call: OpCall) -> Rule:
     side = make.add("r", b[-1] if call["left"] else b[-2])
     right: Labels = (*lead, (), side) if call["left"] else (*lead, side, ())
     return make.rule([(*lead, (), ()), right], [right], [{1}] if all_float(call) else [])
-
-
-@register("aten.renorm")
-def renorm(call: OpCall) -> Rule:
-    """Every slice along `dim` is scaled by its own norm over all other dims."""
-    make = Maker()
-    dim = int(call["dim"]) % len(call.shapes[0])
-    labels: Labels = tuple(make.add("d", n) if i == dim else () for i, n in enumerate(call.shapes[0]))
-    return make.rule([labels], [labels])

@@ -1,132 +1,66 @@
-"""Rules of reductions, of ops along a dim, and of views."""
+"""Views and what moves elements: reshapes, permutations, slices, joins, splits.
+
+Merged and split dims share factors: (b, s, h·d) to (b, s, h, d) is `b s (h d) -> b s h d`. A dim that is cut or grown
+stays whole.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
-from autopar.ops.registry import Maker, all_float, broadcast_labels, register
-from autopar.ops.rules_pointwise import pointwise, result_size
+from autopar.ops.dialect import lifts
+from autopar.ops.labels import Maker, all_float, broadcast_labels
+from autopar.ops.registry import define, named, register, resized
 
-# --- reductions -------------------------------------------------------------------------------------------------------
-
-
-def reduced_dims(call: OpCall, name: str = "dim") -> list[int]:
-    """Dims that a reduction removes, counted from the front."""
-    rank = len(call.shapes[0])
-    dim = call.get(name)
-    if dim is None or (isinstance(dim, (list, tuple)) and not dim):
-        return list(range(rank))
-    return sorted({int(d) % max(rank, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])})
-
-
-def _reduction(call: OpCall, reduce: str | None, linear: bool) -> Rule:
-    make = Maker()
-    gone = reduced_dims(call)
-    shape = call.shapes[0]
-    labels = tuple(
-        make.add(f"d{i}", n, whole=i in gone and reduce is None, reduce=(reduce or "sum") if i in gone else "sum")
-        for i, n in enumerate(shape)
-    )
-    keep = bool(call.get("keepdim", False))
-    out: Labels = tuple(() if i in gone else dim for i, dim in enumerate(labels) if keep or i not in gone)
-    return make.rule([labels], [out for _ in call.results], [{0}] if linear else [])
-
-
-@register("aten.sum")
-def sum_(call: OpCall) -> Rule:
-    """A sharded summed dim leaves a partial sum."""
-    return _reduction(call, "sum", all_float(call))
-
-
-@register("aten.amax")
-def amax(call: OpCall) -> Rule:
-    """A sharded reduced dim leaves a partial max."""
-    return _reduction(call, "max", False)
-
-
-@register("aten.amin")
-def amin(call: OpCall) -> Rule:
-    """A sharded reduced dim leaves a partial min."""
-    return _reduction(call, "min", False)
-
-
-@register(
-    "aten.prod",
-    "aten.any",
-    "aten.all",
-    "aten.argmax",
-    "aten.argmin",
-    "aten.max",
-    "aten.min",
-    "aten.mode",
-    "aten.median",
-    "aten.logsumexp",
-    "aten.linalg_vector_norm",
-    "aten.mean",
-    "aten.var",
-    "aten.std",
-    "aten.norm",
-    "aten.nansum",
-    "aten.count_nonzero",
-    "aten.kthvalue",
+Tensor = torch.Tensor
+aten = torch.ops.aten
+_VIEWS = (
+    "view reshape permute transpose t numpy_T movedim expand squeeze unsqueeze flatten unflatten select slice narrow "
+    "split split_with_sizes chunk unbind alias contiguous detach"
 )
-def whole_reduction(call: OpCall) -> Rule:
-    """Reductions whose pieces do not combine by sum, max or min: the reduced dims stay whole."""
-    if len(call.operands) == 2:
-        return pointwise(call)
-    return _reduction(call, None, False)
 
-
-@register(
-    "aten.cumsum",
-    "aten.cumprod",
-    "aten.cummax",
-    "aten.cummin",
-    "aten.sort",
-    "aten.topk",
-    "aten._softmax",
-    "aten._log_softmax",
-    "aten._safe_softmax",
-    "aten.flip",
-    "aten.roll",
-    "aten.logcumsumexp",
+define(*named(_VIEWS), view=True, precision="follow")
+define(
+    *named(
+        "_unsafe_view cat stack roll flip repeat repeat_interleave tile unfold expand_as view_as reshape_as slice_scatter "
+        "select_scatter diagonal diag_embed lift_fresh_copy unsafe_split unsafe_chunk hstack vstack concat concatenate "
+        "swapaxes pad constant_pad_nd"
+    ),
+    precision="follow",
 )
-def along_dims(call: OpCall) -> Rule:
-    """Ops that work along some dims (kept whole) and independently over the others."""
-    make = Maker()
-    shape = call.shapes[0]
-    gone = set(reduced_dims(call, "dims" if "dims" in call.arguments else "dim"))
-    labels = tuple(make.add(f"d{i}", n, whole=i in gone) for i, n in enumerate(shape))
-    results: list[Labels | None] = [
-        tuple(() if i in gone and n != shape[i] else labels[i] for i, n in enumerate(t.shape)) if t else None
-        for t in call.results
-    ]
-    linear = [{0}] if call.op.split(".")[1] in ("cumsum", "flip", "roll") and all_float(call) else []
-    return make.rule([labels], results, linear)
+define("aten.view.dtype", view=True, precision="follow")  # reads the bytes as another dtype: no regrouping
+define("aten.broadcast_tensors", precision="pass")
+define(*named("cat stack slice_backward select_backward constant_pad_nd slice_scatter select_scatter"), carries=True)
+define(*named("detach alias lift_fresh_copy contiguous lift_fresh lift"), canonical="copy")
+define(
+    *named("view _unsafe_view reshape squeeze unsqueeze flatten unflatten _reshape_alias view_as reshape_as"),
+    canonical="regroup",
+)
 
 
-@register("aten._softmax_backward_data", "aten._log_softmax_backward_data")
-def softmax_backward(call: OpCall) -> Rule:
-    """Like softmax: the class dim stays whole."""
-    make = Maker()
-    shape = call.shapes[0]
-    dim = int(call["dim"]) % max(len(shape), 1)
-    labels = tuple(make.add(f"d{i}", n, whole=i == dim) for i, n in enumerate(shape))
-    return make.rule([labels, labels], [labels])
+def _transposed(arguments: tuple[Any, ...], rank: int) -> list[int]:
+    order = list(range(rank))
+    i, j = (int(a) % rank for a in arguments[:2])
+    order[i], order[j] = order[j], order[i]
+    return order
 
 
-@register("aten.tril", "aten.triu")
-def triangle(call: OpCall) -> Rule:
-    """The matrix dims stay whole."""
-    make = Maker()
-    rank = len(call.shapes[0])
-    labels = make.dims(call.shapes[0], whole={rank - 2, rank - 1})
-    return make.rule([labels], [labels], [{0}] if all_float(call) else [])
+def _moved(arguments: tuple[Any, ...], rank: int) -> list[int]:
+    sources, places = ([int(d) % rank for d in dims] for dims in arguments[:2])
+    rest = iter(d for d in range(rank) if d not in sources)
+    return [sources[places.index(i)] if i in places else next(rest) for i in range(rank)]
 
 
-# --- views --------------------------------------------------------------------------------------------------------------
+define(*named("t numpy_T"), reorder=lambda _, rank: list(reversed(range(rank))))
+define("aten.transpose", reorder=_transposed)
+define("aten.permute", reorder=lambda arguments, rank: [int(d) % rank for d in arguments[0]])
+define("aten.movedim", reorder=_moved)
 
 
 def regroup(make: Maker, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Labels, Labels]:
@@ -173,7 +107,7 @@ def regroup(make: Maker, before: tuple[int, ...], after: tuple[int, ...]) -> tup
     return tuple(map(tuple, left)), tuple(map(tuple, right))
 
 
-@register("aten.reshape", localize=lambda b: {"shape": b.result_shape()}, free=True)
+@register("aten.reshape", free=True, **resized("shape"))
 def reshape(call: OpCall) -> Rule:
     """Only the major factor of a merged or split dim can be sharded."""
     make = Maker()
@@ -191,7 +125,7 @@ def permute(call: OpCall) -> Rule:
     return make.rule([labels], [tuple(labels[int(d)] for d in call["dims"])], [{0}] if all_float(call) else [])
 
 
-@register("aten.expand", localize=result_size, free=True)
+@register("aten.expand", free=True, **resized("size"))
 def expand(call: OpCall) -> Rule:
     """A dim grown from size one is a factor of the result alone."""
     make = Maker()
@@ -202,15 +136,10 @@ def expand(call: OpCall) -> Rule:
 
 
 @register(
-    "aten.slice",
-    "aten.constant_pad_nd",
-    "aten.unfold",
-    "aten.repeat",
-    "aten.reflection_pad1d",
-    "aten.reflection_pad2d",
-    "aten.replication_pad1d",
-    "aten.replication_pad2d",
-    "aten.slice_scatter",
+    *named(
+        "slice constant_pad_nd unfold repeat reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
+        "slice_scatter"
+    )
 )
 def resize(call: OpCall) -> Rule:
     """Dims that keep their size pass; dims that change stay whole."""
@@ -235,7 +164,7 @@ def resize(call: OpCall) -> Rule:
     return make.rule(operands, [result], linear)
 
 
-@register("aten.slice_backward", "aten.unfold_backward", localize=lambda b: {"input_sizes": b.result_shape()})
+@register("aten.slice_backward", "aten.unfold_backward", **resized("input_sizes"))
 def slice_backward(call: OpCall) -> Rule:
     """The sliced dim is whole in the result."""
     make = Maker()
@@ -256,7 +185,7 @@ def select(call: OpCall) -> Rule:
     return make.rule([labels], [tuple(d for i, d in enumerate(labels) if i != dim)], [{0}] if all_float(call) else [])
 
 
-@register("aten.select_backward", localize=lambda b: {"input_sizes": b.result_shape()})
+@register("aten.select_backward", **resized("input_sizes"))
 def select_backward(call: OpCall) -> Rule:
     """The selected dim comes back whole."""
     make = Maker()
@@ -278,7 +207,7 @@ def select_scatter(call: OpCall) -> Rule:
     )
 
 
-@register("aten.cat", "aten.stack", "aten.split", "aten.split_with_sizes", "aten.unbind", "aten.unsafe_split")
+@register(*named("cat stack split split_with_sizes unbind unsafe_split"))
 def join_or_split(call: OpCall) -> Rule:
     """The dim of a join or split stays whole, all others pass."""
     make = Maker()
@@ -302,3 +231,8 @@ def join_or_split(call: OpCall) -> Rule:
     results: list[Labels | None] = [labels(t.shape, not unbinding) if t is not None else None for t in call.results]
     linear = [set(range(len(operands)))] if all_float(call) else []
     return make.rule(operands, results, linear)
+
+
+@lifts(aten.view.default, aten._unsafe_view.default)
+def _view(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return x.reshape(shape)

@@ -2,8 +2,9 @@
 
 Three encoders are captured one after another, and without care the end of one and the start of the next would share a
 segment: a knot where the model has none. So intervals between blocks are looked at as pieces of one module each. Pieces
-and blocks that neither reach the other are *beside* each other; where work of some weight is beside other such work the
-model has branches, and a cut goes wherever what is beside changes. Models that are a chain are left as they are.
+and blocks of which neither reads the other, directly or not, are *unordered*; where work of some weight is unordered with
+other such work the model has branches, and a cut goes wherever the set of what is unordered changes. Models that are a
+chain are left as they are.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import networkx as nx
 from torch import fx
 
 from autopar.capture.marks import is_cast, may_part, shown
 from autopar.ir.program import is_getitem
 
 Group = tuple[str, list[fx.Node]]
+"""A block's path ("" between blocks) and its nodes in order."""
 
-LEAST_PIECE, LEAST_BESIDE = 0.01, 0.05
-"""Shares of the model's work: of a piece that counts, and of what is beside it."""
+LEAST_PIECE, LEAST_UNORDERED = 0.01, 0.05
+"""Shares of the model's work: of a piece that counts, and of what is unordered with it."""
 
 
-def apart(groups: Sequence[Group], path_of: Callable[[fx.Node], str], parameters: set[fx.Node]) -> list[Group]:
+def cut_at_branches(
+    groups: Sequence[Group], path_of: Callable[[fx.Node], str], parameters: set[fx.Node]
+) -> list[Group]:
     """The groups ("" in front of those between blocks), those between blocks cut where branches meet."""
     weight = {n: _work(n, parameters) for _, members in groups for n in members}
     total = sum(weight.values())
@@ -36,40 +41,31 @@ def apart(groups: Sequence[Group], path_of: Callable[[fx.Node], str], parameters
         for part in ([members] if block else _by_module(members, module))
     ]
     share = [sum(weight[n] for n in part) / total for _, part in pieces]
-    sides = beside(_edges([part for _, part in pieces]), [s >= LEAST_PIECE for s in share])
+    concurrent = unordered(_edges([part for _, part in pieces]), [s >= LEAST_PIECE for s in share])
     if not any(
-        s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_BESIDE for s, side in zip(share, sides, strict=True)
+        s >= LEAST_PIECE and sum(share[j] for j in others) >= LEAST_UNORDERED
+        for s, others in zip(share, concurrent, strict=True)
     ):
         return list(groups)
-    made: list[tuple[int, frozenset[int], list[fx.Node]]] = []
-    for (g, part), side in zip(pieces, sides, strict=True):
-        if made and made[-1][:2] == (g, side):
-            made[-1][2].extend(part)
+    merged: list[tuple[int, frozenset[int], list[fx.Node]]] = []
+    for (g, part), others in zip(pieces, concurrent, strict=True):
+        if merged and merged[-1][:2] == (g, others):
+            merged[-1][2].extend(part)
         else:
-            made.append((g, side, list(part)))
-    return [(groups[g][0], members) for g, _, members in made]
+            merged.append((g, others, list(part)))
+    return [(groups[g][0], members) for g, _, members in merged]
 
 
-def beside(edges: Sequence[Sequence[int]], counts: Sequence[bool]) -> list[frozenset[int]]:
+def unordered(edges: Sequence[Sequence[int]], counts: Sequence[bool]) -> list[frozenset[int]]:
     """For each node of a DAG the nodes that neither reach it nor are reached by it, among those that count.
 
     edges[v]: the nodes below v that v reads.
     """
-    n = len(edges)
-    before, after = [0] * n, [0] * n
-    for v in range(n):
-        for u in edges[v]:
-            before[v] |= before[u] | 1 << u
-    for v in reversed(range(n)):
-        for u in edges[v]:
-            after[u] |= after[v] | 1 << v
-    mask = sum(1 << v if counts[v] else 0 for v in range(n))
-    found = (mask & ~(before[v] | after[v] | 1 << v) for v in range(n))
-    return [frozenset(_bits(x)) for x in found]
-
-
-def _bits(x: int) -> list[int]:
-    return [i for i, c in enumerate(reversed(bin(x))) if c == "1"]
+    graph: nx.DiGraph = nx.DiGraph()
+    graph.add_nodes_from(range(len(edges)))
+    graph.add_edges_from((u, v) for v, reads in enumerate(edges) for u in reads)
+    counted = {v for v in graph if counts[v]}
+    return [frozenset(counted - nx.ancestors(graph, v) - nx.descendants(graph, v) - {v}) for v in graph]
 
 
 def _work(node: fx.Node, parameters: set[fx.Node]) -> float:
@@ -90,13 +86,13 @@ def _work(node: fx.Node, parameters: set[fx.Node]) -> float:
 def _modules(paths: dict[fx.Node, str], weight: dict[fx.Node, float]) -> dict[fx.Node, str]:
     """The module of every node at the level where no single one does almost all the work (four levels at most)."""
     for depth in range(1, 5):
-        found = {n: ".".join(p.split(".")[:depth]) for n, p in paths.items()}
+        modules = {n: ".".join(p.split(".")[:depth]) for n, p in paths.items()}
         sums: dict[str, float] = {}
-        for n, name in found.items():
+        for n, name in modules.items():
             sums[name] = sums.get(name, 0.0) + weight[n]
         if max(sums.values()) < 0.9 * sum(sums.values()):
             break
-    return found
+    return modules
 
 
 def _by_module(members: list[fx.Node], module: dict[fx.Node, str]) -> list[list[fx.Node]]:

@@ -1,22 +1,16 @@
-"""Rules of indexing and searching: gather, scatter, index tensors, histograms."""
+"""Indexing and searching: gather, scatter, index tensors, histograms, sorted look-ups."""
 
 from __future__ import annotations
 
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
-from autopar.ops.registry import Maker, leading, register
+from autopar.ops.labels import Maker, leading
+from autopar.ops.registry import define, named, register
+
+define(*named("index index_select gather take_along_dim scatter index_put index_copy"), precision="follow")
 
 
-@register(
-    "aten.gather",
-    "aten.scatter",
-    "aten.scatter_add",
-    "aten.scatter_reduce",
-    "aten.index_select",
-    "aten.index_add",
-    "aten.index_copy",
-    "aten.index_fill",
-)
+@register(*named("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill"))
 def index_along(call: OpCall) -> Rule:
     """The indexed dim stays whole in what is indexed; dims of equal size elsewhere pass."""
     make = Maker()

@@ -1,19 +1,123 @@
-"""Losses and statistics as compositions of sums, so that a sharded batch (or vocabulary) leaves only partial sums."""
+"""Losses, as compositions of sums, so that a sharded batch or a sharded vocabulary leaves only partial sums.
+
+Cross-entropy over a sharded class dim is three small reductions (maximum, sum of exponentials, the target's logit) and
+no gather. `v` is the class factor.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
-from autopar.ops import wrappers as w
-from autopar.ops.lift import lifts
+from autopar.ir.call import OpCall
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.dialect import empty_like, graph_op, lifts
+from autopar.ops.labels import Maker
+from autopar.ops.registry import Block
+from autopar.runtime import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1
+
+
+def _rows(call: OpCall, shape: tuple[int, ...]) -> tuple[Maker, Labels, Labels]:
+    """(make, labels with the class factor v at `dim`, labels of rows)."""
+    make = Maker()
+    dim = int(call["dim"]) % len(shape)
+    labels = tuple(make.add("v" if i == dim else f"d{i}", n) for i, n in enumerate(shape))
+    return make, labels, tuple(d for i, d in enumerate(labels) if i != dim)
+
+
+def _class_offset(block: Block) -> dict[str, Any]:
+    return {"offset": block.offset("v")} if "v" in block.rule.factors else {}
+
+
+@graph_op("sumexp(Tensor x, Tensor m, int dim) -> Tensor", local.sumexp, lambda x, m, dim: empty_like(m))
+def sumexp(call: OpCall) -> Rule:
+    """A sharded class dim leaves a partial sum; the maximum must be whole."""
+    make, x, row = _rows(call, call.shapes[0])
+    return make.rule([x, row], [row])
+
+
+@graph_op(
+    "pick(Tensor x, Tensor index, int dim) -> Tensor",
+    local.pick,
+    lambda x, index, dim: x.new_empty([n for i, n in enumerate(x.shape) if i != dim]),
+    localize=_class_offset,
+)
+def pick(call: OpCall) -> Rule:
+    """Each block contributes the entries it holds: a partial sum over a sharded class dim."""
+    make, x, row = _rows(call, call.shapes[0])
+    return make.rule([x, row], [row])
+
+
+def _classes(call: OpCall) -> dict[str, Any]:
+    out = call.out_shapes[0]
+    assert out is not None
+    return {"size": out[int(call["dim"])]}
+
+
+@graph_op(
+    "pick_grad(Tensor g, Tensor index, int dim, SymInt size) -> Tensor",
+    local.pick_grad,
+    lambda g, index, dim, size: g.new_empty([*g.shape[:dim], size, *g.shape[dim:]]),
+    localize=lambda b: {"size": b.result_shape()[b.call["dim"]], **_class_offset(b)},
+    globalize=_classes,
+)
+def pick_grad(call: OpCall) -> Rule:
+    """Each block places the entries it holds."""
+    out = call.out_shapes[0]
+    assert out is not None
+    make, x, row = _rows(call, out)
+    return make.rule([row, row], [x])
+
+
+@graph_op(
+    "cross_entropy_grad(Tensor x, Tensor lse, Tensor index, Tensor g, int dim) -> Tensor",
+    local.cross_entropy_grad,
+    empty_like,
+    localize=_class_offset,
+)
+def cross_entropy_grad(call: OpCall) -> Rule:
+    """Local in the class dim once log-sum-exp is whole."""
+    make, x, row = _rows(call, call.shapes[0])
+    return make.rule([x, row, row, row], [x])
+
+
+class CrossEntropy(Function):
+    """-log softmax(x)[index] per row, the class dim `dim` of x possibly sharded: three small reductions, no gather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        top = x.amax(dim)
+        lse = sumexp(x, top, dim).log() + top
+        ctx.save_for_backward(x, lse, index)
+        ctx.dim = dim
+        return lse - pick(x, index, dim)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, lse, index = ctx.saved_tensors
+        return cross_entropy_grad(x, lse, index, g, ctx.dim), None, None
+
+
+class Pick(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dim, ctx.size = dim, x.shape[dim]
+        return pick(x, index, dim)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return pick_grad(g, index, ctx.dim, ctx.size), None, None
+
+
+# --- what ATen's losses become
 
 
 def _reduced(x: Tensor, reduction: int) -> Tensor:
@@ -38,7 +142,7 @@ def cross_entropy(
         return _soft_cross_entropy(x, target, weight, reduction, label_smoothing, dim)
     counted = target != ignore_index
     safe = torch.where(counted, target, torch.zeros_like(target))
-    rows = w.CrossEntropy.apply(x, safe, dim)
+    rows = CrossEntropy.apply(x, safe, dim)
     scale = counted.to(x.dtype)
     class_scale = (
         scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
@@ -78,7 +182,7 @@ def nll_loss(
     safe = torch.where(counted, target, torch.zeros_like(target))
     scale = counted.to(x.dtype)
     scale = scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
-    loss = -w.Pick.apply(x, safe, dim) * scale
+    loss = -Pick.apply(x, safe, dim) * scale
     if reduction == _NONE:
         return loss
     return loss.sum() / scale.sum() if reduction == _MEAN else loss.sum()
@@ -134,90 +238,3 @@ def bce(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = _ME
 def kl_div(x: Tensor, y: Tensor, reduction: int = _MEAN, *, log_target: bool = False) -> Tensor:
     """Kullback-Leibler divergence of log-probabilities x against y."""
     return _reduced(torch.exp(y) * (y - x) if log_target else torch.xlogy(y, y) - y * x, reduction)
-
-
-# --- statistics -------------------------------------------------------------------------------------------------------
-
-
-def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
-    if dim is None or (isinstance(dim, Sequence) and not dim):
-        return list(range(x.ndim))
-    return [d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)]
-
-
-@lifts(aten.mean.default)
-def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum over everything · 1/n."""
-    x = x if dtype is None else x.to(dtype)
-    return x.sum() / max(x.numel(), 1)
-
-
-@lifts(aten.mean.dim)
-def mean_dim(
-    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Sum over dims · 1/n."""
-    x = x if dtype is None else x.to(dtype)
-    dims = _dims(x, dim)
-    return x.sum(dims, keepdim) / max(math.prod(x.shape[d] for d in dims), 1)
-
-
-def _variance(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
-    dims = _dims(x, dim)
-    n = math.prod(x.shape[d] for d in dims)
-    mean = x.sum(dims, True) / n
-    centered = x - mean
-    var = (centered * centered).sum(dims, keepdim) / max(n - correction, 0.0)
-    return var, (mean if keepdim else mean.sum(dims))
-
-
-@lifts(aten.var.correction)
-def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Two-pass variance."""
-    return _variance(x, dim, 1 if correction is None else correction, keepdim)[0]
-
-
-@lifts(aten.var.dim)
-def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    """Two-pass variance."""
-    return _variance(x, dim, int(unbiased), keepdim)[0]
-
-
-@lifts(aten.std.correction)
-def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Square root of the two-pass variance."""
-    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
-
-
-@lifts(aten.var_mean.correction)
-def var_mean(
-    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Variance and mean."""
-    return _variance(x, dim, 1 if correction is None else correction, keepdim)
-
-
-@lifts(aten.linalg_vector_norm.default)
-def vector_norm(
-    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    """p-norms by sums; max-norm by amax."""
-    x = x if dtype is None else x.to(dtype)
-    dims = _dims(x, dim)
-    if ord == 2:
-        return (x * x).sum(dims, keepdim).sqrt()
-    if ord == 1:
-        return x.abs().sum(dims, keepdim)
-    if ord == math.inf:
-        return x.abs().amax(dims, keepdim)
-    return aten.linalg_vector_norm.default(x, ord, dims, keepdim)
-
-
-@lifts(aten.logsumexp.default)
-def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    """log(sum(exp(x - max))) + max."""
-    dims = _dims(x, dim)
-    top = x.detach().amax(dims, True)
-    top = torch.where(top.isinf(), torch.zeros_like(top), top)
-    value = (x - top).exp().sum(dims, True).log() + top
-    return value if keepdim else value.sum(dims)

@@ -1,0 +1,199 @@
+"""Scaled dot-product attention: one op forward, one for the gradients of queries, keys and values, one for a mask's.
+
+Batch, key/value heads and query rows can be sharded, keys stay whole. A block of query rows needs its offset for the
+causal triangle, and its place in the whole score matrix for dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from autopar.ir.call import OpCall, Operand
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.dialect import empty_like, graph_op, lifts
+from autopar.ops.labels import Maker
+from autopar.ops.random import next_site
+from autopar.ops.registry import Block, Gemm, define
+from autopar.runtime import attention as local
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+_CONFIG = "float p, bool causal, float scale, int site"
+_GRAD = f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {_CONFIG})"
+
+define("aten.scaled_dot_product_attention", precision="low", low_operands=3)
+
+
+def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labels | None]]:
+    q, k, v = (call.type_of(n) for n in "qkv")
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    make = Maker()
+    b, heads, s, d = q.shape
+    kv, t, e = k.shape[1], k.shape[2], v.shape[3]
+    head = (*make.add("h", kv), *make.add("r", heads // kv, whole=True))
+    batch, query = make.add("b", b), make.add("s", s)
+    key, width = make.add("t", t, whole=True), make.add("d", d, whole=True)
+    value = make.add("e", e, whole=True)
+    kv_head = make.add("h", kv)
+    table: dict[str, Labels] = {
+        "q": (batch, head, query, width),
+        "k": (batch, kv_head, key, width),
+        "v": (batch, kv_head, key, value),
+        "out": (batch, head, query, value),
+        "g": (batch, head, query, value),
+        "lse": (batch, head, query),
+    }
+    mask = call.type_of("mask")
+    if mask is not None:
+        full = (batch, head, query, key)
+        table["mask"] = tuple(() if n == 1 else dim for n, dim in zip(mask.shape, full, strict=True))
+    table["score"] = (batch, head, query, key)
+    operands = [table[n] for n in ("g", "q", "k", "v", "mask", "out", "lse") if isinstance(call.get(n), Operand)]
+    return make, table, list(operands)
+
+
+def _attention_work(call: OpCall, rule: Rule) -> Gemm:
+    q, k, v = (call.type_of(n) for n in "qkv")
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    b, h, s, d = q.shape
+    products = 2 if call.op == "autopar.attention" else 5
+    flops = products * b * h * s * k.shape[2] * (d + v.shape[3]) * (0.5 if call["causal"] else 1.0)
+    return flops, "attention", (("t",), ("d",))
+
+
+def _attention_block(block: Block) -> dict[str, Any]:
+    call = block.call
+    changed: dict[str, Any] = {}
+    if call["causal"]:
+        changed["offset"] = block.offset("s")
+    if call["p"] > 0:
+        q, k = call.type_of("q"), call.type_of("k")
+        assert q is not None
+        assert k is not None
+        changed["shape"] = (*q.shape[:3], k.shape[2])
+        _, table, _ = _attention_labels(call)
+        changed["offsets"] = block.offsets(table["score"])
+    return changed
+
+
+_FACTS: dict[str, Any] = {
+    "work": _attention_work,
+    "localize": _attention_block,
+    "dear": False,
+    "random": True,
+    "home": "attention",
+}
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, site: int
+) -> tuple[Tensor, Tensor]:
+    return local.attention(q, k, v, mask, p, causal, scale, key=site)
+
+
+def _with_key(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: f(*args[:-1], key=args[-1])
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty([*q.shape[:3], v.shape[3]]), q.new_empty(q.shape[:3], dtype=local.softmax_dtype(q))
+
+
+@graph_op(
+    f"attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {_CONFIG}) -> (Tensor, Tensor)",
+    _forward,
+    _shapes,
+    result_names=("attended", "lse"),
+    **_FACTS,
+)
+def attention(call: OpCall) -> Rule:
+    """Batch, (key/value) heads and query rows can be sharded; keys stay whole."""
+    make, table, operands = _attention_labels(call)
+    return make.rule(operands, [table["out"], table["lse"]])
+
+
+@graph_op(
+    f"attention_grad{_GRAD} -> (Tensor, Tensor, Tensor)",
+    _with_key(local.attention_grad),
+    lambda g, q, k, v, *_: (empty_like(q), empty_like(k), empty_like(v)),
+    result_names=("dq", "dk", "dv"),
+    **_FACTS,
+)
+def attention_grad(call: OpCall) -> Rule:
+    """Sharded query rows leave partial gradients of keys and values."""
+    make, table, operands = _attention_labels(call)
+    return make.rule(operands, [table["q"], table["k"], table["v"]])
+
+
+@graph_op(
+    f"attention_mask_grad{_GRAD} -> Tensor",
+    _with_key(local.attention_mask_grad),
+    lambda g, q, k, *_: q.new_empty([*q.shape[:3], k.shape[2]], dtype=local.softmax_dtype(q)),
+    **_FACTS,
+)
+def attention_mask_grad(call: OpCall) -> Rule:
+    """Gradient of the mask at full size."""
+    make, table, operands = _attention_labels(call)
+    return make.rule(operands, [table["score"]])
+
+
+class Attention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, site: int
+    ) -> Tensor:
+        out, lse = attention(q, k, v, mask, p, causal, scale, site)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+        ctx.config = (p, causal, scale, site)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        dq, dk, dv = attention_grad(g, q, k, v, mask, out, lse, *ctx.config)
+        dmask = None
+        if ctx.needs_input_grad[3]:
+            dmask = attention_mask_grad(g, q, k, v, mask, out, lse, *ctx.config).sum_to_size(mask.shape)
+        return dq, dk, dv, dmask, None, None, None, None
+
+
+# --- what ATen's attention becomes
+
+
+@lifts(aten.scaled_dot_product_attention.default)
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    lead = q.shape[:-2]
+    if q.ndim == 3:
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+    elif q.ndim == 2:
+        q, k, v = (t[None, None] for t in (q, k, v))
+    elif q.ndim > 4:
+        q, k, v = (t.flatten(0, -4) for t in (q, k, v))
+    k, v = (t if t.shape[0] == q.shape[0] else t.expand(q.shape[0], -1, -1, -1) for t in (k, v))
+    k, v = (t.expand(-1, q.shape[1], -1, -1) if t.shape[1] == 1 and q.shape[1] > 1 else t for t in (k, v))
+    if attn_mask is not None:
+        attn_mask = attn_mask.unsqueeze(1) if len(lead) == 1 and attn_mask.ndim == 3 else attn_mask
+        attn_mask = attn_mask.reshape([1] * (4 - attn_mask.ndim) + list(attn_mask.shape))
+    site = next_site() if dropout_p > 0.0 else -1
+    out = Attention.apply(q, k, v, attn_mask, float(dropout_p), bool(is_causal), float(scale), site)
+    return out.reshape([*lead, *out.shape[-2:]])

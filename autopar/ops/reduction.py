@@ -1,0 +1,192 @@
+"""Reductions, statistics as sums, and ops that work along a dim (softmax, cumulative sums, sorts).
+
+A sharded dim that is summed leaves a partial sum, a sharded maximum a partial maximum; where pieces do not combine like
+that the dim stays whole. Means, variances and norms become sums, so that they can be sharded too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autopar.ir.call import OpCall
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.dialect import lifts
+from autopar.ops.labels import Maker, all_float, reduced_dims
+from autopar.ops.pointwise import pointwise
+from autopar.ops.registry import define, named, register
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+define(*named("softmax _softmax sum"), precision="round")
+define(*named("amax amin max min argmax argmin topk sort tril triu"), precision="follow")
+define("aten.topk", result_names=("top", "chosen"))
+
+
+def _reduction(call: OpCall, reduce: str | None, linear: bool) -> Rule:
+    make = Maker()
+    gone = reduced_dims(call)
+    shape = call.shapes[0]
+    labels = tuple(
+        make.add(f"d{i}", n, whole=i in gone and reduce is None, reduce=(reduce or "sum") if i in gone else "sum")
+        for i, n in enumerate(shape)
+    )
+    keep = bool(call.get("keepdim", False))
+    out: Labels = tuple(() if i in gone else dim for i, dim in enumerate(labels) if keep or i not in gone)
+    return make.rule([labels], [out for _ in call.results], [{0}] if linear else [])
+
+
+@register("aten.sum")
+def sum_(call: OpCall) -> Rule:
+    """A sharded summed dim leaves a partial sum."""
+    return _reduction(call, "sum", all_float(call))
+
+
+@register("aten.amax")
+def amax(call: OpCall) -> Rule:
+    """A sharded reduced dim leaves a partial max."""
+    return _reduction(call, "max", False)
+
+
+@register("aten.amin")
+def amin(call: OpCall) -> Rule:
+    """A sharded reduced dim leaves a partial min."""
+    return _reduction(call, "min", False)
+
+
+@register(
+    *named(
+        "prod any all argmax argmin max min mode median logsumexp linalg_vector_norm mean var std norm nansum "
+        "count_nonzero kthvalue"
+    )
+)
+def whole_reduction(call: OpCall) -> Rule:
+    """Reductions whose pieces do not combine by sum, max or min: the reduced dims stay whole."""
+    if len(call.operands) == 2:
+        return pointwise(call)
+    return _reduction(call, None, False)
+
+
+@register(*named("cumsum cumprod cummax cummin sort topk _softmax _log_softmax _safe_softmax flip roll logcumsumexp"))
+def along_dims(call: OpCall) -> Rule:
+    """Ops that work along some dims (kept whole) and independently over the others."""
+    make = Maker()
+    shape = call.shapes[0]
+    gone = set(reduced_dims(call, "dims" if "dims" in call.arguments else "dim"))
+    labels = tuple(make.add(f"d{i}", n, whole=i in gone) for i, n in enumerate(shape))
+    results: list[Labels | None] = [
+        tuple(() if i in gone and n != shape[i] else labels[i] for i, n in enumerate(t.shape)) if t else None
+        for t in call.results
+    ]
+    linear = [{0}] if call.op.split(".")[1] in ("cumsum", "flip", "roll") and all_float(call) else []
+    return make.rule([labels], results, linear)
+
+
+@register("aten._softmax_backward_data", "aten._log_softmax_backward_data")
+def softmax_backward(call: OpCall) -> Rule:
+    """Like softmax: the class dim stays whole."""
+    make = Maker()
+    shape = call.shapes[0]
+    dim = int(call["dim"]) % max(len(shape), 1)
+    labels = tuple(make.add(f"d{i}", n, whole=i == dim) for i, n in enumerate(shape))
+    return make.rule([labels, labels], [labels])
+
+
+@register("aten.tril", "aten.triu")
+def triangle(call: OpCall) -> Rule:
+    """The matrix dims stay whole."""
+    make = Maker()
+    rank = len(call.shapes[0])
+    labels = make.dims(call.shapes[0], whole={rank - 2, rank - 1})
+    return make.rule([labels], [labels], [{0}] if all_float(call) else [])
+
+
+# --- statistics as sums
+
+
+def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
+    if dim is None or (isinstance(dim, Sequence) and not dim):
+        return list(range(x.ndim))
+    return [d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+@lifts(aten.mean.default)
+def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Sum over everything · 1/n."""
+    x = x if dtype is None else x.to(dtype)
+    return x.sum() / max(x.numel(), 1)
+
+
+@lifts(aten.mean.dim)
+def mean_dim(
+    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Sum over dims · 1/n."""
+    x = x if dtype is None else x.to(dtype)
+    dims = _dims(x, dim)
+    return x.sum(dims, keepdim) / max(math.prod(x.shape[d] for d in dims), 1)
+
+
+def _variance(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+    dims = _dims(x, dim)
+    n = math.prod(x.shape[d] for d in dims)
+    mean = x.sum(dims, True) / n
+    centered = x - mean
+    var = (centered * centered).sum(dims, keepdim) / max(n - correction, 0.0)
+    return var, (mean if keepdim else mean.sum(dims))
+
+
+@lifts(aten.var.correction)
+def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """Two-pass variance."""
+    return _variance(x, dim, 1 if correction is None else correction, keepdim)[0]
+
+
+@lifts(aten.var.dim)
+def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    """Two-pass variance."""
+    return _variance(x, dim, int(unbiased), keepdim)[0]
+
+
+@lifts(aten.std.correction)
+def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """Square root of the two-pass variance."""
+    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+@lifts(aten.var_mean.correction)
+def var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Variance and mean."""
+    return _variance(x, dim, 1 if correction is None else correction, keepdim)
+
+
+@lifts(aten.linalg_vector_norm.default)
+def vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """p-norms by sums; max-norm by amax."""
+    x = x if dtype is None else x.to(dtype)
+    dims = _dims(x, dim)
+    if ord == 2:
+        return (x * x).sum(dims, keepdim).sqrt()
+    if ord == 1:
+        return x.abs().sum(dims, keepdim)
+    if ord == math.inf:
+        return x.abs().amax(dims, keepdim)
+    return aten.linalg_vector_norm.default(x, ord, dims, keepdim)
+
+
+@lifts(aten.logsumexp.default)
+def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    """log(sum(exp(x - max))) + max."""
+    dims = _dims(x, dim)
+    top = x.detach().amax(dims, True)
+    top = torch.where(top.isinf(), torch.zeros_like(top), top)
+    value = (x - top).exp().sum(dims, True).log() + top
+    return value if keepdim else value.sum(dims)

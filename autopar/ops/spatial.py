@@ -1,0 +1,88 @@
+"""Ops on images: pooling, resampling, shuffling of pixels, unfolding into columns, sampling on a grid.
+
+Batch and channels shard; the image's own dims stay whole.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.call import OpCall
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.labels import Maker, all_float, leading
+from autopar.ops.registry import define, named, register, resized
+
+define(
+    *named(
+        "im2col col2im max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d "
+        "pixel_shuffle pixel_unshuffle channel_shuffle upsample_nearest1d upsample_nearest2d upsample_nearest3d"
+    ),
+    precision="follow",
+)
+define("aten.max_pool2d_with_indices", result_names=("pooled", "argmax"))
+
+
+def _spatial(rank: int, names: str, size: str = "") -> None:
+    """Ops whose last `rank` dims stay whole; `size`: their argument that is the shape of the result."""
+    facts = resized(size) if size else {}
+    register(*named(names), **facts)(lambda call: leading(call, len(call.shapes[0]) - rank))
+
+
+for _rank in (2, 3):
+    _spatial(
+        _rank,
+        f"max_pool{_rank}d_with_indices max_pool{_rank}d_with_indices_backward avg_pool{_rank}d avg_pool{_rank}d_backward "
+        f"_adaptive_avg_pool{_rank}d _adaptive_avg_pool{_rank}d_backward adaptive_max_pool{_rank}d "
+        f"adaptive_max_pool{_rank}d_backward",
+    )
+for _rank in (1, 2, 3):
+    _spatial(_rank, f"reflection_pad{_rank}d_backward replication_pad{_rank}d_backward")
+for _rank, _modes in ((1, "linear nearest"), (2, "bilinear nearest bicubic"), (3, "trilinear nearest")):
+    for _mode in _modes.split():
+        _spatial(_rank, f"upsample_{_mode}{_rank}d")
+        _spatial(_rank, f"upsample_{_mode}{_rank}d_backward", size="input_size")
+_spatial(3, "pixel_shuffle pixel_unshuffle")
+
+
+@register("aten.glu", "aten.glu_backward")
+def glu(call: OpCall) -> Rule:
+    """The halved dim stays whole."""
+    make = Maker()
+    dim = int(call["dim"]) % len(call.shapes[0])
+
+    def labels(shape: tuple[int, ...]) -> Labels:
+        return tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(shape))
+
+    out = call.out_shapes[0]
+    assert out is not None
+    return make.rule([labels(s) for s in call.shapes], [labels(out)])
+
+
+@register("aten.im2col", "aten.col2im")
+def unfold_image(call: OpCall) -> Rule:
+    """(n, c, h, w) to (n, c·kernel, places) and back: batch and channels pass."""
+    make = Maker()
+    x, y = call.shapes[0], call.out_shapes[0]
+    assert y is not None
+    image, columns = (x, y) if call.op.startswith("aten.im2col") else (y, x)
+    lead = make.add("n", image[0]) if len(image) == 4 else ()
+    batch = (lead,) if len(image) == 4 else ()
+    c = make.add("c", image[-3])
+    kernel = make.add("k", columns[-2] // image[-3], whole=True)
+    spread, packed = (*batch, c, (), ()), (*batch, (*c, *kernel), ())
+    before, after = (spread, packed) if image is x else (packed, spread)
+    return make.rule([before], [after], [{0}] if all_float(call) else [])
+
+
+@register(*named("grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward"))
+def grid_sampler(call: OpCall) -> Rule:
+    """Batch and channels pass; gradients of the grid are sums over channels."""
+    make = Maker()
+    image = call.type_of("input")
+    assert image is not None
+    n, c = make.add("n", image.shape[0]), make.add("c", image.shape[1])
+    rest = ((),) * (len(image.shape) - 2)
+    pictures, grid = (n, c, *rest), (n, *rest, ())
+    if call.op.split(".")[1].endswith("_backward"):
+        wanted = call["output_mask"]
+        results: list[Labels | None] = [pictures if wanted[0] else None, grid if wanted[1] else None]
+        return make.rule([pictures, pictures, grid], results)
+    return make.rule([pictures, grid], [pictures], [{0}])
