@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.ir.lowered import StoredParameter
-from autopar.runtime.grads import BUCKETED, MIB
+from autopar.runtime.buckets import BUCKETED, MIB
 
 Steps = tuple[Any, ...]
 Flight = tuple[list[tuple[str, int, int, Steps]], list[int], int, bool]
