@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import checkpoint
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
 from .process import TorchComm
@@ -138,13 +139,9 @@ class LoadedProgram:
         self.session.load_state_dict(state)
 
     def save(self, directory: str | Path) -> None:
-        from . import checkpoint
-
         checkpoint.save(directory, self.session)
 
     def resume(self, directory: str | Path) -> None:
-        from . import checkpoint
-
         checkpoint.load(directory, self.session)
 
 
@@ -165,8 +162,6 @@ def load(
     load_state_dict or resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of
     temporary files). Raises WrongWorldSize before any process group is made.
     """
-    from . import checkpoint
-
     manifest = Manifest.read(directory)
     if dist.is_initialized():
         store = None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .comm import Comm
 from .errors import CheckpointError
 from .layout import StateEntry, TensorInfo
+from .packing import merge, pack, unpack
 from .parts import Parts, on_device
 from .shared import Shared
 from .stage import Stage
@@ -35,21 +36,17 @@ class State:
 
     def state_dict(self) -> dict[str, Any]:
         """State by name. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
-        from . import checkpoint
-
         entries = self.state_entries()
-        return checkpoint.merge({name: checkpoint.pack(entry) for name, entry in entries.items()}, self.comm)
+        return merge({name: pack(entry) for name, entry in entries.items()}, self.comm)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of state_dict, for any plan: full tensors and DTensors of any layout are taken."""
-        from . import checkpoint
-
         self.prepare_optimizer_state({name: _signature(value) for name, value in state.items()})
         entries = self.state_entries()
         missing = [name for name in entries if name not in state]
         if missing:
             raise CheckpointError(f"the state has no {', '.join(missing[:5])} ({len(missing)} missing)")
-        self.accept({name: checkpoint.unpack(state[name], entry) for name, entry in entries.items()})
+        self.accept({name: unpack(state[name], entry) for name, entry in entries.items()})
 
     def state_entries(self) -> dict[str, StateEntry]:
         """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied."""
