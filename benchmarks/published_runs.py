@@ -164,7 +164,8 @@ def plot(points: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     values = [p[k] for p in points for k in ("measured_s", "predicted_s")]
     ends = np.array([min(values) * 0.9, max(values) * 1.1])
-    axes = Figure(figsize=(6.4, 6.4), layout="constrained").subplots()
+    figure = Figure(figsize=(6.4, 6.4), layout="constrained")
+    axes = figure.subplots()
     for arch, color, label in (("dense", "#2471a3", "dense"), ("moe", "#e67e22", "mixture of experts")):
         picked = [p for p in points if (p["arch"] == "moe") == (arch == "moe")]
         measured, predicted = ([p[k] for p in picked] for k in ("measured_s", "predicted_s"))
@@ -175,7 +176,7 @@ def plot(points: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="measured step (s)", ylabel="predicted step (s)", title=f"{len(points)} published runs")
     axes.grid(color="#ddd")
     axes.legend()
-    axes.figure.savefig(path)
+    figure.savefig(path)
 
 
 def report(result: Mapping[str, Any]) -> str:

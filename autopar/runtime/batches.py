@@ -23,16 +23,16 @@ def leaves(batch: Any, names: Sequence[str]) -> list[Tensor]:
 
     names: of the inputs, such as `0`, `input_ids` or `1.mask`. Raises RuntimeProgramError when tensors are missing.
     """
-    found = dict(_named(batch, ""))
-    if all(name in found for name in names) and (isinstance(batch, Mapping) or len(found) == len(names)):
-        return [found[name] for name in names]
-    if len(found) != len(names) or isinstance(batch, Mapping):
-        missing = [name for name in names if name not in found]
+    tensors = dict(_named(batch, ""))
+    if all(name in tensors for name in names) and (isinstance(batch, Mapping) or len(tensors) == len(names)):
+        return [tensors[name] for name in names]
+    if len(tensors) != len(names) or isinstance(batch, Mapping):
+        missing = [name for name in names if name not in tensors]
         raise RuntimeProgramError(
-            f"a batch of {len(found)} tensors ({', '.join(found) or 'none'}), the program takes {len(names)}: "
+            f"a batch of {len(tensors)} tensors ({', '.join(tensors) or 'none'}), the program takes {len(names)}: "
             f"{', '.join(names)}" + (f"; missing {', '.join(missing)}" if isinstance(batch, Mapping) else "")
         )
-    return list(found.values())
+    return list(tensors.values())
 
 
 def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

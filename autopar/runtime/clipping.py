@@ -27,14 +27,14 @@ def counts(spec: SpecDims, comm: Comm) -> bool:
 def powered_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """This rank's part of the sum above (of the maximum), in float64; shape (1,)."""
     kind, power = norm_power(norm_type)
-    found = [grad for grad in grads if grad.numel()]
-    if not found:
+    nonempty = [grad for grad in grads if grad.numel()]
+    if not nonempty:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    wide = [torch.float64 if grad.dtype == torch.float64 else torch.float32 for grad in found]
+    wide = [torch.float64 if grad.dtype == torch.float64 else torch.float32 for grad in nonempty]
     norms = torch.stack(
         [
             torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(device, torch.float64)
-            for grad, dtype in zip(found, wide, strict=True)
+            for grad, dtype in zip(nonempty, wide, strict=True)
         ]
     )
     return (norms.amax() if kind == "max" else (norms**power).sum()).reshape(1)

@@ -35,6 +35,20 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@torch.no_grad()
+def reduce_in_order(parts: list[Tensor], op: str, out: Tensor) -> None:
+    """parts[0] op parts[1] op … in this order, so that no result depends on timing. out may be the first part, no other."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    if op == "sum":
+        torch.add(parts[0], parts[1], out=out)
+    else:
+        REDUCTIONS[op](out.copy_(parts[0]), parts[1])
+    for part in parts[2:]:
+        REDUCTIONS[op](out, part)
+
+
 class Handle(Generic[T]):
     """A started collective. `wait()` gives its result, the same one every time."""
 
@@ -143,13 +157,13 @@ class Comm(ABC):
             )
         self.position = mesh_index(self.mesh, rank - first_rank)
         self._groups: dict[Axes, Group] = {}
-        self._sent: list[tuple[Posted, Tensor]] = []
+        self._parts: dict[tuple[Any, int], Comm | None] = {(tuple(self.mesh.items()), first_rank): self}
 
     # ---- geometry
 
     def group(self, axes: Axes) -> Group:
-        found = self._groups.get(axes)
-        if found is None:
+        group = self._groups.get(axes)
+        if group is None:
             names = (axes,) if isinstance(axes, str) else tuple(axes)
             for name in names:
                 if name not in self.mesh:
@@ -158,8 +172,8 @@ class Comm(ABC):
                 raise RuntimeProgramError(f"an axis is named twice in {names}")
             real = tuple(name for name in names if self.mesh[name] > 1)
             ranks = group_ranks(self.mesh, self.rank, real, self.first_rank)
-            found = self._groups[axes] = Group(real, ranks, ranks.index(self.rank))
-        return found
+            group = self._groups[axes] = Group(real, ranks, ranks.index(self.rank))
+        return group
 
     def axis_size(self, axes: Axes) -> int:
         return self.group(axes).size
@@ -287,9 +301,20 @@ class Comm(ABC):
     def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
         """Start sends and receives together, between any ranks of the job. Buffers stay as they are until the wait."""
 
-    @abstractmethod
     def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
         """The Comm of every (mesh, first rank), None where this rank is outside. All ranks call it alike."""
+        parts = []
+        for mesh, first_rank in meshes:
+            key = (tuple(mesh.items()), first_rank)
+            if key not in self._parts:
+                inside = first_rank <= self.rank < first_rank + mesh_size(mesh)
+                self._parts[key] = self._part(mesh, first_rank, inside)
+            parts.append(self._parts[key])
+        return parts
+
+    @abstractmethod
+    def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:
+        """Make the Comm of a part, None where this rank is not inside. Every rank makes every part, in the same order."""
 
     def release(self) -> None:
         """A step is over: let go of the memory that messages have used."""
@@ -298,18 +323,6 @@ class Comm(ABC):
     @abstractmethod
     def share(self, value: Any) -> list[Any]:
         """Every rank's small Python value, by rank. All ranks of a Comm that is no part of a split call it."""
-
-    def send(self, x: Tensor, peer_rank: int, tag: int = 0, site: str = "") -> None:
-        """Send x to a rank; returns without waiting for the receiver."""
-        message = x.detach().clone(memory_format=torch.contiguous_format)
-        self._sent = [(posted, kept) for posted, kept in self._sent if not posted.done()]
-        self._sent += [(self.start_messages([Message("send", message, peer_rank, tag, site)])[0], message)]
-
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, peer_rank: int, tag: int = 0, site: str = "") -> Tensor:
-        """Receive a tensor from a rank; messages of one (sender, tag) arrive in the order sent."""
-        out = torch.empty(shape, dtype=dtype, device=self.device)
-        self.start_messages([Message("recv", out, peer_rank, tag, site)])[0].wait()
-        return out
 
     def run_step(self, x: Tensor, step: Step, site: str = "") -> Tensor:
         """One step of a resharding path: (kind, axes) or (kind, axes, dim)."""

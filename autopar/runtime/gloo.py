@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import REDUCTIONS, Call
-from .grads import BufferPool
+from .buffers import BufferPool
+from .comm import REDUCTIONS, Call, reduce_in_order
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 OPS = tuple(REDUCTIONS)
@@ -37,7 +37,7 @@ def start(call: Call, number: int, process_group: Any, pool: BufferPool) -> Call
             parts = [source if member == me else received[member] for member in range(n)]
             if call.out is call.inp:
                 parts[me] = received[me].copy_(source)
-            _reduce(parts, call.op, call.out.view(-1))
+            reduce_in_order(parts, call.op, call.out.view(-1))
             pool.give(rows)
 
         return finish_small
@@ -53,7 +53,7 @@ def start(call: Call, number: int, process_group: Any, pool: BufferPool) -> Call
 
         def finish_scatter() -> None:
             wait_chunks()
-            _reduce([call.inp[m] if m == me else arrived[m] for m in range(n)], call.op, call.out)
+            reduce_in_order([call.inp[m] if m == me else arrived[m] for m in range(n)], call.op, call.out)
             arrived.clear()
             pool.give(scratch)
 
@@ -92,17 +92,3 @@ def _exchange(
 
 def _native_reduces(dtype: torch.dtype) -> bool:
     return dtype not in (torch.int16,)
-
-
-@torch.no_grad()
-def _reduce(parts: list[Tensor], op: str, out: Tensor) -> None:
-    """parts[0] op parts[1] op … in this order; out must be none of the parts."""
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    if op == "sum":
-        torch.add(parts[0], parts[1], out=out)
-    else:
-        REDUCTIONS[op](out.copy_(parts[0]), parts[1])
-    for part in parts[2:]:
-        REDUCTIONS[op](out, part)

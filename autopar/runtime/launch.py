@@ -59,7 +59,7 @@ class Manifest:
         path = Path(directory) / "manifest.json"
         try:
             raw = json.loads(path.read_text())
-            found = cls(
+            manifest = cls(
                 directory=Path(directory),
                 world_size=int(raw["world_size"]),
                 pipeline=str(raw["pipeline"]),
@@ -70,9 +70,9 @@ class Manifest:
                 weights=raw.get("weights"),
                 placement=tuple(int(rank) for rank in raw.get("placement") or ()),
             )
-            if found.placement and sorted(found.placement) != list(range(found.world_size)):
-                raise ValueError(f"the placement {list(found.placement)} does not name every rank once")
-            return found
+            if manifest.placement and sorted(manifest.placement) != list(range(manifest.world_size)):
+                raise ValueError(f"the placement {list(manifest.placement)} does not name every rank once")
+            return manifest
         except FileNotFoundError as error:
             raise RuntimeProgramError(f"{path} is missing: is {directory} a directory that autopar wrote?") from error
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -122,10 +122,10 @@ class LoadedProgram:
 
         Training: this step's loss. Inference: the output, or the tuple of outputs.
         """
-        given: Any = batch
+        global_batch: Any = batch
         if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
-            given = named or batch[0]
-        tensors = leaves(given, [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)])
+            global_batch = named or batch[0]
+        tensors = leaves(global_batch, [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)])
         if self.session.training:
             return self.session.train_step(tensors)
         outputs = self.session.forward(tensors)
@@ -138,12 +138,12 @@ class LoadedProgram:
         self.session.load_state_dict(state)
 
     def save(self, directory: str | Path) -> None:
-        from . import checkpoint
+        from . import checkpoint  # its import takes most of a second
 
         checkpoint.save(directory, self.session)
 
     def resume(self, directory: str | Path) -> None:
-        from . import checkpoint
+        from . import checkpoint  # its import takes most of a second
 
         checkpoint.load(directory, self.session)
 
@@ -165,7 +165,7 @@ def load(
     load_state_dict or resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of
     temporary files). Raises WrongWorldSize before any process group is made.
     """
-    from . import checkpoint
+    from . import checkpoint  # its import takes most of a second
 
     manifest = Manifest.read(directory)
     if dist.is_initialized():

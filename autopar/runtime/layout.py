@@ -74,7 +74,6 @@ class TensorInfo:
         self.opt_spec: SpecDims = spec_dims(row.get("opt_spec") or row["spec"])
         self.trainable = bool(row.get("trainable", False))
         self.gather = tuple(tuple(step) for step in row.get("gather", ()))
-        self.use_steps = tuple(tuple(step) for step in row.get("use_steps", ()))
         self.tier = str(row.get("tier", ""))
         self.optimizer_tier = str(row.get("optimizer_tier", ""))
         self.index = int(row.get("index", 0))

@@ -56,7 +56,7 @@ class Executor:
         self._training = pipeline.training
         self.record = False
         self.timeline: list[Record] = []
-        mine = [c for c in pipeline.crossings if c.transfer.source in stages or c.transfer.target in stages]
+        own_crossings = [c for c in pipeline.crossings if c.transfer.source in stages or c.transfer.target in stages]
         self._channels = {
             c.transfer.number: Channel(
                 f"{c.transfer.kind} {c.transfer.name} (stage {c.transfer.source} to {c.transfer.target})",
@@ -67,7 +67,7 @@ class Executor:
                 c.transfer.number * pipeline.microbatches,
                 comm,
             )
-            for c in mine
+            for c in own_crossings
         }
         transfers = [c.transfer for c in pipeline.crossings]
         slots = plan_order(

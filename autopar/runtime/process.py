@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import gloo
+from .buffers import BufferPool
 from .comm import Call, Comm, Message, Posted
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
-from .grads import BufferPool
 from .mesh import Group, group_ranks, mesh_size
 from .notes import Notes
 
@@ -44,14 +44,13 @@ class _Job:
         self.timeout_s = timeout_s
         self.pool = BufferPool()
         self.notes = Notes(store, dist.get_rank(), timeout_s)
-        self.parts: dict[Any, TorchComm | None] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def groups(self, mesh: Mapping[str, int], first_rank: int) -> dict[frozenset[str], Any]:
         """One process group per set of axes, for the instance of it that this rank is in. Every rank makes all."""
         axes = [axis for axis, size in mesh.items() if size > 1]
         ranks = range(first_rank, first_rank + mesh_size(mesh))
-        mine: dict[frozenset[str], Any] = {}
+        own_groups: dict[frozenset[str], Any] = {}
         for count in range(1, len(axes) + 1):
             for names in itertools.combinations(axes, count):
                 for members in dict.fromkeys(group_ranks(mesh, rank, names, first_rank) for rank in ranks):
@@ -59,8 +58,8 @@ class _Job:
                         timeout = timedelta(seconds=self.timeout_s)
                         self._groups[members] = dist.new_group(list(members), timeout=timeout)
                     if dist.get_rank() in members:
-                        mine[frozenset(names)] = self._groups[members]
-        return mine
+                        own_groups[frozenset(names)] = self._groups[members]
+        return own_groups
 
 
 class _Work(Posted):
@@ -117,37 +116,27 @@ class TorchComm(Comm):
         everyone = frozenset(axis for axis, size in mesh.items() if size > 1)
         self._message_group: Any = whole._message_group if whole is not None else self._process_groups.get(everyone)
 
-    def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
-        parts: list[Comm | None] = []
-        for mesh, first in meshes:
-            key = (tuple(mesh.items()), first)
-            if key == (tuple(self.mesh.items()), self.first_rank):
-                parts.append(self)
-                continue
-            if key not in self._job.parts:
-                if first <= self.rank < first + mesh_size(mesh):
-                    part = TorchComm(mesh, self.device, self.timeout_s, check=self._check, whole=self, first_rank=first)
-                    part.gloo, part.in_order = self.gloo, self.in_order
-                    self._job.parts[key] = part
-                else:
-                    self._job.groups(mesh, first)
-                    self._job.parts[key] = None
-            parts.append(self._job.parts[key])
-        return parts
+    def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:
+        if not inside:
+            self._job.groups(mesh, first_rank)
+            return None
+        part = TorchComm(mesh, self.device, self.timeout_s, check=self._check, whole=self, first_rank=first_rank)
+        part.gloo, part.in_order = self.gloo, self.in_order
+        return part
 
     def device_mesh(self, order: tuple[str, ...]) -> DeviceMesh:
         """torch's mesh of these ranks with the axes (those larger than one) in this order."""
-        found = self._device_meshes.get(order)
-        if found is None:
+        device_mesh = self._device_meshes.get(order)
+        if device_mesh is None:
             axes = list(self.mesh)
             ranks = torch.arange(self.first_rank, self.first_rank + self.world_size)
             ranks = ranks.reshape([self.mesh[axis] for axis in axes])
             ranks = ranks.permute([*map(axes.index, order), *(i for i, a in enumerate(axes) if a not in order)])
             ranks = ranks.reshape([self.mesh[axis] for axis in order]).contiguous()
             groups = [self._process_groups[frozenset((axis,))] for axis in order]
-            found = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=order)
-            self._device_meshes[order] = found
-        return found
+            device_mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=order)
+            self._device_meshes[order] = device_mesh
+        return device_mesh
 
     def share(self, value: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
@@ -250,11 +239,11 @@ class TorchComm(Comm):
     def _compare(self, call: Call, number: int) -> None:
         """Every member's description of the call, exchanged through its process group."""
         group = self._process_groups[frozenset(call.group.axes)]
-        mine = (str(call.signature()), list(call.group.ranks), call.describe())
+        own = (str(call.signature()), list(call.group.ranks), call.describe())
         everyone: list[Any] = [None] * call.group.size
-        dist.all_gather_object(everyone, mine, group=group)
+        dist.all_gather_object(everyone, own, group=group)
         for rank, (signature, ranks, description) in zip(sorted(call.group.ranks), everyone, strict=True):
-            if signature != mine[0] or ranks != mine[1]:
+            if signature != own[0] or ranks != own[1]:
                 raise CollectiveMismatch(
                     f"collective #{number} over {call.group}: rank {self.rank} calls {call.describe()}, "
                     f"rank {rank} calls {description} over ranks {ranks}"
@@ -270,8 +259,8 @@ class TorchComm(Comm):
         notes.leave(f"failed in {where}")
         others = notes.of_others(group.ranks if group is not None else range(dist.get_world_size()))
         text = f"{self.describe_rank()}: {where} failed: {first}" + "".join(f"; {note}" for note in others)
-        late = "timed out" in first.lower() or "timeout" in first.lower()
-        return CollectiveTimeout(text) if late else RuntimeProgramError(text)
+        timed_out = "timed out" in first.lower() or "timeout" in first.lower()
+        return CollectiveTimeout(text) if timed_out else RuntimeProgramError(text)
 
     def release(self) -> None:
         self._job.pool.clear()

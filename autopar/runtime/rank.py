@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ class Rank:
     """State of one rank between and during steps.
 
     params hold storage shards and buffers local values, by name; step counts optimizer steps, microbatch the position
-    inside a step; use_steps says how a parameter's storage shard becomes what the computation uses (ZeRO-3); loss_scale
-    is what backward starts from. in_tier: the parameters whose shards rest in memory tiers.
+    inside a step; loss_scale is what backward starts from. in_tier: the parameters whose shards rest in memory tiers.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class Rank:
         buffers: dict[str, Tensor],
         grads: GradStore,
         *,
-        use_steps: Mapping[str, Steps] | None = None,
         seed: int = 0,
         tiers: Tiers | None = None,
         in_tier: frozenset[str] = frozenset(),
@@ -47,17 +45,12 @@ class Rank:
         self.params = params
         self.buffers = buffers
         self.grads = grads
-        self.use_steps: dict[str, Steps] = dict(use_steps or {})
         self.seed = seed
         self.step = 0
         self.microbatch = 0
         self.loss_scale = 1.0
         self.device: torch.device = comm.device
         self._prefetched: dict[str, Handle[list[Tensor]]] = {}
-
-    def gather(self, names: Sequence[str], site: str = "") -> list[Tensor]:
-        """The parameters as the computation uses them, gathered together."""
-        return self._start([(name, self.use_steps.get(name, ())) for name in names], site).wait()
 
     def prefetch(self, key: str, items: Sequence[Wanted], site: str = "") -> None:
         """Start gathering parameters along their steps; `take(key)` gives them."""

@@ -31,9 +31,9 @@ class Scaler:
         for grad in grads:
             alike.setdefault((grad.device, grad.dtype), []).append(grad)
         for (own, _), members in alike.items():
-            found, inverse = torch.zeros(1, device=own), torch.full((1,), 1.0 / self.scale, device=own)
-            torch._amp_foreach_non_finite_check_and_unscale_(members, found, inverse)
-            total += found.to(device)
+            overflow, inverse = torch.zeros(1, device=own), torch.full((1,), 1.0 / self.scale, device=own)
+            torch._amp_foreach_non_finite_check_and_unscale_(members, overflow, inverse)
+            total += overflow.to(device)
         return total
 
     def update(self, overflow: bool) -> None:

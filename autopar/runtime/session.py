@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .buckets import MIB
 from .clipping import counts
 from .comm import Comm, Handle
 from .errors import RuntimeProgramError
-from .grads import MIB
 from .layout import TensorInfo, gather_full, local_shape
 from .parts import Parts
 from .pipeline import Executor, Record
@@ -153,7 +153,7 @@ class Session(State):
         outputs = self._run(batch)
         gradients = {index: stage.rt.grads.finish() for index, stage in self.stages.items()}
         self.shared.earn(gradients)
-        self.grads = {name: grad for found in gradients.values() for name, grad in found.items()}
+        self.grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
         loss = self._start_loss(outputs)
         borrowed = {name for rt in self.rts for name in rt.grads.borrowed}
         if self.updater.step(self.grads, loss, borrowed):
@@ -168,19 +168,19 @@ class Session(State):
         if self.training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
         runs = self._run(batch)
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         for index, info in self.pipeline.outputs():
-            made: Tensor | None = None
+            output: Tensor | None = None
             if index in self.stages:
                 place = self.pipeline.tables(index).outputs.index(info)
                 values = [outputs[place] for outputs in runs[index]]
                 if not local:
                     what, own = f"output {info.name}", self.stages[index].comm
                     values = [gather_full(value, info.spec, own, what) for value in values]
-                made = values[0] if len(values) == 1 else _join(values, info.batch_dim)
-            found.append(made if local else self._tell(index, made, self._joined_shape(info), info))
+                output = values[0] if len(values) == 1 else _join(values, info.batch_dim)
+            results.append(output if local else self._tell(index, output, self._joined_shape(info), info))
         self._end_step(advance=False)
-        return found
+        return results
 
     def _run(self, batch: Sequence[Tensor]) -> dict[int, list[list[Any]]]:
         self._check_batch(batch)
@@ -199,7 +199,7 @@ class Session(State):
         stage, info = self._loss
         loss: Tensor | None = None
         if stage in outputs:
-            losses = [made[0].wait() if isinstance(made[0], Handle) else made[0] for made in outputs[stage]]
+            losses = [values[0].wait() if isinstance(values[0], Handle) else values[0] for values in outputs[stage]]
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum() * self.pipeline.loss_scale
         return self._start_tell(stage, loss, info.shape, info)
 
@@ -234,7 +234,7 @@ class Session(State):
 
     def full_grads(self) -> dict[str, Tensor]:
         """The gradients of the last train_step, full, on every rank."""
-        found = {}
+        gradients = {}
         for stage in self.pipeline.stages:
             tables = self.pipeline.tables(stage)
             for name, info in tables.parameters.items():
@@ -247,8 +247,8 @@ class Session(State):
                 if stage in self.stages:
                     own, what = self.stages[stage].comm, f"full gradient of {name}"
                     grad = gather_full(self.grads[name], info.opt_spec, own, what)
-                found[name] = self._tell(stage, grad, info.shape, info).clone()
-        return found
+                gradients[name] = self._tell(stage, grad, info.shape, info).clone()
+        return gradients
 
     # ---- small print
 

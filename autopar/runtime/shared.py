@@ -82,8 +82,8 @@ class Shared:
         """Owners' buffers -> the other stages: those that steps write, or every one."""
         if self._unknown and not every:
             written = [name for name, before in self._before.items() if self._written(name, *before)]
-            known = {name for names in self._comm.share(written) for name in names}
-            self.written = [route for route in self.buffers if route[0] in known]
+            names_written = {name for names in self._comm.share(written) for name in names}
+            self.written = [route for route in self.buffers if route[0] in names_written]
             self._unknown, self._before = False, {}
         self._spread(self.buffers if every else self.written, "buffers")
 

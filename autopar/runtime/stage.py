@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .buckets import BucketSizes
 from .comm import Comm
 from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
@@ -53,13 +54,12 @@ class Stage:
                 comm,
                 tables.gradients,
                 pipeline.microbatches,
-                bucket_bytes,
+                BucketSizes(bucket_bytes),
                 scale=pipeline.loss_scale,
                 compensated=compensated,
                 tiers=self.tiers,
                 tier_of={name: info.tier for name, info in tables.parameters.items() if info.tier},
             ),
-            use_steps={name: info.use_steps for name, info in tables.parameters.items()},
             seed=seed,
             tiers=self.tiers,
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
@@ -102,13 +102,13 @@ class Stage:
 
     def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
         """This rank's part of a microbatch's leaves. A leaf as large as one microbatch's input goes to each."""
-        found = []
+        local_inputs = []
         for info, (whole, parts) in zip(self.tables.inputs, self.cuts, strict=True):
             leaf = batch[info.index]
             cut = whole if tuple(leaf.shape) == info.shape else parts[microbatch]
             view = leaf[cut] if cut else leaf
-            found.append(view.to(device=self.comm.device, dtype=info.dtype))
-        return found
+            local_inputs.append(view.to(device=self.comm.device, dtype=info.dtype))
+        return local_inputs
 
     def start_regather(self) -> Callable[[], Any]:
         """Bring updated optimizer shards back to storage; the returned function waits for it."""

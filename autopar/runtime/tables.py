@@ -116,10 +116,10 @@ class Pipeline:
         """The stages that hold a parameter or buffer, its owner first."""
         if name in self.shared:
             return self.shared[name]
-        found = tuple(stage for stage in self.stages if self.tables(stage).info(name) is not None)
-        if not found:
+        holders = tuple(stage for stage in self.stages if self.tables(stage).info(name) is not None)
+        if not holders:
             raise RuntimeProgramError(f"the program has no parameter or buffer {name!r}")
-        return found
+        return holders
 
     def optimized(self, stage: int) -> list[TensorInfo]:
         """The parameters that are updated in a stage: it owns them, and they get a gradient there or elsewhere."""
@@ -154,8 +154,8 @@ class Pipeline:
 
     def outputs(self) -> list[tuple[int, TensorInfo]]:
         """Stage and row of every program output, in order."""
-        found = [(stage, info) for stage in self.stages for info in self.tables(stage).outputs]
-        return sorted(found, key=lambda pair: pair[1].index)
+        pairs = [(stage, info) for stage in self.stages for info in self.tables(stage).outputs]
+        return sorted(pairs, key=lambda pair: pair[1].index)
 
     def show(self) -> str:
         """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""
@@ -178,11 +178,13 @@ class Pipeline:
     def _check_ports(self, stage: int, module: Any) -> None:
         for table, kind, end in PORTS:
             own = sorted(getattr(module, table, ()))
-            known = sorted(
+            transferred = sorted(
                 c.transfer.name for c in self.crossings if c.transfer.kind == kind and getattr(c.transfer, end) == stage
             )
-            if own != known:
-                raise RuntimeProgramError(f"stage {stage}: its {table} are {own}, the pipeline's TRANSFERS say {known}")
+            if own != transferred:
+                raise RuntimeProgramError(
+                    f"stage {stage}: its {table} are {own}, the pipeline's TRANSFERS say {transferred}"
+                )
 
 
 def show_meshes(meshes: Sequence[Mapping[str, int]]) -> str:

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .comm import REDUCTIONS, Call, Comm, Message, Posted
+from .comm import Call, Comm, Message, Posted, reduce_in_order
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
-from .mesh import mesh_index, mesh_size
+from .mesh import mesh_index
 
 T = TypeVar("T")
 
@@ -82,8 +82,8 @@ class _World:
             if not self.bells[rank].acquire(timeout=max(0.0, self.deadline - time.monotonic())):
                 with self.lock:
                     if rank in self.waiting:
-                        late = f"rank {rank} waited until the run's limit of {self.timeout_s:g} s; {self.report()}"
-                        self.fail(rank, CollectiveTimeout(late))
+                        text = f"rank {rank} waited until the run's limit of {self.timeout_s:g} s; {self.report()}"
+                        self.fail(rank, CollectiveTimeout(text))
                 self.bells[rank].acquire()
 
     def check_deadlock(self) -> None:
@@ -133,23 +133,12 @@ class ThreadComm(Comm):
         self._world = world
         self._name = name
         self._next: dict[tuple[int, ...], int] = {}
-        self._parts: dict[Any, ThreadComm] = {}
         self._tickets: dict[tuple[str, int], int] = {}
         self._shares = 0
 
-    def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
-        parts: list[Comm | None] = []
-        for mesh, first in meshes:
-            key = (tuple(mesh.items()), first)
-            if key == (tuple(self.mesh.items()), self.first_rank):
-                parts.append(self)
-            elif first <= self.rank < first + mesh_size(mesh):
-                if key not in self._parts:
-                    self._parts[key] = ThreadComm(self.rank, mesh, self._world, first, f"{self._name}{key}")
-                parts.append(self._parts[key])
-            else:
-                parts.append(None)
-        return parts
+    def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:
+        name = f"{self._name}{tuple(mesh.items())} from {first_rank}"
+        return ThreadComm(self.rank, mesh, self._world, first_rank, name) if inside else None
 
     def share(self, value: Any) -> list[Any]:
         self._shares += 1
@@ -236,22 +225,14 @@ class ThreadComm(Comm):
             buffer.copy_(arrived)
 
 
-def reduce_in_order(parts: list[Tensor], op: str, out: Tensor | None = None) -> Tensor:
-    """parts[0] op parts[1] op … in this order, into a new tensor or `out` (which may be no part but the first)."""
-    acc = parts[0].clone() if out is None else out.copy_(parts[0])
-    for part in parts[1:]:
-        REDUCTIONS[op](acc, part)
-    return acc
-
-
 @torch.no_grad()
 def execute(calls: list[Call]) -> None:
     """Run one collective over the buffers of all its members, given in member order."""
     kind, op = calls[0].kind, calls[0].op
     if kind == "all_reduce":
-        result = reduce_in_order([call.inp for call in calls], op, calls[0].out)
+        reduce_in_order([call.inp for call in calls], op, calls[0].out)
         for call in calls[1:]:
-            call.out.copy_(result)
+            call.out.copy_(calls[0].out)
     elif kind == "all_gather":
         for call in calls:
             for row, source in zip(call.out.unbind(0), calls, strict=True):

@@ -94,15 +94,15 @@ class Tiers:
 
     def read(self, source: Tensor) -> Tensor:
         """Start copying a tensor of a tier to the device; use it after `arrived`."""
-        made = torch.empty_like(source, device=self.device)
+        on_device = torch.empty_like(source, device=self.device)
         if self._streams is None:
-            return made.copy_(source)
+            return on_device.copy_(source)
         out, back = self._streams
         back.wait_stream(out)
         back.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(back):
-            made.copy_(source, non_blocking=True)
-        return made
+            on_device.copy_(source, non_blocking=True)
+        return on_device
 
     def mark(self) -> Any:
         """A mark behind all that was read so far; None where copies are done at once."""

@@ -27,12 +27,12 @@ class Placed:
     spec: SpecDims
 
     def boxes(self, shape: Sequence[int], what: str) -> dict[Box, list[int]]:
-        """Every box that is held, and its holders."""
-        found: dict[Box, list[int]] = {}
+        """Every box that is held, and its ranks_by_box."""
+        ranks_by_box: dict[Box, list[int]] = {}
         for number in range(mesh_size(self.mesh)):
             box = box_of(shape, self.spec, self.mesh, mesh_index(self.mesh, number), what)
-            found.setdefault(box, []).append(self.first_rank + number)
-        return found
+            ranks_by_box.setdefault(box, []).append(self.first_rank + number)
+        return ranks_by_box
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Piece:
 
 def pieces(shape: Sequence[int], source: Placed, target: Placed, what: str = "tensor") -> tuple[Piece, ...]:
     """All blocks of a transfer, by source and target rank."""
-    found = []
+    moved = []
     wanted = target.boxes(shape, what)
     for held, holders in source.boxes(shape, what).items():
         turn = 0
@@ -61,8 +61,8 @@ def pieces(shape: Sequence[int], source: Placed, target: Placed, what: str = "te
                 else:
                     sender = holders[turn % len(holders)]
                     turn += 1
-                found.append(Piece(sender, rank, _within(block, held), _within(block, box)))
-    return tuple(sorted(found, key=lambda piece: (piece.source, piece.target)))
+                moved.append(Piece(sender, rank, _within(block, held), _within(block, box)))
+    return tuple(sorted(moved, key=lambda piece: (piece.source, piece.target)))
 
 
 def _meet(a: Box, b: Box) -> Box | None:

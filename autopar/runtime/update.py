@@ -114,13 +114,13 @@ class Updater:
             if name in grads:
                 grads[name] = grads[name].clone()
         own = list(grads.values())
-        found = torch.zeros(1, dtype=torch.float64, device=device)
+        overflowed = torch.zeros(1, dtype=torch.float64, device=device)
         if scaler is not None:
-            found = scaler.unscale(own, device).double()
+            overflowed = scaler.unscale(own, device).double()
         if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)
-        kind, parts = "sum", [found]
+        kind, parts = "sum", [overflowed]
         if clip is not None:
             kind = norm_power(clip.norm_type)[0]
             parts.append(powered_norm([grads[n] for n in grads if n in self.counted], clip.norm_type, device))
@@ -158,12 +158,12 @@ class Updater:
         """What a checkpoint holds beside the state of parameters, as text by entry name: the same on every rank."""
         if not self.optimizers:
             return {}
-        found = {"optim_groups": json.dumps([_groups(one) for one in self.optimizers])}
+        dumped = {"optim_groups": json.dumps([_groups(one) for one in self.optimizers])}
         if self.schedulers:
-            found["optim_schedulers"] = _text([one.state_dict() for one in self.schedulers])
+            dumped["optim_schedulers"] = _text([one.state_dict() for one in self.schedulers])
         if self.scaler is not None:
-            found["optim_scaling"] = self.scaler.dump()
-        return found
+            dumped["optim_scaling"] = self.scaler.dump()
+        return dumped
 
     def restore(self, dumped: Mapping[str, str]) -> None:
         """The inverse of dump; what is missing stays as it is."""
@@ -213,9 +213,9 @@ def _restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[s
 
 def _text(value: Any) -> str:
     """Plain Python data as text; JSON would lose tuples, counters and keys that are numbers."""
-    made = io.BytesIO()
-    torch.save(value, made)
-    return base64.b64encode(made.getvalue()).decode()
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 def _value(text: str) -> Any:

@@ -71,9 +71,9 @@ class UpdateRule:
     compensated: bool = False
 
 
-def as_rule(given: UpdateRule | OptimizerFactory | None) -> UpdateRule:
+def as_rule(rule: UpdateRule | OptimizerFactory | None) -> UpdateRule:
     """A rule, or the rule of a bare optimizer factory."""
-    return given if isinstance(given, UpdateRule) else UpdateRule(given)
+    return rule if isinstance(rule, UpdateRule) else UpdateRule(rule)
 
 
 def takes_names(factory: OptimizerFactory) -> bool:
@@ -87,15 +87,15 @@ def takes_names(factory: OptimizerFactory) -> bool:
 
 def make_optimizers(factory: OptimizerFactory, named: Named) -> tuple[torch.optim.Optimizer, ...]:
     """What a factory makes of the program's trained parameters. Raises RuntimeProgramError when it is no optimizer."""
-    made = factory(list(named) if takes_names(factory) else [parameter for _, parameter in named])
-    found = tuple(made) if isinstance(made, Sequence) else (made,)
-    wrong = [one for one in found if not isinstance(one, torch.optim.Optimizer)]
-    if wrong or not found:
+    result = factory(list(named) if takes_names(factory) else [parameter for _, parameter in named])
+    optimizers = tuple(result) if isinstance(result, Sequence) else (result,)
+    wrong = [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    if wrong or not optimizers:
         kind = type(wrong[0]).__name__ if wrong else "an empty list"
         raise RuntimeProgramError(f"the optimizer factory must return a torch.optim.Optimizer or several, not {kind}")
     names = {id(parameter): name for name, parameter in named}
     seen: set[int] = set()
-    for one in found:
+    for one in optimizers:
         for parameter in (p for group in one.param_groups for p in group["params"]):
             if id(parameter) not in names:
                 raise RuntimeProgramError(
@@ -105,7 +105,7 @@ def make_optimizers(factory: OptimizerFactory, named: Named) -> tuple[torch.opti
             if id(parameter) in seen:
                 raise RuntimeProgramError(f"{names[id(parameter)]} is in two optimizers; give it to one")
             seen.add(id(parameter))
-    return found
+    return optimizers
 
 
 def stand_in(ndim: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -130,15 +130,17 @@ def stretch_to_host_time(w: Workload, cost: Cost, moe: bool) -> None:
 def product(
     w: Workload,
     cost: Cost,
-    m: float,
-    n: float,
-    k: float,
+    shape: tuple[float, float, float],
     *,
     precision: str | None = None,
     copies: float = 1.0,
     share: float = 1.0,
 ) -> None:
-    """Adds a matrix product's forward, dx and dw, `copies` of it, and the quantisation passes of low precision."""
+    """Adds a matrix product's forward, dx and dw, `copies` of it, and the quantisation passes of low precision.
+
+    shape: (m, n, k). share: of a plain product's efficiency that this one reaches.
+    """
+    m, n, k = shape
     dtype = precision or w.precision
     seconds = copies * matmul_time_s(w.device, m, n, k, dtype) / share
     cost.F += seconds
@@ -156,12 +158,12 @@ def attention_matmuls(w: Workload, cost: Cost) -> None:
     m, t, T = w.model, w.parallel.tp, w.tokens
     if m.mla:
         q_rank, kv_rank, nope, rope, v = m.mla
-        product(w, cost, T, q_rank + kv_rank + rope, m.hidden)
-        product(w, cost, T, m.q_width / t, q_rank)
-        product(w, cost, T, m.heads * (nope + v) / t, kv_rank)
+        product(w, cost, (T, q_rank + kv_rank + rope, m.hidden))
+        product(w, cost, (T, m.q_width / t, q_rank))
+        product(w, cost, (T, m.heads * (nope + v) / t, kv_rank))
     else:
-        product(w, cost, T, (m.q_width + 2 * m.kv_width) / t, m.hidden)
-    product(w, cost, T, m.hidden, m.v_width / t)
+        product(w, cost, (T, (m.q_width + 2 * m.kv_width) / t, m.hidden))
+    product(w, cost, (T, m.hidden, m.v_width / t))
 
 
 def attention_core(w: Workload) -> tuple[float, float]:
@@ -188,8 +190,8 @@ def attention_core(w: Workload) -> tuple[float, float]:
 def dense_mlp(w: Workload, cost: Cost, width: float, tokens: float) -> None:
     """Up (and gate) and down."""
     up = 2 if w.model.gated_mlp else 1
-    product(w, cost, tokens, up * width / w.parallel.tp, w.model.hidden)
-    product(w, cost, tokens, w.model.hidden, width / w.parallel.tp)
+    product(w, cost, (tokens, up * width / w.parallel.tp, w.model.hidden))
+    product(w, cost, (tokens, w.model.hidden, width / w.parallel.tp))
 
 
 def moe_mlp(w: Workload, cost: Cost) -> None:
@@ -201,9 +203,9 @@ def moe_mlp(w: Workload, cost: Cost) -> None:
     up = 2 if m.gated_mlp else 1
     wide = m.expert_ffn / p.expert_tp
     share = w.software.constants.grouped_share
-    product(w, cost, each, up * wide, m.hidden, copies=local, share=share)
-    product(w, cost, each, m.hidden, wide, copies=local, share=share)
-    product(w, cost, w.tokens / w.sequence_split, m.experts, m.hidden, precision=w.wide)
+    product(w, cost, (each, up * wide, m.hidden), copies=local, share=share)
+    product(w, cost, (each, m.hidden, wide), copies=local, share=share)
+    product(w, cost, (w.tokens / w.sequence_split, m.experts, m.hidden), precision=w.wide)
     if m.shared_experts:
         dense_mlp(w, cost, m.shared_experts * m.expert_ffn, w.tokens)
 
@@ -268,7 +270,7 @@ def head_cost(w: Workload) -> Cost:
     """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (about 12 bytes a logit each way)."""
     m, p = w.model, w.parallel
     cost = Cost()
-    product(w, cost, w.tokens, m.vocab / p.tp, m.hidden, precision=w.wide)
+    product(w, cost, (w.tokens, m.vocab / p.tp, m.hidden), precision=w.wide)
     passes = 12 * w.tokens * m.vocab / p.tp / w.memory_Bps
     cost.F += passes
     cost.B += passes

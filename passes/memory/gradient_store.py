@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.steps import RuntimeStep, bytes_after
-from autopar.runtime.grads import BUCKETED, MIB
+from autopar.runtime.buckets import BUCKETED, MIB
 
 Steps = tuple[RuntimeStep, ...]
 Flight = tuple[list[tuple[str, int, int, Steps]], list[int], int, bool]

@@ -93,7 +93,7 @@ class MetaComm(Comm):
     def start_messages(self, messages: Any) -> Any:
         raise NotImplementedError
 
-    def split(self, meshes: Any) -> Any:
+    def _part(self, mesh: Any, first_rank: int, inside: bool) -> Any:
         raise NotImplementedError
 
     def share(self, value: Any) -> Any:

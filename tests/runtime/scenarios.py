@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime import GradEntry, GradStore, Session
+from autopar.runtime import Comm, GradEntry, GradStore, Session
+from autopar.runtime.buckets import BucketSizes
+from autopar.runtime.comm import Message, Posted
 
 from . import stages
 
@@ -19,6 +21,17 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16
 def value(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 4
     return x.to(dtype) if dtype.is_floating_point else x.round().to(dtype)
+
+
+def send(comm: Comm, x: Tensor, peer: int, tag: int = 0) -> Posted:
+    """Start sending x to a rank."""
+    return comm.start_messages([Message("send", x, peer, tag)])[0]
+
+
+def receive(comm: Comm, buffer: Tensor, peer: int, tag: int = 0) -> Tensor:
+    """Wait for a message of a rank; the buffer, filled."""
+    comm.start_messages([Message("recv", buffer, peer, tag)])[0].wait()
+    return buffer
 
 
 def collectives(comm: Any, sizes: tuple[int, ...] = (8, 256), dtypes: Any = DTYPES) -> dict[str, Tensor]:
@@ -48,10 +61,11 @@ def collectives(comm: Any, sizes: tuple[int, ...] = (8, 256), dtypes: Any = DTYP
         got[f"{dtype} max"] = comm.all_reduce(x, "a", op="max")
         got[f"{dtype} scatter"] = comm.reduce_scatter(x, 0, "a")
     peer = comm.rank ^ 1
-    for i in range(3):
-        comm.send(value(comm.rank + i, 3), peer, tag=i)
+    sent = [send(comm, value(comm.rank + i, 3), peer, tag=i) for i in range(3)]
     for i in (2, 0, 1):
-        got[f"message {i}"] = comm.recv((3,), torch.float64, peer, tag=i)
+        got[f"message {i}"] = receive(comm, torch.empty(3, dtype=torch.float64), peer, tag=i)
+    for posted in sent:
+        posted.wait()
     comm.barrier()
     return got
 
@@ -65,7 +79,7 @@ def gradients(comm: Any, bucket_bytes: int = 1 << 12, direct_bytes: int = 1 << 1
         table[f"both{i}"] = GradEntry(1, (("all_reduce", ("a",)), ("reduce_scatter", ("b",), 1)))
         table[f"local{i}"] = GradEntry(1, ())
         table[f"cut{i}"] = GradEntry(1, (("shard", ("b",), 0), ("all_reduce", ("a",))))
-    store = GradStore(comm, table, 2, bucket_bytes, 1 << 10, direct_bytes, scale=0.5)
+    store = GradStore(comm, table, 2, BucketSizes(bucket_bytes, 1 << 10, direct_bytes), scale=0.5)
     got: dict[str, Tensor] = {}
     for step in range(2):
         for microbatch in range(2):

@@ -68,13 +68,19 @@ def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "fl
         own = opt_spec if zero else spec
         moved = own != stored
         table = {"shape": shape, "dtype": dtype, "spec": stored, "opt_spec": own, "trainable": trainable}
-        return table | {"gather": gather if moved else (), "use_steps": gather if zero == 3 else ()}
+        return table | {"gather": gather if moved else ()}
 
+    gathers = {
+        "w1": (("all_gather", ("dp",), 0),),
+        "b1": (("all_gather", ("dp",), 0),),
+        "w2": (("all_gather", ("dp",), 1),),
+        "b2": (("all_gather", ("tp",), 0), ("all_gather", ("dp",), 0)),
+    }
     parameters = {
-        "w1": row((HIDDEN, WIDTH), (("tp",), ()), (("tp", "dp"), ()), (("all_gather", ("dp",), 0),)),
-        "b1": row((HIDDEN,), (("tp",),), (("tp", "dp"),), (("all_gather", ("dp",), 0),)),
-        "w2": row((WIDTH, HIDDEN), ((), ("tp",)), ((), ("tp", "dp")), (("all_gather", ("dp",), 1),)),
-        "b2": row((WIDTH,), ((),), (("dp", "tp"),), (("all_gather", ("tp",), 0), ("all_gather", ("dp",), 0))),
+        "w1": row((HIDDEN, WIDTH), (("tp",), ()), (("tp", "dp"), ()), gathers["w1"]),
+        "b1": row((HIDDEN,), (("tp",),), (("tp", "dp"),), gathers["b1"]),
+        "w2": row((WIDTH, HIDDEN), ((), ("tp",)), ((), ("tp", "dp")), gathers["w2"]),
+        "b2": row((WIDTH,), ((),), (("dp", "tp"),), gathers["b2"]),
         "gain": {"shape": (), "dtype": dtype, "spec": (), "opt_spec": (), "trainable": False, "gather": ()},
     }
     scatter = {
@@ -92,8 +98,8 @@ def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "fl
         x, y = inputs
         comm = rt.comm
         if zero == 3:
-            rt.prefetch("first", [("w1", rt.use_steps["w1"]), ("b1", rt.use_steps["b1"])])
-            rt.prefetch("second", [(n, rt.use_steps[n]) for n in ("w2", "b2")])
+            rt.prefetch("first", [(n, gathers[n]) for n in ("w1", "b1")])
+            rt.prefetch("second", [(n, gathers[n]) for n in ("w2", "b2")])
             w1, b1 = rt.take("first")
             w2, b2 = rt.take("second")
         else:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime import GradEntry, GradStore, RuntimeProgramError, run_threads
+from autopar.runtime.buckets import BucketSizes
 
 from . import scenarios, stages
 
@@ -49,7 +50,9 @@ def test_a_gradient_is_the_scaled_sum_over_ranks_contributions_and_microbatches(
 
 def test_tensors_that_were_not_given_away_stay_as_they_are():
     def body(comm):
-        store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", "a"),)), "y": GradEntry(2)}, direct_bytes=1)
+        store = GradStore(
+            comm, {"x": GradEntry(1, (("all_reduce", "a"),)), "y": GradEntry(2)}, sizes=BucketSizes(direct=1)
+        )
         g = torch.ones(4)
         store.add("x", g)
         store.add("y", g)
@@ -64,7 +67,7 @@ def test_tensors_that_were_not_given_away_stay_as_they_are():
 
 def test_owned_large_gradients_are_reduced_where_they_lie():
     def body(comm):
-        store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", "a"),))}, bucket_bytes=16)
+        store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", "a"),))}, sizes=BucketSizes(16))
         g = torch.ones(4)
         store.add("x", g, owned=True)
         return store.finish()["x"].data_ptr() == g.data_ptr()
@@ -81,8 +84,7 @@ def test_buckets_start_before_the_backward_ends():
         store = GradStore(
             comm,
             {f"g{i}": GradEntry(1, (("all_reduce", "a"),)) for i in range(8)},
-            bucket_bytes=128,
-            direct_bytes=1 << 20,
+            sizes=BucketSizes(128, direct=1 << 20),
         )
         counts = []
         for i in range(8):

@@ -11,6 +11,8 @@ import torch
 from autopar.runtime import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError, run_threads
 from autopar.runtime.comm import group_ranks
 
+from .scenarios import receive, send
+
 MESH = {"a": 2, "b": 2, "c": 2}
 
 
@@ -90,10 +92,10 @@ def test_messages_of_a_sender_and_tag_arrive_in_order():
     def body(comm):
         peer = 1 - comm.rank
         for i in range(3):
-            comm.send(torch.tensor([i, comm.rank]), peer, tag=5)
-        comm.send(torch.tensor([9, 9]), peer, tag=6)
-        tagged = comm.recv((2,), torch.int64, peer, tag=6).tolist()
-        return [comm.recv((2,), torch.int64, peer, tag=5).tolist() for _ in range(3)] + [tagged]
+            send(comm, torch.tensor([i, comm.rank]), peer, tag=5)
+        send(comm, torch.tensor([9, 9]), peer, tag=6)
+        tagged, *others = (receive(comm, torch.empty(2, dtype=torch.int64), peer, tag).tolist() for tag in (6, 5, 5, 5))
+        return [*others, tagged]
 
     assert run_threads(2, {"a": 2}, body, timeout_s=30)[0] == [[0, 1], [1, 1], [2, 1], [9, 9]]
 
@@ -132,7 +134,7 @@ def test_collectives_over_different_axes_are_found_as_a_deadlock_at_once():
 
 def test_a_rank_that_returns_early_does_not_leave_the_others_waiting():
     def body(comm):
-        return None if comm.rank == 0 else comm.recv((1,), torch.float32, 0)
+        return None if comm.rank == 0 else receive(comm, torch.empty(1), 0)
 
     with pytest.raises(CollectiveTimeout, match=r"rank 1 waits in recv from rank 0.*ranks \[0\] have finished"):
         run_threads(2, {"a": 2}, body, timeout_s=30)

@@ -1,0 +1,218 @@
+"""Values reduced over mesh axes, many in one message, while what makes them still runs.
+
+A value goes along its resharding steps: leading local steps (shard) at once, and an all_reduce or reduce_scatter as part
+of a bucket, one flat asynchronous collective per (kind, axes, dtype) that is issued when the bucket is full. Steps left
+after that go the same way in the next round, when the bucket lands. A large value is a bucket of its own and is reduced
+where it lies when that is allowed: reduce_scatter never writes its input, all_reduce does, so it asks that the caller
+gave the tensor away (`owned`).
+
+    all_reduce bucket        [ g0 ........ | g1 .... | g2 ...... ]                 results are views of the bucket
+    reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
+
+What is packed to be scattered lies in a pool; results are parts of buckets that last until `forget`. All ranks run the
+same program, so buckets fill, and collectives start, in the same order everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .buffers import BufferPool
+from .comm import Comm, Handle, Step, front_chunks
+from .errors import RuntimeProgramError
+
+Steps = tuple[Step, ...]
+MIB = 1 << 20
+BUCKETED = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(slots=True)
+class _Item:
+    name: str
+    value: Tensor
+    owned: bool
+    dim: int
+    rest: Steps
+
+
+@dataclass(slots=True)
+class _Bucket:
+    items: list[_Item] = field(default_factory=list)
+    nbytes: int = 0
+    limit: int = 0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """An issued bucket: wait, then hand every item its part of the result."""
+
+    items: list[_Item]
+    handle: Handle[Tensor]
+    results: list[Tensor]
+    scratch: Tensor | None
+    packed: bool
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """Bytes: when a bucket is full; when the first one of a step is, so that messages start early; and from where on a
+    value is scattered where it lies."""
+
+    full: int = 25 * MIB
+    first: int = MIB
+    direct: int = MIB
+
+
+class Buckets:
+    """Values under way; `arrive(name, value, owned)` is called for each that has no step left.
+
+    leaving: names whose results leave the device when they arrive, so their buckets are made anew each time and land
+    early.
+    """
+
+    def __init__(
+        self, comm: Comm, arrive: Callable[[str, Tensor, bool], None], leaving: Collection[str], sizes: BucketSizes
+    ) -> None:
+        self.comm = comm
+        self.arrive = arrive
+        self.leaving = leaving
+        self.sizes = sizes
+        self._pool = BufferPool()
+        self._lent: list[Tensor] = []
+        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._flights: list[_Flight] = []
+
+    def flush(self) -> None:
+        """Issue every open bucket without waiting."""
+        for key in list(self._buckets):
+            self._issue(key)
+
+    def drain(self) -> None:
+        """Issue what is open, wait for everything; all values have arrived."""
+        while self._buckets or self._flights:
+            self.flush()
+            flights, self._flights = self._flights, []
+            while flights:
+                self._land(flights.pop(0))
+
+    def clear(self) -> None:
+        """Let go of the pool."""
+        self._pool.clear()
+
+    def forget(self) -> None:
+        """What arrived is used: its buckets go when the caller has dropped it."""
+        self._lent.clear()
+
+    def add(self, name: str, value: Tensor, owned: bool, steps: Steps, landed: bool = False) -> None:
+        """Send a value along its steps. owned: it may be reduced in place. landed: it is part of a bucket of ours."""
+        while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
+            if self.comm.axis_size(steps[0][1]) > 1:
+                value, owned = self.comm.run_step(value, steps[0], site=f"gradient of {name}"), True
+            steps = steps[1:]
+        if not steps:
+            self.arrive(name, value, owned or landed)
+            return
+        kind, axes, *dims = steps[0]
+        key = (kind, axes, value.dtype, name in self.leaving)
+        nbytes = value.numel() * value.element_size()
+        item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:])
+        if self._direct(kind, item, nbytes):
+            self._launch(kind, axes, [item], packed=False)
+            return
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            limit = self.sizes.full if self._flights else min(self.sizes.first, self.sizes.full)
+            bucket = self._buckets[key] = _Bucket(limit=limit)
+        bucket.items.append(item)
+        bucket.nbytes += nbytes
+        if bucket.nbytes >= bucket.limit:
+            self._issue(key)
+
+    def _direct(self, kind: str, item: _Item, nbytes: int) -> bool:
+        """Whether a value is reduced where it lies. A message of its own must pay: an all_reduce as large as a bucket."""
+        least = self.sizes.full if kind == "all_reduce" else self.sizes.direct
+        if nbytes < least or not item.value.is_contiguous():
+            return False
+        return item.owned if kind == "all_reduce" else item.dim == 0
+
+    def _issue(self, key: tuple[Any, ...]) -> None:
+        kind, axes, *_ = key
+        self._launch(kind, axes, self._buckets.pop(key).items, packed=True)
+
+    def _launch(self, kind: str, axes: Any, items: list[_Item], packed: bool) -> None:
+        names = items[0].name if len(items) == 1 else f"{items[0].name} … {items[-1].name}"
+        site = f"gradients of {names}"
+        if kind == "all_reduce":
+            if items[0].name in self.leaving:
+                self._land_oldest([f for f in self._flights if f.scratch is None and f.items[0].name in self.leaving])
+            self._flights.append(self._all_reduce(axes, items, packed, site))
+            return
+        self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
+        self._flights.append(self._reduce_scatter(axes, items, packed, site))
+
+    def _land_oldest(self, flights: list[_Flight]) -> None:
+        """Two of a kind may be under way at once; what has landed is let go."""
+        if len(flights) >= 2:
+            self._flights.remove(flights[0])
+            self._land(flights.pop(0))
+
+    def _all_reduce(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
+        if not packed:
+            buffer = items[0].value
+            return _Flight(items, self.comm.start_all_reduce_into(buffer, axes, site=site), [buffer], None, False)
+        flat = self._take(sum(item.value.numel() for item in items), items[0], lent=True)
+        results = []
+        for item, part in zip(items, flat.split([item.value.numel() for item in items]), strict=True):
+            results.append(part.view(item.value.shape).copy_(item.value))
+            item.value = flat
+        return _Flight(items, self.comm.start_all_reduce_into(flat, axes, site=site), results, None, True)
+
+    def _reduce_scatter(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
+        n = self.comm.axis_size(axes)
+        shapes = [self._shard_shape(item, n) for item in items]
+        sizes = [item.value.numel() // n for item in items]
+        out = self._take(sum(sizes), items[0], lent=True)
+        if packed:
+            scratch = self._take(n * sum(sizes), items[0])
+            rows, start = scratch.view(n, sum(sizes)), 0
+            for item, size, shape in zip(items, sizes, shapes, strict=True):
+                rows[:, start : start + size].view(n, *shape).copy_(front_chunks(item.value, item.dim, n))
+                start += size
+                item.value = scratch
+        else:
+            scratch = items[0].value
+            rows = scratch.view(n, sizes[0])
+        results = [part.view(shape) for part, shape in zip(out.split(sizes), shapes, strict=True)]
+        handle = self.comm.start_reduce_scatter_into(out, rows, axes, site=site)
+        return _Flight(items, handle, results, scratch, packed)
+
+    def _shard_shape(self, item: _Item, n: int) -> tuple[int, ...]:
+        shape = list(item.value.shape)
+        if shape[item.dim] % n:
+            raise RuntimeProgramError(
+                f"gradient of {item.name!r}: dim {item.dim} of {tuple(shape)} cannot be split in {n}"
+            )
+        shape[item.dim] //= n
+        return tuple(shape)
+
+    def _land(self, flight: _Flight) -> None:
+        flight.handle.wait()
+        if flight.scratch is not None and flight.packed and flight.items[0].name not in self.leaving:
+            self._pool.give(flight.scratch)
+        for item, result in zip(flight.items, flight.results, strict=True):
+            # Results of later all_reduce rounds are packed anew: views of a bucket are never given away.
+            self.add(item.name, result, False, item.rest, landed=True)
+
+    def _take(self, numel: int, item: _Item, lent: bool = False) -> Tensor:
+        """A flat buffer: of the pool, or of its own when what lands in it leaves the device or is lent out."""
+        if not lent and item.name not in self.leaving:
+            return self._pool.take(numel, item.value)
+        buffer = torch.empty(numel, dtype=item.value.dtype, device=item.value.device)
+        if item.name not in self.leaving:
+            self._lent.append(buffer)
+        return buffer
