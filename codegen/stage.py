@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jinja2
@@ -31,18 +31,11 @@ def render(template: str, **values: Any) -> str:
 def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) -> str:
     """The file of a stage."""
     printer = Printer(dtypes)
-    functions: list[dict[str, Any]] = []
-    for template in stage.templates.values():
-        functions.append(_forward(template, printer))
-        if template.backward is not None:
-            functions.append(_backward(template, printer))
-        if template.weights is not None:
-            functions.append(_weights(template, printer))
     return render(
         "stage.py.j2",
         title=title,
         stage=stage,
-        functions=functions,
+        functions=[row for template in stage.templates.values() for row in _functions(template, printer)],
         actions=stage_functions(stage, printer),
         parameters=[_parameter(p, printer) for p in stage.parameters.values()],
         buffers=[
@@ -90,60 +83,39 @@ def _parameter(p: StoredParameter, printer: Printer) -> tuple[str, str]:
     return p.name, row
 
 
+def _functions(template: LoweredTemplate, printer: Printer) -> Iterator[dict[str, Any]]:
+    """A template's functions; what one keeps for the next is a list at the end of its results."""
+    front, back, weights = fuse_bias(template.forward, template.saved), template.backward, template.weights
+    outs = [n for n in front.returns if n]
+    kept = [f"[{', '.join(template.saved)}]"] if back is not None else []
+    lines = _statements(front, printer, {*outs, *template.saved})
+    yield _row_of(front, ["call", *front.args], f"Forward of template {template.name}.", lines, ", ".join(outs + kept))
+    if back is not None:
+        kept = [f"[{', '.join(template.later)}]"] if template.later else []
+        what = "gradients of its inputs" + ("" if weights else ", then of its parameters")
+        lines = _unpack(
+            "saved", template.saved, _statements(back, printer, {*filter(None, back.returns), *template.later})
+        )
+        what = f"Backward of template {template.name}: {what}."
+        yield _row_of(back, ["call", "saved", *back.args], what, lines, _tuple([*_results(back), *kept]))
+    if weights is not None:
+        lines = _unpack("later", weights.args, _statements(weights, printer, {*filter(None, weights.returns)}))
+        what = f"Gradients of the parameters of template {template.name}."
+        yield _row_of(weights, ["call", "later"], what, lines, _tuple(_results(weights)))
+
+
+def _row_of(function: Function, args: list[str], what: str, lines: list[str], result: str) -> dict[str, Any]:
+    """A function as the file's template takes it; its docstring shows the types of what it is given."""
+    types = [f"{a}: {spec.show(type_)}" for a in function.args for type_, spec in [function.arg_types[a]]]
+    return {"name": function.name, "args": ["rt", *args], "doc": types, "what": what, "body": lines, "result": result}
+
+
 def _statements(function: Function, printer: Printer, returned: set[str]) -> list[str]:
     return body(function, lambda line: statement(line, printer), returned)
 
 
-def _signature(function: Function) -> list[str]:
-    return [f"{a}: {s.show(t)}" for a in function.args for t, s in [function.arg_types[a]]]
-
-
-def _forward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
-    function = fuse_bias(template.forward, template.saved)
-    outs = [n for n in function.returns if n]
-    returned = {*outs, *template.saved}
-    results = [*outs, f"[{', '.join(template.saved)}]"] if template.backward is not None else outs
-    return {
-        "name": function.name,
-        "args": ["rt", "call", *function.args],
-        "doc": _signature(function),
-        "what": f"Forward of template {template.name}.",
-        "body": _statements(function, printer, returned),
-        "result": ", ".join(results),
-    }
-
-
-def _backward(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
-    function = template.backward
-    assert function is not None
-    returned = {n for n in function.returns if n} | set(template.later)
-    lines = _unpack("saved", template.saved, _statements(function, printer, returned))
-    results = [n or "None" for n in function.returns]
-    if template.later:
-        results.append(f"[{', '.join(template.later)}]")
-    what = "gradients of its inputs" + ("" if template.weights else ", then of its parameters")
-    return {
-        "name": function.name,
-        "args": ["rt", "call", "saved", *function.args],
-        "doc": _signature(function),
-        "what": f"Backward of template {template.name}: {what}.",
-        "body": lines,
-        "result": _tuple(results),
-    }
-
-
-def _weights(template: LoweredTemplate, printer: Printer) -> dict[str, Any]:
-    function = template.weights
-    assert function is not None
-    lines = _unpack("later", function.args, _statements(function, printer, {n for n in function.returns if n}))
-    return {
-        "name": function.name,
-        "args": ["rt", "call", "later"],
-        "doc": _signature(function),
-        "what": f"Gradients of the parameters of template {template.name}.",
-        "body": lines,
-        "result": _tuple([n or "None" for n in function.returns]),
-    }
+def _results(function: Function) -> list[str]:
+    return [n or "None" for n in function.returns]
 
 
 def _unpack(source: str, names: Sequence[str], lines: list[str]) -> list[str]:
