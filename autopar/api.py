@@ -109,17 +109,11 @@ def compile(
     captured = time.perf_counter()
 
     def setting_for(ranks: int) -> Setting:
-        facts = examine(rule, program, ranks)
         return Setting(
             options.microbatches or 1,
-            facts.state_ratio,
-            facts.state_bytes,
-            facts.scratch,
+            examine(rule, program, ranks),
             offload=KINDS[options.offload],
-            whole=facts.whole,
             compensated=rule.compensated,
-            state_of=facts.state_of,
-            group_of=facts.group_of,
         )
 
     setting = setting_for(spec.size)

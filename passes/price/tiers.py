@@ -184,8 +184,7 @@ def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, updat
         for name in names:
             p = stage.parameters[name]
             shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
-            itemsize = p.type.dtype.itemsize
-            state = shard / itemsize * setting.state_ratio * max(setting.state_bytes, itemsize)
+            state = setting.optimizer.shard_bytes(p.type, shard, name)
             for tier, nbytes in ((p.optimizer_tier, state), (p.tier, 2 * shard)):
                 if tier:
                     seconds = move_s(pricer, tier, nbytes)

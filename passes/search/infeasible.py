@@ -136,9 +136,7 @@ def kinds_in_all(task: Task) -> dict[str, float]:
     if program.training:
         types = {name: program.parameters[name].type for name in program.trained}
         found["gradients"] = float(sum(t.nbytes for t in types.values()))
-        found["optimizer"] = float(
-            sum(t.numel * setting.ratio(n) * max(setting.state_bytes, t.dtype.itemsize) for n, t in types.items())
-        )
+        found["optimizer"] = float(sum(setting.optimizer.shard_bytes(t, t.nbytes, n) for n, t in types.items()))
     return found
 
 

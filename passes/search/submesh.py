@@ -126,7 +126,7 @@ def least_bytes(task: Task) -> tuple[float, float]:
     for name in program.trained:
         type_ = program.parameters[name].type
         resting += 0.0 if "parameters" in away else type_.nbytes
-        state = type_.numel * setting.state_ratio * max(setting.state_bytes, type_.dtype.itemsize)
+        state = setting.optimizer.shard_bytes(type_, type_.nbytes, name)
         resting += 0.0 if "optimizer" in away else state
     held = 0.0
     policy = {"auto": "full"}.get(task.options.recompute, task.options.recompute)

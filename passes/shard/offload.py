@@ -122,7 +122,7 @@ def _parameters(
             wanted[f"value {name}"] = p.storage.local_bytes(type_, stage.mesh) + (
                 p.optimizer.local_bytes(type_, stage.mesh) if name in trained else 0.0
             )
-    if "optimizer" in setting.offload and setting.state_ratio:
+    if "optimizer" in setting.offload and setting.optimizer.elements:
         sizes = {n: state_bytes(program, stage, n, setting) for n in trained if n in stage.parameters}
         wanted |= {f"state {n}": size for n, size in sorted(sizes.items(), key=lambda kv: (-kv[1], kv[0]))}
     for what, tier in place(wanted, list(tiers), used).items():
@@ -135,4 +135,4 @@ def state_bytes(program: Program, stage: StagePlan, name: str, setting: Setting)
     """Bytes of one parameter's optimizer state on a rank."""
     type_ = program.parameters[name].type
     shard = stage.parameters[name].optimizer.local_bytes(type_, stage.mesh)
-    return shard / type_.dtype.itemsize * setting.ratio(name) * max(setting.state_bytes, type_.dtype.itemsize)
+    return setting.optimizer.shard_bytes(type_, shard, name)

@@ -36,7 +36,7 @@ from autopar.passes.rules.structure import (
 )
 from autopar.passes.rules.widening import wide_gradients
 from autopar.passes.shard.graph import FactorGraph, Key
-from autopar.passes.shard.parameters import State, moved_bytes, optimizer_s, parameter_bytes
+from autopar.passes.shard.parameters import State, moved_bytes, parameter_bytes
 
 Allowed = Callable[[Key, Any], bool]
 
@@ -271,24 +271,26 @@ class Problem:
         trained = set(self.program.trained)
         for name, group in self.groups.items():
             parameter = self.program.parameters[group.names[0]]
-            train = any(n in trained for n in group.names)
-            states = storage_states(parameter.type, self.mesh, train)
+            train = tuple(n for n in group.names if n in trained)
+            states = storage_states(parameter.type, self.mesh, bool(train))
             count = len(group.names)
             lattice = self.pricer.lattice(parameter.type, bucketed=True)
 
             def cost(
                 s: State,
-                t: bool = train,
+                t: tuple[str, ...] = train,
                 la: Any = lattice,
                 c: int = count,
                 ty: TensorType = parameter.type,
                 r: float = self._reads(group) / count,
             ) -> float:
                 moved = moved_bytes(ty, s, t, r, self.setting, self.mesh) if self._move_s else 0.0
-                updated = optimizer_s(ty, s[1], self.setting, self.mesh, self.pricer.copy_s)
-                return c * moved * self._move_s + (c * (_gather_s(la, s[1], s[0]) + updated) if t else 0.0)
+                if not t:
+                    return c * moved * self._move_s
+                updated = self.setting.optimizer.update_s(s[1].local_bytes(ty, self.mesh), self.pricer.copy_s, *t)
+                return c * moved * self._move_s + c * (_gather_s(la, s[1], s[0]) + updated)
 
-            def memory(s: State, t: bool = train, ty: TensorType = parameter.type, c: int = count) -> float:
+            def memory(s: State, t: tuple[str, ...] = train, ty: TensorType = parameter.type, c: int = count) -> float:
                 return c * parameter_bytes(ty, s, t, self.setting, self.mesh)
 
             v = self._add_parameter(name, states, cost, memory)
@@ -311,7 +313,7 @@ class Problem:
 
     def _add_parameter(self, name: str, states: list[Any], cost: Any, memory: Any) -> int:
         """The variable of a group of parameters, whole where its optimizer asks for that."""
-        whole = next((n for n in self.groups[name].names if n in self.setting.whole), None)
+        whole = next((n for n in self.groups[name].names if n in self.setting.optimizer.whole), None)
         if whole is None:
             return self._add(("param", name), states, cost, memory)
         states, why = [s for s in states if s[1].is_replicated], f"its optimizer updates {whole} as a whole tensor"

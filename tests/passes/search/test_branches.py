@@ -134,7 +134,7 @@ def test_cheap_links_need_no_branches() -> None:
 def test_less_memory_is_kept_to() -> None:
     def found(**limit: float) -> Candidate:
         program = capture_program(Driving(), driving_batch(8), driving_loss, 2)[0]
-        task = Task(program, slow_network(), RuleBook(), Setting(2, 0.0, 0), Options(microbatches=2, **limit))
+        task = Task(program, slow_network(), RuleBook(), Setting(2), Options(microbatches=2, **limit))
         return search_branches(task, 16, lambda _: task, math.inf)[0][1]
 
     free = found().account
@@ -155,7 +155,7 @@ def captured(tied: bool = False) -> Program:
 
 
 def task_of(program: Program) -> Task:
-    return Task(program, ClusterSpec.local(4), RuleBook(), Setting(1, 0.0, 0), Options())
+    return Task(program, ClusterSpec.local(4), RuleBook(), Setting(), Options())
 
 
 def test_no_call_mixes_two_encoders() -> None:
