@@ -18,6 +18,7 @@ from autopar.capture.export import Exported
 from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError, NoRoomError, PlanError
+from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine, update_rule
@@ -30,7 +31,6 @@ from autopar.passes.search.placement import placed
 from autopar.passes.search.spmd import Task, replayed
 from autopar.passes.search.submesh import Capture
 from autopar.passes.shard.mesh_plan import candidate_meshes
-from autopar.passes.shard.offload import KINDS
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, Prediction, emit_program
 from autopar.request import check_batch_dims, check_options, check_precision, most_targets, planned_precision
@@ -112,7 +112,7 @@ def compile(
         return Setting(
             options.microbatches or 1,
             examine(rule, program, ranks),
-            offload=KINDS[options.offload],
+            offload=forced_offload(options.offload),
             compensated=rule.compensated,
         )
 

@@ -8,10 +8,8 @@ from numbers import Real
 from typing import Any
 
 from autopar.errors import InputError
+from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 
-RECOMPUTE = ("auto", "none", "selective", "full")
-OFFLOAD = ("none", "optimizer", "activations", "parameters", "all", "auto")
-PRECISIONS = ("bf16", "fp16")
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 
 
@@ -96,10 +94,11 @@ class Options:
             )
         if self.strategy not in STRATEGIES:
             raise InputError(f"Options.strategy {self.strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}")
-        if self.recompute not in RECOMPUTE:
-            raise InputError(f"Options.recompute {self.recompute!r} is unknown; choose one of {', '.join(RECOMPUTE)}")
-        if self.offload not in OFFLOAD:
-            raise InputError(f"Options.offload {self.offload!r} is unknown; choose one of {', '.join(OFFLOAD)}")
+        for name, choices in (("recompute", ("auto", *RECOMPUTE_POLICIES)), ("offload", (*OFFLOAD_KINDS, "auto"))):
+            if getattr(self, name) not in choices:
+                raise InputError(
+                    f"Options.{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
+                )
         if self.precision is not None and self.precision not in PRECISIONS:
             raise InputError(
                 f"Options.precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}, or None"

@@ -13,8 +13,9 @@ from torch import nn
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.errors import InputError, PlanError
+from autopar.ir.memory_levers import PRECISIONS
 from autopar.ir.program import Program
-from autopar.options import PRECISIONS, Options
+from autopar.options import Options
 from autopar.plan import Plan
 
 

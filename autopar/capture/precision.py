@@ -30,7 +30,6 @@ from autopar.ir.program import is_getitem, op_name
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _names(text: str) -> frozenset[str]:

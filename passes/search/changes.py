@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec, scaled
 from autopar.errors import AutoparError
+from autopar.ir.memory_levers import CHANGES, MOST_TIMES_THE_RANKS, OFFLOAD_KINDS, forced_offload
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.options import Options
@@ -30,13 +31,10 @@ from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import least_bytes
 from autopar.passes.search.within_memory import fitting
 from autopar.passes.shard.mesh_plan import Candidate
-from autopar.passes.shard.offload import KINDS
 from autopar.report import size_text, time_text
 
 EACH_S = 10.0
 """Seconds for one change, where the total allows it."""
-MOST_RANKS = 1024
-"""Times as many ranks as there are, at most."""
 SOLVER_S = 3.0
 
 
@@ -99,8 +97,8 @@ def nearest(
     end = time.monotonic() + total_s
     found: list[Change] = []
     cut: list[str] = []
-    for ways in (_recompute, _microbatches, _offload, _smaller_batch, _more_ranks):
-        for attempt in ways(task, batch, setting_for):
+    for name in CHANGES:
+        for attempt in _ATTEMPTS[name](task, batch, setting_for):
             if not _divides(attempt.task, attempt.batch):
                 continue
             left = end - time.monotonic()
@@ -179,7 +177,7 @@ def _with(task: Task, options: Options, pricers: Pricers | None = None) -> Task:
 def _recompute(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> Iterator[_Try]:
     if task.program.training and task.options.recompute != "auto":
         options = replace(task.options, recompute="auto")
-        text = f'recompute="auto" instead of "{task.options.recompute}"'
+        text = CHANGES["recompute"].in_words.format(new="auto", old=task.options.recompute)
         yield _Try("recompute", text, _with(task, options), batch)
 
 
@@ -197,7 +195,7 @@ def _microbatches(task: Task, batch: int, setting_for: Callable[[int], Setting])
             program = in_microbatches(program, task.rules, task.program)
         options = replace(task.options, microbatches=fixed * times)
         setting = replace(task.setting, microbatches=fixed * times)
-        text = f"microbatches={fixed * times} instead of {fixed}"
+        text = CHANGES["microbatches"].in_words.format(new=fixed * times, old=fixed)
         yield _Try("microbatches", text, Task(program, task.cluster, task.rules, setting, options), batch)
         times *= 2
 
@@ -213,14 +211,15 @@ def _offload(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> I
         cluster = cluster.with_tiers()
         tiers = ", ".join(f"{t.name} {size_text(t.capacity_bytes)} per rank" for t in cluster.device(0).tiers)
         whence = f"usual memory tiers, as the cluster describes none ({tiers})"
-    for kind in ("optimizer", "parameters", "all"):
-        if not KINDS[kind] > KINDS[task.options.offload]:
+    for kind in OFFLOAD_KINDS.values():
+        if not (kind.proposed and kind.moves > forced_offload(task.options.offload)):
             continue
-        options = replace(task.options, offload=kind)
-        setting = replace(task.setting, offload=KINDS[kind])
+        options = replace(task.options, offload=kind.name)
+        setting = replace(task.setting, offload=kind.moves)
         made = Task(task.program, cluster, task.rules, setting, options)
         if not _hopeless(made, batch):
-            yield _Try("offload", f'offload="{kind}" to {whence}', made, batch)
+            text = CHANGES["offload"].in_words.format(new=kind.name, tiers=whence)
+            yield _Try("offload", text, made, batch)
 
 
 def _smaller_batch(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> Iterator[_Try]:
@@ -232,13 +231,14 @@ def _smaller_batch(task: Task, batch: int, setting_for: Callable[[int], Setting]
             return
         made = Task(program, task.cluster, task.rules, task.setting, task.options)
         if not _hopeless(made, batch // times):
-            yield _Try("batch", f"a batch of {batch // times} instead of {batch}", made, batch // times)
+            text = CHANGES["batch"].in_words.format(new=batch // times, old=batch)
+            yield _Try("batch", text, made, batch // times)
         times *= 2
 
 
 def _more_ranks(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> Iterator[_Try]:
     times, ranks = 2, task.cluster.size
-    while times <= MOST_RANKS:
+    while times <= MOST_TIMES_THE_RANKS:
         cluster, options = scaled(task.cluster, times), task.options
         if options.mesh is not None:
             axis = "dp" if "dp" in options.mesh else next(iter(options.mesh))
@@ -246,8 +246,18 @@ def _more_ranks(task: Task, batch: int, setting_for: Callable[[int], Setting]) -
         made = Task(task.program, cluster, task.rules, setting_for(ranks * times), options)
         if not _hopeless(made, batch):
             how = f" with mesh {dict(options.mesh)}" if options.mesh is not None else ""
-            yield _Try("ranks", f"{ranks * times} ranks instead of {ranks}{how}", made, batch)
+            text = CHANGES["ranks"].in_words.format(new=ranks * times, old=ranks)
+            yield _Try("ranks", text + how, made, batch)
         times *= 2
+
+
+_ATTEMPTS = {
+    "recompute": _recompute,
+    "microbatches": _microbatches,
+    "offload": _offload,
+    "batch": _smaller_batch,
+    "ranks": _more_ranks,
+}
 
 
 def _divides(task: Task, batch: int) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir.memory_levers import CHANGES, MOVABLE
 from autopar.ir.setting import Setting
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.search.changes import SOLVER_S, Change, OutOfTime, TimedPricers, nearest
@@ -77,9 +78,10 @@ def explained(
     if changes:
         text += "\nWhat would do:\n" + "\n".join(f"  - {change}" for change in changes)
     elif total_s > 0:
+        tried = ", ".join(change.in_general for change in CHANGES.values())
         text += (
-            "\nNo single change (recompute, microbatches, memory tiers, a smaller batch, up to 1024 times the ranks) was found "
-            "that would do; change several, or shard what the options or constraints keep whole"
+            f"\nNo single change ({tried}) was found that would do; change several, or shard what the options or constraints "
+            "keep whole"
         )
     if cut:
         text += f"\nLooking further was cut off after {time_text(total_s)} (Options.explain_s) at: {'; '.join(cut)}"
@@ -143,7 +145,7 @@ def kinds_in_all(task: Task) -> dict[str, float]:
 def _bound(task: Task, batch: int, in_all: Mapping[str, float]) -> MemoryShortage:
     """All that rests on the device, and what the smallest microbatch holds for backward, shared by all ranks."""
     ranks, away = task.cluster.size, task.setting.offload
-    rests_in = {"parameters": "parameters", "gradients": "parameters", "optimizer": "optimizer"}  # offload, by kind
+    rests_in = {kind: moved for moved, kinds in MOVABLE.items() for kind in kinds}
     kinds = {kind: nbytes / ranks for kind, nbytes in in_all.items() if rests_in[kind] not in away}
     _, held = least_bytes(task)
     pieces = 1 if task.options.microbatches is not None else max(microbatch_counts(task, batch))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
+from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.ir.program import Program
 from autopar.passes.recompute.choose import at_byte_price, of_values, within
 from autopar.passes.recompute.problem import RecomputeProblem, recompute_problems
@@ -171,7 +172,8 @@ class Joint:
             return [self._solved(price, self.policy(self.fixed))]
         found = [self.turns(price, self._solved(price, self.policy("full")))]
         price = (found[0].seconds - self.free.seconds) / max(self.free.nbytes - found[0].nbytes, 1.0)
-        return [*found, *(self._solved(max(price, 0.0), self.policy(name)) for name in ("selective", "full"))]
+        tried = (name for name, policy in RECOMPUTE_POLICIES.items() if policy.tried)
+        return [*found, *(self._solved(max(price, 0.0), self.policy(name)) for name in tried)]
 
     def _filled(self, point: Point, budget: float) -> Point:
         """The same sharding with less made again, where the hull leaves room: the largest template has a budget of its own."""

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from autopar.errors import ConstraintError, InfeasibleError
+from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.spmd import Short, Task
 from autopar.passes.search.submesh import Capture, least_bytes, microbatch_counts, same_structure
 from autopar.passes.search.within_memory import fitting, joint_on
 from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes
-from autopar.passes.shard.offload import KINDS
 from autopar.passes.shard.solve import Shortage
 
 _WORTH = 0.995
@@ -80,7 +80,7 @@ def _kinds(task: Task) -> list[frozenset[str]]:
     """What may rest in memory tiers: the forced kinds; or, where the choice is free and there are tiers, nothing, then more."""
     if task.options.offload != "auto" or not task.cluster.device(0).tiers:
         return [task.setting.offload]
-    return [KINDS[name] for name in ("none", "optimizer", "activations", "all")]
+    return [kind.moves for kind in OFFLOAD_KINDS.values() if kind.tried]
 
 
 def _meshes(task: Task) -> list[tuple[Mesh, float]]:

@@ -21,15 +21,6 @@ from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.replay import replay
 from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 
-KINDS: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "optimizer": frozenset({"optimizer"}),
-    "activations": frozenset({"activations"}),
-    "parameters": frozenset({"optimizer", "parameters"}),
-    "all": frozenset({"optimizer", "activations", "parameters"}),
-    "auto": frozenset(),
-}
-"""Options.offload -> the kinds that are forced into tiers."""
 LEAST_BYTES = 1024
 """Smaller values (global bytes) stay on the device."""
 

@@ -15,7 +15,7 @@ import torch
 import autopar
 from autopar.cluster.tiers import Tier, backward_exposed_s, forward_exposed_s, parts_exposed_s, place
 from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError
-from autopar.options import OFFLOAD
+from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.passes.price.tiers import parked_bytes
 from autopar.proof.measure import measure_tiers
 from autopar.proof.verify import verify
@@ -300,7 +300,7 @@ def test_offload_needs_tiers_and_says_how_to_get_them() -> None:
 
 
 def test_unknown_kinds_of_offload_are_refused() -> None:
-    with pytest.raises(InputError, match=f"choose one of {', '.join(OFFLOAD)}"):
+    with pytest.raises(InputError, match=f"choose one of {', '.join(OFFLOAD_KINDS)}, auto"):
         autopar.Options(offload="everything")
 
 

@@ -15,12 +15,13 @@ import pytest
 import autopar
 from autopar import ParallelProgram, Plan
 from autopar.errors import PlanError
+from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.recompute.chain import Block, Keep, checkpoints, run_chain, segments
 from autopar.passes.recompute.choose import Choice, hull, of_values, settle, within
 from autopar.passes.recompute.problem import Item, RecomputeProblem, recompute_problem
 from autopar.passes.rules.hubs import flow
-from autopar.passes.rules.policies import POLICIES, policy_set
+from autopar.passes.rules.policies import policy_set
 from autopar.passes.rules.replay import replay
 from tests.passes.recompute.recomputed import llama_on, with_random_recompute
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
@@ -117,7 +118,7 @@ def problems(name: str) -> Iterator[tuple[str, RecomputeProblem]]:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "moe"])
 def test_at_the_bytes_of_any_policy_no_policy_is_faster(name: str) -> None:
     for template, problem in problems(name):
-        for policy in POLICIES:
+        for policy in RECOMPUTE_POLICIES:
             theirs = of_values(problem, policy_set(trained(name).ir.templates[template], policy))
             ours = within(problem, theirs.bytes_kept)
             assert ours is not None
