@@ -30,7 +30,7 @@ from autopar.passes.search.infeasible import explained
 from autopar.passes.search.placement import placed
 from autopar.passes.search.spmd import Task, replayed
 from autopar.passes.search.submesh import Capture
-from autopar.passes.shard.mesh_plan import candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, Prediction, emit_program
 from autopar.request import check_batch_dims, check_options, check_precision, most_targets, planned_precision

@@ -31,7 +31,7 @@ from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import as_data, curves
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.request import check_plan
 from autopar.runtime.update_rule import OptimizerFactory, UpdateRule
@@ -226,7 +226,7 @@ class ParallelProgram:
 
     def with_plan(self, plan: Plan) -> ParallelProgram:
         """The same program under another plan (no solving)."""
-        from autopar.passes.shard.replay import evaluate
+        from autopar.passes.shard.evaluate import evaluate
 
         if plan.microbatches != self.plan.microbatches:
             from autopar.api import compile
@@ -248,7 +248,7 @@ class ParallelProgram:
             self.cluster,
             self.ir,
             self.exported,
-            [Candidate(plan, solution)],
+            [PricedPlan(plan, solution)],
             self.rules,
             self.setting,
             replace(self.options, microbatches=plan.microbatches),
@@ -286,7 +286,7 @@ def emit_program(
     cluster: ClusterSpec,
     program: Program,
     exported: Exported,
-    candidates: list[Candidate],
+    candidates: list[PricedPlan],
     rules: RuleBook,
     setting: Setting,
     options: Options,

@@ -9,7 +9,8 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.passes.lower.cut import cut, cut_points
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.shard.mesh_plan import random_choice, random_mesh, stage_plan
+from autopar.passes.shard.graph import FactorGraph
+from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
 from autopar.plan import Plan
 from autopar.program import ParallelProgram
@@ -62,3 +63,22 @@ def _composition(total: int, parts: int, rng: random.Random) -> list[int]:
     """`total` as a sum of `parts` positive numbers."""
     cuts = sorted(rng.sample(range(1, total), parts - 1))
     return [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:
+    """Any assignment: every state is valid on its own, conversions make up for every disagreement."""
+    return [rng.randrange(len(states)) for states in graph.states]
+
+
+def random_mesh(ranks: int, rng: random.Random) -> Mesh:
+    """A random factorisation of the ranks into one to three axes."""
+    names = ["dp", "tp", "cp"]
+    rest, axes = ranks, []
+    for name in names[: rng.randint(1, 3)]:
+        divisors = [d for d in range(1, rest + 1) if rest % d == 0]
+        size = rng.choice(divisors)
+        axes.append((name, size))
+        rest //= size
+    axes[0] = (axes[0][0], axes[0][1] * rest)
+    rng.shuffle(axes)
+    return Mesh(tuple(axes))

@@ -2,7 +2,7 @@
 
 Decision points (`autopar.passes.rules.hubs`) become conversions at their first reader. What backward reads is returned by
 the forward function in the spec the plan holds it in; what the plan recomputes is made again by backward just before its
-first use there, under the same strategies (`autopar.passes.rules.replay`).
+first use there, under the same strategies (`autopar.passes.rules.recomputation`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.passes.lower.convert import Converter, Names
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import flow, phase_is_late
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.recomputation import recomputation
 from autopar.passes.rules.structure import value_names
 from autopar.passes.rules.widening import late_upcasts, wide_gradients
 from autopar.plan import TemplatePlan
@@ -166,7 +166,7 @@ class _TemplateLowering:
         self.template, self.plan, self.pricer, self.rules = template, plan, pricer, rules
         self.flow = flow(template)
         self.recompute = frozenset(plan.recompute)
-        self.replay = replay(template, self.flow, plan.recompute)
+        self.recomputation = recomputation(template, self.flow, plan.recompute)
         self.wide = wide_gradients(template)
         self.recast = late_upcasts(template)
 
@@ -211,7 +211,7 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
     outputs = [forward.held[o] for o in template.outputs]
     saved: list[tuple[str, str, Spec]] = []
     if backward:
-        for key in owner.replay.kept.values():
+        for key in owner.recomputation.kept.values():
             name, spec = forward.hub(key, "F", "")
             saved.append((key, name, spec))
     types = {a: (template.type_of(k.split("@")[0]), s) for k, (a, s) in forward.held.items() if a in args}
@@ -228,8 +228,8 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
         body.argument(f"{template.params[i]}@late", template.params[i], owner.spec(f"{template.params[i]}@late"))
         for i in late_params
     ]
-    again_params = tuple(i for i in owner.replay.params if not _gathered_alike(owner, template.params[i]))
-    for i in owner.replay.params:
+    again_params = tuple(i for i in owner.recomputation.params if not _gathered_alike(owner, template.params[i]))
+    for i in owner.recomputation.params:
         use = f"{template.params[i]}@use"
         if i in again_params:
             back_args.append(body.argument(use, template.params[i], owner.spec(use)))
@@ -274,7 +274,7 @@ def _lower(owner: _TemplateLowering, backward: bool, split: bool) -> LoweredTemp
         after,
         later,
         again_params,
-        frozenset(owner.replay.kept),
+        frozenset(owner.recomputation.kept),
         _parked(owner, [key for key, _, _ in saved]),
         plan_tier(owner.plan),
     )
@@ -292,7 +292,7 @@ def _parked(owner: _TemplateLowering, forms: list[str]) -> tuple[int, ...]:
         raise PlanError(
             f"the plan offloads {owner.template.name}.{unknown[0]}, which is no value of this template; it is for another model"
         )
-    chosen = {owner.replay.kept[v] for v in owner.plan.offload if v in owner.replay.kept}
+    chosen = {owner.recomputation.kept[v] for v in owner.plan.offload if v in owner.recomputation.kept}
     return tuple(place for place, form in enumerate(forms) if form in chosen)
 
 

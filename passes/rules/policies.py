@@ -10,7 +10,7 @@ from __future__ import annotations
 from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.ir.program import Template, resolve
 from autopar.ops.registry import find
-from autopar.passes.rules.replay import made_forward
+from autopar.passes.rules.recomputation import made_forward
 
 _DEAR = ("autopar.embedding", "autopar.rnn", "autopar_ops.")
 

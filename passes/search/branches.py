@@ -30,7 +30,7 @@ from autopar.passes.search.cuts import Draft, Search
 from autopar.passes.search.pipelines import Capture, _fitting, _settled, asks_for_pipeline
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import Way, between, microbatch_counts
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.stage import Stage, StageSolution, one_f_one_b
 
 MOST_SEGMENTS, MOST_GROUPS = 10, 6
@@ -55,7 +55,7 @@ class BranchDraft(Draft):
 
 def search_branches(
     task: Task, batch: int, recapture: Capture, best_s: float, known: Search | None = None
-) -> list[tuple[Task, Candidate]]:
+) -> list[tuple[Task, PricedPlan]]:
     """Plans with branches side by side that are predicted faster than best_s, best first, with their tasks.
 
     Nothing for chains, for clusters of several kinds of devices, and where the options ask for a pipeline of their own.
@@ -63,7 +63,7 @@ def search_branches(
     if asks_for_pipeline(task.options) or task.cluster.size < 2 or not branches(task):
         return []
     search = BranchSearch(task, batch, recapture, best_s, known)
-    made: list[tuple[Draft, Candidate]] = []
+    made: list[tuple[Draft, PricedPlan]] = []
     for rough in search.rough()[:MOST_TRIED]:
         bar = made[0][1].solution.cost if made else best_s
         if rough.step_s >= bar * 1.05:

@@ -30,7 +30,7 @@ from autopar.passes.search.smallest import pricing, smallest_plans
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import least_bytes
 from autopar.passes.search.within_memory import fitting
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.report import size_text, time_text
 
 EACH_S = 10.0
@@ -146,7 +146,7 @@ def best_of(task: Task, batch: int, limit_s: float) -> tuple[float, float] | Non
             for s in sorted(small, key=lambda s: s.joint.free.seconds):
                 s.joint.time_limit_s = max(min(SOLVER_S, end - time.monotonic()), 0.0)
                 made = fitting(s.task, s.mesh, s.joint)
-                best += [_figures(s.task, made)] if isinstance(made, Candidate) else []
+                best += [_figures(s.task, made)] if isinstance(made, PricedPlan) else []
         if asks_for_pipeline(options) or (free and task.cluster.size > 1):
             bar = min(best)[0] if best else math.inf
             best += [_figures(*row) for row in search_pipelines(task, batch, pricing(task), bar)[:1]]
@@ -158,7 +158,7 @@ def best_of(task: Task, batch: int, limit_s: float) -> tuple[float, float] | Non
     return min(best, default=None)
 
 
-def _figures(task: Task, candidate: Candidate) -> tuple[float, float]:
+def _figures(task: Task, candidate: PricedPlan) -> tuple[float, float]:
     counted = task.finish(candidate).account
     assert counted is not None
     return counted.step_time_s, counted.peak_bytes

@@ -37,7 +37,7 @@ from autopar.passes.search.submesh import (
     plan_way,
 )
 from autopar.passes.search.within_memory import joint_on
-from autopar.passes.shard.mesh_plan import candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.stage import StageProblem, StageShortage, StageSolution, solve_stages
 
 MIXED_RANKS = 16

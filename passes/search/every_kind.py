@@ -14,9 +14,9 @@ from autopar.passes.search.pipelines import asks_for_pipeline, check_pipeline_op
 from autopar.passes.search.short_memory import search_fitting
 from autopar.passes.search.spmd import Task, memory_is_short, search_spmd
 from autopar.passes.search.submesh import Capture
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 
-Found = list[tuple[Task, Candidate]]
+Found = list[tuple[Task, PricedPlan]]
 MANY = 64
 """Ranks from which on pipelines are looked for before recompute and accumulation without one."""
 

@@ -27,7 +27,7 @@ from autopar.passes.search.cuts import Draft, Search
 from autopar.passes.search.recompute_levels import fitted
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import boundary_calls, least_bytes, same_structure
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Solution
 from autopar.passes.stage import StageShortage
 from autopar.plan import Plan, StagePlan
@@ -42,7 +42,7 @@ Capture = Callable[[int], Task]
 
 def search_pipelines(
     task: Task, batch: int, recapture: Capture, best_s: float, search: Search | None = None
-) -> list[tuple[Task, Candidate]]:
+) -> list[tuple[Task, PricedPlan]]:
     """Pipelines predicted faster than best_s (or any, where the options ask for one), best first, with their tasks.
 
     task: of the whole batch, or of one microbatch where the options fix their number. recapture(M): the task for M.
@@ -52,7 +52,7 @@ def search_pipelines(
     check_pipeline_options(task)
     forced = asks_for_pipeline(task.options)
     search = search or Search(task, batch, recapture, math.inf if forced else best_s)
-    made: list[tuple[Draft, Candidate]] = []
+    made: list[tuple[Draft, PricedPlan]] = []
     for rough, policy, draft in _promising(search):
         bar = made[0][1].solution.cost if made else search.best_s
         if draft.step_s >= bar or len(made) >= MOST_MADE:
@@ -99,9 +99,9 @@ def _within(search: Search, rough: Draft) -> Iterator[tuple[str | None, Draft]]:
             yield "auto", second
 
 
-def _fitting(search: Search, rough: Draft, bar: float) -> tuple[Draft, Candidate] | None:
+def _fitting(search: Search, rough: Draft, bar: float) -> tuple[Draft, PricedPlan] | None:
     """The cut as a plan that fits."""
-    best: tuple[Draft, Candidate] | None = None
+    best: tuple[Draft, PricedPlan] | None = None
     for policy, draft in sorted(_within(search, rough), key=lambda row: row[1].step_s):
         found = _realised(search, rough, policy, draft, bar)
         if found is not None:
@@ -111,13 +111,13 @@ def _fitting(search: Search, rough: Draft, bar: float) -> tuple[Draft, Candidate
 
 def _realised(
     search: Search, rough: Draft, policy: str | None, draft: Draft, bar: float
-) -> tuple[Draft, Candidate] | None:
+) -> tuple[Draft, PricedPlan] | None:
     """The cut as a plan that fits. What lives for a moment is known after lowering: where it is too much, the cut is made
     again in less memory."""
     share, made = SHARE, draft
     for _ in range(MOST_SHARES):
         candidate = realise(made.task, made)
-        if isinstance(candidate, Candidate):
+        if isinstance(candidate, PricedPlan):
             return made, candidate
         if candidate == math.inf:
             return None
@@ -129,7 +129,7 @@ def _realised(
     return None
 
 
-def _less_recompute(draft: Draft, candidate: Candidate) -> Candidate:
+def _less_recompute(draft: Draft, candidate: PricedPlan) -> PricedPlan:
     """The same plan and schedule with as little recomputed as fits (`recompute_levels`), where that is faster."""
     task, plan, lowered = draft.task, candidate.plan, candidate.lowered
     assert lowered is not None
@@ -148,10 +148,10 @@ def _less_recompute(draft: Draft, candidate: Candidate) -> Candidate:
 
 
 def _settled(
-    search: Search, made: list[tuple[Draft, Candidate]], recapture: Callable[[int], Task]
-) -> list[tuple[Task, Candidate]]:
+    search: Search, made: list[tuple[Draft, PricedPlan]], recapture: Callable[[int], Task]
+) -> list[tuple[Task, PricedPlan]]:
     """The best for the program as captured in its microbatches, and the others of as many microbatches."""
-    found: list[tuple[Task, Candidate]] = []
+    found: list[tuple[Task, PricedPlan]] = []
     for draft, candidate in made:
         if found and draft.microbatches != found[0][1].plan.microbatches:
             continue
@@ -204,7 +204,7 @@ def check_pipeline_options(task: Task) -> None:
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def realise(task: Task, draft: Draft) -> Candidate | float:
+def realise(task: Task, draft: Draft) -> PricedPlan | float:
     """The draft as a lowered plan under its best schedule; or how full its fullest group is at least (over 1)."""
     pieces = draft.solution.stages
     ranges = [(s.start, s.end) for s in pieces]
@@ -237,7 +237,7 @@ def realise(task: Task, draft: Draft) -> Candidate | float:
     return scheduled(task, plan, draft)
 
 
-def scheduled(task: Task, plan: Plan, draft: Draft) -> Candidate | float:
+def scheduled(task: Task, plan: Plan, draft: Draft) -> PricedPlan | float:
     """The plan under the fastest schedule that fits, lowered; or how full its fullest group is at least (over 1)."""
     if not task.program.training:
         return _candidate(task, plan, draft, "forward", ())
@@ -325,7 +325,7 @@ def _rows(plan: Plan, draft: Draft, backward: str) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def _candidate(task: Task, plan: Plan, draft: Draft, schedule: str, rows: tuple[str, ...]) -> Candidate | float:
+def _candidate(task: Task, plan: Plan, draft: Draft, schedule: str, rows: tuple[str, ...]) -> PricedPlan | float:
     plan = replace(plan, schedule=schedule, table=rows)
     lowered = lower(task.program, plan, task.pricers, task.rules)
     counted = account(lowered, plan.stages, task.program.templates, task.pricers, task.setting, task.rules)
@@ -338,7 +338,7 @@ def _candidate(task: Task, plan: Plan, draft: Draft, schedule: str, rows: tuple[
     gap = max(w.solution.gap for w in draft.ways)
     method = "branch placement" if draft.shape == "any" else "stage DP"
     solution = Solution((), cost, counted.peak_bytes, cost * (1 - gap), method, before, after)
-    return Candidate(replace(plan, predicted={"step_time_s": cost}), solution, lowered, counted)
+    return PricedPlan(replace(plan, predicted={"step_time_s": cost}), solution, lowered, counted)
 
 
 def _no_pipeline(task: Task, shortages: list[StageShortage]) -> str:

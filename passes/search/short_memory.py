@@ -17,7 +17,8 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.search.spmd import Short, Task
 from autopar.passes.search.submesh import Capture, least_bytes, microbatch_counts, same_structure
 from autopar.passes.search.within_memory import fitting, joint_on
-from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 
 _WORTH = 0.995
@@ -27,12 +28,12 @@ At = Callable[[int], Task | None]
 
 def search_fitting(
     task: Task, batch: int, recapture: Capture, at: At, best_s: float
-) -> tuple[list[tuple[Task, Candidate]], list[Short]]:
+) -> tuple[list[tuple[Task, PricedPlan]], list[Short]]:
     """Plans predicted faster than best_s, best first, the first one of the program as captured; and what did not fit.
 
     at: the task for so many microbatches, for pricing. recapture: the same as captured.
     """
-    found: list[tuple[Task, Candidate]] = []
+    found: list[tuple[Task, PricedPlan]] = []
     short: list[Short] = []
     price = beside = (
         0.0  # of a byte, and bytes of a moment, where the best plan was found: what is too dear so is left out
@@ -100,9 +101,9 @@ def _within_reach(task: Task) -> bool:
     return (resting + held) / task.cluster.size <= task.limit
 
 
-def _settled(found: list[tuple[Task, Candidate]], recapture: Capture) -> list[tuple[Task, Candidate]]:
+def _settled(found: list[tuple[Task, PricedPlan]], recapture: Capture) -> list[tuple[Task, PricedPlan]]:
     """The best for the program as captured in its microbatches, and the others of as many microbatches."""
-    made: list[tuple[Task, Candidate]] = []
+    made: list[tuple[Task, PricedPlan]] = []
     for priced, candidate in found:
         M = candidate.plan.microbatches
         if made and made[0][1].plan.microbatches != M:
@@ -120,6 +121,6 @@ def _settled(found: list[tuple[Task, Candidate]], recapture: Capture) -> list[tu
                 continue
         mesh = candidate.plan.stages[0].mesh
         fresh = fitting(owner, mesh, joint_on(owner, mesh)) if not made else None
-        if isinstance(fresh, Candidate):
+        if isinstance(fresh, PricedPlan):
             made.append((owner, fresh))
     return made

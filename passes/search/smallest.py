@@ -15,7 +15,8 @@ from autopar.passes.search.joint import Joint
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import derived, microbatch_counts
 from autopar.passes.search.within_memory import joint_on
-from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan
 
@@ -27,7 +28,7 @@ class Small:
     task: Task
     mesh: Mesh
     joint: Joint
-    candidate: Candidate
+    candidate: PricedPlan
 
     @property
     def peak_bytes(self) -> float:
@@ -68,7 +69,7 @@ def smallest_plans(task: Task, batch: int) -> Iterator[Small]:
             except AutoparError:  # a batch too small for this mesh, tiers too small
                 continue
             solution = Solution(point.choice, point.seconds, point.nbytes, point.seconds, "smallest", {}, {})
-            yield Small(owner, mesh, joint, owner.finish(Candidate(plan, solution)))
+            yield Small(owner, mesh, joint, owner.finish(PricedPlan(plan, solution)))
 
 
 def pricing(task: Task) -> Callable[[int], Task]:

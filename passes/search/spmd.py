@@ -22,9 +22,11 @@ from autopar.passes.account.program import account
 from autopar.passes.lower import lower
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes, solve_mesh
-from autopar.passes.shard.replay import evaluate
+from autopar.passes.shard.evaluate import evaluate
+from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
+from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
 from autopar.plan import Plan
 from autopar.request import check_plan
 
@@ -70,7 +72,7 @@ class Task:
         task.pricers = self.pricers
         return task
 
-    def finish(self, candidate: Candidate) -> Candidate:
+    def finish(self, candidate: PricedPlan) -> PricedPlan:
         """The candidate lowered and accounted for."""
         if candidate.lowered is not None:
             return candidate
@@ -87,7 +89,7 @@ Short = tuple[str, Mesh, Shortage]
 PAID = ("priced memory", "memory row")  # how the solver says that memory decided
 
 
-def search_spmd(task: Task) -> tuple[list[Candidate], list[Short]]:
+def search_spmd(task: Task) -> tuple[list[PricedPlan], list[Short]]:
     """Plans without a pipeline, best first, the first one lowered and within the limit; and what did not fit.
 
     They recompute what the options' policy says ("auto": nothing; `short_memory` is for where that is too little).
@@ -96,14 +98,14 @@ def search_spmd(task: Task) -> tuple[list[Candidate], list[Short]]:
     return _within(task, "none" if wanted == "auto" else wanted)
 
 
-def memory_is_short(task: Task, candidates: list[Candidate], shortages: list[Short]) -> bool:
+def memory_is_short(task: Task, candidates: list[PricedPlan], shortages: list[Short]) -> bool:
     """Whether more memory might give a faster plan: something did not fit, or was paid for."""
     mine = "auto" if task.options.strategy == "auto" else task.options.strategy
     paid = any(c.solution.method in PAID and c.plan.origin.startswith(("solver", mine)) for c in candidates)
     return not candidates or paid or any(strategy == mine for strategy, _, _ in shortages)
 
 
-def _within(task: Task, policy: str) -> tuple[list[Candidate], list[Short]]:
+def _within(task: Task, policy: str) -> tuple[list[PricedPlan], list[Short]]:
     """The solver's plans under one recompute policy, the first lowered and within the limit; and what did not fit."""
     budget = task.limit
     for _ in range(4):
@@ -123,10 +125,10 @@ def _within(task: Task, policy: str) -> tuple[list[Candidate], list[Short]]:
     return [], [(best.plan.origin, best.plan.stages[0].mesh, Shortage(peak, best.solution.choice)), *shortages]
 
 
-def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[Candidate], list[Short]]:
+def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan], list[Short]]:
     """The solver on every candidate mesh, and the baselines."""
     options = task.options
-    found: list[Candidate] = []
+    found: list[PricedPlan] = []
     short: list[Short] = []
     for mesh in candidate_meshes(task.cluster, options):
         strategies = ["auto"] if options.strategy == "auto" else [options.strategy]
@@ -134,17 +136,8 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[Candidate],
             strategies += ["dp", "zero3"] if len(mesh.axes) == 1 else ["megatron"] if len(mesh.axes) == 2 else []
         for strategy in strategies:
             try:
-                result = solve_mesh(
-                    task.program,
-                    task.cluster,
-                    task.pricers[mesh],
-                    task.rules,
-                    task.setting,
-                    options,
-                    strategy,
-                    budget,
-                    recompute=policy,
-                )
+                on = OnMesh(task.program, task.pricers[mesh], task.rules, task.setting, options)
+                result = solve_mesh(on, strategy, budget, recompute=policy)
             except (InfeasibleError, ConstraintError):
                 if strategy == options.strategy:
                     raise
@@ -159,7 +152,7 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[Candidate],
     return ([best[0], *others] if best else []), short
 
 
-def replayed(task: Task, plan: Plan) -> Candidate:
+def replayed(task: Task, plan: Plan) -> PricedPlan:
     """A given plan, priced. Raises PlanError when it is for another model, cluster or batch."""
     cluster = task.cluster
     if plan.ranks != cluster.size:
@@ -178,4 +171,4 @@ def replayed(task: Task, plan: Plan) -> Candidate:
         )
     check_plan(plan, task.program)
     solution = evaluate(task.program, plan, task.pricers, task.rules, task.setting)
-    return Candidate(replace(plan, predicted={"step_time_s": solution.cost}), solution)
+    return PricedPlan(replace(plan, predicted={"step_time_s": solution.cost}), solution)

@@ -23,13 +23,13 @@ from autopar.passes.lower.cut import cut_points
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.policies import policy_set
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.recomputation import recomputation
 from autopar.passes.rules.structure import shows_held
 from autopar.passes.search.joint import Joint
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.within_memory import solution_of
-from autopar.passes.shard.mesh_plan import solve_mesh
 from autopar.passes.shard.solve import Shortage, Solution
+from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
 from autopar.passes.stage import InFlight, Option, interleaved, one_f_one_b
 from autopar.plan import StagePlan
 
@@ -132,7 +132,7 @@ def least_bytes(task: Task) -> tuple[float, float]:
     policy = {"auto": "full"}.get(task.options.recompute, task.options.recompute)
     for name, times in program.multiplicity.items():
         template = program.templates[name]
-        late = set(replay(template, flow(template), policy_set(template, policy)).kept)
+        late = set(recomputation(template, flow(template), policy_set(template, policy)).kept)
         held_too = {*late, *template.params}
         shown = {v for v in late if shows_held(template, resolve(template.nodes[v])[0], held_too)}
         held += times * sum(template.type_of(v).nbytes for v in late - shown)
@@ -155,18 +155,8 @@ def plan_way(task: Task, mesh: Mesh, budget: float, pp: int, policy: str, joint:
                 return None
             plan, solution = point.plan, solution_of(point, joint.free.seconds)
         else:
-            result = solve_mesh(
-                task.program,
-                task.cluster,
-                pricer,
-                task.rules,
-                flying(task, pp),
-                task.options,
-                task.options.strategy,
-                budget or None,
-                0.01,
-                policy,
-            )
+            on = OnMesh(task.program, pricer, task.rules, flying(task, pp), task.options)
+            result = solve_mesh(on, task.options.strategy, budget or None, 0.01, policy)
             if isinstance(result, Shortage):
                 return None
             plan, solution = result.plan.stages[0], result.solution

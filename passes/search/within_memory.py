@@ -12,8 +12,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.passes.search.joint import Joint, Point
 from autopar.passes.search.spmd import Task
-from autopar.passes.shard.mesh_plan import Candidate, build_problem
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage, Solution
+from autopar.passes.shard.solve_mesh import OnMesh, build_problem
 from autopar.plan import Plan
 
 _TRIES = 6
@@ -22,11 +23,10 @@ _TRIES = 6
 def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> Joint:
     """Sharding and recompute of the whole program on a mesh."""
     pricer, options = task.pricers[mesh], task.options
+    on = OnMesh(task.program, pricer, task.rules, setting or task.setting, options)
     return Joint(
         task.program,
-        lambda sets: build_problem(
-            task.program, pricer, task.rules, setting or task.setting, options, options.strategy, sets
-        ),
+        lambda sets: build_problem(on, options.strategy, sets),
         options.solver_time_limit_s,
         0.02 * pricer.copy_s,
         None if options.recompute == "auto" else options.recompute,
@@ -41,10 +41,10 @@ def solution_of(point: Point, bound: float) -> Solution:
     )
 
 
-def fitting(task: Task, mesh: Mesh, joint: Joint, worth: float = math.inf) -> Candidate | Shortage:
+def fitting(task: Task, mesh: Mesh, joint: Joint, worth: float = math.inf) -> PricedPlan | Shortage:
     """The plan without a pipeline on this mesh, lowered and within the limit; or what it falls short. worth: from so many
     seconds on no plan is of interest."""
-    fits: tuple[float, Candidate] | None = None  # with the bytes that the point counts
+    fits: tuple[float, PricedPlan] | None = None  # with the bytes that the point counts
     over = math.inf  # bytes of a point that does not fit
     least = math.inf
     point = joint.free
@@ -69,13 +69,13 @@ def fitting(task: Task, mesh: Mesh, joint: Joint, worth: float = math.inf) -> Ca
     return fits[1] if fits is not None else Shortage(least, ())
 
 
-def _near(joint: Joint, nbytes: float, found: Candidate, over: float) -> bool:
+def _near(joint: Joint, nbytes: float, found: PricedPlan, over: float) -> bool:
     """Whether more bytes, up to those that are known to be too many, would make it no more than a little faster."""
     gain = min(found.solution.cost - joint.free.seconds, joint.price * (over - nbytes) if joint.price else math.inf)
     return gain <= 0.005 * found.solution.cost
 
 
-def _candidate(task: Task, point: Point, bound: float) -> Candidate:
+def _candidate(task: Task, point: Point, bound: float) -> PricedPlan:
     plan = Plan(
         task.program.fingerprint,
         task.cluster.fingerprint(),
@@ -85,4 +85,4 @@ def _candidate(task: Task, point: Point, bound: float) -> Candidate:
         origin="solver",
         predicted={"step_time_s": point.seconds},
     )
-    return Candidate(plan, solution_of(point, bound))
+    return PricedPlan(plan, solution_of(point, bound))

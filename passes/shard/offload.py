@@ -18,7 +18,7 @@ from autopar.ir.program import Program, Template, operand_values, resolve
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.rules.hubs import flow
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.recomputation import recomputation
 from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 
 LEAST_BYTES = 1024
@@ -64,7 +64,7 @@ def parkable(program: Program, name: str, plan: TemplatePlan) -> tuple[str, ...]
         )
     }
     resting |= _views(template, {*resting, *template.params})
-    kept = replay(template, flow(template), plan.recompute).kept
+    kept = recomputation(template, flow(template), plan.recompute).kept
     return tuple(
         value
         for value in dict.fromkeys((*kept, *template.inputs))
@@ -90,7 +90,7 @@ def _held_bytes(program: Program, stage: StagePlan, setting: Setting) -> float:
         name = program.calls[i].template
         if name not in per_call:
             template, plan = program.templates[name], stage.templates[name]
-            forms = replay(template, flow(template), plan.recompute).kept
+            forms = recomputation(template, flow(template), plan.recompute).kept
             per_call[name] = 0.0
             for value in parkable(program, name, plan):
                 if value in forms:

@@ -24,7 +24,7 @@ from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import Flow, flow
-from autopar.passes.rules.replay import Replay, replay
+from autopar.passes.rules.recomputation import Recomputation, recomputation
 from autopar.passes.rules.structure import (
     Group,
     call_edges,
@@ -35,10 +35,9 @@ from autopar.passes.rules.structure import (
     value_names,
 )
 from autopar.passes.rules.widening import wide_gradients
+from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.parameters import State, moved_bytes, parameter_bytes
-
-Allowed = Callable[[Key, Any], bool]
 
 
 class Problem:
@@ -68,8 +67,9 @@ class Problem:
         self.graph = FactorGraph()
         self.flows: dict[str, Flow] = {name: flow(t) for name, t in program.templates.items()}
         self.recompute = dict(recompute or {})
-        self.replays: dict[str, Replay] = {
-            name: replay(t, self.flows[name], self.recompute.get(name, ())) for name, t in program.templates.items()
+        self.replays: dict[str, Recomputation] = {
+            name: recomputation(t, self.flows[name], self.recompute.get(name, ()))
+            for name, t in program.templates.items()
         }
         self._result_specs: dict[Key, list[list[Spec | None]]] = {}
         self._operand_specs: dict[Key, list[list[Spec | None]]] = {}

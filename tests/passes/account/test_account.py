@@ -16,7 +16,7 @@ import autopar
 from autopar.ir.lowered import Line
 from autopar.passes.account.program import step_seconds
 from autopar.passes.price.pricer import Pricer, Pricers
-from autopar.passes.shard.replay import evaluate
+from autopar.passes.shard.evaluate import evaluate
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import on_ranks
 

@@ -22,7 +22,7 @@ from autopar.passes.recompute.choose import Choice, hull, of_values, settle, wit
 from autopar.passes.recompute.problem import Item, RecomputeProblem, recompute_problem
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.policies import policy_set
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.recomputation import recomputation
 from tests.passes.recompute.recomputed import llama_on, with_random_recompute
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.pipelined import assert_right, on_ranks
@@ -133,9 +133,9 @@ def test_keeping_everything_makes_nothing_again() -> None:
 
 def test_full_keeps_the_inputs_of_a_block_alone() -> None:
     block = next(t for t in trained("llama").ir.templates.values() if "blocks" in t.name)
-    kept = replay(block, flow(block), policy_set(block, "full")).kept
+    kept = recomputation(block, flow(block), policy_set(block, "full")).kept
     assert set(kept) <= set(block.inputs)
-    assert replay(block, flow(block), ()).again == frozenset()
+    assert recomputation(block, flow(block), ()).again == frozenset()
 
 
 # --- chains -------------------------------------------------------------------------------------------------------------

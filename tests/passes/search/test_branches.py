@@ -33,8 +33,10 @@ from autopar.passes.schedule.grouped import group_graph, grouped
 from autopar.passes.schedule.proof import deadlock
 from autopar.passes.search.branches import branches, calls_beside, search_branches, segments, work_shares
 from autopar.passes.search.spmd import Task
-from autopar.passes.shard.mesh_plan import Candidate, random_choice, random_mesh, stage_plan
+from autopar.passes.shard.plans import stage_plan
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.problem import Problem
+from autopar.proof.random_plans import random_choice, random_mesh
 from tests.branching import Driving, driving_batch, driving_loss
 from tests.passes.branch.test_branch import partitions, random_problem
 from tests.passes.schedule.pipelines import dags
@@ -132,7 +134,7 @@ def test_cheap_links_need_no_branches() -> None:
 
 
 def test_less_memory_is_kept_to() -> None:
-    def found(**limit: float) -> Candidate:
+    def found(**limit: float) -> PricedPlan:
         program = capture_program(Driving(), driving_batch(8), driving_loss, 2)[0]
         task = Task(program, slow_network(), RuleBook(), Setting(2), Options(microbatches=2, **limit))
         return search_branches(task, 16, lambda _: task, math.inf)[0][1]

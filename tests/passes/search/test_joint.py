@@ -19,7 +19,7 @@ from autopar.ir.setting import OptimizerState, Setting
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.choose import of_values, within
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.rules.replay import made_forward
+from autopar.passes.rules.recomputation import made_forward
 from autopar.passes.search.joint import Joint, Point
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Shortage, solve

@@ -12,7 +12,7 @@ from autopar.ir.setting import OptimizerState
 from autopar.ir.types import TensorType
 from autopar.passes.memory.peak import stage_memory
 from autopar.passes.price.pricer import Pricers
-from autopar.passes.shard.replay import evaluate
+from autopar.passes.shard.evaluate import evaluate
 from tests.optimizer.test_optimizers import muon_and_adam
 from tests.zoo.models import BY_NAME
 

@@ -1,0 +1,30 @@
+"""Which meshes are tried for so many ranks: the one that the options force, or a few that keep fast links inside."""
+
+from __future__ import annotations
+
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.ir.mesh import Mesh
+from autopar.options import Options
+
+
+def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None = None) -> list[Mesh]:
+    """The forced mesh, or: one axis over all ranks, and two axes with the inner one inside the fast links.
+
+    ranks: of a stage of a pipeline (default: the whole cluster).
+    """
+    ranks = cluster.size if ranks is None else ranks
+    if options.mesh is not None:
+        mesh = Mesh.from_dict(options.mesh)
+        if mesh.size != ranks:
+            where = f"the cluster has {ranks}" if ranks == cluster.size else f"a stage of the pipeline has {ranks}"
+            raise InputError(
+                f"Options.mesh {dict(options.mesh)} has {mesh.size} ranks, {where}; make the axis sizes multiply to {ranks}"
+            )
+        return [mesh]
+    meshes = [Mesh.of(dp=ranks)]
+    fast = cluster.levels[0].group_size if cluster.levels else ranks
+    inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
+    for k in inner[:3]:
+        meshes.append(Mesh.of(dp=ranks // k, tp=k))
+    return meshes
