@@ -8,7 +8,7 @@ the space. The software (precision, kernels, what overlaps, bytes of gradients) 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -118,10 +118,3 @@ def infeasible(model: TransformerShape, cluster: ClusterSpec, least: float) -> s
     over = (least - USABLE_SHARE * device.memory_bytes) / 1e9
     advice = "use a smaller microbatch or sequence, more devices, or offload"
     return f"{text}, but the leanest plan is {over:,.1f} GB over on the fullest device; {advice}"
-
-
-def with_devices(cluster: ClusterSpec, n: int) -> ClusterSpec:
-    """The same kind of cluster with n devices (for scaling tables)."""
-    outer = cluster.levels[-1]
-    levels = tuple(lv for lv in cluster.levels[:-1] if lv.group_size <= n) + (replace(outer, group_size=max(n, 1)),)
-    return ClusterSpec(f"{cluster.name}-{n}", ((n, cluster.device(0)),), levels)

@@ -264,7 +264,6 @@ def test_a_transfer_is_priced_by_bandwidth_and_latency() -> None:
     tier = Tier("ddr", 1e9, 25e9, 1e-5)
     assert tier.move_s(25e6, 3) == pytest.approx(1e-3 + 3e-5)
     assert tier.move_s(0) == 0
-    assert tier.prefetch_at_s(1.0, 25e6, 1e-4) == pytest.approx(1.0 - 1e-3 - 1e-5 - 1e-4)
 
 
 def test_predicted_seconds_are_the_transfers() -> None:
