@@ -20,10 +20,10 @@ from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
+from autopar.passes.account.tiers import TierMove, gather_moves, gradient_moves, optimizer_moves, saved_moves
 from autopar.passes.memory.peak import StageMemory, group_peaks, stage_memory, tier_peaks
 from autopar.passes.memory.sizes import value_bytes
 from autopar.passes.price.pricer import Pricer, Pricers
-from autopar.passes.price.tiers import TierMove, gather_moves, gradient_moves, optimizer_moves, saved_moves
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan, TemplatePlan
 
