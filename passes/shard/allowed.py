@@ -17,7 +17,7 @@ from autopar.ir.program import Program
 from autopar.ir.spec import Spec, parse_spec
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.structure import parameter_groups
-from autopar.passes.shard.batch import batch_factors
+from autopar.passes.shard.batch_factors import batch_factors
 from autopar.passes.shard.graph import Key
 
 Allowed = Callable[[Key, Any], bool]

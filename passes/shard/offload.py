@@ -104,7 +104,7 @@ def _parameters(
     program: Program, stage: StagePlan, tiers: Iterable[Tier], used: dict[str, float], setting: Setting
 ) -> dict[str, ParameterPlan]:
     """The parameters' tiers: stored shards first, then optimizer state, the largest first."""
-    found = dict(stage.parameters)
+    placed = dict(stage.parameters)
     trained = set(program.trained)
     wanted: dict[str, float] = {}
     if "parameters" in setting.offload:
@@ -118,8 +118,9 @@ def _parameters(
         wanted |= {f"state {n}": size for n, size in sorted(sizes.items(), key=lambda kv: (-kv[1], kv[0]))}
     for what, tier in place(wanted, list(tiers), used).items():
         kind, _, name = what.partition(" ")
-        found[name] = replace(found[name], tier=tier) if kind == "value" else replace(found[name], optimizer_tier=tier)
-    return found
+        plan = placed[name]
+        placed[name] = replace(plan, tier=tier) if kind == "value" else replace(plan, optimizer_tier=tier)
+    return placed
 
 
 def state_bytes(program: Program, stage: StagePlan, name: str, setting: Setting) -> float:
