@@ -21,7 +21,8 @@ from autopar.errors import InputError, NoRoomError, PlanError
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
-from autopar.optimizer.examine import examine, update_rule
+from autopar.optimizer.examine import examine
+from autopar.optimizer.rule import update_rule
 from autopar.options import Options
 from autopar.passes.batch.microbatch import in_microbatches
 from autopar.passes.rules.book import RuleBook
