@@ -14,9 +14,11 @@ from torch import nn
 from autopar.capture.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.errors import NoRoomError
+from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
-from autopar.optimizer.examine import examine, update_rule
+from autopar.optimizer.examine import examine
+from autopar.optimizer.rule import update_rule
 from autopar.options import Options
 from autopar.passes.batch.captures import Captures
 from autopar.passes.rules.book import RuleBook
@@ -25,8 +27,7 @@ from autopar.passes.search.placement import placed
 from autopar.passes.search.refused.explained import explained
 from autopar.passes.search.replayed import replayed
 from autopar.passes.search.task import RankedPlans, Task
-from autopar.passes.shard.mesh_plan import Candidate
-from autopar.passes.shard.offload import KINDS
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, emit
 from autopar.request import Request, checked_options, make_request
@@ -124,7 +125,7 @@ def _searched(tasks: _Tasks, batch: int, setting_for: Callable[[int], Setting]) 
     return plans
 
 
-def _on_ranks(task: Task, candidate: Candidate) -> Candidate:
+def _on_ranks(task: Task, candidate: PricedPlan) -> PricedPlan:
     """The candidate lowered, with the placement of its ranks."""
     candidate = task.finish(candidate)
     assert candidate.lowered is not None
@@ -136,15 +137,9 @@ def _on_ranks(task: Task, candidate: Candidate) -> Candidate:
 def _setting(request: Request, program: Program, ranks: int) -> Setting:
     """What planning depends on beside program and mesh, on so many ranks (an optimizer that updates whole tensors may ask
     for their number)."""
-    facts = examine(request.update, program, ranks)
     return Setting(
         request.options.microbatches or 1,
-        facts.state_ratio,
-        facts.state_bytes,
-        facts.scratch,
-        offload=KINDS[request.options.offload],
-        whole=facts.whole,
+        examine(request.update, program, ranks),
+        offload=forced_offload(request.options.offload),
         compensated=request.update.compensated,
-        state_of=facts.state_of,
-        group_of=facts.group_of,
     )

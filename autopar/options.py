@@ -8,11 +8,9 @@ from numbers import Real
 from typing import Any
 
 from autopar.errors import InputError
+from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import Mesh
 
-RECOMPUTE = ("auto", "none", "selective", "full")
-OFFLOAD = ("none", "optimizer", "activations", "parameters", "all", "auto")
-PRECISIONS = ("bf16", "fp16")
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 
 
@@ -132,8 +130,8 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, lambda count: count is None or count >= 1, "must be at least 1, it is {value}") for name in _COUNTS),
     ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
     ("strategy", *_one_of(STRATEGIES)),
-    ("recompute", *_one_of(RECOMPUTE)),
-    ("offload", *_one_of(OFFLOAD)),
+    ("recompute", *_one_of(("auto", *RECOMPUTE_POLICIES))),
+    ("offload", *_one_of((*OFFLOAD_KINDS, "auto"))),
     ("precision", *_one_of((*PRECISIONS, None))),
     ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
     ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),

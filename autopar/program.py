@@ -23,8 +23,8 @@ from autopar.ir.program import Program
 from autopar.passes.batch.captures import Captured
 from autopar.passes.check.lines import check_program
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import Candidate
-from autopar.passes.shard.replay import evaluate
+from autopar.passes.shard.evaluate import evaluate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan
 from autopar.report import facts, report
 from autopar.request import Request
@@ -149,7 +149,7 @@ class ParallelProgram(Compiled):
             return self.compile_again(request.replaying(plan))
         check_plan(plan, self.ir)
         task = Task(self.ir, self.cluster, self.rules, self.setting, request.options)
-        candidate = Candidate(plan, evaluate(self.ir, plan, task.pricers, self.rules, self.setting))
+        candidate = PricedPlan(plan, evaluate(self.ir, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
         return emit(request, self.captured, task, [candidate], seconds, self.compile_again)
 
@@ -173,7 +173,7 @@ def emit(
     request: Request,
     captured: Captured,
     task: Task,
-    candidates: Sequence[Candidate],
+    candidates: Sequence[PricedPlan],
     seconds: Mapping[str, float],
     compile_again: Callable[[Request], ParallelProgram],
 ) -> ParallelProgram:
@@ -197,7 +197,7 @@ def _printed(lowered: LoweredProgram, program: Program, name: str) -> Emitted:
     return Emitted(lowered, sources, pipeline_source(lowered, program, f"The pipeline of {name} on {ranks} ranks."))
 
 
-def _decision(task: Task, best: Candidate, others: Sequence[Candidate]) -> Decision:
+def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:
     """best: lowered and accounted for."""
     account, solution, rules = best.account, best.solution, task.rules
     assert account is not None

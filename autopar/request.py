@@ -13,7 +13,8 @@ from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.errors import InputError, PlanError
-from autopar.options import PRECISIONS, Options
+from autopar.ir.memory_levers import PRECISIONS
+from autopar.options import Options
 from autopar.plan import Plan
 from autopar.runtime.update_rule import UpdateRule
 

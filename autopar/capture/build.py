@@ -18,8 +18,9 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.export import Exported, export_step
 from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
-from autopar.capture.precision import DTYPES, lower_precision, use_dtype
+from autopar.capture.precision import lower_precision, use_dtype
 from autopar.errors import CaptureError
+from autopar.ir.memory_levers import PRECISIONS
 from autopar.ir.program import Buffer, Call, Parameter, Program, Template, ValueRef, op_name
 from autopar.ir.types import TensorType
 
@@ -40,7 +41,7 @@ def capture_program(
     mode = fake_mode()
     exported = export_step(model, inputs, loss_fn, targets, mode)
     if precision is not None:
-        lower_precision(exported, DTYPES[precision], mode)
+        lower_precision(exported, PRECISIONS[precision], mode)
     with mode:
         builder = _Builder(exported, model)
         builder.run(mode, starts)

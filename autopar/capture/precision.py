@@ -33,7 +33,6 @@ from autopar.ops.registry import Precision, find, precision_of
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def use_dtype(read: fx.Node, inside: Collection[fx.Node]) -> torch.dtype | None:

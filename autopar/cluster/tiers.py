@@ -5,9 +5,8 @@ or back (both directions at once: links are full duplex). Moving n bytes in p pi
 
     t(n) = p·latency + n / bandwidth
 
-and what must be there at t_use is asked for at t_use − t(n) − ε (prefetch): a transfer costs only what the computation
-beside it does not hide. Where device and host are one memory (a CPU) nothing is hidden. The usual figures of machines,
-with their sources, are in `data/tiers.json`.
+and a transfer, asked for ahead of its use, costs only what the computation beside it does not hide. Where device and host
+are one memory (a CPU) nothing is hidden. The usual figures of machines, with their sources, are in `data/tiers.json`.
 """
 
 from __future__ import annotations
@@ -48,10 +47,6 @@ class Tier:
     def move_s(self, nbytes: float, pieces: int = 1) -> float:
         """Seconds to move bytes to the tier, or back, in so many transfers one after another."""
         return pieces * self.latency_s + nbytes / self.bandwidth_Bps if nbytes else 0.0
-
-    def prefetch_at_s(self, use_s: float, nbytes: float, margin_s: float = 0.0) -> float:
-        """When to start bringing bytes that are used at use_s: t_use − t(n) − ε."""
-        return use_s - self.move_s(nbytes) - margin_s
 
     def to_dict(self) -> dict[str, float]:
         """Plain numbers for JSON."""

@@ -1,35 +1,69 @@
-"""What a sharding problem depends on beside program and mesh: microbatches, optimizer, what rests elsewhere."""
+"""What a plan's costs depend on beside program and mesh: the optimizer's state, microbatches, what rests elsewhere.
+
+The formula of an optimizer's state stands here alone, and whoever counts bytes or seconds of an update asks it. Of a
+parameter with n elements on a rank, of which an optimizer keeps r elements of state per element (Adam: 2),
+
+    bytes of state     n · r · max(bytes of a state element, bytes of the parameter's dtype)
+    seconds of update  (3 + 2 r) · bytes of the shard · seconds to copy a byte
+
+as an update reads parameter and gradient, reads and writes the state, and writes the parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from autopar.ir.types import TensorType
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What is known of the state that an optimizer (or several) keeps for the parameters it updates.
+
+    elements: of state per element of a parameter, over the whole model. elements_of: for parameters where it differs from
+    that. element_bytes: of one of them. scratch: elements that an update needs for a moment, per element of the parameter
+    it updates and per element of the one before. whole: names of parameters that are updated as whole tensors. group_of:
+    which group of the optimizer a parameter is in, where there are several.
+    """
+
+    elements: float = 0.0
+    element_bytes: int = 0
+    scratch: tuple[float, float] = (0.0, 0.0)
+    whole: frozenset[str] = frozenset()
+    elements_of: Mapping[str, float] = field(default_factory=dict)
+    group_of: Mapping[str, int] = field(default_factory=dict)
+
+    def ratio(self, *names: str) -> float:
+        """Elements of state per element of a parameter; of several parameters of one shape, on average."""
+        return sum(self.elements_of.get(name, self.elements) for name in names) / len(names)
+
+    def shard_bytes(self, type_: TensorType, nbytes: float, *names: str) -> float:
+        """Bytes of state for a shard of so many bytes of a parameter (on average, of several that are alike)."""
+        itemsize = type_.dtype.itemsize
+        return nbytes / itemsize * self.ratio(*names) * max(self.element_bytes, itemsize)
+
+    def update_s(self, nbytes: float, copy_s: float, *names: str) -> float:
+        """Seconds to update a shard of so many bytes of a parameter; copy_s: seconds per byte that is read or written."""
+        return (3 + 2 * self.ratio(*names)) * nbytes * copy_s
+
+    def scratch_bytes(self, shards: Sequence[float]) -> float:
+        """The most bytes that updating shards of so many bytes, one after another, needs beside their state."""
+        own, before = self.scratch
+        return max((own * a + before * b for a, b in zip(shards, [0.0, *shards], strict=False)), default=0.0)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the problem depends on beside program and mesh.
+    """What costs depend on beside program and mesh.
 
-    state_ratio: optimizer state elements per parameter, state_bytes each. in_flight: microbatches whose values are held
-    for backward at once (pipelines). scratch: elements that the optimizer's step needs for a moment, per element of
-    the parameter it updates and per element of the one before. offload: kinds that rest in memory tiers whatever the
-    plan ("optimizer", "activations", "parameters"; `autopar.passes.shard.offload`), which therefore take no memory here. whole:
-    parameters that the optimizer updates as whole tensors. compensated: gradients of microbatches are summed with what
-    rounding loses. state_of: the ratio of parameters where it is not state_ratio (which then is that of the model);
-    group_of: which group of the optimizer a parameter is updated with, where there are several.
+    optimizer: what is known of its state. in_flight: microbatches whose values are held for backward at once (pipelines).
+    offload: kinds of bytes that rest in memory tiers whatever the plan (`autopar.ir.memory_levers`), which therefore take
+    no memory of the device. compensated: gradients of microbatches are summed with what rounding loses.
     """
 
     microbatches: int = 1
-    state_ratio: float = 2.0
-    state_bytes: int = 4
-    scratch: tuple[float, float] = (0.0, 0.0)
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
     in_flight: float = 1.0
     offload: frozenset[str] = frozenset()
-    whole: frozenset[str] = frozenset()
     compensated: bool = False
-    state_of: Mapping[str, float] = field(default_factory=dict)
-    group_of: Mapping[str, int] = field(default_factory=dict)
-
-    def ratio(self, name: str) -> float:
-        """Optimizer state elements per element of a parameter."""
-        return self.state_of.get(name, self.state_ratio)

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
 import torch
@@ -22,98 +20,27 @@ from torch import nn
 from autopar.counter import ByteCounter
 from autopar.errors import InputError
 from autopar.ir.program import Program
+from autopar.ir.setting import OptimizerState
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule, as_rule, make_optimizers, stand_in
+from autopar.runtime.update_rule import (
+    REFUSED_OPTIMIZERS,
+    WHOLE_TENSOR_OPTIMIZERS,
+    UpdateRule,
+    make_optimizers,
+    stand_in,
+)
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-WHOLE = ("Adafactor", "Muon")
-REFUSED = {
-    "LBFGS": "it evaluates the model several times per step through a closure, which a compiled step cannot",
-    "SparseAdam": "it takes sparse gradients, those of a compiled program are dense; use Adam",
-}
 STEPS = 3
 ELEMENTS = 4096  # of a parameter on which a step's scratch is measured
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class OptimizerFacts:
-    """state_ratio: state elements per element of a parameter, state_bytes each; scratch: elements that a step needs for
-    a moment, per element of the parameter it updates and per element of the one before; whole: names of parameters
-    that are updated as whole tensors. state_of, group_of: where parameters differ in this, or are in several groups."""
-
-    state_ratio: float = 0.0
-    state_bytes: int = 0
-    scratch: tuple[float, float] = (0.0, 0.0)
-    whole: frozenset[str] = frozenset()
-    state_of: Mapping[str, float] = field(default_factory=dict)
-    group_of: Mapping[str, int] = field(default_factory=dict)
-
-
-def update_rule(
-    optimizer: Any,
-    scheduler: Any = None,
-    clip_grad_norm: Any = None,
-    clip_grad_value: Any = None,
-    loss_scaling: Any = None,
-    compensated: bool = False,
-) -> UpdateRule:
-    """The arguments of `compile` as one rule. Raises InputError where they are wrong, or do not go together."""
-    rule = as_rule(optimizer)
-    clip = ClipNorm(float(clip_grad_norm)) if isinstance(clip_grad_norm, Real) else clip_grad_norm
-    scaling = LossScaling() if loss_scaling is True else loss_scaling or None
-    given = {
-        "scheduler": scheduler,
-        "clip_norm": clip,
-        "clip_value": clip_grad_value,
-        "loss_scaling": scaling,
-        "compensated": compensated or None,
-    }
-    rule = replace(rule, **{name: value for name, value in given.items() if value is not None})
-    if isinstance(rule.optimizer, torch.optim.Optimizer):
-        raise InputError(
-            "optimizer must be a factory, not an optimizer instance: each rank makes its own over its shards; pass "
-            f"functools.partial(torch.optim.{type(rule.optimizer).__name__}, lr=…)"
-        )
-    if rule.optimizer is not None and not callable(rule.optimizer):
-        kind = type(rule.optimizer).__name__
-        raise InputError(f"optimizer must be a factory params -> torch.optim.Optimizer, not {kind}")
-    if rule.scheduler is not None and not callable(rule.scheduler):
-        raise InputError(
-            "scheduler must be a factory optimizer -> scheduler, such as "
-            f"functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30), not {type(rule.scheduler).__name__}"
-        )
-    if rule.scheduler is not None and rule.optimizer is None:
-        raise InputError("a scheduler without an optimizer has nothing to schedule; give optimizer= too")
-    norm = rule.clip_norm
-    if norm is not None and not (isinstance(norm, ClipNorm) and norm.max_norm > 0 and norm.norm_type > 0):
-        raise InputError(
-            f"clip_grad_norm must be a positive number or autopar.ClipNorm(max_norm, norm_type), not {norm!r}"
-        )
-    value = rule.clip_value
-    if value is not None and not (isinstance(value, Real) and float(value) > 0):
-        raise InputError(f"clip_grad_value must be a positive number, not {value!r}")
-    if norm is not None and value is not None:
-        raise InputError("choose one of clip_grad_norm and clip_grad_value")
-    _check_scaling(rule.loss_scaling)
-    return rule
-
-
-def _check_scaling(scaling: Any) -> None:
-    if scaling is None:
-        return
-    if not isinstance(scaling, LossScaling):
-        raise InputError(f"loss_scaling must be True or autopar.LossScaling(…), not {scaling!r}")
-    finite = 0 < scaling.initial <= torch.finfo(torch.float32).max
-    if not (finite and scaling.growth > 1 and 0 < scaling.backoff < 1 and scaling.interval >= 1):
-        raise InputError(f"{scaling}: initial must be a positive float32, growth > 1, 0 < backoff < 1, interval >= 1")
-
-
-def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerFacts:
-    """Facts of the rule's optimizer on a program's trained parameters. Raises InputError where it cannot be used."""
+def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
+    """The state of the rule's optimizer on a program's trained parameters. Raises InputError where it cannot be used."""
     factory = rule.optimizer
     if factory is None or not program.training or not program.trained:
-        return OptimizerFacts()
+        return OptimizerState()
     sizes = {name: program.parameters[name].type.shape for name in program.trained}
     shapes = {name: tuple(4 + 2 * dim for dim in range(len(shape))) for name, shape in sizes.items()}
     try:
@@ -147,7 +74,7 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerFacts:
     total = sum(math.prod(shape) for shape in sizes.values())
     ratio = sum(kept[name] * math.prod(shape) for name, shape in sizes.items()) / max(total, 1)
     other = {name: count for name, count in kept.items() if count != ratio}
-    return OptimizerFacts(ratio, each, scratch, frozenset(whole), other, _groups(optimizers, parameters))
+    return OptimizerState(ratio, each, scratch, frozenset(whole), other, _groups(optimizers, parameters))
 
 
 def _random(shapes: Shapes, seed: int = 0) -> dict[str, nn.Parameter]:
@@ -165,8 +92,8 @@ def _with_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Para
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
-    if type(optimizer).__module__.split(".")[0] == "torch" and kind in REFUSED:
-        raise InputError(f"{kind} cannot train a compiled program: {REFUSED[kind]}")
+    if type(optimizer).__module__.split(".")[0] == "torch" and kind in REFUSED_OPTIMIZERS:
+        raise InputError(f"{kind} cannot train a compiled program: {REFUSED_OPTIMIZERS[kind]}")
 
 
 def _check_schedulers(scheduler: Callable[[Any], Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -242,7 +169,7 @@ def _whole(
     for one in optimizers:
         taken = {names[id(p)] for group in one.param_groups for p in group["params"]}
         kind, own = type(one).__name__, type(one).__module__.split(".")[0] == "torch"
-        if own and kind in WHOLE:
+        if own and kind in WHOLE_TENSOR_OPTIMIZERS:
             whole |= taken
         elif not (own and kind in ELEMENTWISE):
             unknown |= taken

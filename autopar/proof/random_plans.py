@@ -10,7 +10,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.lower.cut import cut, cut_points
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.shard.graph import FactorGraph
-from autopar.passes.shard.mesh_plan import stage_plan
+from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
 from autopar.plan import Plan
 from autopar.program import ParallelProgram

@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ops.registry import find
 from autopar.passes.lower import lower
 from autopar.passes.price.pricer import Pricer, Pricers
-from autopar.passes.shard.mesh_plan import extract
+from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
 from autopar.proof.casts import FLOATS
@@ -67,7 +67,7 @@ def one_rank(program: ParallelProgram) -> LoweredProgram:
     """The captured program on one rank."""
     mesh = Mesh.of(dp=1)
     problem = Problem(program.ir, Pricer(program.cluster, mesh), program.rules, program.setting)
-    plan = extract(problem, [0] * len(problem.graph.keys), program.cluster, program.options, "one rank")
+    plan = spmd_plan(problem, [0] * len(problem.graph.keys), program.cluster, program.options, "one rank")
     plan = replace(plan, microbatches=program.plan.microbatches)
     return lower(program.ir, plan, Pricers(program.cluster), program.rules)
 

@@ -30,9 +30,7 @@ from .state import State
 from .tables import Modules, Pipeline
 from .tiers import Tiers
 from .update import Updater
-from .update_rule import OptimizerFactory, UpdateRule, as_rule
-
-WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+from .update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, OptimizerFactory, UpdateRule, as_rule
 
 
 class Session(State):
@@ -317,7 +315,7 @@ class Session(State):
                 info = stage.tables.parameters[name]
                 if local_shape(info.shape, info.opt_spec, stage.comm) != info.shape:
                     cut.append(name)
-        if cut and kind in WHOLE_TENSOR_OPTIMIZERS:
+        if cut and kind in (*WHOLE_TENSOR_OPTIMIZERS, *REFUSED_OPTIMIZERS):
             raise RuntimeProgramError(
                 f"{kind} needs whole tensors, but the plan shards {len(cut)} of them ({cut[0]}, …); use an elementwise "
                 "optimizer such as AdamW, or a plan with replicated parameters"

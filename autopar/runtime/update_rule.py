@@ -29,6 +29,13 @@ OptimizerFactory = Callable[..., Any]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 Named = list[tuple[str, nn.Parameter]]
 NAMED = ("named_parameters", "named")
+WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "Muon")
+"""Those of torch whose update of a parameter needs all of it."""
+REFUSED_OPTIMIZERS = {
+    "LBFGS": "it evaluates the model several times per step through a closure, which a compiled step cannot",
+    "SparseAdam": "it takes sparse gradients, those of a compiled program are dense; use Adam",
+}
+"""Those of torch that cannot train a compiled program, and why."""
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,9 @@ def measure(
         resting[i] += p.storage.local_bytes(p.type, stage.mesh)
         if p.contributions:
             shard = p.optimizer.local_bytes(p.type, stage.mesh)
-            each = max(setting.state_bytes, p.type.dtype.itemsize)
             resting[i] += shard
             if not p.optimizer_tier:
-                resting[i] += shard / p.type.dtype.itemsize * setting.state_ratio * each
+                resting[i] += setting.optimizer.shard_bytes(p.type, shard, name)
             step[i] += work[name]
     for i, nbytes in held_bytes(stage).items():
         held[i] = nbytes

@@ -85,5 +85,6 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
 
 def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting: Setting) -> float:
     """Seconds of the optimizer's update of one parameter's shard."""
-    touched = 3 + 2 * setting.state_ratio
-    return touched * p.optimizer.local_bytes(p.type, stage.mesh) * pricer.copy_s if p.owned and p.contributions else 0.0
+    if not (p.owned and p.contributions):
+        return 0.0
+    return setting.optimizer.update_s(p.optimizer.local_bytes(p.type, stage.mesh), pricer.copy_s, p.name)

@@ -22,7 +22,7 @@ from autopar.passes.lower.names import Names
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import flow
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.recomputation import recomputation
 from autopar.passes.rules.structure import value_names
 from autopar.passes.rules.widening import late_upcasts, wide_gradients
 from autopar.plan import TemplatePlan
@@ -38,7 +38,7 @@ class PlannedTemplate:
         self.template, self.plan, self.pricer, self.rules = template, plan, pricer, rules
         self.flow = flow(template)
         self.recompute = frozenset(plan.recompute)
-        self.replay = replay(template, self.flow, plan.recompute)
+        self.recomputation = recomputation(template, self.flow, plan.recompute)
         self.wide = wide_gradients(template)
         self.recast = late_upcasts(template)
 

@@ -1,7 +1,7 @@
 """Lower one template: its ops on blocks, with a conversion wherever producer and consumer disagree.
 
 What backward reads is returned by the forward function in the spec the plan holds it in; what the plan recomputes is
-made again by backward just before its first use there, under the same strategies (`autopar.passes.rules.replay`). Where
+made again by backward just before its first use there, under the same strategies (`autopar.passes.rules.recomputation`). Where
 B and W are apart, what W reads of B's values is returned by the backward function.
 """
 
@@ -70,7 +70,7 @@ def lower_template(
         back.weights,
         back.later,
         back.again_params,
-        frozenset(planned.replay.kept),
+        frozenset(planned.recomputation.kept),
         _parked(planned, front),
         plan.offload_tier if plan.offload else "",
     )
@@ -89,7 +89,7 @@ def _forward(planned: PlannedTemplate, keeps: bool) -> _Front:
         if not phase_is_late(node):
             body.op(node)
     outputs = [body.held[o] for o in template.outputs]
-    saved = tuple((key, *body.hub(key, "F", "")) for key in planned.replay.kept.values()) if keeps else ()
+    saved = tuple((key, *body.hub(key, "F", "")) for key in planned.recomputation.kept.values()) if keeps else ()
     function = body.function(f"{template.name}_forward", args, (name for name, _ in outputs), ())
     return _Front(function, tuple(spec for _, spec in outputs), saved)
 
@@ -98,7 +98,7 @@ def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, .
     template, body = planned.template, Body(planned)
     for key, name, spec in front.saved:
         body.argument(key, name, spec)
-    again_params = tuple(i for i in planned.replay.params if not _gathered_alike(planned, template.params[i]))
+    again_params = tuple(i for i in planned.recomputation.params if not _gathered_alike(planned, template.params[i]))
     args = _backward_arguments(planned, body, late_params, again_params)
     for node in template.ops:
         if phase_is_late(node) and not (split and node.meta["phase"] == "W"):
@@ -132,7 +132,7 @@ def _backward_arguments(
     for i in late_params:
         late = f"{template.params[i]}@late"
         args.append(body.argument(late, template.params[i], planned.spec(late)))
-    for i in planned.replay.params:
+    for i in planned.recomputation.params:
         use = f"{template.params[i]}@use"
         if i in again_params:
             args.append(body.argument(use, template.params[i], planned.spec(use)))
@@ -197,5 +197,5 @@ def _parked(planned: PlannedTemplate, front: _Front) -> tuple[int, ...]:
         raise PlanError(
             f"the plan offloads {template.name}.{unknown[0]}, which is no value of this template; it is for another model"
         )
-    forms = {planned.replay.kept[v] for v in parked if v in planned.replay.kept}
+    forms = {planned.recomputation.kept[v] for v in parked if v in planned.recomputation.kept}
     return tuple(place for place, (form, _, _) in enumerate(front.saved) if form in forms)

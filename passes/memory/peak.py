@@ -224,8 +224,7 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
         if p.contributions and stage.training:
             shard = p.optimizer.local_bytes(p.type, mesh)
             if p.owned:
-                each = max(setting.state_bytes, p.type.dtype.itemsize)
-                state = shard / p.type.dtype.itemsize * setting.ratio(name) * each
+                state = setting.optimizer.shard_bytes(p.type, shard, name)
                 if p.optimizer_tier:
                     _add(tiers, p.optimizer_tier, "optimizer", state)
                 else:
@@ -246,11 +245,11 @@ def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float
 
 def _parts_peak(stage: LoweredStage, setting: Setting) -> float:
     """The most that a step by parts needs: a part's state, the next one's on its way, and the optimizer's scratch."""
-    parts, (own, before) = step_parts(stage, setting), setting.scratch
+    parts = step_parts(stage, setting)
     worst = 0.0
     for (names, state), (_, coming) in zip(parts, [*parts[1:], ([], 0.0)], strict=False):
         sizes = [stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh) for n in names]
-        scratch = max(own * a + before * b for a, b in zip(sizes, [0, *sizes], strict=False))
+        scratch = setting.optimizer.scratch_bytes(sizes)
         shards = tuple(
             GatheredShard(local(p.type, p.optimizer, stage.mesh), p.regather)
             for p in map(stage.parameters.get, names)
@@ -277,13 +276,11 @@ def _update_peak(stage: LoweredStage, setting: Setting) -> float:
     """The most that the optimizer's step, or the gather after it, needs for a moment."""
     mesh = stage.mesh
     owned = {name: p for name, p in stage.parameters.items() if p.contributions and p.owned}
-    own, before = setting.scratch
     groups: dict[int, list[float]] = {}
     for name, p in owned.items():
         if not (p.optimizer_tier or p.tier):
-            groups.setdefault(setting.group_of.get(name, 0), []).append(p.optimizer.local_bytes(p.type, mesh))
-    pairs = [(a, b) for sizes in groups.values() for a, b in zip(sizes, [0.0, *sizes], strict=False)]
-    scratch = max((own * a + before * b for a, b in pairs), default=0.0)
+            groups.setdefault(setting.optimizer.group_of.get(name, 0), []).append(p.optimizer.local_bytes(p.type, mesh))
+    scratch = max(map(setting.optimizer.scratch_bytes, groups.values()), default=0.0)
     scratch = max(scratch, _parts_peak(stage, setting))
     shards = tuple(
         (local(p.type, p.optimizer, mesh), p.regather, local(p.type, p.storage, mesh))

@@ -1,1 +1,1 @@
-"""Seconds of ops, messages and moves to memory tiers."""
+"""Seconds of ops on their blocks and of messages along mesh axes."""

@@ -35,6 +35,25 @@ class TierMove:
     stage: int = 0
 
 
+class _Traffic:
+    """Bytes and seconds to move them, by tier."""
+
+    def __init__(self) -> None:
+        self.by_tier: dict[str, tuple[float, float]] = {}
+
+    def add(self, tier: str, nbytes: float, seconds: float) -> None:
+        before = self.by_tier.get(tier, (0.0, 0.0))
+        self.by_tier[tier] = before[0] + nbytes, before[1] + seconds
+
+    def moves(self, kind: str, times: int, exposed_s: float, stage: LoweredStage) -> list[TierMove]:
+        """All of it so many times per step; what is exposed is shared out among tiers by their seconds."""
+        whole_s = sum(seconds for _, seconds in self.by_tier.values()) or 1.0
+        return [
+            TierMove(kind, tier, nbytes * times, seconds * times, exposed_s * seconds / whole_s, stage.index)
+            for tier, (nbytes, seconds) in self.by_tier.items()
+        ]
+
+
 def parked_bytes(template: LoweredTemplate, mesh: Mesh, places: Sequence[int] | None = None) -> float:
     """Bytes of the storages that a call's parked values (or those at `places`) lie in, on one rank."""
     owner, size = storage_owners(template.forward), template.forward.local_bytes(mesh)
@@ -59,9 +78,9 @@ def saved_moves(
     per_call: seconds of the templates' functions."""
     parked = {n: (parked_bytes(t, stage.mesh), len(t.offload)) for n, t in stage.templates.items() if t.offload}
     added: dict[str, float] = {}
-    totals: dict[str, list[float]] = {}
-    rows = (("F", stage.forward, forward_exposed_s), ("B", stage.backward, backward_exposed_s))
-    for action, function, exposed in rows:
+    traffic = _Traffic()
+    directions = (("F", stage.forward, forward_exposed_s), ("B", stage.backward, backward_exposed_s))
+    for action, function, exposed in directions:
         lines = function.lines if function is not None else ()
         calls = [
             (line.template, not isinstance(line, CallForward) or line.keeps)
@@ -77,15 +96,9 @@ def saved_moves(
         added[action] = exposed([per_call[n][action] for n, _ in calls], moves) if hides(pricer) else sum(moves)
         for (name, keeps), seconds in zip(calls, moves, strict=True):
             if name in parked and keeps:
-                total = totals.setdefault(stage.templates[name].offload_tier, [0.0, 0.0])
-                total[0] += parked[name][0]
-                total[1] += seconds
-    times, exposed_s = stage.microbatches, sum(added.values()) * stage.microbatches
-    whole = sum(seconds for _, seconds in totals.values())
-    return added, [
-        TierMove("activations", tier, nbytes * times, seconds * times, exposed_s * seconds / whole, stage.index)
-        for tier, (nbytes, seconds) in totals.items()
-    ]
+                traffic.add(stage.templates[name].offload_tier, parked[name][0], seconds)
+    times = stage.microbatches
+    return added, traffic.moves("activations", times, sum(added.values()) * times, stage)
 
 
 def gather_moves(
@@ -94,7 +107,7 @@ def gather_moves(
     """The same for parameters that rest in tiers: their shards are read one call ahead. What is then gathered from other
     ranks must be there when the gather starts, so nothing hides it."""
     added: dict[str, float] = {}
-    total: dict[str, list[float]] = {}
+    traffic = _Traffic()
     for action, function in (("F", stage.forward), ("B", stage.backward)):
         early: dict[int, float] = {}
         at_once = 0.0
@@ -108,9 +121,7 @@ def gather_moves(
                     continue
                 nbytes = p.storage.local_bytes(p.type, stage.mesh)
                 seconds = move_s(pricer, p.tier, nbytes)
-                row = total.setdefault(p.tier, [0.0, 0.0])
-                row[0] += nbytes
-                row[1] += seconds
+                traffic.add(p.tier, nbytes, seconds)
                 if gathered(gather.steps, stage.mesh):
                     at_once += seconds
                 else:
@@ -121,12 +132,8 @@ def gather_moves(
         work = [per_call[line.template][action] for line in calls]
         ahead = backward_exposed_s(work, [early.get(line.number, 0.0) for line in calls])
         added[action] = at_once + (ahead if hides(pricer) else sum(early.values()))
-    times, whole = stage.microbatches, sum(seconds for _, seconds in total.values())
-    exposed = times * sum(added.values())
-    return added, [
-        TierMove("parameters", tier, nbytes * times, seconds * times, exposed * seconds / whole, stage.index)
-        for tier, (nbytes, seconds) in total.items()
-    ]
+    times = stage.microbatches
+    return added, traffic.moves("parameters", times, sum(added.values()) * times, stage)
 
 
 def gathered(steps: Sequence[RuntimeStep], mesh: Mesh) -> bool:
@@ -137,12 +144,12 @@ def gathered(steps: Sequence[RuntimeStep], mesh: Mesh) -> bool:
 def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> list[TierMove]:
     """Per step what gradients in tiers move: sums between microbatches out and back in, reduced ones out. Sums are waited
     for; what leaves does so beside backward (backward_s: its seconds in all)."""
-    found: dict[str, list[float]] = {}
+    by_tier: dict[str, list[float]] = {}  # bytes, seconds back in, seconds out
     for p in stage.parameters.values():
         if p.tier and p.contributions:
             shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
             again = p.contributions * stage.microbatches - 1
-            row = found.setdefault(p.tier, [0.0, 0.0, 0.0])
+            row = by_tier.setdefault(p.tier, [0.0, 0.0, 0.0])
             whole = shard * bytes_before_per_byte(p.reduce, stage.mesh.sizes)
             row[0] += 2 * again * whole + shard
             row[1] += again * move_s(pricer, p.tier, whole)
@@ -156,7 +163,7 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
             back + (exposed_s(out, backward_s) if hides(pricer) else out),
             stage.index,
         )
-        for tier, (nbytes, back, out) in found.items()
+        for tier, (nbytes, back, out) in by_tier.items()
     ]
 
 
@@ -170,8 +177,8 @@ def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], f
     for names in divide(sizes):
         coming = 0.0
         for name in names:
-            p, itemsize = owned[name], owned[name].type.dtype.itemsize
-            state = setting.ratio(name) * sizes[name] / itemsize * max(setting.state_bytes, itemsize)
+            p = owned[name]
+            state = setting.optimizer.shard_bytes(p.type, sizes[name], name)
             coming += (state if p.optimizer_tier else 0.0) + (2 * sizes[name] if p.tier else 0.0)
         parts.append((names, coming))
     return parts
@@ -180,28 +187,19 @@ def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], f
 def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, update_s: float) -> list[TierMove]:
     """Per step what the optimizer's step by parts moves (state, and values with gradients of parameters in tiers);
     update_s: seconds that the update of all these parameters takes."""
-    ways: list[float] = []
-    total: dict[str, list[float]] = {}
+    traffic = _Traffic()
+    parts_s: list[float] = []  # one way, per part
     for names, _ in step_parts(stage, setting):
-        ways.append(0.0)
+        parts_s.append(0.0)
         for name in names:
             p = stage.parameters[name]
             shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
-            itemsize = p.type.dtype.itemsize
-            state = shard / itemsize * setting.state_ratio * max(setting.state_bytes, itemsize)
+            state = setting.optimizer.shard_bytes(p.type, shard, name)
             for tier, nbytes in ((p.optimizer_tier, state), (p.tier, 2 * shard)):
                 if tier:
                     seconds = move_s(pricer, tier, nbytes)
-                    ways[-1] += seconds
-                    row = total.setdefault(tier, [0.0, 0.0])
-                    row[0] += nbytes
-                    row[1] += seconds
-    if not ways:
-        return []
-    time_s = 2 * sum(ways)
-    exposed = min(parts_exposed_s(update_s, ways, ways), time_s) if hides(pricer) else time_s
-    whole = sum(seconds for _, seconds in total.values()) or 1.0
-    return [
-        TierMove("optimizer", tier, 2 * nbytes, 2 * seconds, exposed * seconds / whole, stage.index)
-        for tier, (nbytes, seconds) in total.items()
-    ]
+                    parts_s[-1] += seconds
+                    traffic.add(tier, nbytes, seconds)
+    time_s = 2 * sum(parts_s)
+    exposed = min(parts_exposed_s(update_s, parts_s, parts_s), time_s) if hides(pricer) else time_s
+    return traffic.moves("optimizer", 2, exposed, stage)

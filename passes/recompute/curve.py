@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.choose import Choice, hull, of_values
 from autopar.passes.recompute.problem import RecomputeProblem, recompute_problems
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.rules.policies import POLICIES, policy_set
+from autopar.passes.rules.policies import policy_set
 from autopar.plan import Plan
 
 Place = tuple[float, float]
@@ -60,7 +61,7 @@ def curves(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> l
             corners.append(place(now))
         policies = {
             policy: place({n: of_values(p, policy_set(part.templates[n], policy)) for n, (p, _) in parts.items()})
-            for policy in POLICIES
+            for policy in RECOMPUTE_POLICIES
         }
         chosen = place({n: of_values(p, stage.templates[n].recompute) for n, (p, _) in parts.items()})
         found.append(Curve(tuple(corners), policies, chosen))

@@ -23,7 +23,7 @@ from autopar.ops.registry import find
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import Flow, flow, phase_is_late
-from autopar.passes.rules.replay import kept_form
+from autopar.passes.rules.recomputation import kept_form
 from autopar.passes.rules.structure import value_names
 from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 

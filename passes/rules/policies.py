@@ -7,21 +7,28 @@ what is not known are kept; attention and everything else pointwise is made agai
 
 from __future__ import annotations
 
+from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.ir.program import Template, resolve
 from autopar.ops.registry import find
-from autopar.passes.rules.replay import made_forward
-
-POLICIES = ("none", "selective", "full")
+from autopar.passes.rules.recomputation import made_forward
 
 
 def policy_set(template: Template, policy: str) -> tuple[str, ...]:
-    """Values of a template that a policy makes again."""
-    if policy == "none" or not template.differentiable:
+    """Values of a template that a policy (a row of `autopar.ir.memory_levers`) makes again."""
+    again = RECOMPUTE_POLICIES[policy].again
+    if not again or not template.differentiable:
         return ()
-    values = [v for v in template.nodes if v in made_forward(template)]
-    if policy == "full":
-        return tuple(values)
-    return tuple(v for v in values if is_light(template, resolve(template.nodes[v])[0].name))
+    forward = made_forward(template)
+    return tuple(
+        v for v in template.nodes if v in forward and op_class(template, resolve(template.nodes[v])[0].name) in again
+    )
+
+
+def op_class(template: Template, op: str) -> str:
+    """One of `autopar.ir.memory_levers.OP_CLASSES`."""
+    if not is_light(template, op):
+        return "dear"
+    return "attention" if template.op_calls[op].op.startswith("autopar.attention") else "light"
 
 
 def is_light(template: Template, op: str) -> bool:

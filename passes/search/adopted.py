@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.program import Program
 from autopar.passes.search.task import Capture, RankedPlans, Task, account_of
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class DerivedPlan:
     fits."""
 
     task: Task
-    candidate: Candidate
-    plan_again: Callable[[Task], Candidate | None]
+    candidate: PricedPlan
+    plan_again: Callable[[Task], PricedPlan | None]
 
 
 def adopted(plans: Sequence[DerivedPlan], captured: Capture, must_fit: bool) -> RankedPlans:
@@ -45,7 +45,7 @@ def adopted(plans: Sequence[DerivedPlan], captured: Capture, must_fit: bool) -> 
     return ranked
 
 
-def _taken_over(plan: DerivedPlan, owner: Task, first: bool, must_fit: bool) -> Candidate | None:
+def _taken_over(plan: DerivedPlan, owner: Task, first: bool, must_fit: bool) -> PricedPlan | None:
     """The same choices for the captured task, lowered if it is the first; None where they do not mean the same there."""
     if owner.program is plan.task.program:
         return plan.candidate

@@ -6,15 +6,16 @@ pipelines that cannot fit or cannot win.
 
 from __future__ import annotations
 
+from autopar.ir.memory_levers import MOVABLE
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import resolve
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.policies import policy_set
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.recomputation import recomputation
 from autopar.passes.rules.structure import shows_held
 from autopar.passes.search.task import Task
 
-_OFFLOADED_WITH = {"parameters": "parameters", "gradients": "parameters", "optimizer": "optimizer"}
+_OFFLOADED_WITH = {kind: moved for moved, kinds in MOVABLE.items() for kind in kinds}
 """The kind of offload (`Setting.offload`) that takes a kind of resting bytes off the device."""
 
 
@@ -25,9 +26,7 @@ def model_bytes(task: Task) -> dict[str, float]:
     if program.training:
         types = {name: program.parameters[name].type for name in program.trained}
         nbytes["gradients"] = float(sum(t.nbytes for t in types.values()))
-        nbytes["optimizer"] = float(
-            sum(t.numel * setting.ratio(n) * max(setting.state_bytes, t.dtype.itemsize) for n, t in types.items())
-        )
+        nbytes["optimizer"] = float(sum(setting.optimizer.shard_bytes(t, t.nbytes, n) for n, t in types.items()))
     return nbytes
 
 
@@ -48,7 +47,7 @@ def least_bytes(task: Task) -> tuple[float, float]:
     held = 0.0
     for name, times in program.multiplicity.items():
         template = program.templates[name]
-        kept = set(replay(template, flow(template), policy_set(template, policy)).kept)
+        kept = set(recomputation(template, flow(template), policy_set(template, policy)).kept)
         held_anyway = {*kept, *template.params}
         views = {v for v in kept if shows_held(template, resolve(template.nodes[v])[0], held_anyway)}
         held += times * sum(template.type_of(v).nbytes for v in kept - views)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import Candidate
-from autopar.passes.shard.replay import evaluate
+from autopar.passes.shard.evaluate import evaluate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan
 
 
-def replayed(task: Task, plan: Plan) -> Candidate:
+def replayed(task: Task, plan: Plan) -> PricedPlan:
     """The plan as a candidate. Raises PlanError when it is for another model, cluster or batch."""
     cluster = task.cluster
     if plan.ranks != cluster.size:
@@ -30,4 +30,4 @@ def replayed(task: Task, plan: Plan) -> Candidate:
         )
     check_plan(plan, task.program)
     solution = evaluate(task.program, plan, task.pricers, task.rules, task.setting)
-    return Candidate(replace(plan, predicted={"step_time_s": solution.cost}), solution)
+    return PricedPlan(replace(plan, predicted={"step_time_s": solution.cost}), solution)

@@ -22,7 +22,7 @@ from autopar.passes.account.program import Account, account
 from autopar.passes.lower import lower
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 
 
@@ -76,7 +76,7 @@ class Task:
         """Seconds and bytes of a lowered plan."""
         return account(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
 
-    def finish(self, candidate: Candidate) -> Candidate:
+    def finish(self, candidate: PricedPlan) -> PricedPlan:
         """The candidate lowered and accounted for."""
         if candidate.lowered is not None:
             return candidate
@@ -89,11 +89,11 @@ class Task:
 
 Capture = Callable[[int], Task]
 """Captures the model in so many microbatches. Raises InputError where the batch cannot be cut so."""
-RankedPlans = list[tuple[Task, Candidate]]
+RankedPlans = list[tuple[Task, PricedPlan]]
 """Plans with the task that each is a plan of, best first; the first one is lowered."""
 
 
-def account_of(candidate: Candidate) -> Account:
+def account_of(candidate: PricedPlan) -> Account:
     """Seconds and bytes of a candidate that was lowered."""
     assert candidate.account is not None, "finish the candidate first"
     return candidate.account

@@ -42,8 +42,8 @@ class FactorGraph:
             return
         if u > v:
             u, v, matrix = v, u, matrix.T
-        known = self.pairs.get((u, v))
-        self.pairs[u, v] = matrix if known is None else known + matrix
+        pair = self.pairs.get((u, v))
+        self.pairs[u, v] = matrix if pair is None else pair + matrix
 
     def value(self, choice: list[int]) -> float:
         """Objective of an assignment."""

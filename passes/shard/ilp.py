@@ -9,7 +9,7 @@ bytes (scaled to the budget).
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -29,82 +29,119 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Model:
+    """first: number of the first binary of every remaining variable; first_edge: of the first y. costs were divided by
+    scale."""
+
     proto: model_pb2.ModelProto
     first: dict[int, int]
     scale: float
     first_edge: int
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """Columns of the model: per variable its states x, then per edge (u, v, its costs, its first column) the pairs y.
+
+    costs: of every column.
+    """
+
+    first: dict[int, int]
+    edges: list[tuple[int, int, np.ndarray, int]]
+    first_edge: int
+    costs: np.ndarray
+
+    @staticmethod
+    def of(r: Reduced) -> _Columns:
+        first: dict[int, int] = {}
+        count = 0
+        for v in sorted(r.cost):
+            first[v] = count
+            count += len(r.cost[v])
+        first_edge, edges = count, []
+        for u in sorted(r.near):
+            for v in sorted(r.near[u]):
+                if u < v:
+                    edges.append((u, v, r.near[u][v], count))
+                    count += r.near[u][v].size
+        costs = [r.cost[v] for v in first] + [matrix.ravel() for _, _, matrix, _ in edges]
+        return _Columns(first, edges, first_edge, np.concatenate(costs))
+
+
+@dataclass
+class _Rows:
+    """Rows of the model as (row, column, value) triplets, in blocks that share a lower and an upper bound."""
+
+    count: int = 0
+    triplets: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def open(self, count: int, lower: float, upper: float) -> np.ndarray:
+        """Numbers of so many new rows within these bounds."""
+        self.lower += [lower] * count
+        self.upper += [upper] * count
+        self.count += count
+        return np.arange(self.count - count, self.count)
+
+    def put(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
+        self.triplets.append((rows, columns, values))
+
+
 def _build(r: Reduced, budget: float | None) -> _Model:
-    first: dict[int, int] = {}
-    count = 0
-    costs: list[np.ndarray] = []
-    for v in sorted(r.cost):
-        first[v] = count
-        count += len(r.cost[v])
-        costs.append(r.cost[v])
-    nodes = count
-    edges = [(u, v, r.near[u][v]) for u in sorted(r.near) for v in sorted(r.near[u]) if u < v]
-    offsets = []
-    for _, _, m in edges:
-        offsets.append(count)
-        count += m.size
-        costs.append(m.ravel())
-    scale = max(1e-12, float(np.median(np.abs(np.concatenate(costs)))) if costs else 1.0)
-    rows: list[np.ndarray] = []
-    cols: list[np.ndarray] = []
-    vals: list[np.ndarray] = []
-    bounds: list[tuple[int, float, float]] = []
-    row = 0
-    for v in sorted(r.cost):
-        n = len(r.cost[v])
-        rows.append(np.full(n, row))
-        cols.append(first[v] + np.arange(n))
-        vals.append(np.ones(n))
-        row += 1
-    bounds.append((row, 1.0, 1.0))
-    equalities = 0
-    for (u, v, m), at in zip(edges, offsets, strict=True):
-        grid = at + np.arange(m.size).reshape(m.shape)
-        for ids, w in ((grid, u), (grid.T, v)):
-            n = len(ids)
-            rows.append(np.repeat(row + np.arange(n), ids.size // n))
-            cols.append(ids.ravel())
-            vals.append(np.ones(ids.size))
-            rows.append(row + np.arange(n))
-            cols.append(first[w] + np.arange(n))
-            vals.append(-np.ones(n))
-            row += n
-            equalities += n
-    bounds.append((equalities, 0.0, 0.0))
+    columns, rows = _Columns.of(r), _Rows()
+    _one_state_each(rows, columns, r)
+    _pairs_agree(rows, columns)
     if budget is not None:
-        memory = np.concatenate([r.memory[v] for v in sorted(r.cost)])
-        rows.append(np.full(nodes, row))
-        cols.append(np.arange(nodes))
-        vals.append(memory / budget)
-        bounds.append((1, -np.inf, 1.0 - r.constant_memory / budget))
-        row += 1
-    proto = model_pb2.ModelProto()
+        _within_budget(rows, columns, r, budget)
+    scale = max(1e-12, float(np.median(np.abs(columns.costs))))
+    return _Model(_proto(columns.costs / scale, rows), columns.first, scale, columns.first_edge)
+
+
+def _one_state_each(rows: _Rows, columns: _Columns, r: Reduced) -> None:
+    """sum_s x[v, s] = 1"""
+    for v, at in columns.first.items():
+        n = len(r.cost[v])
+        rows.put(np.repeat(rows.open(1, 1.0, 1.0), n), at + np.arange(n), np.ones(n))
+
+
+def _pairs_agree(rows: _Rows, columns: _Columns) -> None:
+    """sum_t y[u, s, v, t] = x[u, s] for every s, and sum_s y[u, s, v, t] = x[v, t] for every t"""
+    for u, v, matrix, at in columns.edges:
+        pairs = at + np.arange(matrix.size).reshape(matrix.shape)
+        for of_state, variable in ((pairs, u), (pairs.T, v)):
+            n = len(of_state)
+            opened = rows.open(n, 0.0, 0.0)
+            rows.put(np.repeat(opened, of_state.size // n), of_state.ravel(), np.ones(of_state.size))
+            rows.put(opened, columns.first[variable] + np.arange(n), -np.ones(n))
+
+
+def _within_budget(rows: _Rows, columns: _Columns, r: Reduced, budget: float) -> None:
+    """sum_v memory[v, s] x[v, s] <= budget, beside what was eliminated; in parts of the budget"""
+    memory = np.concatenate([r.memory[v] for v in columns.first])
+    opened = rows.open(1, -np.inf, 1.0 - r.constant_memory / budget)
+    rows.put(np.repeat(opened, len(memory)), np.arange(len(memory)), memory / budget)
+
+
+def _proto(objective: np.ndarray, rows: _Rows) -> model_pb2.ModelProto:
+    """The LP as the solver takes it; zeros are left out, the matrix goes row by row."""
+    proto, count = model_pb2.ModelProto(), len(objective)
     proto.variables.ids.extend(range(count))
     proto.variables.lower_bounds.extend([0.0] * count)
     proto.variables.upper_bounds.extend([1.0] * count)
     proto.variables.integers.extend([False] * count)
-    objective = np.concatenate(costs) / scale
     keep = np.nonzero(objective)[0]
     proto.objective.linear_coefficients.ids.extend(keep.tolist())
     proto.objective.linear_coefficients.values.extend(objective[keep].tolist())
-    proto.linear_constraints.ids.extend(range(row))
-    for n, low, high in bounds:
-        proto.linear_constraints.lower_bounds.extend([low] * n)
-        proto.linear_constraints.upper_bounds.extend([high] * n)
-    all_rows, all_cols, all_vals = np.concatenate(rows), np.concatenate(cols), np.concatenate(vals)
-    order = np.lexsort((all_cols, all_rows))
-    all_rows, all_cols, all_vals = all_rows[order], all_cols[order], all_vals[order]
-    keep = np.nonzero(all_vals)[0]
-    proto.linear_constraint_matrix.row_ids.extend(all_rows[keep].tolist())
-    proto.linear_constraint_matrix.column_ids.extend(all_cols[keep].tolist())
-    proto.linear_constraint_matrix.coefficients.extend(all_vals[keep].tolist())
-    return _Model(proto, first, scale, nodes)
+    proto.linear_constraints.ids.extend(range(rows.count))
+    proto.linear_constraints.lower_bounds.extend(rows.lower)
+    proto.linear_constraints.upper_bounds.extend(rows.upper)
+    row, column, value = (np.concatenate(part) for part in zip(*rows.triplets, strict=True))
+    order = np.lexsort((column, row))
+    order = order[value[order] != 0]
+    proto.linear_constraint_matrix.row_ids.extend(row[order].tolist())
+    proto.linear_constraint_matrix.column_ids.extend(column[order].tolist())
+    proto.linear_constraint_matrix.coefficients.extend(value[order].tolist())
+    return proto
 
 
 def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:

@@ -18,18 +18,9 @@ from autopar.ir.program import Program, Template, operand_values, resolve
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.rules.hubs import flow
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.recomputation import recomputation
 from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 
-KINDS: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "optimizer": frozenset({"optimizer"}),
-    "activations": frozenset({"activations"}),
-    "parameters": frozenset({"optimizer", "parameters"}),
-    "all": frozenset({"optimizer", "activations", "parameters"}),
-    "auto": frozenset(),
-}
-"""Options.offload -> the kinds that are forced into tiers."""
 LEAST_BYTES = 1024
 """Smaller values (global bytes) stay on the device."""
 
@@ -73,7 +64,7 @@ def parkable(program: Program, name: str, plan: TemplatePlan) -> tuple[str, ...]
         )
     }
     resting |= _views(template, {*resting, *template.params})
-    kept = replay(template, flow(template), plan.recompute).kept
+    kept = recomputation(template, flow(template), plan.recompute).kept
     return tuple(
         value
         for value in dict.fromkeys((*kept, *template.inputs))
@@ -99,7 +90,7 @@ def _held_bytes(program: Program, stage: StagePlan, setting: Setting) -> float:
         name = program.calls[i].template
         if name not in per_call:
             template, plan = program.templates[name], stage.templates[name]
-            forms = replay(template, flow(template), plan.recompute).kept
+            forms = recomputation(template, flow(template), plan.recompute).kept
             per_call[name] = 0.0
             for value in parkable(program, name, plan):
                 if value in forms:
@@ -113,7 +104,7 @@ def _parameters(
     program: Program, stage: StagePlan, tiers: Iterable[Tier], used: dict[str, float], setting: Setting
 ) -> dict[str, ParameterPlan]:
     """The parameters' tiers: stored shards first, then optimizer state, the largest first."""
-    found = dict(stage.parameters)
+    placed = dict(stage.parameters)
     trained = set(program.trained)
     wanted: dict[str, float] = {}
     if "parameters" in setting.offload:
@@ -122,17 +113,18 @@ def _parameters(
             wanted[f"value {name}"] = p.storage.local_bytes(type_, stage.mesh) + (
                 p.optimizer.local_bytes(type_, stage.mesh) if name in trained else 0.0
             )
-    if "optimizer" in setting.offload and setting.state_ratio:
+    if "optimizer" in setting.offload and setting.optimizer.elements:
         sizes = {n: state_bytes(program, stage, n, setting) for n in trained if n in stage.parameters}
         wanted |= {f"state {n}": size for n, size in sorted(sizes.items(), key=lambda kv: (-kv[1], kv[0]))}
     for what, tier in place(wanted, list(tiers), used).items():
         kind, _, name = what.partition(" ")
-        found[name] = replace(found[name], tier=tier) if kind == "value" else replace(found[name], optimizer_tier=tier)
-    return found
+        plan = placed[name]
+        placed[name] = replace(plan, tier=tier) if kind == "value" else replace(plan, optimizer_tier=tier)
+    return placed
 
 
 def state_bytes(program: Program, stage: StagePlan, name: str, setting: Setting) -> float:
     """Bytes of one parameter's optimizer state on a rank."""
     type_ = program.parameters[name].type
     shard = stage.parameters[name].optimizer.local_bytes(type_, stage.mesh)
-    return shard / type_.dtype.itemsize * setting.ratio(name) * max(setting.state_bytes, type_.dtype.itemsize)
+    return setting.optimizer.shard_bytes(type_, shard, name)

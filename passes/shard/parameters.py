@@ -6,6 +6,8 @@ bytes of the device and pays its whole way there and back instead, so that the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.ir.spec import Spec
@@ -15,29 +17,25 @@ State = tuple[Spec, Spec]
 """How a parameter is stored, and how its gradient and optimizer state are."""
 
 
-def parameter_bytes(type_: TensorType, state: State, trained: bool, setting: Setting, mesh: Mesh) -> float:
-    """Parameter, gradient and optimizer state of one parameter on one rank's device."""
-    stored = 0.0 if "parameters" in setting.offload else state[0].local_bytes(type_, mesh)
-    if not trained or "parameters" in setting.offload:
-        return stored
-    shard = state[1].local_bytes(type_, mesh)
-    return stored + shard + (0.0 if "optimizer" in setting.offload else _state_bytes(type_, shard, setting))
+def parameter_bytes(type_: TensorType, state: State, trained: Sequence[str], setting: Setting, mesh: Mesh) -> float:
+    """Parameter, gradient and optimizer state of one parameter on one rank's device.
+
+    trained: the parameter's name, or those of several that are alike, where they are trained; of these it is the average.
+    """
+    shard = state[1].local_bytes(type_, mesh) if trained else 0.0
+    nbytes = 0.0 if "parameters" in setting.offload else state[0].local_bytes(type_, mesh) + shard
+    if "optimizer" in setting.offload or not trained:
+        return nbytes
+    return nbytes + setting.optimizer.shard_bytes(type_, shard, *trained)
 
 
-def moved_bytes(type_: TensorType, state: State, trained: bool, reads: float, setting: Setting, mesh: Mesh) -> float:
+def moved_bytes(
+    type_: TensorType, state: State, trained: Sequence[str], reads: float, setting: Setting, mesh: Mesh
+) -> float:
     """Bytes of one parameter that go to a memory tier or come from it in a step; reads: how often it is used."""
     shard, moved = state[1].local_bytes(type_, mesh), 0.0
     if "parameters" in setting.offload:
         moved += reads * state[0].local_bytes(type_, mesh) + (4 * shard if trained else 0.0)
     if "optimizer" in setting.offload and trained:
-        moved += 2 * _state_bytes(type_, shard, setting)
+        moved += 2 * setting.optimizer.shard_bytes(type_, shard, *trained)
     return moved
-
-
-def optimizer_s(type_: TensorType, spec: Spec, setting: Setting, mesh: Mesh, copy_s: float) -> float:
-    """Seconds of the optimizer's step on one parameter's shard; copy_s: per byte that is touched."""
-    return (3 + 2 * setting.state_ratio) * spec.local_bytes(type_, mesh) * copy_s
-
-
-def _state_bytes(type_: TensorType, shard: float, setting: Setting) -> float:
-    return shard / type_.dtype.itemsize * setting.state_ratio * max(setting.state_bytes, type_.dtype.itemsize)

@@ -24,7 +24,7 @@ from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import Flow, flow
-from autopar.passes.rules.replay import Replay, replay
+from autopar.passes.rules.recomputation import Recomputation, recomputation
 from autopar.passes.rules.structure import (
     Group,
     call_edges,
@@ -35,10 +35,9 @@ from autopar.passes.rules.structure import (
     value_names,
 )
 from autopar.passes.rules.widening import wide_gradients
+from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
-from autopar.passes.shard.parameters import State, moved_bytes, optimizer_s, parameter_bytes
-
-Allowed = Callable[[Key, Any], bool]
+from autopar.passes.shard.parameters import State, moved_bytes, parameter_bytes
 
 
 class Problem:
@@ -68,8 +67,9 @@ class Problem:
         self.graph = FactorGraph()
         self.flows: dict[str, Flow] = {name: flow(t) for name, t in program.templates.items()}
         self.recompute = dict(recompute or {})
-        self.replays: dict[str, Replay] = {
-            name: replay(t, self.flows[name], self.recompute.get(name, ())) for name, t in program.templates.items()
+        self.recomputations: dict[str, Recomputation] = {
+            name: recomputation(t, self.flows[name], self.recompute.get(name, ()))
+            for name, t in program.templates.items()
         }
         self._result_specs: dict[Key, list[list[Spec | None]]] = {}
         self._operand_specs: dict[Key, list[list[Spec | None]]] = {}
@@ -106,9 +106,9 @@ class Problem:
     def _add_ops(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
         microbatches = self.setting.microbatches
-        fl, again = self.flows[template.name], self.replays[template.name]
+        flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
         for node in template.ops:
-            times = calls * microbatches * (2 if node.name in again.again else 1)
+            times = calls * microbatches * (2 if node.name in recomputed.again else 1)
             call = template.op_calls[node.name]
             rule = self.rules.rule(call)
             strategies = [] if self.given else rule.strategies(self.mesh)
@@ -118,7 +118,7 @@ class Problem:
                     f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
                 )
             results = value_names(node)
-            held = [i for i, v in results.items() if again.kept.get(v) == v]
+            held = [i for i, v in results.items() if recomputed.kept.get(v) == v]
             if shows_held(template, node, self._rests(template)):
                 held = []
 
@@ -139,7 +139,7 @@ class Problem:
             self._operand_specs[key] = [
                 [rule.operand_spec(i, s, self.mesh) for s in kept] for i in range(len(call.operands))
             ]
-            for (name, i), source in fl.reads.items():
+            for (name, i), source in flow_.reads.items():
                 if name == node.name:
                     value = source.split("@")[0] if source else value_at(node, i)
                     for spec in self._operand_specs[key][i]:
@@ -148,19 +148,19 @@ class Problem:
 
     def _rests(self, template: Template) -> set[str]:
         """Values that are in memory when backward runs: those that are kept, and parameters."""
-        return {*self.replays[template.name].kept, *template.params}
+        return {*self.recomputations[template.name].kept, *template.params}
 
     def _add_hubs(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
-        fl, again = self.flows[template.name], self.replays[template.name]
+        flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
         owed = {t for t in template.tangents if t is not None}
         params = set(template.params)
         for name in (*template.inputs, *(t for t in template.tangents if t is not None)):
             type_ = template.type_of(name)
             specs = self._specs(template, name, partial=type_.is_float or name in owed)
-            counted = again.kept.get(name) == name
+            counted = recomputed.kept.get(name) == name
             self._add_held(("at", template.name, name), specs, _nothing, self._held(type_, calls if counted else 0))
-        for hub in fl.hubs.values():
+        for hub in flow_.hubs.values():
             type_ = template.type_of(hub.value)
             specs = self._specs(template, hub.value, partial=hub.value not in params)
             producer = resolve(template.nodes[hub.value])
@@ -168,7 +168,7 @@ class Problem:
                 key = ("op", template.name, producer[0].name)
                 own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
                 specs = list({**dict.fromkeys(specs), **own})
-            counted = again.kept.get(hub.value) == hub.name and not shows_held(
+            counted = recomputed.kept.get(hub.value) == hub.name and not shows_held(
                 template, producer[0], self._rests(template)
             )
             self._add_held(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
@@ -214,104 +214,110 @@ class Problem:
         return lattice.costs[np.ix_(rows, columns)]
 
     def _connect_inside(self, template: Template) -> None:
-        fl, again = self.flows[template.name], self.replays[template.name]
+        flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
         times = self.program.multiplicity[template.name] * self.setting.microbatches
         params, wide = set(template.params), wide_gradients(template)
-        for hub in fl.hubs.values():
+        for hub in flow_.hubs.values():
             if hub.value in params:
                 continue
             u, before = self._at(template, hub.source) if hub.source else self._source(template, hub.value)
             v, after = self._at(template, hub.name)
-            twice = 2 if hub.name in again.hubs else 1
+            twice = 2 if hub.name in recomputed.hubs else 1
             type_ = wide.get(hub.value) or template.type_of(hub.value)
             self.graph.connect(u, v, twice * times * self._conversion(type_, before, after))
-        for (name, i), source in fl.reads.items():
+        for (name, i), source in flow_.reads.items():
             key = ("op", template.name, name)
             wanted = self._operand_specs[key][i]
             value = value_at(template.nodes[name], i)
             u, before = self._at(template, source) if source else self._source(template, value)
-            twice = 2 if name in again.again else 1
+            twice = 2 if name in recomputed.again else 1
             matrix = twice * times * self._conversion(wide.get(value) or template.type_of(value), before, wanted)
             self.graph.connect(u, self.graph.index[key], matrix)
 
     def _connect_calls(self) -> None:
         """Edges between calls (forward values, gradients back), from inputs and buffers, to outputs."""
         counts: dict[tuple[Any, ...], int] = {}
-        for i, j, kind in call_edges(self.program):
-            counts[i, j, kind] = counts.get((i, j, kind), 0) + 1
-        times = self.setting.microbatches
-        for (source, target, kind), count in counts.items():
-            template, value = target
-            v, after = self._source(self.program.templates[template], value)
+        for source, target, kind in call_edges(self.program):
+            counts[source, target, kind] = counts.get((source, target, kind), 0) + 1
+        for (source, (template, value), kind), count in counts.items():
+            times = self.setting.microbatches * count
+            v, specs = self._source(self.program.templates[template], value)
             type_ = self.program.templates[template].type_of(value)
-            whole = Spec.replicated(len(type_.shape))
-            if kind == "depart":
-                paid = np.array([self.pricer.departure(type_, s)[1] for s in after if s is not None])
-                self.graph.cost[v] = self.graph.cost[v] + times * count * paid
-            elif kind == "read":
-                row = self._conversion(type_, [whole], after)[0]
-                self.graph.cost[v] = self.graph.cost[v] + times * count * row
-            elif kind == "arrive":
-                row = np.array([self.pricer.arrival(type_, s)[1] for s in after if s is not None])
-                self.graph.cost[v] = self.graph.cost[v] + times * count * row
-            elif kind in ("whole", "loss"):
-                column = self._conversion(type_, after, [whole], bucketed=kind == "loss")[:, 0]
-                self.graph.cost[v] = self.graph.cost[v] + times * count * column
-            elif kind == "settled":
-                settled = [s.without_partial() for s in after if s is not None]
-                paid = np.array([self.pricer.convert_s(type_, s, t) for s, t in zip(after, settled, strict=True) if s])
-                self.graph.cost[v] = self.graph.cost[v] + times * count * paid
+            if source is None:
+                self.graph.cost[v] = self.graph.cost[v] + times * self._end_s(kind, type_, specs)
             else:
                 u, before = self._source(self.program.templates[source[0]], source[1])
-                self.graph.connect(u, v, times * count * self._conversion(type_, before, after))
+                self.graph.connect(u, v, times * self._conversion(type_, before, specs))
+
+    def _end_s(self, kind: str, type_: TensorType, specs: list[Spec | None]) -> np.ndarray:
+        """Seconds per spec of a value where it enters or leaves the program (kind: as of `call_edges`)."""
+        whole, given = Spec.replicated(len(type_.shape)), [s for s in specs if s is not None]
+        if kind == "depart":
+            return np.array([self.pricer.departure(type_, s)[1] for s in given])
+        if kind == "arrive":
+            return np.array([self.pricer.arrival(type_, s)[1] for s in given])
+        if kind == "read":
+            return self._conversion(type_, [whole], specs)[0]
+        if kind == "settled":
+            return np.array([self.pricer.convert_s(type_, s, s.without_partial()) for s in given])
+        return self._conversion(type_, specs, [whole], bucketed=kind == "loss")[:, 0]
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
     def _add_parameters(self) -> None:
         trained = set(self.program.trained)
         for name, group in self.groups.items():
-            parameter = self.program.parameters[group.names[0]]
-            train = any(n in trained for n in group.names)
-            states = storage_states(parameter.type, self.mesh, train)
-            count = len(group.names)
-            lattice = self.pricer.lattice(parameter.type, bucketed=True)
+            type_ = self.program.parameters[group.names[0]].type
+            updated = tuple(n for n in group.names if n in trained)
+            v = self._add_parameter(
+                name,
+                storage_states(type_, self.mesh, bool(updated)),
+                self._parameter_s(type_, group, updated),
+                self._parameter_bytes(type_, group, updated),
+            )
+            self._connect_parameter(v, type_, group, bool(updated))
 
-            def cost(
-                s: State,
-                t: bool = train,
-                la: Any = lattice,
-                c: int = count,
-                ty: TensorType = parameter.type,
-                r: float = self._reads(group) / count,
-            ) -> float:
-                moved = moved_bytes(ty, s, t, r, self.setting, self.mesh) if self._move_s else 0.0
-                updated = optimizer_s(ty, s[1], self.setting, self.mesh, self.pricer.copy_s)
-                return c * moved * self._move_s + (c * (_gather_s(la, s[1], s[0]) + updated) if t else 0.0)
+    def _parameter_s(self, type_: TensorType, group: Group, updated: tuple[str, ...]) -> Callable[[State], float]:
+        """Seconds of a step for a group's parameters alone: to and from memory tiers, the update, the gather after it."""
+        count, lattice = len(group.names), self.pricer.lattice(type_, bucketed=True)
+        reads = self._reads(group) / count
 
-            def memory(s: State, t: bool = train, ty: TensorType = parameter.type, c: int = count) -> float:
-                return c * parameter_bytes(ty, s, t, self.setting, self.mesh)
+        def seconds(state: State) -> float:
+            moved = moved_bytes(type_, state, updated, reads, self.setting, self.mesh) if self._move_s else 0.0
+            if not updated:
+                return count * moved * self._move_s
+            shard = state[1].local_bytes(type_, self.mesh)
+            update_s = self.setting.optimizer.update_s(shard, self.pricer.copy_s, *updated)
+            return count * moved * self._move_s + count * (_gather_s(lattice, state[1], state[0]) + update_s)
 
-            v = self._add_parameter(name, states, cost, memory)
-            kept = self.graph.states[v]
-            for template_name, slot in group.slots:
-                template = self.program.templates[template_name]
-                value = template.params[slot]
-                calls = self.program.multiplicity[template_name]
-                for kind in ("use", "late"):
-                    if f"{value}@{kind}" in self.flows[template_name].hubs:
-                        u, wanted = self._at(template, f"{value}@{kind}")
-                        pair = self._use_s(parameter.type, template.type_of(value), [s[0] for s in kept], wanted)
-                        twice = 2 if kind == "use" and self._gathered_again(template, slot) else 1
-                        self.graph.connect(v, u, twice * calls * self.setting.microbatches * pair)
-                grad = template.param_grads[slot]
-                if grad is not None and train:
-                    u, before = self._source(template, grad)
-                    pair = self._conversion(parameter.type, before, [s[1] for s in kept], bucketed=True)
-                    self.graph.connect(u, v, calls * pair)
+        return seconds
+
+    def _parameter_bytes(self, type_: TensorType, group: Group, updated: tuple[str, ...]) -> Callable[[State], float]:
+        """Bytes that a group's parameters take on a rank's device."""
+        return lambda state: len(group.names) * parameter_bytes(type_, state, updated, self.setting, self.mesh)
+
+    def _connect_parameter(self, v: int, type_: TensorType, group: Group, updated: bool) -> None:
+        """Edges from how a group's parameters are stored to their uses, and from their gradients to the optimizer's shards."""
+        states = self.graph.states[v]
+        for template_name, slot in group.slots:
+            template = self.program.templates[template_name]
+            value = template.params[slot]
+            calls = self.program.multiplicity[template_name]
+            for kind in ("use", "late"):
+                if f"{value}@{kind}" in self.flows[template_name].hubs:
+                    u, wanted = self._at(template, f"{value}@{kind}")
+                    pair = self._use_s(type_, template.type_of(value), [s[0] for s in states], wanted)
+                    twice = 2 if kind == "use" and self._gathered_again(template, slot) else 1
+                    self.graph.connect(v, u, twice * calls * self.setting.microbatches * pair)
+            grad = template.param_grads[slot]
+            if grad is not None and updated:
+                u, before = self._source(template, grad)
+                pair = self._conversion(type_, before, [s[1] for s in states], bucketed=True)
+                self.graph.connect(u, v, calls * pair)
 
     def _add_parameter(self, name: str, states: list[Any], cost: Any, memory: Any) -> int:
         """The variable of a group of parameters, whole where its optimizer asks for that."""
-        whole = next((n for n in self.groups[name].names if n in self.setting.whole), None)
+        whole = next((n for n in self.groups[name].names if n in self.setting.optimizer.whole), None)
         if whole is None:
             return self._add(("param", name), states, cost, memory)
         states, why = [s for s in states if s[1].is_replicated], f"its optimizer updates {whole} as a whole tensor"
@@ -335,7 +341,7 @@ class Problem:
     def _gathered_again(self, template: Template, slot: int) -> bool:
         """Whether what is recomputed needs a parameter that backward does not have anyway (taken to be wanted alike)."""
         late = f"{template.params[slot]}@late" in self.flows[template.name].hubs
-        return slot in self.replays[template.name].params and not late
+        return slot in self.recomputations[template.name].params and not late
 
     def held_s(self, price: float) -> float:
         """Seconds that a byte held by a microbatch costs, per microbatch, where a byte of the device has this price."""

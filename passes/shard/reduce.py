@@ -135,11 +135,11 @@ def _eliminate(r: Reduced, v: int) -> None:
     elif len(near) == 2:
         (a, ma), (b, mb) = near
         left = ma.T + r.cost[v][None, :]
-        made = np.empty((left.shape[0], mb.shape[1]))
+        product = np.empty((left.shape[0], mb.shape[1]))
         for i in range(left.shape[0]):
-            made[i] = (left[i][:, None] + mb).min(0)
-        known = r.near[a].get(b)
-        r.near[a][b] = made if known is None else known + made
+            product[i] = (left[i][:, None] + mb).min(0)
+        pair = r.near[a].get(b)
+        r.near[a][b] = product if pair is None else pair + product
         r.near[b][a] = r.near[a][b].T
     else:
         best = int(np.argmin(r.cost[v]))

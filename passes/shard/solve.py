@@ -84,11 +84,10 @@ def solve(
         if r.size["variables"] <= 400_000:
             answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
             if answer.chosen is not None:
-                found = restore(r, answer.chosen)
-                if graph.memory_of(found) <= budget * (1 + 1e-9) and graph.value(found) < solution.cost:
-                    best = found
-            lower = _total_bound(graph, r, answer)
-            solution = _solution(graph, best, max(bound, lower), "memory row", r.size)
+                restored = restore(r, answer.chosen)
+                if graph.memory_of(restored) <= budget * (1 + 1e-9) and graph.value(restored) < solution.cost:
+                    best = restored
+            solution = _solution(graph, best, max(bound, _total_bound(r, answer)), "memory row", r.size)
     return solution
 
 
@@ -112,51 +111,52 @@ def priced(
     r = reduce_graph(start(graph, price))
     size = r.size
     if size["variables"] <= _LARGE:
-        return _exact(graph, r, deadline)
-    known = bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
-    lower = _settled(r) + known.lower
-    choice = _promising(graph, r, known, deadline)
+        return _exact(r, deadline)
+    bounds = bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
+    lower = _settled(r) + bounds.lower
+    choice = _promising(r, bounds, deadline)
     upper = graph.value(choice) + price * graph.memory_of(choice)
     if upper - lower <= close * abs(upper):
         return choice, lower, size
-    _prune(r, known, upper - lower)
+    _prune(r, bounds, upper - lower)
     r = reduce_graph(r)
     if r.size["variables"] > 100 * _LARGE:
         return choice, lower, size
-    found, proven, _ = _exact(graph, r, deadline)
-    if found is not None and graph.value(found) + price * graph.memory_of(found) <= upper:
-        return found, max(lower, proven), r.size
+    exact, proven, _ = _exact(r, deadline)
+    if exact is not None and graph.value(exact) + price * graph.memory_of(exact) <= upper:
+        return exact, max(lower, proven), r.size
     return choice, max(lower, min(proven, upper)), r.size
 
 
-def _exact(graph: FactorGraph, r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
+def _exact(r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
+    """The optimum of what is left, by LP and MIP, as a full assignment; its proven bound; the size of what was left."""
     answer = solve_ilp(r, None, max(deadline - time.monotonic(), 1.0))
     if answer.chosen is None:
         return None, -float("inf"), r.size
-    return restore(r, answer.chosen), _settled(r) + answer.bound, r.size
+    return restore(r, answer.chosen), _total_bound(r, answer), r.size
 
 
-def _promising(graph: FactorGraph, r: Reduced, known: Bounds, deadline: float) -> list[int]:
+def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int]:
     """The exact optimum over the few states that the bound likes best: nearly always the optimum of all."""
     few = copy_of(r)
-    for v, extra in known.extra.items():
+    for v, extra in bounds.extra.items():
         order = np.argsort(extra, kind="stable")[:_FEW]
-        near = [s for s in order if extra[s] <= 1e-3 * abs(known.lower) + extra[order[0]]]
-        kept = sorted({*map(int, near), known.chosen[v]})
+        near = [s for s in order if extra[s] <= 1e-3 * abs(bounds.lower) + extra[order[0]]]
+        kept = sorted({*map(int, near), bounds.chosen[v]})
         keep_states(few, v, np.array(kept))
-    found, _, _ = _exact(graph, reduce_graph(few), deadline)
-    return found if found is not None else restore(r, known.chosen)
+    exact, _, _ = _exact(reduce_graph(few), deadline)
+    return exact if exact is not None else restore(r, bounds.chosen)
 
 
-def _prune(r: Reduced, known: Bounds, slack: float) -> None:
+def _prune(r: Reduced, bounds: Bounds, slack: float) -> None:
     """Drop states that add more to the bound than there is between bound and best assignment."""
-    for v, extra in known.extra.items():
+    for v, extra in bounds.extra.items():
         kept = np.nonzero(extra <= slack * (1 + 1e-9))[0]
         if 0 < len(kept) < len(extra):
             keep_states(r, v, kept)
 
 
-def _total_bound(graph: FactorGraph, r: Reduced, answer: Answer, price: float = 0.0) -> float:
+def _total_bound(r: Reduced, answer: Answer) -> float:
     """Bound of the whole problem: what was eliminated without neighbours, plus the bound of the rest."""
     return _settled(r) + answer.bound
 
@@ -189,8 +189,8 @@ def _by_price(
         if fits and graph.value(choice) < graph.value(best):
             best = choice
         level = graph.value(over) + price * graph.memory_of(over)
-        found = graph.value(choice) + price * graph.memory_of(choice)
-        if found >= level - 1e-7 * abs(level) or graph.value(best) - bound <= close * abs(graph.value(best)):
+        priced_choice = graph.value(choice) + price * graph.memory_of(choice)
+        if priced_choice >= level - 1e-7 * abs(level) or graph.value(best) - bound <= close * abs(graph.value(best)):
             break
         over, under = (over, choice) if fits else (choice, under)
     return best, bound

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.optimizer.examine import ELEMENTWISE, REFUSED, WHOLE
-from autopar.runtime.update_rule import UpdateRule
+from autopar.optimizer.examine import ELEMENTWISE
+from autopar.runtime.update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, UpdateRule
 
 BATCH = (torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 8)
 OPTIONS = {
@@ -94,7 +94,7 @@ def equal_to_eager(program, steps=4):
 
 def test_every_optimizer_of_torch_is_known():
     made = {n for n, c in vars(torch.optim).items() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)}
-    assert made - {"Optimizer"} == {*ELEMENTWISE, *WHOLE, *REFUSED}
+    assert made - {"Optimizer"} == {*ELEMENTWISE, *WHOLE_TENSOR_OPTIMIZERS, *REFUSED_OPTIMIZERS}
     assert set(VARIANTS) == set(ELEMENTWISE)
 
 
@@ -166,16 +166,16 @@ def test_optimizers_of_whole_tensors_get_them_whole(factory, mesh):
         options=autopar.Options(mesh=mesh),
     )
     whole = {n for n, p in program.plan.stages[0].parameters.items() if p.optimizer.is_replicated}
-    assert program.setting.whole <= whole
-    assert {n for n in program.ir.trained if n.endswith("weight")} <= program.setting.whole
+    assert program.setting.optimizer.whole <= whole
+    assert {n for n in program.ir.trained if n.endswith("weight")} <= program.setting.optimizer.whole
     equal_to_eager(program)
     for seed in range(3):
         equal_to_eager(program.with_plan(autopar.random_plan(program, seed)))
 
 
 def test_only_the_parameters_of_such_an_optimizer_stay_whole():
-    assert compiled(Sign).setting.whole == frozenset()
-    assert compiled(muon_and_adam, "zero3 on 4", options={"strategy": "auto"}).setting.whole == {
+    assert compiled(Sign).setting.optimizer.whole == frozenset()
+    assert compiled(muon_and_adam, "zero3 on 4", options={"strategy": "auto"}).setting.optimizer.whole == {
         f"layers.{i}.weight" for i in range(4)
     }
 

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import autopar
 from autopar.counter import ByteCounter
-from autopar.passes.rules.policies import POLICIES
+from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.proof.measure import measure_peak
 from tests.passes.recompute.recomputed import with_policy, with_random_recompute
 from tests.zoo import others, transformers
@@ -231,7 +231,7 @@ def test_inference_holds_what_was_predicted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("policy", [*POLICIES, "random"])
+@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES, "random"])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("zoo", [*WIDE, *MODELS], ids=str)
 def test_every_model_holds_what_was_predicted(

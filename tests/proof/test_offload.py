@@ -15,8 +15,8 @@ import torch
 import autopar
 from autopar.cluster.tiers import Tier, backward_exposed_s, forward_exposed_s, parts_exposed_s, place
 from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError
-from autopar.options import OFFLOAD
-from autopar.passes.price.tiers import parked_bytes
+from autopar.ir.memory_levers import OFFLOAD_KINDS
+from autopar.passes.account.tiers import parked_bytes
 from autopar.proof.measure import measure_tiers
 from autopar.proof.verify import verify
 from tests.proof.test_memory_measured import NUMBERS, OVER, PLANS, UNDER, WIDE
@@ -264,7 +264,6 @@ def test_a_transfer_is_priced_by_bandwidth_and_latency() -> None:
     tier = Tier("ddr", 1e9, 25e9, 1e-5)
     assert tier.move_s(25e6, 3) == pytest.approx(1e-3 + 3e-5)
     assert tier.move_s(0) == 0
-    assert tier.prefetch_at_s(1.0, 25e6, 1e-4) == pytest.approx(1.0 - 1e-3 - 1e-5 - 1e-4)
 
 
 def test_predicted_seconds_are_the_transfers() -> None:
@@ -300,7 +299,7 @@ def test_offload_needs_tiers_and_says_how_to_get_them() -> None:
 
 
 def test_unknown_kinds_of_offload_are_refused() -> None:
-    with pytest.raises(InputError, match=f"choose one of {', '.join(OFFLOAD)}"):
+    with pytest.raises(InputError, match=f"choose one of {', '.join(OFFLOAD_KINDS)}, auto"):
         autopar.Options(offload="everything")
 
 

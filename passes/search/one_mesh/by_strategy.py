@@ -11,8 +11,10 @@ from __future__ import annotations
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.task import Task, account_of
-from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes, solve_mesh
+from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
+from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
 
 _BUDGETS = 4
 """Budgets that are tried in turn."""
@@ -22,7 +24,7 @@ _MEMORY_DECIDED = ("priced memory", "memory row")
 """Methods of a `Solution` that say that the fastest assignment did not fit."""
 
 
-def search_strategies(task: Task) -> tuple[list[Candidate], bool]:
+def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
     """The plans of every strategy that the options allow, best first, the first one lowered and within the limit; and whether
     memory is short: nothing fits, or more memory might give a faster plan, as the solver paid for it or found no room."""
     policy = "none" if task.options.recompute == "auto" else task.options.recompute
@@ -42,31 +44,22 @@ def search_strategies(task: Task) -> tuple[list[Candidate], bool]:
     return [], True
 
 
-def _paid_for_memory(task: Task, candidate: Candidate) -> bool:
+def _paid_for_memory(task: Task, candidate: PricedPlan) -> bool:
     """Whether a plan of the strategy that was asked for is slower than it would be in any memory."""
     asked = candidate.plan.origin.startswith(("solver", task.options.strategy))
     return asked and candidate.solution.method in _MEMORY_DECIDED
 
 
-def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[Candidate], bool]:
+def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan], bool]:
     """The solver's best plan, then all others by seconds; and whether the strategy that was asked for fell short of the
     budget on a mesh."""
     asked, fell_short = task.options.strategy, False
-    candidates: list[Candidate] = []
+    candidates: list[PricedPlan] = []
     for mesh in candidate_meshes(task.cluster, task.options):
         for strategy in _strategies(asked, mesh):
             try:
-                result = solve_mesh(
-                    task.program,
-                    task.cluster,
-                    task.pricers[mesh],
-                    task.rules,
-                    task.setting,
-                    task.options,
-                    strategy,
-                    budget,
-                    recompute=policy,
-                )
+                on = OnMesh(task.program, task.pricers[mesh], task.rules, task.setting, task.options)
+                result = solve_mesh(on, strategy, budget, recompute=policy)
             except (InfeasibleError, ConstraintError):
                 if strategy == asked:
                     raise

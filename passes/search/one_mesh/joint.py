@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import InfeasibleError
+from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.ir.program import Program
 from autopar.passes.recompute.choose import at_byte_price, of_values, within
 from autopar.passes.recompute.problem import RecomputeProblem, recompute_problems
 from autopar.passes.rules.policies import policy_set
-from autopar.passes.shard.mesh_plan import stage_plan
+from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Shortage, priced
 from autopar.plan import StagePlan
@@ -187,7 +188,8 @@ class JointSearch:
             return [self._sharded(price, self.policy(self.fixed))]
         small = self.alternate(price, self._sharded(price, self.policy("full")))
         price = (small.seconds - self.fastest.seconds) / max(self.fastest.nbytes - small.nbytes, 1.0)
-        return [small, *(self._sharded(max(price, 0.0), self.policy(name)) for name in ("selective", "full"))]
+        tried = [policy.name for policy in RECOMPUTE_POLICIES.values() if policy.tried]
+        return [small, *(self._sharded(max(price, 0.0), self.policy(name)) for name in tried)]
 
     def _filled_up(self, point: Point, budget: float) -> Point:
         """The same sharding with fewer values recomputed, where the hull leaves room: the template that recomputes most gets

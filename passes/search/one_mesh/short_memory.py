@@ -9,6 +9,7 @@ is no better than the best plan so far, or as soon as its plan runs nothing agai
 from __future__ import annotations
 
 from autopar.errors import ConstraintError, InfeasibleError
+from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.adopted import DerivedPlan, adopted
 from autopar.passes.search.lower_bounds import could_fit, least_bytes
@@ -16,8 +17,8 @@ from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on
 from autopar.passes.search.task import RankedPlans, Task, account_of
-from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes
-from autopar.passes.shard.offload import KINDS
+from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 
 _WORTH = 0.995
@@ -82,7 +83,7 @@ class _FasterPlans:
     def _may_win(self, bound_s: float) -> bool:
         return bound_s < self.best_s * _WORTH
 
-    def _plan(self, task: Task, joint: JointSearch) -> Candidate | None:
+    def _plan(self, task: Task, joint: JointSearch) -> PricedPlan | None:
         """The fastest plan that fits; None where none does, or memory tiers are too small."""
         try:
             result = fastest_within_limit(task, joint, self.best_s)
@@ -90,11 +91,11 @@ class _FasterPlans:
             return None
         return None if isinstance(result, Shortage) else result
 
-    def _keep(self, task: Task, mesh: Mesh, joint: JointSearch, candidate: Candidate) -> None:
+    def _keep(self, task: Task, mesh: Mesh, joint: JointSearch, candidate: PricedPlan) -> None:
         self.best_s, self.byte_price = candidate.step_s, joint.price
         self.moment_bytes = _MOMENT * max(account_of(candidate).peak_bytes - candidate.solution.memory, 0.0)
 
-        def plan_again(captured: Task) -> Candidate | None:
+        def plan_again(captured: Task) -> PricedPlan | None:
             result = fastest_within_limit(captured, joint_on(captured, mesh))
             return None if isinstance(result, Shortage) else result
 
@@ -106,7 +107,7 @@ def _offload_kinds(task: Task) -> list[frozenset[str]]:
     then more."""
     if task.options.offload != "auto" or not task.cluster.device(0).tiers:
         return [task.setting.offload]
-    return [KINDS[name] for name in ("none", "optimizer", "activations", "all")]
+    return [kind.moves for kind in OFFLOAD_KINDS.values() if kind.tried]
 
 
 def _meshes_by_bound(task: Task) -> list[tuple[Mesh, float]]:

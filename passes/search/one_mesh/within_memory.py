@@ -13,8 +13,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.passes.search.one_mesh.joint import JointSearch, Point
 from autopar.passes.search.task import Task, account_of
-from autopar.passes.shard.mesh_plan import Candidate, build_problem
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage, Solution
+from autopar.passes.shard.solve_mesh import OnMesh, build_problem
 from autopar.plan import Plan
 
 _TRIES = 6
@@ -25,23 +26,22 @@ _LITTLE = 0.005
 def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> JointSearch:
     """Sharding and recompute of the whole program on a mesh. setting: by default the task's."""
     pricer, options = task.pricers[mesh], task.options
+    on = OnMesh(task.program, pricer, task.rules, setting or task.setting, options)
     return JointSearch(
         task.program,
-        lambda sets: build_problem(
-            task.program, pricer, task.rules, setting or task.setting, options, options.strategy, sets
-        ),
+        lambda sets: build_problem(on, options.strategy, sets),
         options.solver_time_limit_s,
         0.02 * pricer.copy_s,
         None if options.recompute == "auto" else options.recompute,
     )
 
 
-def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> Candidate | Shortage:
+def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> PricedPlan | Shortage:
     """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any.
 
     useless_from_s: a plan that takes so many seconds or more is of no interest.
     """
-    best: tuple[float, Candidate] | None = None  # with the bytes that its point counts
+    best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
     too_many_bytes = least_peak = math.inf
     point = joint.fastest
     for attempt in range(_TRIES):
@@ -67,14 +67,14 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     return best[1] if best is not None else Shortage(least_peak, ())
 
 
-def _little_to_gain(joint: JointSearch, nbytes: float, candidate: Candidate, too_many_bytes: float) -> bool:
+def _little_to_gain(joint: JointSearch, nbytes: float, candidate: PricedPlan, too_many_bytes: float) -> bool:
     """Whether more bytes, up to those that are known to be too many, would make a plan hardly faster."""
     cost_s = candidate.solution.cost
     by_price_s = joint.price * (too_many_bytes - nbytes) if joint.price else math.inf
     return min(cost_s - joint.fastest.seconds, by_price_s) <= _LITTLE * cost_s
 
 
-def candidate_at(task: Task, point: Point, bound_s: float) -> Candidate:
+def candidate_at(task: Task, point: Point, bound_s: float) -> PricedPlan:
     """A point of the joint search as a plan. bound_s: no plan of the mesh is faster."""
     plan = Plan(
         task.program.fingerprint,
@@ -85,7 +85,7 @@ def candidate_at(task: Task, point: Point, bound_s: float) -> Candidate:
         origin="solver",
         predicted={"step_time_s": point.seconds},
     )
-    return Candidate(plan, solution_of(point, bound_s))
+    return PricedPlan(plan, solution_of(point, bound_s))
 
 
 def solution_of(point: Point, bound_s: float) -> Solution:

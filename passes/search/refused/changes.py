@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec, scaled
 from autopar.errors import AutoparError, Change
+from autopar.ir.memory_levers import OFFLOAD_KINDS, forced_offload
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.ir.text import size_text, time_text
@@ -34,8 +35,7 @@ from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipelin
 from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task, account_of
-from autopar.passes.shard.mesh_plan import Candidate
-from autopar.passes.shard.offload import KINDS
+from autopar.passes.shard.priced_plan import PricedPlan
 
 SettingFor = Callable[[int], Setting]
 """The setting on so many ranks: what an optimizer updates as whole tensors may depend on them."""
@@ -141,7 +141,7 @@ def _on_one_mesh(task: Task, batch: int, end: float, limit_s: float) -> Iterator
     for small in sorted(smallest, key=lambda small: small.joint.fastest.seconds):
         small.joint.time_limit_s = max(min(SOLVER_S, end - time.monotonic()), 0.0)
         result = fastest_within_limit(small.task, small.joint)
-        if isinstance(result, Candidate):
+        if isinstance(result, PricedPlan):
             yield account_of(result)
 
 
@@ -191,13 +191,13 @@ def _offload(task: Task, batch: int) -> Iterator[_Attempt]:
         cluster = cluster.with_tiers()
         tiers = ", ".join(f"{t.name} {size_text(t.capacity_bytes)} per rank" for t in cluster.device(0).tiers)
         whence = f"usual memory tiers, as the cluster describes none ({tiers})"
-    for kind in ("optimizer", "parameters", "all"):
-        if not KINDS[kind] > KINDS[task.options.offload]:
+    for kind in OFFLOAD_KINDS.values():
+        if not (kind.proposed and kind.moves > forced_offload(task.options.offload)):
             continue
-        options = replace(task.options, offload=kind)
-        changed = task.changed(cluster=cluster, options=options).offloading(KINDS[kind])
+        options = replace(task.options, offload=kind.name)
+        changed = task.changed(cluster=cluster, options=options).offloading(kind.moves)
         if not _hopeless(changed, batch):
-            yield _Attempt("offload", f'offload="{kind}" to {whence}', changed, batch)
+            yield _Attempt("offload", f'offload="{kind.name}" to {whence}', changed, batch)
 
 
 def _smaller_batch(task: Task, batch: int) -> Iterator[_Attempt]:

@@ -19,7 +19,7 @@ from autopar.passes.search.microbatches import microbatch_counts
 from autopar.passes.search.refused.smallest import SOLVER_S, SmallPlan, smallest_plans
 from autopar.passes.search.stages.limits import asks_for_pipeline
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 
 SMALLEST_S = 10.0
 """Seconds for the smallest plan."""
@@ -77,7 +77,7 @@ def _smallest_plan(task: Task, batch: int) -> SmallPlan | None:
     return min(plans, key=lambda plan: plan.account.peak_bytes, default=None)
 
 
-def _plan_in_words(task: Task, candidate: Candidate) -> str:
+def _plan_in_words(task: Task, candidate: PricedPlan) -> str:
     """Which plan it is."""
     stage, M = candidate.plan.stages[0], candidate.plan.microbatches
     words = [f"{task.options.strategy} on {stage.mesh}"]

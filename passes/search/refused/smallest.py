@@ -15,7 +15,8 @@ from autopar.passes.search.microbatches import derived, microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
 from autopar.passes.search.task import Capture, Task, account_of
-from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.priced_plan import PricedPlan
 
 SOLVER_S = 3.0
 """Seconds for one question to the solver, at most, while an error is explained."""
@@ -27,7 +28,7 @@ class SmallPlan:
 
     task: Task
     joint: JointSearch
-    candidate: Candidate
+    candidate: PricedPlan
 
     @property
     def account(self) -> Account:

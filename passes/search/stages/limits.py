@@ -14,7 +14,7 @@ from autopar.passes.lower.cut import cut_points
 from autopar.passes.schedule import SCHEDULES
 from autopar.passes.search.microbatches import MOST_GROUPS
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes
 
 MIXED_RANKS = 16
 """Up to here stages may have submeshes of different sizes."""

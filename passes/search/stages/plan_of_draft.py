@@ -19,7 +19,7 @@ from autopar.passes.search.stages.draft import Draft, Exact
 from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
 from autopar.passes.search.task import Capture, RankedPlans, Task
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, StagePlan
 
 MOST_SHARES = 4
@@ -49,7 +49,7 @@ class DraftPlan:
     """A draft with the plan, lowered and within the limit, that it became."""
 
     draft: Draft
-    candidate: Candidate
+    candidate: PricedPlan
 
     @property
     def cost_s(self) -> float:
@@ -85,7 +85,7 @@ def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> Dra
     share, draft = SHARE, in_memory.draft
     for _ in range(MOST_SHARES):
         result = _planned(draft)
-        if isinstance(result, Candidate):
+        if isinstance(result, PricedPlan):
             return DraftPlan(draft, result)
         if result == math.inf:
             return None
@@ -97,7 +97,7 @@ def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> Dra
     return None
 
 
-def _planned(draft: Draft) -> Candidate | float:
+def _planned(draft: Draft) -> PricedPlan | float:
     """The draft as a lowered plan under its best schedule; or how full its fullest group is at least (over 1)."""
     task, pieces = draft.task, draft.solution.stages
     ranges = [(s.start, s.end) for s in pieces]
@@ -152,7 +152,7 @@ def adopted_drafts(exact: Exact, plans: Sequence[DraftPlan], captured: Capture) 
     """The best plan for the program as captured in its microbatches, and those of the others that have as many."""
 
     def derived(plan: DraftPlan) -> DerivedPlan:
-        def plan_again(task: Task) -> Candidate | None:
+        def plan_again(task: Task) -> PricedPlan | None:
             again = best_plan(exact, replace(plan.draft, task=task), math.inf)
             return again.candidate if again is not None else None
 

@@ -15,7 +15,7 @@ from autopar.passes.schedule import Costs, Room, build, stages_per_group
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan
 
@@ -24,7 +24,7 @@ _FASTER = 1e-3
 """A schedule replaces a simpler one that is slower by more than this, relative."""
 
 
-def scheduled(plan: Plan, draft: Draft) -> Candidate | float:
+def scheduled(plan: Plan, draft: Draft) -> PricedPlan | float:
     """The plan under the fastest schedule that fits, lowered; or how full its fullest group is at least (over 1)."""
     task = draft.task
     if not task.program.training:
@@ -126,7 +126,7 @@ def _rows(plan: Plan, draft: Draft, backward: str) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def candidate_under(schedule: str, rows: tuple[str, ...], plan: Plan, draft: Draft) -> Candidate | float:
+def candidate_under(schedule: str, rows: tuple[str, ...], plan: Plan, draft: Draft) -> PricedPlan | float:
     """The plan under a schedule, lowered; or how full its fullest group is (over 1). rows: the action table, where it does
     not follow from the schedule's name."""
     task, plan = draft.task, replace(plan, schedule=schedule, table=rows)
@@ -142,4 +142,4 @@ def candidate_under(schedule: str, rows: tuple[str, ...], plan: Plan, draft: Dra
     gap = max(s.gap for s in solutions)
     method = "branch placement" if draft.shape == "any" else "stage DP"
     solution = Solution((), cost, counted.peak_bytes, cost * (1 - gap), method, before, after)
-    return Candidate(replace(plan, predicted={"step_time_s": cost}), solution, lowered, counted)
+    return PricedPlan(replace(plan, predicted={"step_time_s": cost}), solution, lowered, counted)

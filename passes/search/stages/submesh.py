@@ -22,8 +22,8 @@ from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import solve_mesh
 from autopar.passes.shard.solve import Shortage, Solution
+from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
 from autopar.passes.stage import InFlight, Option, interleaved, one_f_one_b
 from autopar.plan import StagePlan
 
@@ -118,18 +118,8 @@ def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] |
 def _by_policy(task: Task, mesh: Mesh, budget: float, groups: int, policy: str) -> tuple[StagePlan, Solution] | None:
     """The sharding under a recompute policy. budget: bytes of all groups, one device each (0: any)."""
     try:
-        result = solve_mesh(
-            task.program,
-            task.cluster,
-            task.pricers[mesh],
-            task.rules,
-            _first_stage(task, groups),
-            task.options,
-            task.options.strategy,
-            budget or None,
-            _CLOSE,
-            policy,
-        )
+        on = OnMesh(task.program, task.pricers[mesh], task.rules, _first_stage(task, groups), task.options)
+        result = solve_mesh(on, task.options.strategy, budget or None, _CLOSE, policy)
     except InfeasibleError:
         return None
     return None if isinstance(result, Shortage) else (result.plan.stages[0], result.solution)

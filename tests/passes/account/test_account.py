@@ -16,7 +16,7 @@ import autopar
 from autopar.ir.lines import Convert, Line
 from autopar.passes.account.program import step_seconds
 from autopar.passes.price.pricer import Pricer, Pricers
-from autopar.passes.shard.replay import evaluate
+from autopar.passes.shard.evaluate import evaluate
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import on_ranks
 
@@ -101,7 +101,6 @@ def test_no_plan_costs_more_than_the_solver_would_say(zoo: ZooModel, m: int) -> 
 def bill(program: autopar.Program) -> list[float]:
     """Per stage the seconds of a step: ops of every call on their blocks, the collectives, and the optimizer."""
     pricers, m = Pricers(program.cluster), program.plan.microbatches
-    touched = 3 + 2 * program.setting.state_ratio
     found = []
     for stage, planned, counted in zip(program.stages, program.plan.stages, program.account.stages, strict=True):
         pricer = pricers[stage.mesh]
@@ -118,6 +117,7 @@ def bill(program: autopar.Program) -> list[float]:
                     total += m * pricer.op_s(op, program.rules.rule(op), strategy)
         for p in stage.parameters.values():
             if p.contributions and p.owned:
+                touched = 3 + 2 * program.setting.optimizer.ratio(p.name)
                 total += touched * p.optimizer.local_bytes(p.type, stage.mesh) * pricer.copy_s
         found.append(total)
     return found

@@ -14,7 +14,7 @@ import autopar
 from autopar import ClusterSpec, Options, ParallelProgram, Plan
 from autopar.ir.program import Template
 from autopar.passes.rules.policies import policy_set
-from autopar.passes.rules.replay import made_forward
+from autopar.passes.rules.recomputation import made_forward
 from tests.zoo.transformers import Llama, LlamaBlock
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)

@@ -15,13 +15,13 @@ import pytest
 import autopar
 from autopar import ParallelProgram, Plan
 from autopar.errors import PlanError
+from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.recompute.chain import Block, Keep, checkpoints, run_chain, segments
 from autopar.passes.recompute.choose import Choice, hull, of_values, settle, within
 from autopar.passes.recompute.problem import Item, RecomputeProblem, recompute_problem
 from autopar.passes.rules.hubs import flow
-from autopar.passes.rules.policies import POLICIES, policy_set
-from autopar.passes.rules.replay import replay
+from autopar.passes.rules.policies import policy_set
+from autopar.passes.rules.recomputation import recomputation
 from tests.passes.recompute.recomputed import llama_on, with_random_recompute
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.pipelined import assert_right, on_ranks
@@ -117,7 +117,7 @@ def problems(name: str) -> Iterator[tuple[str, RecomputeProblem]]:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "moe"])
 def test_at_the_bytes_of_any_policy_no_policy_is_faster(name: str) -> None:
     for template, problem in problems(name):
-        for policy in POLICIES:
+        for policy in RECOMPUTE_POLICIES:
             theirs = of_values(problem, policy_set(trained(name).ir.templates[template], policy))
             ours = within(problem, theirs.bytes_kept)
             assert ours is not None
@@ -132,66 +132,9 @@ def test_keeping_everything_makes_nothing_again() -> None:
 
 def test_full_keeps_the_inputs_of_a_block_alone() -> None:
     block = next(t for t in trained("llama").ir.templates.values() if "blocks" in t.name)
-    kept = replay(block, flow(block), policy_set(block, "full")).kept
+    kept = recomputation(block, flow(block), policy_set(block, "full")).kept
     assert set(kept) <= set(block.inputs)
-    assert replay(block, flow(block), ()).again == frozenset()
-
-
-# --- chains -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_segments_are_those_of_brute_force(seed: int) -> None:
-    rng = random.Random(seed)
-    n = rng.randint(1, 8)
-    table = {(j, i): (rng.random(), rng.random()) for i in range(1, n + 1) for j in range(i)}
-    least = math.inf
-    for inner in itertools.chain.from_iterable(itertools.combinations(range(1, n), k) for k in range(n)):
-        ends = [0, *inner, n]
-        least = min(least, sum(sum(table[j, i]) for j, i in itertools.pairwise(ends)))
-    cost, ends = segments(n, lambda j, i: table[j, i][0], lambda j, i: table[j, i][1])
-    assert cost == pytest.approx(least)
-    assert sum(sum(table[j, i]) for j, i in itertools.pairwise([0, *ends])) == pytest.approx(cost)
-
-
-def test_equal_layers_are_cut_every_square_root_of_their_number() -> None:
-    """One checkpoint per segment, and the largest segment's tape: least at segments of sqrt(L) layers."""
-    layers = 36
-    best = min(
-        range(1, layers + 1),
-        key=lambda k: len(segments(layers, lambda j, i, k=k: 1.0 if i - j <= k else math.inf, lambda j, i: 0.0)[1]) + k,
-    )
-    assert best == math.isqrt(layers)
-
-
-def every_keep(first: int, last: int) -> Iterator[Keep | None]:
-    if first > last:
-        yield None
-        return
-    for rest in every_keep(first + 1, last):
-        yield Keep(first, None, rest)
-    for at in range(first + 1, last + 1):
-        for rest in every_keep(at, last):
-            for again in every_keep(first, at - 1):
-                yield Keep(first, at, rest, again)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_checkpoints_of_a_chain_are_those_of_playing_every_schedule(seed: int) -> None:
-    rng = random.Random(seed)
-    blocks = tuple(
-        Block(rng.randint(1, 9), rng.randint(1, 9), rng.randint(1, 4), rng.randint(4, 9))
-        for _ in range(rng.randint(1, 5))
-    )
-    played = [run_chain(blocks, keep) for keep in every_keep(0, len(blocks) - 1) if keep is not None]
-    for budget in range(0, 46, 3):
-        fitting = [seconds for seconds, nbytes in played if nbytes <= budget]
-        found = checkpoints(blocks, budget)
-        assert (found is None) == (not fitting)
-        if found is not None:
-            assert found[0] == min(fitting)
-            assert run_chain(blocks, found[1]) == (found[0], pytest.approx(run_chain(blocks, found[1])[1]))
-            assert run_chain(blocks, found[1])[1] <= budget
+    assert recomputation(block, flow(block), ()).again == frozenset()
 
 
 # --- the same numbers ---------------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.segments import branches, calls_beside, segments, work_shares
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
-from autopar.passes.shard.mesh_plan import Candidate, stage_plan
+from autopar.passes.shard.plans import stage_plan
+from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.problem import Problem
 from autopar.proof.random_plans import random_choice, random_mesh
 from tests.branching import Driving, driving_batch, driving_loss
@@ -136,9 +137,9 @@ def test_cheap_links_need_no_branches() -> None:
 
 
 def test_less_memory_is_kept_to() -> None:
-    def found(**limit: float) -> Candidate:
+    def found(**limit: float) -> PricedPlan:
         program = capture_program(Driving(), driving_batch(8), driving_loss, 2)[0]
-        task = Task(program, slow_network(), RuleBook(), Setting(2, 0.0, 0), Options(microbatches=2, **limit))
+        task = Task(program, slow_network(), RuleBook(), Setting(2), Options(microbatches=2, **limit))
         return search_branches(SubmeshPlans(TasksByCount(task, 16, lambda _: task)), math.inf)[0][1]
 
     free = found().account
@@ -159,7 +160,7 @@ def captured(tied: bool = False) -> Program:
 
 
 def task_of(program: Program) -> Task:
-    return Task(program, ClusterSpec.local(4), RuleBook(), Setting(1, 0.0, 0), Options())
+    return Task(program, ClusterSpec.local(4), RuleBook(), Setting(), Options())
 
 
 def test_no_call_mixes_two_encoders() -> None:

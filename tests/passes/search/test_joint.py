@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -14,11 +15,11 @@ import autopar
 from autopar.cluster.tiers import Tier
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.ir.setting import Setting
+from autopar.ir.setting import OptimizerState, Setting
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.choose import of_values, within
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.rules.replay import made_forward
+from autopar.passes.rules.recomputation import made_forward
 from autopar.passes.search.one_mesh.joint import JointSearch, Point
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Shortage, solve
@@ -26,6 +27,7 @@ from tests.passes.recompute.recomputed import llama_on
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 RULES = RuleBook()
+ADAM = Setting(optimizer=OptimizerState(elements=2.0, element_bytes=4))
 
 
 class Mixer(nn.Module):
@@ -51,7 +53,7 @@ def mixed(case: tuple[int, int, int, int]) -> tuple[Program, JointSearch, Pricer
         model, x = Mixer(width, hidden), torch.zeros(batch, width)
     program = autopar.compile(model, cluster, (x,), optimizer=ADAMW, options=autopar.Options(pp=1, recompute="none")).ir
     pricers, mesh = Pricers(cluster), Mesh.of(dp=devices)
-    joint = JointSearch(program, lambda sets: Problem(program, pricers[mesh], RULES, Setting(), recompute=sets))
+    joint = JointSearch(program, lambda sets: Problem(program, pricers[mesh], RULES, ADAM, recompute=sets))
     return program, joint, pricers, mesh
 
 
@@ -93,7 +95,7 @@ def test_a_point_is_what_its_plan_costs() -> None:
 def llama_joint(policy: str | None = None) -> tuple[Program, JointSearch]:
     program = llama_on(4, recompute="none", pp=1)
     pricers, mesh = Pricers(program.cluster), Mesh.of(dp=4)
-    build = lambda sets: Problem(program.ir, pricers[mesh], RULES, Setting(), recompute=sets)  # noqa: E731
+    build = lambda sets: Problem(program.ir, pricers[mesh], RULES, ADAM, recompute=sets)  # noqa: E731
     return program.ir, JointSearch(program.ir, build, fixed=policy)
 
 
@@ -136,7 +138,7 @@ def test_one_after_the_other_is_worse_however_well_each_is_done() -> None:
 def test_what_would_go_to_a_slow_tier_is_rather_made_again(bandwidth_Bps: float, again: bool) -> None:
     program = llama_on(4, recompute="none", pp=1)
     cluster = program.cluster.with_tiers(Tier("ddr", 1e12, bandwidth_Bps, 1e-6))
-    pricer, setting = Pricers(cluster)[Mesh.of(dp=4)], Setting(offload=frozenset({"activations"}))
+    pricer, setting = Pricers(cluster)[Mesh.of(dp=4)], replace(ADAM, offload=frozenset({"activations"}))
     joint = JointSearch(program.ir, lambda sets: Problem(program.ir, pricer, RULES, setting, recompute=sets))
     found = joint.alternate(0.0, joint.fastest)
     sets = found.problem.recompute

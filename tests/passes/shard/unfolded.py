@@ -89,9 +89,9 @@ def _ends(program: ParallelProgram, pricer: Pricer, value_spec: object) -> float
         if tangent is not None:
             type_ = ir.type_of(ref)
             total += m * pricer.convert_s(type_, Spec.replicated(0), stage.templates[owner.name].specs[tangent])
-    touched = 3 + 2 * program.setting.state_ratio
     for name in ir.trained:
         planned, type_ = stage.parameters[name], ir.parameters[name].type
         total += pricer.lattice(type_, bucketed=True).cost(planned.optimizer, planned.storage)
+        touched = 3 + 2 * program.setting.optimizer.ratio(name)
         total += touched * planned.optimizer.local_bytes(type_, pricer.mesh) * pricer.copy_s
     return total

@@ -20,13 +20,13 @@ from autopar.plan import Plan, StagePlan
 def evaluate(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook, setting: Setting) -> Solution:
     """Cost and memory of a plan, of its stages one after the other. Raises PlanError when its choices do not exist."""
     parts = cut(program, [stage.calls for stage in plan.stages])
-    found = [
+    solutions = [
         _stage(part, stage, pricers[stage.mesh], rules, setting) for part, stage in zip(parts, plan.stages, strict=True)
     ]
-    if len(found) == 1:
-        return found[0]
-    cost, memory = sum(s.cost for s in found), max(s.memory for s in found)
-    return replace(found[0], cost=cost, memory=memory, bound=cost)
+    if len(solutions) == 1:
+        return solutions[0]
+    cost, memory = sum(s.cost for s in solutions), max(s.memory for s in solutions)
+    return replace(solutions[0], cost=cost, memory=memory, bound=cost)
 
 
 def _stage(program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook, setting: Setting) -> Solution:

@@ -17,22 +17,22 @@ OpKey = tuple[str, str]
 
 def batch_factors(program: Program, rules: RuleBook) -> dict[OpKey, frozenset[str]]:
     """(template, op node) -> factors that split the batch, or that only results have (constants, broadcasts)."""
-    found: dict[OpKey, frozenset[str]] = {}
+    factors: dict[OpKey, frozenset[str]] = {}
     values: dict[ValueRef, Dims] = {}
     for i, (_, type_) in enumerate(program.inputs):
-        dim = program.batch_dims[i] if i < len(program.batch_dims) else 0
-        values[ValueRef("input", i)] = NONE if dim is None or not type_.shape else frozenset({dim})
+        batch_dim = program.batch_dims[i] if i < len(program.batch_dims) else 0
+        values[ValueRef("input", i)] = NONE if batch_dim is None or not type_.shape else frozenset({batch_dim})
     for index, call in enumerate(program.calls):
         template = program.template_of(call)
-        known = {name: values.get(ref, NONE) for name, ref in zip(template.inputs, call.inputs, strict=True)}
-        _follow(template, known, rules, found)
+        dims = {name: values.get(ref, NONE) for name, ref in zip(template.inputs, call.inputs, strict=True)}
+        _follow(template, dims, rules, factors)
         for o, name in enumerate(template.outputs):
-            values[ValueRef("call", index, o)] = known.get(name, NONE)
-    return found
+            values[ValueRef("call", index, o)] = dims.get(name, NONE)
+    return factors
 
 
-def _follow(template: Template, known: dict[str, Dims], rules: RuleBook, found: dict[OpKey, frozenset[str]]) -> None:
-    """Batch dims of every value of a template, from those of its inputs, into `known`; factors into `found`."""
+def _follow(template: Template, dims: dict[str, Dims], rules: RuleBook, factors: dict[OpKey, frozenset[str]]) -> None:
+    """Batch dims of every value of a template, from those of its inputs, into `dims`; factors into `factors`."""
     names: dict[tuple[str, int], list[str]] = {}
     for name, node in template.nodes.items():
         if node.op == "call_function":
@@ -44,11 +44,11 @@ def _follow(template: Template, known: dict[str, Dims], rules: RuleBook, found: 
         leading = {
             labels[d][0]
             for name, labels in zip(operand_values(node), rule.operands, strict=True)
-            for d in known.get(value_of.get(name, name), NONE)
+            for d in dims.get(value_of.get(name, name), NONE)
             if labels is not None and labels[d]
         }
         key = (template.name, node.name)
-        found[key] = found.get(key, frozenset()) | leading | (rule.factors.keys() - rule.contracted)
+        factors[key] = factors.get(key, frozenset()) | leading | (rule.factors.keys() - rule.contracted)
         for i, labels in enumerate(rule.results):
             held = frozenset(d for d, dim in enumerate(labels or ()) if dim and dim[0] in leading)
-            known.update(dict.fromkeys(names.get((node.name, i), ()), held))
+            dims.update(dict.fromkeys(names.get((node.name, i), ()), held))

@@ -21,7 +21,7 @@ from autopar.passes.rules.hubs import Flow, phase_is_late
 
 
 @dataclass(frozen=True)
-class Replay:
+class Recomputation:
     """kept: the form (hub or value) that every kept value is held in. again: ops that backward runs again.
 
     params: slots of parameters that these ops read. hubs: conversions of forward that are made again for them.
@@ -33,7 +33,7 @@ class Replay:
     hubs: frozenset[str]
 
 
-def replay(template: Template, flow: Flow, recompute: Iterable[str]) -> Replay:
+def recomputation(template: Template, flow: Flow, recompute: Iterable[str]) -> Recomputation:
     """What keeping all but `recompute` means. Raises PlanError for names that no op of forward makes."""
     chosen = frozenset(recompute)
     for name in sorted(chosen - made_forward(template)):
@@ -61,7 +61,7 @@ def replay(template: Template, flow: Flow, recompute: Iterable[str]) -> Replay:
                 seen.add(operand)
                 pending.append(operand)
     ordered = {v: kept[v] for v in template.nodes if v in kept}
-    return Replay(ordered, frozenset(again), tuple(sorted(used)), _hubs(template, flow, ordered, again))
+    return Recomputation(ordered, frozenset(again), tuple(sorted(used)), _hubs(template, flow, ordered, again))
 
 
 def kept_form(flow: Flow, template: Template, value: str) -> str:

@@ -1,0 +1,71 @@
+"""What `compile` is told about updates (optimizer, scheduler, clipping, loss scaling), checked, as one `UpdateRule`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import torch
+
+from autopar.errors import InputError
+from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule, as_rule
+
+
+def update_rule(
+    optimizer: Any,
+    scheduler: Any = None,
+    clip_grad_norm: Any = None,
+    clip_grad_value: Any = None,
+    loss_scaling: Any = None,
+    compensated: bool = False,
+) -> UpdateRule:
+    """The arguments of `compile` as one rule. Raises InputError where they are wrong, or do not go together."""
+    rule = as_rule(optimizer)
+    clip = ClipNorm(float(clip_grad_norm)) if isinstance(clip_grad_norm, Real) else clip_grad_norm
+    scaling = LossScaling() if loss_scaling is True else loss_scaling or None
+    given = {
+        "scheduler": scheduler,
+        "clip_norm": clip,
+        "clip_value": clip_grad_value,
+        "loss_scaling": scaling,
+        "compensated": compensated or None,
+    }
+    rule = replace(rule, **{name: value for name, value in given.items() if value is not None})
+    if isinstance(rule.optimizer, torch.optim.Optimizer):
+        raise InputError(
+            "optimizer must be a factory, not an optimizer instance: each rank makes its own over its shards; pass "
+            f"functools.partial(torch.optim.{type(rule.optimizer).__name__}, lr=…)"
+        )
+    if rule.optimizer is not None and not callable(rule.optimizer):
+        kind = type(rule.optimizer).__name__
+        raise InputError(f"optimizer must be a factory params -> torch.optim.Optimizer, not {kind}")
+    if rule.scheduler is not None and not callable(rule.scheduler):
+        raise InputError(
+            "scheduler must be a factory optimizer -> scheduler, such as "
+            f"functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30), not {type(rule.scheduler).__name__}"
+        )
+    if rule.scheduler is not None and rule.optimizer is None:
+        raise InputError("a scheduler without an optimizer has nothing to schedule; give optimizer= too")
+    norm = rule.clip_norm
+    if norm is not None and not (isinstance(norm, ClipNorm) and norm.max_norm > 0 and norm.norm_type > 0):
+        raise InputError(
+            f"clip_grad_norm must be a positive number or autopar.ClipNorm(max_norm, norm_type), not {norm!r}"
+        )
+    value = rule.clip_value
+    if value is not None and not (isinstance(value, Real) and float(value) > 0):
+        raise InputError(f"clip_grad_value must be a positive number, not {value!r}")
+    if norm is not None and value is not None:
+        raise InputError("choose one of clip_grad_norm and clip_grad_value")
+    _check_scaling(rule.loss_scaling)
+    return rule
+
+
+def _check_scaling(scaling: Any) -> None:
+    if scaling is None:
+        return
+    if not isinstance(scaling, LossScaling):
+        raise InputError(f"loss_scaling must be True or autopar.LossScaling(…), not {scaling!r}")
+    finite = 0 < scaling.initial <= torch.finfo(torch.float32).max
+    if not (finite and scaling.growth > 1 and 0 < scaling.backoff < 1 and scaling.interval >= 1):
+        raise InputError(f"{scaling}: initial must be a positive float32, growth > 1, 0 < backoff < 1, interval >= 1")

@@ -1,0 +1,139 @@
+"""Which states a sharding problem may choose from: what a baseline leaves, and what the user's constraints pin.
+
+Baselines are the same problem with fewer choices allowed, so the unrestricted optimum on the same mesh is never predicted
+worse: pure data parallel (parameters whole, ops split by the batch alone), ZeRO-1 (optimizer state sharded as far as it
+divides), ZeRO-3 (parameters as well) and Megatron (sharded over the last mesh axis alone).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from autopar.errors import ConstraintError, ShardingError
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.spec import Spec, parse_spec
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.structure import parameter_groups
+from autopar.passes.shard.batch_factors import batch_factors
+from autopar.passes.shard.graph import Key
+
+Allowed = Callable[[Key, Any], bool]
+"""Whether a variable may take a state."""
+
+
+def allowed_states(
+    program: Program, mesh: Mesh, rules: RuleBook, strategy: str, constraints: Mapping[str, str]
+) -> Allowed | None:
+    """What a strategy and the user's constraints leave; None where they leave everything. Raises ConstraintError."""
+    baseline = baseline_filter(strategy, program, mesh, rules)
+    pinned = _by_group(program, constraint_filter(program, mesh, constraints))
+    if baseline is None or pinned is None:
+        return baseline or pinned
+    return lambda key, state: baseline(key, state) and pinned(key, state)
+
+
+def baseline_filter(strategy: str, program: Program, mesh: Mesh, rules: RuleBook) -> Allowed | None:
+    """Which parameter states and which op strategies a baseline allows; None where all."""
+    if strategy == "auto":
+        return None
+    batch = batch_factors(program, rules) if strategy != "megatron" else None
+    trained = frozenset(program.trained)
+
+    def allowed(key: Key, state: Any) -> bool:
+        if key[0] == "op" and batch is not None:
+            return all(not choice or choice[0] == "~" or choice in batch[key[1], key[2]] for choice in state)
+        if key[0] != "param":
+            return True
+        storage, optimizer = state
+        shape = program.parameters[key[1]].type.shape
+        if strategy == "dp":
+            return storage.is_replicated and optimizer.is_replicated
+        if strategy == "zero1":
+            return storage.is_replicated and (key[1] not in trained or _spread(optimizer, shape, mesh))
+        if strategy == "zero3":
+            return storage == optimizer and _spread(optimizer, shape, mesh)
+        return optimizer == storage and {axis for dim in storage.dims for axis in dim} <= {mesh.names[-1]}
+
+    return allowed
+
+
+def _spread(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """Whether every rank of the mesh has a shard of its own, where any dim divides by so many."""
+    divides = any(n % mesh.size == 0 and n >= mesh.size for n in shape)
+    return not divides or max((spec.shards(mesh, dim) for dim in range(len(shape))), default=1) == mesh.size
+
+
+def constraint_filter(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> Allowed | None:
+    """Pins by name pattern. Raises ConstraintError for patterns that match nothing and specs that cannot be."""
+    if not constraints:
+        return None
+    pins: dict[Key, Spec] = {}
+    for pattern, text in constraints.items():
+        spec = _constraint_spec(pattern, text, mesh)
+        matched = [
+            (key, shape)
+            for key, shape in _named(program)
+            if fnmatch.fnmatchcase(key[1] if key[0] == "param" else f"{key[1]}.{key[2]}", pattern)
+        ]
+        for key, shape in matched:
+            if len(shape) != len(spec.dims) or not spec.divides(shape, mesh):
+                raise ConstraintError(
+                    f"constraint {pattern!r}: {text} does not fit {key[-1]} of shape {shape} on mesh {mesh}: it needs one "
+                    "entry per dim, and every sharded dim must divide by its axes; shard another dim or take another mesh"
+                )
+            pins[key] = spec
+        if not matched:
+            names = ", ".join(list(program.parameters)[:4])
+            raise ConstraintError(
+                f"constraint pattern {pattern!r} matches no parameter and no value; parameters are {names}, …"
+            )
+
+    def allowed(key: Key, state: Any) -> bool:
+        if key[0] == "param":
+            return key not in pins or state[0] == pins[key]
+        pin = pins.get((key[0], key[1], key[2].split("@")[0])) if key[0] == "at" else None
+        return pin is None or state == pin
+
+    return allowed
+
+
+def _constraint_spec(pattern: str, text: str, mesh: Mesh) -> Spec:
+    """The spec that a constraint asks for. Raises ConstraintError where it is none, or of other axes than the mesh's."""
+    try:
+        spec = parse_spec(text)
+    except ShardingError as error:
+        raise ConstraintError(f"constraint {pattern!r}: {error}") from error
+    unknown = spec.axes - set(mesh.names)
+    if unknown:
+        raise ConstraintError(
+            f"constraint {pattern!r} uses axis {', '.join(sorted(unknown))}, the mesh is {mesh}; name its axes or set "
+            "Options.mesh"
+        )
+    return spec
+
+
+def _named(program: Program) -> Iterator[tuple[Key, tuple[int, ...]]]:
+    """What a constraint's pattern may match, with its shape: parameters, and values that ops read."""
+    for name, parameter in program.parameters.items():
+        yield ("param", name), parameter.type.shape
+    for template in program.templates.values():
+        for value in template.consumers:
+            if value not in template.params:
+                yield ("at", template.name, value), template.type_of(value).shape
+
+
+def _by_group(program: Program, f: Allowed | None) -> Allowed | None:
+    """Pins of any member of a parameter group apply to the group's variable (named by its first member)."""
+    if f is None:
+        return None
+    groups = parameter_groups(program)
+
+    def allowed(key: Key, state: Any) -> bool:
+        if key[0] == "param":
+            return all(f(("param", n), state) for n in groups[key[1]].names)
+        return f(key, state)
+
+    return allowed

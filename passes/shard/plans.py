@@ -1,0 +1,40 @@
+"""What an assignment of a sharding problem means: the plan of a stage, or of a whole program without a pipeline."""
+
+from __future__ import annotations
+
+from autopar.cluster import ClusterSpec
+from autopar.options import Options
+from autopar.passes.shard.offload import offloaded
+from autopar.passes.shard.problem import Problem
+from autopar.plan import ParameterPlan, Plan, StagePlan, TemplatePlan
+
+
+def spmd_plan(problem: Problem, choice: list[int], cluster: ClusterSpec, options: Options, origin: str) -> Plan:
+    """The Plan without a pipeline that an assignment means."""
+    program, stage = problem.program, stage_plan(problem, choice, (0, len(problem.program.calls)))
+    return Plan(
+        program.fingerprint,
+        cluster.fingerprint(),
+        problem.mesh.size,
+        (stage,),
+        options.microbatches or 1,
+        origin=origin,
+    )
+
+
+def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> StagePlan:
+    """What an assignment means for a stage."""
+    graph, program = problem.graph, problem.program
+    templates = {name: TemplatePlan({}, {}, problem.recompute.get(name, ())) for name in program.templates}
+    parameters: dict[str, ParameterPlan] = {}
+    for key, states, s in zip(graph.keys, graph.states, choice, strict=True):
+        state = states[s]
+        if key[0] == "op":
+            templates[key[1]].strategies[key[2]] = state
+        elif key[0] == "at":
+            templates[key[1]].specs[key[2]] = state
+        else:
+            for name in problem.groups[key[1]].names:
+                parameters[name] = ParameterPlan(*state)
+    stage = StagePlan(calls, problem.mesh, templates, {name: parameters[name] for name in program.parameters})
+    return offloaded(program, stage, problem.pricer.device, problem.setting)

@@ -1,0 +1,65 @@
+"""The best plan of a program on one mesh: its factor graph under a strategy, a recompute policy and constraints, solved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.ir.program import Program
+from autopar.ir.setting import Setting
+from autopar.options import Options
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.policies import policy_set
+from autopar.passes.shard.allowed import allowed_states
+from autopar.passes.shard.plans import spmd_plan
+from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.passes.shard.problem import Problem
+from autopar.passes.shard.solve import Shortage, solve
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """A program on one mesh (the pricer's), and all that its sharding problem depends on."""
+
+    program: Program
+    pricer: Pricer
+    rules: RuleBook
+    setting: Setting
+    options: Options
+
+
+def build_problem(on: OnMesh, strategy: str, recompute: str | Mapping[str, tuple[str, ...]] = "none") -> Problem:
+    """The factor graph under a strategy, a recompute policy (or sets of values per template) and the user's constraints.
+    Raises ConstraintError or InfeasibleError where these leave no choice."""
+    program, constraints = on.program, on.options.constraints
+    allowed = allowed_states(program, on.pricer.mesh, on.rules, strategy, constraints)
+    if isinstance(recompute, str):
+        again = {name: policy_set(t, recompute) for name, t in program.templates.items()} if program.training else {}
+    else:
+        again = dict(recompute)
+    try:
+        return Problem(program, on.pricer, on.rules, on.setting, allowed, recompute=again)
+    except InfeasibleError as error:
+        if constraints:
+            raise ConstraintError(f"{error} (constraints: {dict(constraints)})") from error
+        raise
+
+
+def solve_mesh(
+    on: OnMesh, strategy: str, budget: float | None, close: float = 1e-4, recompute: str = "none"
+) -> PricedPlan | Shortage:
+    """The best plan under a strategy within so many bytes (None: any), or how much memory it falls short.
+
+    close: as in `solve`. recompute: the policy that backward follows (`autopar.passes.rules.policies`).
+    """
+    problem = build_problem(on, strategy, recompute)
+    solution = solve(problem.graph, budget, on.options.solver_time_limit_s, 0.02 * on.pricer.copy_s, close)
+    if isinstance(solution, Shortage):
+        return solution
+    origin = "solver" if strategy == "auto" else strategy
+    if solution.method == "greedy":
+        origin += " (greedy)"
+    plan = spmd_plan(problem, list(solution.choice), on.pricer.cluster, on.options, origin)
+    return PricedPlan(replace(plan, predicted={"step_time_s": solution.cost}), solution)
