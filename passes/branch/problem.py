@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from autopar.errors import InputError, PlanError
-from autopar.passes.stage.problem import InFlight, one_f_one_b
+from autopar.ir.schedules import InFlight, one_f_one_b
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,11 @@ class BranchProblem:
         """Seconds of an edge between two groups."""
         return self.latency_s + self.edges[edge][2] / self.bandwidth_Bps
 
-    def serves(self, groups: Sequence[Group]) -> bool:
-        """Whether as many devices are used as must be."""
-        used = sum(group.devices for group in groups)
-        return used == self.devices if self.every_device else used <= self.devices
+    def admits(self, solution: BranchSolution) -> bool:
+        """Whether a grouping is within the memory of every device and uses as many devices as must be."""
+        used = sum(group.devices for group in solution.groups)
+        enough = used == self.devices if self.every_device else used <= self.devices
+        return enough and max(solution.memory) <= self.limit_bytes
 
     def waiting(self, after: int) -> float:
         """Microbatches in flight in a group with so many groups after it."""

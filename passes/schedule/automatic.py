@@ -21,6 +21,7 @@ from math import floor
 from autopar.errors import PlanError
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, Table
+from autopar.ir.schedules import SPLIT_FILL_LEFT, Schedule, register
 from autopar.passes.schedule.costs import Costs, Room, checked
 from autopar.passes.schedule.fill import fill, order_of
 from autopar.passes.schedule.greedy import Policy, greedy
@@ -140,3 +141,17 @@ def _round_trips(pipeline: Pipeline) -> list[float]:
             there = dict(pipeline.feeds[v]).get(s, 0.0)
             away[s] = max(away[s], there + pipeline.f[v] + away[v] + pipeline.b[v] + back)
     return away
+
+
+register(
+    Schedule(
+        "zb-auto",
+        "B and W apart, searched for given seconds and memory",
+        zero_bubble,
+        splits_backward=True,
+        timed=True,
+        tried=4,
+        most_actions=20_000,
+        fill_left=SPLIT_FILL_LEFT,
+    )
+)

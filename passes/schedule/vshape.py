@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, Table
+from autopar.ir.schedules import SPLIT_FILL_LEFT, Schedule, register
 from autopar.passes.schedule.automatic import Setting, best
 from autopar.passes.schedule.costs import Costs, Room, checked
 
@@ -23,3 +24,17 @@ def v_shape(graph: StageGraph, m: int, costs: Costs | None = None, memory: float
     """The best table found. memory: microbatches a group may hold on both its stages, or a Room; default 1F1B's, p."""
     costs, room = checked(graph, costs, memory, len(graph.groups))
     return best(graph, m, costs, room, (tables.zb_v,), _START)
+
+
+register(
+    Schedule(
+        "zb-v",
+        "B and W apart, two stages per group in a V: 1F1B's memory, no bubble when F, B and W are equal",
+        v_shape,
+        stages=(2, 2),
+        shape="v",
+        splits_backward=True,
+        timed=True,
+        fill_left=SPLIT_FILL_LEFT,
+    )
+)

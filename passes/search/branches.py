@@ -28,10 +28,11 @@ from autopar.passes.branch import BranchProblem, BranchSolution, SegmentOption, 
 from autopar.passes.lower.cut import Range, cut_points
 from autopar.passes.search.cuts import Draft, Search
 from autopar.passes.search.pipelines import Capture, _fitting, _settled, asks_for_pipeline
+from autopar.passes.search.segment_chain import best_chain
 from autopar.passes.search.spmd import Task
-from autopar.passes.search.submesh import Way, between, microbatch_counts
+from autopar.passes.search.submesh import Way, between, flight_rule, microbatch_counts, possible_schedules
 from autopar.passes.shard.mesh_plan import Candidate
-from autopar.passes.stage import Stage, StageSolution, one_f_one_b
+from autopar.passes.stage import Stage, StageSolution
 
 MOST_SEGMENTS, MOST_GROUPS = 10, 6
 MOST_TRIED = 4
@@ -46,11 +47,13 @@ class BranchDraft(Draft):
 
     @property
     def step_s(self) -> float:
-        """Estimated seconds of a step. total_s is that of 1F1B; running B and W apart fills most of what it idles."""
+        """Estimated seconds of a step. total_s is that of 1F1B; other schedules fill a part of what it idles."""
         found = self.solution
         idle = found.total_s - self.microbatches * found.t_max_s - found.step_s
-        apart = self.task.options.schedule != "gpipe" and self.task.program.training and self.microbatches > 1
-        return float(found.total_s - (0.6 * idle if apart else 0.0))
+        if not self.task.program.training or self.microbatches == 1:
+            return float(found.total_s)
+        left = min(row.branch_idle_left for row in possible_schedules(self.task))
+        return float(found.total_s - (1 - left) * idle)
 
 
 def search_branches(
@@ -219,12 +222,14 @@ class BranchSearch(Search):
             latency_s,
             limit,
             0.0,
-            one_f_one_b if task.program.training else lambda after, stages, M: 1.0,
+            flight_rule(task, 1),
             tuple(task.program.calls[first].path or f"calls {first}–{last - 1}" for first, last in ranges),
             True,
         )
         try:
-            found = solve_branches(problem, max_groups=MOST_GROUPS, time_limit_s=SOLVE_S)
+            chain = best_chain(problem)
+            known = () if chain is None else (chain,)
+            found = solve_branches(problem, known=known, max_groups=MOST_GROUPS, time_limit_s=SOLVE_S)
         except InfeasibleError:
             return
         if found.side_by_side:

@@ -18,7 +18,7 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut_points
-from autopar.passes.schedule import stages_per_group
+from autopar.passes.schedule import schedule_row
 from autopar.passes.search.joint import Joint
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import (
@@ -35,6 +35,7 @@ from autopar.passes.search.submesh import (
     microbatch_counts,
     option_of,
     plan_way,
+    possible_schedules,
 )
 from autopar.passes.search.within_memory import joint_on
 from autopar.passes.shard.mesh_plan import candidate_meshes
@@ -62,14 +63,13 @@ class Draft:
     def step_s(self) -> float:
         """Estimated seconds of a step: the slowest group's work, and what is left of filling the pipeline.
 
-        Chunks divide the fill; running B and W apart leaves about 0.4 of it.
+        Chunks divide the fill; with one stage per group the schedule's row says how much is left of it.
         """
         found = self.solution
         fill = sum(s.seconds for s in found.stages) - found.t_max_s
-        apart = (
-            self.task.options.schedule in ("auto", "zb-h1", "zb-h2", "zb-auto", "zb-v") and self.task.program.training
-        )
-        left = 0.4 if apart and self.chunks == 1 else 1 / self.chunks
+        left = 1 / self.chunks
+        if self.chunks == 1 and self.task.program.training:
+            left = min(row.fill_left for row in possible_schedules(self.task))
         return float(self.microbatches * found.t_max_s + fill * left + found.step_s)
 
 
@@ -300,10 +300,11 @@ class Search:
             return
         wanted, shape = chunks or options.chunks, "loop"
         if options.schedule != "auto":
-            least, most = stages_per_group(options.schedule)
+            row = schedule_row(options.schedule)
+            least, most = row.stages
             wanted = options.chunks or least
-            shape = "v" if options.schedule == "zb-v" else "loop"
-            if wanted < least or (most is not None and wanted > most):
+            shape = "v" if row.shape == "v" else "loop"
+            if not row.serves(wanted):
                 runs = str(least) if least == most else f"{least} or more"
                 raise InputError(
                     f"schedule {options.schedule} runs {runs} {'stage' if runs == '1' else 'stages'} per group of ranks, "

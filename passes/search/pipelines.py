@@ -21,7 +21,7 @@ from autopar.passes.account.program import Account, account, step_seconds
 from autopar.passes.lower import lower
 from autopar.passes.lower.cut import cut, cut_points
 from autopar.passes.memory.peak import group_peaks, stage_memory
-from autopar.passes.schedule import SCHEDULES, Costs, Room, build, stages_per_group
+from autopar.passes.schedule import SCHEDULES, Costs, Room, build, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.cuts import Draft, Search
 from autopar.passes.search.recompute_levels import fitted
@@ -33,7 +33,6 @@ from autopar.passes.stage import StageShortage
 from autopar.plan import Plan, StagePlan
 from autopar.report import size_text
 
-CHAINS = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe")
 MOST_TRIED, MOST_MADE, MOST_SHARES = 6, 3, 4
 SHARE = 0.95
 """Of the memory, what is counted before lowering may take at first."""
@@ -266,8 +265,8 @@ def scheduled(task: Task, plan: Plan, draft: Draft) -> Candidate | float:
     if best is None:
         return least
     _, name, table = best
-    own = name in ("zb-auto", "zb-v") or (draft.shape == "any" and draft.chunks > 1)
-    rows = tuple(map(show_row, table)) if own else ()
+    written_out = schedule_row(name).timed or (draft.shape == "any" and draft.chunks > 1)
+    rows = tuple(map(show_row, table)) if written_out else ()
     return _candidate(task, plan, draft, name, rows)
 
 
@@ -275,23 +274,31 @@ def schedule_names(task: Task, draft: Draft) -> list[str]:
     """Schedules to try, simple ones first."""
     if task.options.schedule != "auto":
         return [task.options.schedule]
-    if draft.chunks > 1 and draft.shape == "any":
-        return [n for n in CHAINS if n != "zb-auto"]
-    if draft.chunks > 1:
-        return ["interleaved"] if draft.shape == "loop" else ["zb-v"]
+    if draft.chunks > 1 and draft.shape != "any":
+        return [row.name for row in tried_by_default() if row.shape == draft.shape and row.serves(draft.chunks)]
     actions = 3 * draft.microbatches * len(draft.solution.stages)
-    return [n for n in CHAINS if n != "zb-auto" or actions <= 20_000]
+    return [
+        row.name
+        for row in tried_by_default()
+        if row.serves(1)
+        and (row.most_actions is None or actions <= row.most_actions)
+        and not (
+            row.timed and draft.chunks > 1
+        )  # its seconds are those of stages, not of the groups that `grouped` makes
+    ]
 
 
 def schedule_table(name: str, lowered: LoweredProgram, counted: Account, task: Task) -> Table | None:
     """The table of a named schedule for these stages; None where it cannot serve. Raises when the user asked for it."""
     graph, M = lowered.graph, lowered.stages[0].microbatches
-    costs = Costs(counted.seconds, counted.hand_over)
     try:
-        if max(map(len, graph.groups)) > 1 and stages_per_group(name)[1] == 1:
+        row = schedule_row(name)
+        if max(map(len, graph.groups)) > 1 and row.stages[1] == 1:
             return grouped(partial(build, name), graph, M)
-        room = _room(graph, counted, _limits(lowered, task)) if name in ("zb-auto", "zb-v") else None
-        return build(name, graph, M, costs=costs if room is not None else None, memory=room)
+        if row.timed:
+            costs = Costs(counted.seconds, counted.hand_over)
+            return build(name, graph, M, costs=costs, memory=_room(graph, counted, _limits(lowered, task)))
+        return build(name, graph, M)
     except PlanError:
         if name == task.options.schedule:
             raise

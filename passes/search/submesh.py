@@ -15,6 +15,7 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import InfeasibleError, InputError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, resolve
+from autopar.ir.schedules import InFlight, Schedule, one_at_a_time
 from autopar.ir.setting import Setting
 from autopar.passes.account.calls import Units, measure
 from autopar.passes.batch.microbatch import in_microbatches
@@ -25,12 +26,13 @@ from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.rules.replay import replay
 from autopar.passes.rules.structure import shows_held
+from autopar.passes.schedule import schedule_row, tried_by_default
 from autopar.passes.search.joint import Joint
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.within_memory import solution_of
 from autopar.passes.shard.mesh_plan import solve_mesh
 from autopar.passes.shard.solve import Shortage, Solution
-from autopar.passes.stage import InFlight, Option, interleaved, one_f_one_b
+from autopar.passes.stage import Option
 from autopar.plan import StagePlan
 
 MOST_GROUPS = 64
@@ -195,10 +197,15 @@ def option_of(way: Way, kinds: list[int], limit: float) -> Option:
     )
 
 
+def possible_schedules(task: Task) -> list[Schedule]:
+    """The schedule that the options name, or those that are tried by default, simple ones first."""
+    named = task.options.schedule
+    return tried_by_default() if named == "auto" else [schedule_row(named)]
+
+
 def flight_rule(task: Task, V: int) -> InFlight:
-    if not task.program.training:
-        return lambda after, stages, M: 1.0
-    return one_f_one_b if V == 1 else interleaved(V)
+    """What a cut counts on that stages hold at once, with V stages per group."""
+    return possible_schedules(task)[0].in_flight(V) if task.program.training else one_at_a_time
 
 
 def same_structure(one: Program, other: Program) -> bool:

@@ -5,23 +5,10 @@ Everything works on arrays of seconds and bytes.
 """
 
 from autopar.passes.stage.chain import additive_partition, min_max_partition
-from autopar.passes.stage.problem import (
-    InFlight,
-    Option,
-    Stage,
-    StageProblem,
-    StageShortage,
-    StageSolution,
-    evaluate,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zero_bubble_h2,
-)
+from autopar.passes.stage.problem import Option, Stage, StageProblem, StageShortage, StageSolution, evaluate
 from autopar.passes.stage.solve import solve_stages
 
 __all__ = [
-    "InFlight",
     "Option",
     "Stage",
     "StageProblem",
@@ -29,10 +16,6 @@ __all__ = [
     "StageSolution",
     "additive_partition",
     "evaluate",
-    "gpipe",
-    "interleaved",
     "min_max_partition",
-    "one_f_one_b",
     "solve_stages",
-    "zero_bubble_h2",
 ]

@@ -15,7 +15,7 @@ hide behind compute). A stage holds resting_bytes + in_flight * held_bytes + the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,39 +23,10 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.errors import InputError, PlanError
+from autopar.ir.schedules import InFlight, one_f_one_b
 
-InFlight = Callable[[int, int, int], float]
-"""(stages after this one, stages, microbatches M) -> microbatches whose values a stage holds at once."""
 Piece = tuple[int, int, int]
 """(first unit, unit after the last, index of the option)."""
-
-
-def one_f_one_b(after: int, stages: int, M: int) -> float:
-    """1F1B and ZB-H1: the last stage holds one microbatch, every stage before it one more."""
-    return min(M, after + 1)
-
-
-def gpipe(after: int, stages: int, M: int) -> float:
-    """All of them."""
-    return M
-
-
-def zero_bubble_h2(after: int, stages: int, M: int) -> float:
-    """ZB-H2: about twice 1F1B."""
-    return min(M, 2 * after + 1)
-
-
-def interleaved(V: int) -> InFlight:
-    """Interleaved 1F1B with V chunks per group: what is in flight per chunk when the warm-up of its group ends."""
-
-    def rule(after: int, stages: int, M: int) -> float:
-        p = max(1, stages // V)
-        chunk, group = divmod(stages - 1 - after, p)
-        alive = min(2 * (p - 1 - group) + (V - 1) * p + 1, M * V)
-        rounds, rest = divmod(alive, p * V)
-        return min(M, rounds * p + min(p, max(0, rest - chunk * p)))
-
-    return rule
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.ir.schedules import one_f_one_b
 from autopar.passes.branch import BranchProblem, Group, SegmentOption, evaluate, solve_branches
-from autopar.passes.stage import gpipe, one_f_one_b
 
 seeds = st.integers(0, 10**6)
 
@@ -99,8 +99,12 @@ def random_problem(seed: int, n: int) -> BranchProblem:
         float(rng.choice([0.0, 0.05])),
         float(rng.choice([8.0, 20.0, 1e9])),
         float(rng.choice([0.0, 1.0])),
-        (one_f_one_b, gpipe)[int(rng.integers(0, 2))],
+        (one_f_one_b, all_at_once)[int(rng.integers(0, 2))],
     )
+
+
+def all_at_once(after: int, stages: int, M: int) -> float:
+    return M
 
 
 def check(problem: BranchProblem) -> None:

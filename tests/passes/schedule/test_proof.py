@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import CheckError
 from autopar.ir.actions import Action, StageGraph, parse_row
-from autopar.passes.schedule import build, needs_split
+from autopar.passes.schedule import SCHEDULES, build
 from autopar.passes.schedule.proof import check_table, rendezvous_deadlock
 from tests.passes.schedule.pipelines import chains, dags
 
@@ -102,7 +102,7 @@ def accepted(table, graph, m, kinds, **how):
 def mutations(draw, case):
     """(what was done, table, graph, microbatches, kinds): a built table with one to three changes."""
     graph, name, m = draw(case)
-    kinds = "F" if name == "forward" else "FBW" if needs_split(name) else "FB"
+    kinds = "F" if name == "forward" else "FBW" if SCHEDULES[name].splits_backward else "FB"
     rows = [list(row) for row in build(name, graph, m)]
     changes = []
     for _ in range(draw(st.integers(1, 3))):
@@ -189,7 +189,7 @@ def test_gpipe_and_forward_run_on_any_dag_even_when_sends_wait(case):
     ("name", "graph", "m"), [("zb-h2", chain(3), 6), ("interleaved", chain(3, 2), 6), ("zb-v", chain(3, 2, "v"), 6)]
 )
 def test_schedules_that_run_ahead_need_sends_that_do_not_wait(name, graph, m):
-    table, split = build(name, graph, m), needs_split(name)
+    table, split = build(name, graph, m), SCHEDULES[name].splits_backward
     check_table(table, graph, m, split=split)
     with pytest.raises(CheckError, match=r"when sends wait for their receivers: group \d waits before"):
         check_table(table, graph, m, split=split, rendezvous=True)

@@ -12,7 +12,7 @@ from autopar.costmodel import simulate as sim
 from autopar.errors import PlanError
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, parse_row, show_row
-from autopar.passes.schedule import SCHEDULES, Costs, Room, build, in_flight, needs_split, peak_bytes, stages_per_group
+from autopar.passes.schedule import SCHEDULES, Costs, Room, build, in_flight, peak_bytes
 from autopar.passes.schedule.proof import check_table
 from tests.passes.schedule.pipelines import ONE_STAGE, PAPER, chains, dags, graph_of
 
@@ -28,7 +28,7 @@ def cost(table, graph, costs):
 def test_every_schedule_is_a_complete_step_without_deadlock(case):
     graph, name, m = case
     table = build(name, graph, m)
-    check_table(table, graph, m, training=name != "forward", split=needs_split(name))
+    check_table(table, graph, m, training=name != "forward", split=SCHEDULES[name].splits_backward)
     assert build(name, graph, m) == table
 
 
@@ -231,14 +231,14 @@ def test_more_memory_makes_the_automatic_schedule_no_slower_than_1f1b(p, m):
 
 def test_every_name_says_what_it_is_for_and_what_it_needs():
     assert set(SCHEDULES) >= {*ONE_STAGE, "interleaved", "zb-v", "none"}
-    assert all(len(what) > 10 and "\n" not in what for what in SCHEDULES.values())
-    assert [n for n in SCHEDULES if needs_split(n)] == ["zb-h1", "zb-h2", "zb-auto", "zb-v"]
-    assert stages_per_group("1f1b") == (1, 1)
-    assert stages_per_group("interleaved") == (2, None)
-    assert stages_per_group("zb-v") == (2, 2)
+    assert all(len(what) > 10 and "\n" not in what for what in (row.what for row in SCHEDULES.values()))
+    assert [n for n in SCHEDULES if SCHEDULES[n].splits_backward] == ["zb-h1", "zb-h2", "zb-auto", "zb-v"]
+    assert SCHEDULES["1f1b"].stages == (1, 1)
+    assert SCHEDULES["interleaved"].stages == (2, None)
+    assert SCHEDULES["zb-v"].stages == (2, 2)
     for name in SCHEDULES:
         table = build(name, graph_of(name, 3), 4)
-        assert any(a.kind == "W" for row in table for a in row) == needs_split(name)
+        assert any(a.kind == "W" for row in table for a in row) == SCHEDULES[name].splits_backward
 
 
 @pytest.mark.parametrize(

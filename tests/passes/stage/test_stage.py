@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.ir.schedules import interleaved, one_f_one_b
 from autopar.passes.stage import (
     Option,
     StageProblem,
@@ -18,12 +19,8 @@ from autopar.passes.stage import (
     StageSolution,
     additive_partition,
     evaluate,
-    gpipe,
-    interleaved,
     min_max_partition,
-    one_f_one_b,
     solve_stages,
-    zero_bubble_h2,
 )
 
 seeds = st.integers(0, 10**6)
@@ -93,10 +90,18 @@ def random_problem(seed: int, L: int, kinds: int = 1, **changes) -> StageProblem
         int(rng.choice([1, 2, 3, 8])),
         rng.random(L) * float(rng.choice([0, 0.1, 1])),
         rng.random(L) < float(rng.choice([0.6, 1.0])),
-        (one_f_one_b, gpipe, zero_bubble_h2, fewer_with_more_stages)[int(rng.integers(0, 4))],
+        (one_f_one_b, all_at_once, twice_one_f_one_b, fewer_with_more_stages)[int(rng.integers(0, 4))],
         boundary_busy=float(rng.choice([0.0, 0.5, 1.0])),
     )
     return replace(problem, **changes)
+
+
+def all_at_once(after: int, stages: int, M: int) -> float:
+    return M
+
+
+def twice_one_f_one_b(after: int, stages: int, M: int) -> float:
+    return min(M, 2 * after + 1)
 
 
 def fewer_with_more_stages(after: int, stages: int, M: int) -> float:
