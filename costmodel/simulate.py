@@ -29,7 +29,7 @@ Comm = float | Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True)
-class Collective:
+class StreamWork:
     """Work of a group's communication stream: starts after `after`, and `before` waits for it (None: nothing waits)."""
 
     group: int
@@ -231,13 +231,13 @@ def uniform(stages: int, tf: float, tb: float, tw: float) -> dict[tuple[int, str
 
 
 def simulate(
-    table: Table, graph: StageGraph, durations: Durations, comm_s: Comm = 0.0, collectives: Sequence[Collective] = ()
+    table: Table, graph: StageGraph, durations: Durations, comm_s: Comm = 0.0, collectives: Sequence[StreamWork] = ()
 ) -> Timeline:
     """The timeline of one step. Raises PlanError when the table deadlocks or a duration is missing."""
     net = network(table, graph)
     seconds, comm = _seconds(net, durations), link_seconds(net.links, comm_s)
     p = net.groups
-    after: dict[tuple[int, Action | None], list[Collective]] = {}
+    after: dict[tuple[int, Action | None], list[StreamWork]] = {}
     for c in collectives:
         after.setdefault((c.group, c.after), []).append(c)
     comm_free = [0.0] * p

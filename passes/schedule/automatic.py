@@ -22,10 +22,10 @@ from autopar.errors import PlanError
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.schedules import SPLIT_FILL_LEFT, Schedule, register
-from autopar.passes.schedule.costs import Costs, Room, checked
+from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
 from autopar.passes.schedule.fill import fill, order_of
 from autopar.passes.schedule.greedy import Policy, greedy
-from autopar.passes.schedule.pipeline import Pipeline, Timed, steps
+from autopar.passes.schedule.timed_pipeline import TimedPipeline, TimedTable, steps
 
 SHORT = 3
 """Settings are compared on a pipeline of this many microbatches per group, or of more if it has few actions."""
@@ -38,7 +38,7 @@ BUDGETS = (0.0, 0.3, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Setting:
+class GreedySetting:
     """The open numbers of `greedy`; x: of the module's docstring."""
 
     x: float
@@ -47,7 +47,7 @@ class Setting:
     idle: float = 1.0
     deep: bool = True
 
-    def neighbours(self) -> list[Setting]:
+    def neighbours(self) -> list[GreedySetting]:
         """Settings one step away."""
         near = [replace(self, x=max(0.0, self.x + d)) for d in (-0.125, 0.125)]
         near += [replace(self, patience_F=min(1.0, max(0.0, self.patience_F + d))) for d in (-0.2, 0.2)]
@@ -56,7 +56,7 @@ class Setting:
 
 
 _START = [
-    Setting(x, f, w)
+    GreedySetting(x, f, w)
     for x in (0.5, 0.75, 1.0, 1.25, 1.5)
     for f, w in ((1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (0.6, 0.0), (0.6, 0.5), (0.6, 1.0), (0.3, 0.3))
 ]
@@ -64,8 +64,10 @@ _START = [
 Order = Callable[[StageGraph, int], Table]
 
 
-def zero_bubble(graph: StageGraph, m: int, costs: Costs | None = None, memory: float | Room | None = None) -> Table:
-    """The best table found. memory: microbatches a group may hold, or a Room in bytes; default 1F1B's, depth + 1.
+def zero_bubble(
+    graph: StageGraph, m: int, costs: ActionCosts | None = None, memory: float | MemoryRoom | None = None
+) -> Table:
+    """The best table found. memory: microbatches a group may hold, or a MemoryRoom in bytes; default 1F1B's, depth + 1.
 
     Raises PlanError when not even one microbatch fits.
     """
@@ -74,11 +76,16 @@ def zero_bubble(graph: StageGraph, m: int, costs: Costs | None = None, memory: f
 
 
 def best(
-    graph: StageGraph, m: int, costs: Costs, room: Room, orders: Sequence[Order], start: Sequence[Setting]
+    graph: StageGraph,
+    m: int,
+    costs: ActionCosts,
+    room: MemoryRoom,
+    orders: Sequence[Order],
+    start: Sequence[GreedySetting],
 ) -> Table:
     """The table of least time from the orders, as they are and with W put in anew, and from settings near `start`."""
-    full = Pipeline(graph, m, costs, room)
-    short = Pipeline(graph, min(m, max(SHORT * len(graph.groups), FEW // (3 * graph.stages))), costs, room)
+    full = TimedPipeline(graph, m, costs, room)
+    short = TimedPipeline(graph, min(m, max(SHORT * len(graph.groups), FEW // (3 * graph.stages))), costs, room)
     away = _round_trips(full)
     slowest = max(full.w)
     found = [timed for order in orders if (timed := full.timed(order(graph, m))) is not None]
@@ -89,10 +96,10 @@ def best(
     for _, budget, n in sorted(again)[:1]:
         found += _kept(fill(full, order_of(steps(orders[n](graph, m))), budget * slowest))
 
-    scores: dict[Setting, float] = {}
+    scores: dict[GreedySetting, float] = {}
     seen: dict[Policy, float] = {}
 
-    def score(setting: Setting) -> float:
+    def score(setting: GreedySetting) -> float:
         if setting not in scores:
             policy = _policy(setting, short, away)
             if policy not in seen:
@@ -118,22 +125,22 @@ def best(
     return min(found, key=_score).table
 
 
-def _kept(timed: Timed | None) -> list[Timed]:
+def _kept(timed: TimedTable | None) -> list[TimedTable]:
     return [] if timed is None else [timed]
 
 
-def _score(timed: Timed) -> float:
+def _score(timed: TimedTable) -> float:
     return timed.score
 
 
-def _policy(setting: Setting, pipeline: Pipeline, away: Sequence[float]) -> Policy:
+def _policy(setting: GreedySetting, pipeline: TimedPipeline, away: Sequence[float]) -> Policy:
     flight = tuple(
         min(pipeline.m, 1 + floor(setting.x * r / max(f, 1e-12) + 0.01)) for r, f in zip(away, pipeline.f, strict=True)
     )
     return Policy(flight, setting.patience_F, setting.patience_W, setting.idle, setting.deep)
 
 
-def _round_trips(pipeline: Pipeline) -> list[float]:
+def _round_trips(pipeline: TimedPipeline) -> list[float]:
     """R of the module's docstring."""
     away = [0.0] * pipeline.graph.stages
     for s in reversed(range(pipeline.graph.stages)):

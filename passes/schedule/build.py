@@ -5,18 +5,23 @@ from __future__ import annotations
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.schedules import Schedule, schedule_row
-from autopar.passes.schedule.costs import Costs, Room, checked
+from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
 from autopar.passes.schedule.held import peak_bytes
 from autopar.passes.schedule.proof import deadlock
 
 
 def build(
-    name: str, graph: StageGraph, microbatches: int, *, costs: Costs | None = None, memory: float | Room | None = None
+    name: str,
+    graph: StageGraph,
+    microbatches: int,
+    *,
+    costs: ActionCosts | None = None,
+    memory: float | MemoryRoom | None = None,
 ) -> Table:
     """The table of a named schedule.
 
     costs, memory: for timed schedules, seconds of the actions (default: all alike) and what a group may hold, in
-    microbatches of all its stages or as bytes in a Room (default: as 1F1B). The other schedules do not depend on them,
+    microbatches of all its stages or as bytes in a MemoryRoom (default: as 1F1B). The other schedules do not depend on them,
     but are refused when they need more memory. Raises PlanError for what a schedule cannot serve, saying what would do.
     """
     row = schedule_row(name)
@@ -57,7 +62,7 @@ def _check_groups(row: Schedule, graph: StageGraph) -> None:
         raise PlanError(f"{name} needs stages placed as {wanted_groups}, got {graph.groups}; gpipe runs any placement")
 
 
-def _check_memory(name: str, table: Table, graph: StageGraph, memory: float | Room) -> None:
+def _check_memory(name: str, table: Table, graph: StageGraph, memory: float | MemoryRoom) -> None:
     """Raises PlanError where a group holds more than it may."""
     _, room = checked(graph, None, memory, 1)
     for g, peak in enumerate(peak_bytes(table, graph, room.after_F, room.after_B or None)):

@@ -32,7 +32,7 @@ from autopar.passes.search.segment_chain import best_chain
 from autopar.passes.search.spmd import Task
 from autopar.passes.search.submesh import Way, between, flight_rule, microbatch_counts, possible_schedules
 from autopar.passes.shard.mesh_plan import Candidate
-from autopar.passes.stage import Stage, StageSolution
+from autopar.passes.stage import StageChoice, StageSolution
 
 MOST_SEGMENTS, MOST_GROUPS = 10, 6
 MOST_TRIED = 4
@@ -308,7 +308,7 @@ def _draft(
         first, last = ranges[run[0]][0], ranges[run[-1]][1]
         costs = {w: _options([ways[w]], (first, last), M)[0][0] for w in chosen}
         w = min(costs, key=lambda w: (M * costs[w].time_s + costs[w].step_s, w))
-        stages.append(Stage(first, last, w, costs[w].time_s, costs[w].step_s, found.memory[home[run[0]]], limit))
+        stages.append(StageChoice(first, last, w, costs[w].time_s, costs[w].step_s, found.memory[home[run[0]]], limit))
     largest_first = sorted(range(len(found.groups)), key=lambda g: -found.groups[g].devices)
     groups = tuple(tuple(k for k, run in enumerate(runs) if home[run[0]] == g) for g in largest_first)
     solution = StageSolution(

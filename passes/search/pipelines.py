@@ -21,7 +21,7 @@ from autopar.passes.account.program import Account, account, step_seconds
 from autopar.passes.lower import lower
 from autopar.passes.lower.cut import cut, cut_points
 from autopar.passes.memory.peak import group_peaks, stage_memory
-from autopar.passes.schedule import SCHEDULES, Costs, Room, build, schedule_row, tried_by_default
+from autopar.passes.schedule import SCHEDULES, ActionCosts, MemoryRoom, build, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.cuts import Draft, Search
 from autopar.passes.search.recompute_levels import fitted
@@ -296,7 +296,7 @@ def schedule_table(name: str, lowered: LoweredProgram, counted: Account, task: T
         if max(map(len, graph.groups)) > 1 and row.stages[1] == 1:
             return grouped(partial(build, name), graph, M)
         if row.timed:
-            costs = Costs(counted.seconds, counted.hand_over)
+            costs = ActionCosts(counted.seconds, counted.hand_over)
             return build(name, graph, M, costs=costs, memory=_room(graph, counted, _limits(lowered, task)))
         return build(name, graph, M)
     except PlanError:
@@ -310,7 +310,7 @@ def _limits(lowered: LoweredProgram, task: Task) -> list[float]:
     return [task.limit_at(lowered.stages[stages[0]].mesh.offset) for stages in lowered.graph.groups]
 
 
-def _room(graph: StageGraph, counted: Account, limits: list[float]) -> Room:
+def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoom:
     after_F = tuple(s.memory.actions["F"].after for s in counted.stages)
     after_B = tuple(min(s.memory.actions["B"].after, f) for s, f in zip(counted.stages, after_F, strict=True))
     bound = []
@@ -318,7 +318,7 @@ def _room(graph: StageGraph, counted: Account, limits: list[float]) -> Room:
         resting = sum(counted.stages[s].memory.resting_bytes for s in stages)
         beside = max(max(m.peak - m.after, 0.0) for s in stages for m in counted.stages[s].memory.actions.values())
         bound.append(max(limit - resting - beside, 0.0))
-    return Room(tuple(bound), after_F, after_B)
+    return MemoryRoom(tuple(bound), after_F, after_B)
 
 
 def _rows(plan: Plan, draft: Draft, backward: str) -> tuple[str, ...]:

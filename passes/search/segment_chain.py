@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.passes.branch import BranchProblem, BranchSolution, Group, SegmentOption, evaluate
-from autopar.passes.stage import Option, StageProblem, StageShortage, solve_stages
+from autopar.passes.branch import BranchProblem, BranchSolution, SegmentGroup, SegmentOption, evaluate
+from autopar.passes.stage import StageOption, StageProblem, StageShortage, solve_stages
 
 NEVER = 1e15
 """Bytes of a segment on a number of devices it has no option for."""
@@ -42,7 +42,7 @@ def best_chain(problem: BranchProblem) -> BranchSolution | None:
     if isinstance(stages, StageShortage):
         return None
     groups = [
-        Group(tuple(range(first, end)), counts[o], tuple(fastest[counts[o]][first:end]))
+        SegmentGroup(tuple(range(first, end)), counts[o], tuple(fastest[counts[o]][first:end]))
         for first, end, o in stages.pieces
     ]
     return evaluate(problem, groups)
@@ -57,10 +57,10 @@ def _fastest_on(problem: BranchProblem, devices: int) -> list[int]:
     return [fastest(row) for row in problem.segments]
 
 
-def _stage_option(problem: BranchProblem, devices: int, chosen: list[int], limit: float) -> Option:
+def _stage_option(problem: BranchProblem, devices: int, chosen: list[int], limit: float) -> StageOption:
     """The chosen options of all segments as arrays."""
     missing = SegmentOption(devices, 0.0, resting_bytes=NEVER)
     rows = [row[i] if i >= 0 else missing for row, i in zip(problem.segments, chosen, strict=True)]
     names = ("time_s", "step_s", "resting_bytes", "held_bytes", "peak_bytes")
     time, step, resting, held, peak = (np.array([getattr(o, n) for o in rows], float) for n in names)
-    return Option(str(devices), devices, time, np.zeros(len(rows)), step, resting, held, peak, limit)
+    return StageOption(str(devices), devices, time, np.zeros(len(rows)), step, resting, held, peak, limit)

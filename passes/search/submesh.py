@@ -32,7 +32,7 @@ from autopar.passes.search.spmd import Task
 from autopar.passes.search.within_memory import solution_of
 from autopar.passes.shard.mesh_plan import solve_mesh
 from autopar.passes.shard.solve import Shortage, Solution
-from autopar.passes.stage import Option
+from autopar.passes.stage import StageOption
 from autopar.plan import StagePlan
 
 MOST_GROUPS = 64
@@ -180,9 +180,9 @@ def plan_way(task: Task, mesh: Mesh, budget: float, pp: int, policy: str, joint:
     return Way(mesh, plan, measure(task.program, lowered, plan, pricer, task.rules, task.setting), solution)
 
 
-def option_of(way: Way, kinds: list[int], limit: float) -> Option:
+def option_of(way: Way, kinds: list[int], limit: float) -> StageOption:
     u = way.units
-    return Option(
+    return StageOption(
         str(way.mesh),
         way.mesh.size,
         u.forward_s,

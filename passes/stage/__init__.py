@@ -4,13 +4,20 @@
 Everything works on arrays of seconds and bytes.
 """
 
-from autopar.passes.stage.chain import additive_partition, min_max_partition
-from autopar.passes.stage.problem import Option, Stage, StageProblem, StageShortage, StageSolution, evaluate
-from autopar.passes.stage.solve import solve_stages
+from autopar.passes.stage.best_cut import solve_stages
+from autopar.passes.stage.partition import additive_partition, min_max_partition
+from autopar.passes.stage.stage_problem import (
+    StageChoice,
+    StageOption,
+    StageProblem,
+    StageShortage,
+    StageSolution,
+    evaluate,
+)
 
 __all__ = [
-    "Option",
-    "Stage",
+    "StageChoice",
+    "StageOption",
     "StageProblem",
     "StageShortage",
     "StageSolution",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.passes.branch.model import Model
-from autopar.passes.branch.problem import BranchProblem, BranchSolution, Group, evaluate
+from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, evaluate
+from autopar.passes.branch.integer_model import GroupingModel
 
 
 def solve_branches(
@@ -24,7 +24,7 @@ def solve_branches(
     found, of one group, and of the known groupings; `bound` says how far off it can be.
     """
     G = min(len(problem.segments), problem.devices, max_groups or 8)
-    model = Model(problem, G)
+    model = GroupingModel(problem, G)
     together = _one_group(problem)
     starts = [s for s in (*([together] if together else []), *known) if len(s.groups) <= G and problem.admits(s)]
     if starts:
@@ -48,7 +48,7 @@ def _one_group(problem: BranchProblem) -> BranchSolution | None:
             min(way, key=lambda i, s=s: problem.segments[s][i].time_s)
             for s, way in enumerate(ways)  # type: ignore[misc]
         )
-        found = evaluate(problem, [Group(tuple(range(len(ways))), devices, options)])
+        found = evaluate(problem, [SegmentGroup(tuple(range(len(ways))), devices, options)])
         if found.memory[0] <= problem.limit_bytes and (best is None or found.total_s < best.total_s):
             best = found
     return best
@@ -59,7 +59,7 @@ def _shortage(problem: BranchProblem, G: int, time_limit_s: float) -> str:
         if all(o.devices > problem.devices for o in options):
             least = min(o.devices for o in options)
             return f"{problem.name(s)} needs at least {least} devices and there are {problem.devices}"
-    found, _ = Model(problem, G, memory=True).solve(time_limit_s)
+    found, _ = GroupingModel(problem, G, memory=True).solve(time_limit_s)
     if found is None:
         return (
             f"no grouping of {len(problem.segments)} segments fits {problem.devices} devices in {G} groups; segments of one "

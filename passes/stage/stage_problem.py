@@ -30,7 +30,7 @@ Piece = tuple[int, int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Option:
+class StageOption:
     """One submesh and one way to run units on it; arrays are (L,).
 
     devices: how many (in the unit of `StageProblem.available`). forward_s, backward_s: seconds of a unit for one
@@ -73,7 +73,7 @@ class StageProblem:
     how many stages, or the first units of all stages but the first.
     """
 
-    options: tuple[Option, ...]
+    options: tuple[StageOption, ...]
     available: tuple[int, ...]
     microbatches: int
     boundary_s: np.ndarray
@@ -129,7 +129,7 @@ class StageProblem:
         """Number of stages where the user fixed it."""
         return self.stages if self.boundaries is None else len(self.boundaries) + 1
 
-    def enter_s(self, option: Option) -> np.ndarray:
+    def enter_s(self, option: StageOption) -> np.ndarray:
         """(L,) boundary_s of stages on an option; 0 at unit 0."""
         row = np.array(self.boundary_s if option.boundary_s is None else option.boundary_s, float)
         row[0] = 0.0
@@ -137,7 +137,7 @@ class StageProblem:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageChoice:
     """Units [start, end) on an option: seconds per microbatch (hand-over included), seconds once per step, bytes."""
 
     start: int
@@ -157,7 +157,7 @@ class StageSolution:
     is faster. groups[g]: stages of group g. group_memory: bytes on a device of each group.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageChoice, ...]
     total_s: float
     t_max_s: float
     step_s: float
@@ -227,7 +227,7 @@ def evaluate(
         rests += problem.in_flight(S - 1 - s, S, M) * float(np.sum(option.held_bytes[i:j]))
         peak = float(np.max(option.peak_bytes[i:j]))
         step = float(np.sum(option.step_s[i:j]))
-        stages.append(Stage(i, j, o, compute + enter, step, rests + peak, option.limit_bytes))
+        stages.append(StageChoice(i, j, o, compute + enter, step, rests + peak, option.limit_bytes))
         busy.append(compute + problem.boundary_busy * enter)
         parts.append((rests, peak))
     t_max = max(sum(busy[s] for s in group) for group in groups)
