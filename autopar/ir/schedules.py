@@ -61,8 +61,7 @@ class Schedule:
 
     For the search: tried is its place among the schedules that are tried unless the user names one (0: only when it is
     named), most_actions the longest step for which it is. in_flight(V) is what a cut counts on that a stage holds with V
-    stages per group; a table that holds more is refused later, by its bytes. fill_left is the share of the time to fill
-    and drain the pipeline that is left with one stage per group (V stages divide it by V); branch_idle_left the share
+    stages per group; a table that holds more is refused later, by its bytes. branch_idle_left is the share
     that is left of what 1F1B idles on branches side by side.
     """
 
@@ -77,8 +76,12 @@ class Schedule:
     tried: int = 0
     most_actions: int | None = None
     in_flight: Callable[[int], InFlight] = as_one_f_one_b
-    fill_left: float = 1.0
     branch_idle_left: float = 0.4
+
+    @property
+    def fill_left(self) -> float:
+        """The share of the seconds to fill and drain a pipeline that stays idle; with W apart, W fills most of them."""
+        return 0.4 if self.splits_backward else 1.0
 
     def serves(self, stages_per_group: int) -> bool:
         """Whether groups may run that many stages each."""
@@ -109,9 +112,6 @@ def tried_by_default() -> list[Schedule]:
     """The rows that are tried unless the user names a schedule, simple ones first."""
     return sorted((row for row in SCHEDULES.values() if row.tried), key=lambda row: row.tried)
 
-
-SPLIT_FILL_LEFT = 0.4
-"""With B and W apart, W fills more than half of what filling and draining the pipeline leaves idle."""
 
 for _row in (
     Schedule(
@@ -150,7 +150,6 @@ for _row in (
         tables.zb_h1,
         splits_backward=True,
         tried=2,
-        fill_left=SPLIT_FILL_LEFT,
     ),
     Schedule(
         "zb-h2",
@@ -158,7 +157,6 @@ for _row in (
         tables.zb_h2,
         splits_backward=True,
         tried=3,
-        fill_left=SPLIT_FILL_LEFT,
     ),
 ):
     register(_row)

@@ -41,14 +41,10 @@ def _one_group(problem: BranchProblem) -> BranchSolution | None:
     """Everything on the same devices, the fastest way that fits."""
     best: BranchSolution | None = None
     for devices in {o.devices for o in problem.segments[0] if o.devices <= problem.devices}:
-        ways = [[i for i, o in enumerate(options) if o.devices == devices] for options in problem.segments]
-        if not all(ways):
+        options = problem.fastest_options(devices)
+        if -1 in options:
             continue
-        options = tuple(
-            min(way, key=lambda i, s=s: problem.segments[s][i].time_s)
-            for s, way in enumerate(ways)  # type: ignore[misc]
-        )
-        found = evaluate(problem, [SegmentGroup(tuple(range(len(ways))), devices, options)])
+        found = evaluate(problem, [SegmentGroup(tuple(range(len(options))), devices, tuple(options))])
         if found.memory[0] <= problem.limit_bytes and (best is None or found.total_s < best.total_s):
             best = found
     return best

@@ -73,6 +73,15 @@ class BranchProblem:
         enough = used == self.devices if self.every_device else used <= self.devices
         return enough and max(solution.memory) <= self.limit_bytes
 
+    def fastest_options(self, devices: int) -> list[int]:
+        """Per segment the index of its fastest option on that many devices; -1 where it has none."""
+
+        def fastest(options: tuple[SegmentOption, ...]) -> int:
+            fitting = [i for i, option in enumerate(options) if option.devices == devices]
+            return min(fitting, key=lambda i: options[i].time_s, default=-1)
+
+        return [fastest(options) for options in self.segments]
+
     def waiting(self, after: int) -> float:
         """Microbatches in flight in a group with so many groups after it."""
         return self.in_flight(after, after + 1, self.microbatches)

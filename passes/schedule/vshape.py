@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, Table
-from autopar.ir.schedules import SPLIT_FILL_LEFT, Schedule, register
+from autopar.ir.schedules import Schedule, register
 from autopar.passes.schedule.automatic import GreedySetting, best
 from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
 
@@ -37,6 +37,5 @@ register(
         shape="v",
         splits_backward=True,
         timed=True,
-        fill_left=SPLIT_FILL_LEFT,
     )
 )

@@ -24,7 +24,7 @@ def best_chain(problem: BranchProblem) -> BranchSolution | None:
     entering_s = [
         sum(problem.hand_over_s(e) for e, (u, v, _) in enumerate(problem.edges) if u < l <= v) for l in range(L)
     ]
-    fastest = {devices: _fastest_on(problem, devices) for devices in counts}
+    fastest = {devices: problem.fastest_options(devices) for devices in counts}
     limit = min(problem.limit_bytes, NEVER / 10)
     options = tuple(_stage_option(problem, devices, fastest[devices], limit) for devices in counts)
     stages = solve_stages(
@@ -46,15 +46,6 @@ def best_chain(problem: BranchProblem) -> BranchSolution | None:
         for first, end, o in stages.pieces
     ]
     return evaluate(problem, groups)
-
-
-def _fastest_on(problem: BranchProblem, devices: int) -> list[int]:
-    """Per segment the index of its fastest option on that many devices; -1 where it has none."""
-
-    def fastest(row: tuple[SegmentOption, ...]) -> int:
-        return min((i for i, o in enumerate(row) if o.devices == devices), key=lambda i: row[i].time_s, default=-1)
-
-    return [fastest(row) for row in problem.segments]
 
 
 def _stage_option(problem: BranchProblem, devices: int, chosen: list[int], limit: float) -> StageOption:

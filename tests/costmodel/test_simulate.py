@@ -166,6 +166,6 @@ def test_what_cannot_be_timed_is_named():
 
 
 def test_the_cost_model_does_not_know_the_passes():
-    files = list(Path(sim.__file__).parent.glob("*.py"))
+    files = list(Path(sim.__file__).parent.rglob("*.py"))
     assert len(files) > 10
     assert not [f.name for f in files if "autopar.passes" in f.read_text()]
