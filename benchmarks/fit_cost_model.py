@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster.device import EfficiencyCurve, device_preset, load_data, preset_key
-from autopar.costmodel.estimator.layer import StepConstants
 from autopar.costmodel.estimator.rows import estimate_row
+from autopar.costmodel.estimator.workload import StepConstants
 
 DATA = Path(__file__).resolve().parent.parent / "costmodel" / "data"
 Params = dict[str, float]

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from autopar.costmodel.estimator.compare import Answers, Comparison, compare_all, describe
-from autopar.costmodel.estimator.rows import row_arguments
-from autopar.costmodel.estimator.step import estimate
+from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.step import estimate_workload
 from benchmarks.published_runs import measured_step_s
 
 Row = Mapping[str, Any]
@@ -119,15 +119,15 @@ def measured_choices(rows: Sequence[Row]) -> dict[str, Any]:
 
     loss: measured time of the plan predicted best among the measured ones, over the best measured time, less one.
     """
-    groups: dict[str, list[tuple[float, float, str]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[float, float, str]]] = {}
     for row in rows:
         measured = measured_step_s(row)
         if not measured or not row.get("complete", True) or not row.get("primary", True):
             continue
-        said = row_arguments(row)
-        fixed = {k: v for k, v in said.items() if k not in ("parallel", "micro_batch", "recompute", "schedule")}
-        predicted = estimate(**said, check=False).step_time_s
-        groups.setdefault(repr(sorted(fixed.items())), []).append((predicted, measured, str(row["id"])))
+        w = row_workload(row)
+        predicted = estimate_workload(w, check=False).step_time_s
+        question = (w.model, w.cluster, w.batch, w.software)
+        groups.setdefault(question, []).append((predicted, measured, str(row["id"])))
     several = [g for g in groups.values() if len(g) > 1]
     losses = [min(g)[1] / min(m for _, m, _ in g) - 1 for g in several]
     return {

@@ -4,15 +4,16 @@ from autopar.costmodel.estimator.inference import InferenceEstimate, estimate_in
 from autopar.costmodel.estimator.rows import estimate_row
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
-from autopar.costmodel.predict import predict
+from autopar.costmodel.estimator.workload import Software, StepPlan
 
 __all__ = [
     "Estimate",
     "InferenceEstimate",
     "ParallelConfig",
+    "Software",
+    "StepPlan",
     "TransformerShape",
     "estimate",
     "estimate_inference",
     "estimate_row",
-    "predict",
 ]

@@ -1,7 +1,9 @@
 """Seconds for a collective over some ranks of a cluster: the cheapest of ring, tree, hierarchical and in-switch.
 
-The textbook formulas come first, in the letters of the texts (S bytes, P ranks, B bytes/s, a seconds per hop);
-`collective_time_s` looks up how the ranks lie on the cluster's levels and takes the fastest algorithm.
+`collective_time_s` looks up how the ranks lie on the cluster's levels and takes the fastest algorithm, level by level:
+reduce-scatter inside, all-reduce across on 1/P_local of the bytes, all-gather inside. The levels work on different chunks
+at once, as NCCL's do, so the slowest one counts. The texts add the levels up: their formulas are in
+`textbook/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
 
 `nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
 (reduce_scatter), what one rank holds (all_to_all), the message (broadcast, p2p).
@@ -22,61 +24,13 @@ if TYPE_CHECKING:
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 
 
-def ring_all_reduce_s(S: float, P: int, B: float, a: float = 0.0) -> float:
-    """2(P-1)/P * S/B + 2(P-1) a."""
-    return 2 * (P - 1) * (S / (P * B) + a)
-
-
-def ring_half_s(S: float, P: int, B: float, a: float = 0.0) -> float:
-    """Reduce-scatter or all-gather: (P-1)/P * S/B + (P-1) a."""
-    return (P - 1) * (S / (P * B) + a)
-
-
-def tree_all_reduce_s(S: float, P: int, B: float, a: float = 0.0) -> float:
-    """Double binary tree, pipelined: 2 log2(P) a + 2 S/B."""
-    return 0.0 if P == 1 else 2 * ceil(log2(P)) * a + 2 * S / B
-
-
-def in_switch_all_reduce_s(S: float, P: int, B: float, a: float = 0.0) -> float:
-    """Switches reduce and multicast: each byte crosses a device's link once, S/B + 2 a."""
-    return 0.0 if P == 1 else S / B + 2 * a
-
-
-def all_to_all_s(S: float, P: int, B: float, a: float = 0.0) -> float:
-    """(P-1)/P * S/B + (P-1) a, S the bytes one rank holds."""
-    return (P - 1) * (S / (P * B) + a)
-
-
-def p2p_s(S: float, B: float, a: float = 0.0) -> float:
-    """a + S/B."""
-    return a + S / B
-
-
-def hierarchical_sum_s(S: float, P_local: int, B_local: float, P_cross: int, B_cross: float) -> float:
-    """The texts' simpler sum: an all-reduce inside the groups, then one across them, both on all S bytes."""
-    return ring_all_reduce_s(S, P_local, B_local) + ring_all_reduce_s(S, P_cross, B_cross)
-
-
-def compressed_s(S: float, S_small: float, B: float, pack_s: float, unpack_s: float) -> float:
-    """Seconds to pack, send the smaller message, and unpack."""
-    return pack_s + S_small / B + unpack_s
-
-
-def compression_speedup(p: float, C: float, delta: float) -> float:
-    """Amdahl: p the share of time in communication, C the ratio, delta the loss: 1 / ((1-p) + p / (C (1-delta)))."""
-    return 1 / ((1 - p) + p / (C * (1 - delta)))
-
-
-def aggregated_s(sizes: list[float], B: float, a: float) -> tuple[float, float]:
-    """(one message of all bytes, many messages): what a bucket saves is the launches, (n-1) a."""
-    return a + sum(sizes) / B, sum(a + S / B for S in sizes)
+Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]
+"""How a group of ranks lies on the levels: (fan-out, level, level groups touched), innermost first, fan-outs above 1."""
 
 
 @lru_cache(maxsize=65536)
-def shape_on_levels(
-    levels: tuple[LinkLevel, ...], ranks: tuple[int, ...]
-) -> tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]:
-    """How a group lies on the levels: (fan-out, level, level groups touched), innermost first, fan-outs above 1 only.
+def shape_on_levels(levels: tuple[LinkLevel, ...], ranks: tuple[int, ...]) -> Shape:
+    """How a group of ranks lies on the levels.
 
     The product of the fan-outs is at least the number of ranks; uneven groups count by their largest.
     """
@@ -123,9 +77,7 @@ def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tup
 
 
 @lru_cache(maxsize=65536)
-def strided_shape(
-    levels: tuple[LinkLevel, ...], stride: int, count: int
-) -> tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]:
+def strided_shape(levels: tuple[LinkLevel, ...], stride: int, count: int) -> Shape:
     """`shape_on_levels` of the ranks 0, stride, 2 stride, ... without listing them (levels of equal groups)."""
     shape, units, span = [], count, stride
     for level in levels:
@@ -149,35 +101,11 @@ def strided_time_s(
     return _on_shape_s(strided_shape(cluster.levels, stride, count), kind, nbytes, concurrent)
 
 
-def flat_ring_s(cluster: ClusterSpec, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
-    """One ring through all ranks at the pace of its slowest link."""
-    shape = shape_on_levels(cluster.levels, ranks)
-    if not shape:
-        return 0.0
-    P = len(set(ranks))
-    B = min(level.rate_Bps(groups) for _, level, groups in shape)
-    a = max(level.latency_s for _, level, _ in shape)
-    return ring_all_reduce_s(nbytes, P, B, a) if kind == "all_reduce" else ring_half_s(nbytes, P, B, a)
-
-
-def hierarchical_s(
-    cluster: ClusterSpec, kind: str, nbytes: float, ranks: tuple[int, ...], concurrent: int = 1
-) -> float:
-    """Level by level: reduce-scatter inside, all-reduce across on 1/P_local of the bytes, all-gather inside.
-
-    The levels work on different chunks at once, as NCCL's do, so the slowest one counts (the texts add them up). An
-    all_to_all loads every level with the bytes whose destination lies across it.
-    """
-    return _on_shape_s(shape_on_levels(cluster.levels, ranks), kind, nbytes, concurrent)
-
-
-Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]
-
-
 def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> float:
     """Levels work on different chunks at the same time: the slowest level's bytes, plus every level's latency.
 
-    all_reduce on an inner level is a reduce-scatter and an all-gather; the next level carries 1/fan of the bytes.
+    all_reduce on an inner level is a reduce-scatter and an all-gather; the next level carries 1/fan of the bytes. An
+    all_to_all loads every level with the bytes whose destination lies across it.
     """
     slowest, latency, S, inner, P = 0.0, 0.0, nbytes, 1, 1
     for fan, _, _ in shape:

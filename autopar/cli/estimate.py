@@ -19,6 +19,7 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.search import SearchResult, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
+from autopar.costmodel.estimator.workload import Software, StepPlan
 from autopar.errors import AutoparError, ConstraintError, InputError
 
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gated_mlp": True}
@@ -112,10 +113,11 @@ def show_search(console: Console, result: SearchResult) -> None:
     for name in ("recompute", "schedule", "why"):
         table.add_column(name)
     for c in result.best:
-        p, e = c.parallel, c.estimate
-        sizes = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.micro_batch)
+        p, e = c.plan.parallel, c.estimate
+        sizes = (p.dp, p.tp, p.pp, p.cp, p.ep, p.vpp or 1, p.zero, c.plan.micro_batch)
         held = f"{e.memory_bytes['reserved'] / 1e9:.1f}"
-        table.add_row(f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, sizes), c.recompute, c.schedule, c.reason)
+        choices = (c.plan.recompute, c.plan.schedule, c.reason)
+        table.add_row(f"{e.step_time_s:.4g}", f"{e.mfu:.1%}", held, *map(str, sizes), *choices)
     console.print(table)
 
 
@@ -152,15 +154,16 @@ def main(argv: list[str] | None = None) -> int:
         precision = (
             args.precision if args.precision == "mxfp8" else {"fp4": "float4"}.get(args.precision, args.precision)
         )
+        software = Software(precision, args.kernels)
         if args.search:
-            result = search(model, cluster, batch=args.batch, precision=precision, kernels=args.kernels)
+            result = search(model, cluster, batch=args.batch, software=software)
             if args.json:
                 plans = [
                     {
-                        "parallel": c.parallel.__dict__,
-                        "micro_batch": c.micro_batch,
-                        "recompute": c.recompute,
-                        "schedule": c.schedule,
+                        "parallel": c.plan.parallel.__dict__,
+                        "micro_batch": c.plan.micro_batch,
+                        "recompute": c.plan.recompute,
+                        "schedule": c.plan.schedule,
                         "reason": c.reason,
                         **c.estimate.to_dict(),
                     }
@@ -174,18 +177,9 @@ def main(argv: list[str] | None = None) -> int:
         rest = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
         sizes.setdefault("dp", max(1, cluster.size // rest))
         sequence = sizes.get("tp", 1) > 1 if args.sequence_parallel is None else args.sequence_parallel
-        e = estimate(
-            model=model,
-            cluster=cluster,
-            parallel=ParallelConfig(**sizes, sequence_parallel=sequence),
-            batch=args.batch,
-            micro_batch=args.micro_batch,
-            recompute=args.recompute,
-            precision=precision,
-            schedule=args.schedule,
-            kernels=args.kernels,
-            offload=args.offload,
-        )
+        parallel = ParallelConfig(**sizes, sequence_parallel=sequence)
+        plan = StepPlan(parallel, args.micro_batch, args.recompute, args.schedule, args.offload)
+        e = estimate(model, cluster, plan, batch=args.batch, software=software)
         print(json.dumps(e.to_dict(), indent=1)) if args.json else show(console, e, cluster)
     except AutoparError as err:
         print(f"autopar-estimate: {err}", file=sys.stderr)

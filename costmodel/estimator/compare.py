@@ -13,18 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.estimator.branch import Software
-from autopar.costmodel.estimator.rows import row_arguments
-from autopar.costmodel.estimator.search import Candidate, reason, search
+from autopar.costmodel.estimator.pipeline_time import schedule_name
+from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.search import EstimatedPlan, reason, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import PLAIN, Space
-from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, estimate, schedule_name
+from autopar.costmodel.estimator.step import USABLE_SHARE, estimate_workload
+from autopar.costmodel.estimator.workload import Software, Workload
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
-
-AGREE = 0.01
-"""Plans within this share of each other's time are taken for equally good."""
-
-CHOSEN = ("parallel", "micro_batch", "recompute", "schedule")
 
 
 @dataclass(frozen=True)
@@ -34,40 +30,36 @@ class Comparison:
     published plan's predicted time that the best one saves. why: where the time goes, in words."""
 
     id: str
-    published: Candidate
-    best: Candidate
-    strict: Candidate | None
+    published: EstimatedPlan
+    best: EstimatedPlan
+    strict: EstimatedPlan | None
     fits: bool
     ran: bool
     gain: float
     why: str
 
-    @property
-    def agrees(self) -> bool:
-        """Whether the published plan is predicted within `AGREE` of the best."""
-        return abs(self.gain) <= AGREE
+
+Asked = dict[tuple[Space, float], EstimatedPlan | None]
 
 
 @dataclass
 class Answers:
-    """Searches already made, by question (model, cluster, batch, software): rows of one question share them."""
+    """Searches already made, by (model, cluster, batch, software): rows of one question share them."""
 
-    known: dict[tuple[Any, ...], dict[tuple[Space, float], Candidate | None]] = field(default_factory=dict)
+    by_question: dict[tuple[TransformerShape, ClusterSpec, int, Software], Asked] = field(default_factory=dict)
 
-    def best(
-        self, model: TransformerShape, cluster: ClusterSpec, batch: int, software: Software, space: Space, room: float
-    ) -> Candidate | None:
+    def best(self, w: Workload, space: Space, room: float) -> EstimatedPlan | None:
         """The fastest plan within `room` bytes; None when there is none. The answer of a space with more schedules is
         that of this one too when its schedule is also here."""
-        asked = self.known.setdefault((model, cluster, batch, software), {})
-        for (other, bytes_), answer in asked.items():
-            if bytes_ == room and replace(other, schedules=space.schedules) == space:
-                here = answer is None or answer.parallel.pp == 1 or answer.schedule in space.schedules
+        asked = self.by_question.setdefault((w.model, w.cluster, w.batch, w.software), {})
+        for (other, other_room), answer in asked.items():
+            if other_room == room and replace(other, schedules=space.schedules) == space:
+                here = answer is None or answer.plan.parallel.pp == 1 or answer.plan.schedule in space.schedules
                 if other == space or (here and set(space.schedules) <= set(other.schedules)):
                     return answer
         try:
-            found = search(model, cluster, batch=batch, space=space, room_bytes=room, top=1, **software.__dict__)
-            asked[space, room] = found.best[0]
+            result = search(w.model, w.cluster, batch=w.batch, software=w.software, space=space, room_bytes=room, top=1)
+            asked[space, room] = result.best[0]
         except InfeasibleError:
             asked[space, room] = None
         return asked[space, room]
@@ -88,25 +80,24 @@ def row_space(plan: ParallelConfig, schedule: str, plain: bool = False) -> Space
 def compare(row: Mapping[str, Any], answers: Answers | None = None, *, plain: bool = False) -> Comparison:
     """One row. Raises ConstraintError for a plan that does not fit its model, cluster or batch, InputError for a row
     without the needed keys."""
-    said = row_arguments(row)
-    model, cluster, plan, batch = said["model"], said["cluster"], said["parallel"], said["batch"]
-    plan.check(model, cluster.size, batch, said["micro_batch"])
-    e = estimate(**said)
-    name = "1f1b" if plan.pp == 1 else schedule_name(said["schedule"], plan.vpp)
-    published = Candidate(plan, said["micro_batch"], said["recompute"], e, reason(e, said["recompute"], plan), name)
-    software = Software(**{k: v for k, v in said.items() if k not in ("model", "cluster", "batch", *CHOSEN)})
+    w = row_workload(row)
+    plan = w.parallel
+    plan.check(w.model, w.cluster.size, w.batch, w.plan.micro_batch)
+    e = estimate_workload(w)
+    name = "1f1b" if plan.pp == 1 else schedule_name(w.plan.schedule, plan.vpp)
+    published = EstimatedPlan(replace(w.plan, schedule=name), e, reason(e, w.plan))
     space = row_space(plan, name, plain)
     answers = Answers() if answers is None else answers
     ran = "oom" not in row.get("score_on", [])
-    room = USABLE_SHARE * cluster.slowest(software.precision).memory_bytes
-    strict = answers.best(model, cluster, batch, software, space, room)
+    room = USABLE_SHARE * w.device.memory_bytes
+    strict = answers.best(w, space, room)
     best = strict
     if not e.fits and ran:
-        best = answers.best(model, cluster, batch, software, space, max(room, e.memory_bytes["reserved"]))
+        best = answers.best(w, space, max(room, e.memory_bytes["reserved"]))
     if best is None:
         raise ConstraintError(f"row {row.get('id', '?')}: no plan fits by the cost model's memory")
     gain = 1 - best.estimate.step_time_s / e.step_time_s
-    why = explain(published, best, said) if abs(gain) > 1e-9 else "the same time"
+    why = explain(published, best, w) if abs(gain) > 1e-9 else "the same time"
     return Comparison(str(row.get("id", "?")), published, best, strict, e.fits, ran, gain, why)
 
 
@@ -127,15 +118,14 @@ def compare_all(
                 refused.append((str(row.get("id", "?")), str(err)))
 
 
-def parts_s(c: Candidate, said: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of a step by what they are spent on; they add up to the step. said: the other arguments of `estimate`.
+def parts_s(c: EstimatedPlan, w: Workload) -> dict[str, float]:
+    """Seconds of a step by what they are spent on; they add up to the step. w: what the plan is for.
 
     What is recomputed is what the same plan would save without it.
     """
-    plan = {"parallel": c.parallel, "micro_batch": c.micro_batch, "schedule": c.schedule}
-    bare: Estimate = estimate(**{**said, **plan, "recompute": "none"}, check=False)
+    bare = estimate_workload(w.at(replace(c.plan, recompute="none")), check=False)
     e, b = c.estimate, c.estimate.breakdown
-    again = e.breakdown["compute"] - bare.breakdown["compute"] if c.recompute != "none" else 0.0
+    again = e.breakdown["compute"] - bare.breakdown["compute"] if c.plan.recompute != "none" else 0.0
     layers = {k: e.comm[k]["exposed_s"] for k in ("tp", "cp", "ep") if k in e.comm}
     scale = b["exposed_layer_comm"] / sum(layers.values()) if sum(layers.values()) > 0 else 0.0
     parts = {"kernels and launches": b["compute"] - again, "recompute": again, "bubble": b["bubble"]}
@@ -146,25 +136,25 @@ def parts_s(c: Candidate, said: Mapping[str, Any]) -> dict[str, float]:
     return parts
 
 
-def explain(published: Candidate, best: Candidate, said: Mapping[str, Any]) -> str:
+def explain(published: EstimatedPlan, best: EstimatedPlan, w: Workload) -> str:
     """What the preferred plan saves and what it pays for that, largest first, as shares of the published step."""
-    old, new = parts_s(published, said), parts_s(best, said)
+    old, new = parts_s(published, w), parts_s(best, w)
     step = published.estimate.step_time_s
     change = {what: (new.get(what, 0.0) - old.get(what, 0.0)) / step for what in (*old, *new)}
     words = []
     for verb, sign in (("saves", -1), ("pays", 1)):
-        found = sorted(
+        largest = sorted(
             ((share, what) for what, share in change.items() if sign * share > 0.003), key=lambda x: -abs(x[0])
         )
-        if found:
-            words.append(f"{verb} " + ", ".join(f"{abs(share):.1%} {what}" for share, what in found[:3]))
+        if largest:
+            words.append(f"{verb} " + ", ".join(f"{abs(share):.1%} {what}" for share, what in largest[:3]))
     before, after = (c.estimate.memory_bytes["reserved"] / 1e9 for c in (published, best))
     return "; ".join([*words, f"memory {before:.0f} to {after:.0f} GB"])
 
 
-def describe(c: Candidate) -> str:
+def describe(c: EstimatedPlan) -> str:
     """A plan in one line, settings that are not used left out."""
-    p = c.parallel
+    p = c.plan.parallel
     words = [
         f"{name}{size}"
         for name, size in (("dp", p.dp), ("tp", p.tp), ("pp", p.pp), ("cp", p.cp), ("ep", p.ep))
@@ -173,5 +163,7 @@ def describe(c: Candidate) -> str:
     words += [f"vpp{p.V}"] if p.V > 1 else []
     words += ["sp"] if p.sequence_parallel and p.tp > 1 else []
     words += [f"zero{p.zero}" + (f"/{p.shard_group}" if p.shard_group else "")] if p.dp * p.cp > 1 else []
-    words += [c.schedule] if p.pp > 1 else []
-    return " ".join([*words, f"mb{c.micro_batch}"] + ([f"recompute {c.recompute}"] if c.recompute != "none" else []))
+    words += [c.plan.schedule] if p.pp > 1 else []
+    return " ".join(
+        [*words, f"mb{c.plan.micro_batch}"] + ([f"recompute {c.plan.recompute}"] if c.plan.recompute != "none" else [])
+    )

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_bytes
 from autopar.costmodel.collective import strided_time_s
-from autopar.costmodel.estimator.layer import Work, default_constants, head_cost, layer_cost
+from autopar.costmodel.estimator.layer import head_cost, layer_cost
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import USABLE_SHARE
+from autopar.costmodel.estimator.workload import Software, StepPlan, Workload
 
 KERNELS_PER_LAYER = 12
 """Kernels that a fused layer launches when it decodes one token."""
@@ -47,20 +48,10 @@ def estimate_inference(
     Raises ConstraintError for a plan that does not fit model or cluster.
     """
     parallel.check(model, cluster.size, batch * parallel.dp, batch)
-    shape = replace(model, seq_len=prompt)
-    work = Work(
-        shape,
-        cluster,
-        cluster.slowest(precision),
-        parallel,
-        batch,
-        precision,
-        "none",
-        "fused",
-        True,
-        default_constants(),
-    )
-    device, p = work.device, parallel
+    device = cluster.slowest(precision)
+    plan, software = StepPlan(parallel, batch), Software(precision=precision)
+    work = Workload(replace(model, seq_len=prompt), cluster, device, plan, software, batch)
+    p = parallel
     forward = 0.0
     for moe, count in ((False, model.layers - model.moe_layers), (True, model.moe_layers)):
         if count:
@@ -78,7 +69,7 @@ def estimate_inference(
     context = prompt + new_tokens / 2
     per_token_kv = (model.mla[1] + model.mla[3]) if model.mla else 2 * model.kv_width / p.tp
     cache = 2 * batch * context * per_token_kv * model.layers / p.pp / p.cp
-    read = (weights + cache) / (device.memory_bandwidth_Bps * device.curve.memory)
+    read = (weights + cache) / work.memory_Bps
     reduce = strided_time_s(cluster, "all_reduce", 2 * batch * model.hidden, 1, p.tp)
     layers = model.layers / p.pp
     stage = read + layers * (KERNELS_PER_LAYER * device.launch_overhead_s + 2 * reduce)

@@ -14,53 +14,12 @@ otherwise all-reduce; of it the share `tp_exposed` is not hidden behind the prod
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field
 
 from autopar.cluster import ClusterSpec
-from autopar.cluster.device import DeviceSpec, dtype_bytes, load_data
 from autopar.costmodel.collective import strided_shape, strided_time_s
 from autopar.costmodel.compute import attention_share, matmul_time_s
-from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
-
-
-@dataclass(frozen=True)
-class StepConstants:
-    """The fitted constants that no device and no model owns.
-
-    fused_passes, eager_passes: memory passes of a layer relative to the least possible, for fused kernels (Transformer
-    Engine, compiled) and for kernel-by-kernel execution. fp8_cast, mx_cast: passes to quantise inputs (per tensor; per
-    block of 32). grouped_share: share of a plain product's efficiency that grouped expert products reach.
-    permute_passes: passes over routed tokens. *_host_s: seconds the host needs to launch one layer, forward and
-    backward; expert_host_s adds to it per local expert. *_exposed: share of communication that overlap does not hide.
-    jitter: relative loss per doubling of nodes. step_overhead_s: per step, whatever the plan.
-    """
-
-    fused_passes: float = 1.0
-    eager_passes: float = 1.6
-    fp8_cast: float = 1.0
-    mx_cast: float = 1.5
-    grouped_share: float = 0.8
-    permute_passes: float = 4.0
-    dense_host_s: float = 6e-4
-    moe_host_s: float = 3e-3
-    expert_host_s: float = 3e-4
-    tp_exposed: float = 0.5
-    cp_exposed: float = 0.3
-    ep_exposed: float = 0.8
-    dp_exposed: float = 0.1
-    zero3_exposed: float = 0.1
-    jitter: float = 0.004
-    step_overhead_s: float = 0.01
-
-
-@cache
-def default_constants() -> StepConstants:
-    """The fitted values (data/step.json)."""
-    known = {f.name for f in fields(StepConstants)}
-    return StepConstants(
-        **{k: v for k, v in load_data("step.json", "autopar.costmodel.estimator")["constants"].items() if k in known}
-    )
+from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 
 
 @dataclass
@@ -85,6 +44,11 @@ class Cost:
         self.exposed[kind] = (f + forward * share, b + backward * share)
 
     @property
+    def total_s(self) -> float:
+        """One microbatch's forward and backward, exposed communication included."""
+        return self.F + self.B + self.W + self.again + self.exposed_forward + self.exposed_backward
+
+    @property
     def exposed_forward(self) -> float:
         """Exposed seconds of a forward."""
         return sum(f for f, _ in self.exposed.values())
@@ -96,45 +60,21 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Work:
-    """Everything a layer's time depends on. device: the cluster's slowest; b: microbatch (sequences); precision: dtype
-    of the products."""
+class LayerCosts:
+    """What a model is made of: a dense layer and one with experts (None where it has none), and the head."""
 
-    model: TransformerShape
-    cluster: ClusterSpec
-    device: DeviceSpec
-    parallel: ParallelConfig
-    b: int
-    precision: str
-    recompute: str
-    kernels: str
-    overlap_tp: bool
-    constants: StepConstants
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of one microbatch on one rank (before sequence parallelism)."""
-        return self.b * self.model.seq_len / self.parallel.cp
-
-    @property
-    def wide(self) -> str:
-        """Dtype of what low precision does not touch: attention and logits. 16 bits, or all of fp32 training."""
-        if self.precision in ("float32", "tfloat32", "float64"):
-            return self.precision
-        return "bfloat16" if self.device.supports("bfloat16") else "float16"
-
-    @property
-    def width(self) -> float:
-        """Bytes of one activation."""
-        return dtype_bytes(self.wide)
-
-    @property
-    def sequence_split(self) -> int:
-        """How many ways norms and residuals are split over tp."""
-        return self.parallel.tp if self.parallel.sequence_parallel else 1
+    dense: Cost | None
+    moe: Cost | None
+    head: Cost
 
 
-def layer_cost(w: Work, moe: bool) -> Cost:
+def layer_costs(w: Workload) -> LayerCosts:
+    """The costs of every kind of layer that the model has."""
+    dense = layer_cost(w, False) if w.model.moe_layers < w.model.layers else None
+    return LayerCosts(dense, layer_cost(w, True) if w.model.experts else None, head_cost(w))
+
+
+def layer_cost(w: Workload, moe: bool) -> Cost:
     """One layer. moe: with experts in place of the dense MLP."""
     cost = Cost()
     attention_matmuls(w, cost)
@@ -152,33 +92,43 @@ def layer_cost(w: Work, moe: bool) -> Cost:
     cost.F += passes_F
     cost.B += passes_B
     communication(w, cost, moe)
-    if w.recompute == "full":
-        cost.again = cost.F
-        for kind in ("tp", "cp", "ep"):
-            if kind in cost.comm:
-                (f, b), (ef, eb) = cost.comm[kind], cost.exposed[kind]
-                cost.comm[kind], cost.exposed[kind] = (f, b + f), (ef, eb + ef)
-    elif w.recompute == "mlp":
+    if w.plan.recompute == "full":
+        recompute_everything(cost)
+    elif w.plan.recompute == "mlp":
         cost.again = mlp_F + 0.5 * passes_F
-    elif w.recompute == "selective":
+    elif w.plan.recompute == "selective":
         if w.model.attention == "materialised":
             cost.again = core_F
         elif w.parallel.zero == 3:
             cost.again = passes_F + 0.5 * products_F
         else:
             cost.again = 0.5 * passes_F + (0.1 * mlp_F if moe else 0.0)
-    c = w.constants
+    stretch_to_host_time(w, cost, moe)
+    return cost
+
+
+def recompute_everything(cost: Cost) -> None:
+    """The backward runs the forward again, its communication included."""
+    cost.again = cost.F
+    for kind in ("tp", "cp", "ep"):
+        if kind in cost.comm:
+            (f, b), (ef, eb) = cost.comm[kind], cost.exposed[kind]
+            cost.comm[kind], cost.exposed[kind] = (f, b + f), (ef, eb + ef)
+
+
+def stretch_to_host_time(w: Workload, cost: Cost, moe: bool) -> None:
+    """A layer takes no less than the host needs to launch it."""
+    c = w.software.constants
     host = c.moe_host_s + c.expert_host_s * w.model.experts / w.parallel.ep if moe else c.dense_host_s
-    host *= 4 / 3 if w.recompute == "full" else 1
+    host *= 4 / 3 if w.plan.recompute == "full" else 1
     busy = cost.F + cost.B + cost.W + cost.again
     if busy < host:
         stretch = host / busy
         cost.F, cost.B, cost.W, cost.again = (x * stretch for x in (cost.F, cost.B, cost.W, cost.again))
-    return cost
 
 
 def product(
-    w: Work,
+    w: Workload,
     cost: Cost,
     m: float,
     n: float,
@@ -194,14 +144,14 @@ def product(
     cost.F += seconds
     cost.B += seconds
     cost.W += seconds
-    if dtype in ("float8", "mxfp8", "float4"):
-        passes = w.constants.fp8_cast if dtype == "float8" else w.constants.mx_cast
-        per_byte = copies * passes / (w.device.memory_bandwidth_Bps * w.device.curve.memory)
+    if dtype in LOW_PRECISIONS:
+        passes = w.software.constants.fp8_cast if dtype == "float8" else w.software.constants.mx_cast
+        per_byte = copies * passes / w.memory_Bps
         cost.F += 4 * m * k * per_byte
         cost.B += 4 * m * n * per_byte
 
 
-def attention_matmuls(w: Work, cost: Cost) -> None:
+def attention_matmuls(w: Workload, cost: Cost) -> None:
     """The projections around attention."""
     m, t, T = w.model, w.parallel.tp, w.tokens
     if m.mla:
@@ -214,28 +164,35 @@ def attention_matmuls(w: Work, cost: Cost) -> None:
     product(w, cost, T, m.hidden, m.v_width / t)
 
 
-def attention_core(w: Work) -> tuple[float, float]:
+def attention_core(w: Workload) -> tuple[float, float]:
     """Seconds of softmax(QK)V, forward and backward. Kernels skip the upper triangle, but not what a window hides."""
     m, t, T, device = w.model, w.parallel.tp, w.tokens, w.device
     if m.attention == "materialised":
-        products = matmul_time_s(device, m.seq_len, m.seq_len, m.hd, w.wide) * 2 * w.b * m.heads / t / w.parallel.cp
-        scores = m.heads / t * T * m.seq_len / (device.memory_bandwidth_Bps * device.curve.memory)
+        products = (
+            matmul_time_s(device, m.seq_len, m.seq_len, m.hd, w.wide)
+            * 2
+            * w.plan.micro_batch
+            * m.heads
+            / t
+            / w.parallel.cp
+        )
+        scores = m.heads / t * T * m.seq_len / w.memory_Bps
         return products + 9 * scores, 2 * products + 9 * scores
     keys = m.seq_len if m.window else m.seq_len / 2
     flops = 2 * T * keys * (m.q_width + m.v_width) / t
-    share = attention_share(device, m.seq_len, m.hd, eager=w.kernels == "eager")
+    share = attention_share(device, m.seq_len, m.hd, eager=w.eager)
     forward = flops / (device.peak(w.wide) * share)
     return forward, 2.5 * forward
 
 
-def dense_mlp(w: Work, cost: Cost, width: float, tokens: float) -> None:
+def dense_mlp(w: Workload, cost: Cost, width: float, tokens: float) -> None:
     """Up (and gate) and down."""
     up = 2 if w.model.gated_mlp else 1
     product(w, cost, tokens, up * width / w.parallel.tp, w.model.hidden)
     product(w, cost, tokens, w.model.hidden, width / w.parallel.tp)
 
 
-def moe_mlp(w: Work, cost: Cost) -> None:
+def moe_mlp(w: Workload, cost: Cost) -> None:
     """Router, grouped expert products (balanced routing), shared experts."""
     m, p = w.model, w.parallel
     tokens = w.tokens / (p.tp if p.expert_tp == 1 else 1)
@@ -243,7 +200,7 @@ def moe_mlp(w: Work, cost: Cost) -> None:
     each = tokens * p.ep * m.topk / m.experts
     up = 2 if m.gated_mlp else 1
     wide = m.expert_ffn / p.expert_tp
-    share = w.constants.grouped_share
+    share = w.software.constants.grouped_share
     product(w, cost, each, up * wide, m.hidden, copies=local, share=share)
     product(w, cost, each, m.hidden, wide, copies=local, share=share)
     product(w, cost, w.tokens / w.sequence_split, m.experts, m.hidden, precision=w.wide)
@@ -251,33 +208,33 @@ def moe_mlp(w: Work, cost: Cost) -> None:
         dense_mlp(w, cost, m.shared_experts * m.expert_ffn, w.tokens)
 
 
-def memory_passes(w: Work, moe: bool) -> tuple[float, float]:
+def memory_passes(w: Workload, moe: bool) -> tuple[float, float]:
     """Seconds of norms, residuals, rotary or bias, activation, dropout: least bytes times the kernels' factor.
 
     Forward per token, in 16 bits: 20 h (two norms, two residual additions), 4 (q + kv) (rotary), 2 (up + 1) f
     (activation). Backward moves half as much again.
     """
     m, p = w.model, w.parallel
-    factor = w.constants.eager_passes if w.kernels == "eager" else w.constants.fused_passes
+    factor = w.software.constants.eager_passes if w.eager else w.software.constants.fused_passes
     up = 2 if m.gated_mlp else 1
     width = (m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn
     per_token = 20 * m.hidden / w.sequence_split + (4 * (m.q_width + m.kv_width) + 2 * (up + 1) * width) / p.tp
     nbytes = factor * w.tokens * per_token * w.width / 2
     if moe:
-        nbytes += w.constants.permute_passes * w.width * w.tokens * m.topk * m.hidden / p.tp
-    forward = nbytes / (w.device.memory_bandwidth_Bps * w.device.curve.memory)
+        nbytes += w.software.constants.permute_passes * w.width * w.tokens * m.topk * m.hidden / p.tp
+    forward = nbytes / w.memory_Bps
     return forward, 1.5 * forward
 
 
-def communication(w: Work, cost: Cost, moe: bool) -> None:
+def communication(w: Workload, cost: Cost, moe: bool) -> None:
     """Adds tp, cp and ep communication of one layer."""
-    m, p, c, cluster = w.model, w.parallel, w.constants, w.cluster
+    m, p, c, cluster = w.model, w.parallel, w.software.constants, w.cluster
     activations = w.width * w.tokens * m.hidden
     if p.tp > 1:
         blocks = 1 if moe and p.expert_tp == 1 else 2
         if p.sequence_parallel:
             one = strided_time_s(cluster, "all_gather", activations, 1, p.tp)
-            cost.add_comm("tp", 2 * blocks * one, 3 * blocks * one, c.tp_exposed if w.overlap_tp else 1.0)
+            cost.add_comm("tp", 2 * blocks * one, 3 * blocks * one, c.tp_exposed if w.software.overlap_tp else 1.0)
         else:
             one = strided_time_s(cluster, "all_reduce", activations, 1, p.tp)
             cost.add_comm("tp", blocks * one, blocks * one, 1.0)
@@ -307,12 +264,12 @@ def dispatch_s(cluster: ClusterSpec, token_bytes: float, topk: int, stride: int,
     return slowest + latency
 
 
-def head_cost(w: Work) -> Cost:
+def head_cost(w: Workload) -> Cost:
     """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (about 12 bytes a logit each way)."""
     m, p = w.model, w.parallel
     cost = Cost()
     product(w, cost, w.tokens, m.vocab / p.tp, m.hidden, precision=w.wide)
-    passes = 12 * w.tokens * m.vocab / p.tp / (w.device.memory_bandwidth_Bps * w.device.curve.memory)
+    passes = 12 * w.tokens * m.vocab / p.tp / w.memory_Bps
     cost.F += passes
     cost.B += passes
     if p.tp > 1:

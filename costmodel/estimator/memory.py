@@ -1,56 +1,15 @@
 """Bytes held by one rank: parameters, gradients, optimizer state, activations, buffers, and the allocator's slack.
 
-First the closed forms of the texts (Korthikanti et al. 2022 for activations, Rajbhandari et al. 2020 for ZeRO), exact
-on their tables; then `stage_memory`, which adds them up for a stage of a plan by the microbatches its schedule holds.
+`stage_memory` adds up what a stage of a plan holds: its states as ZeRO shards them (Rajbhandari et al. 2020), and a layer's
+activations (Korthikanti et al. 2022, for more kinds of layers) times the layers times the microbatches that the schedule
+holds there. The texts' own formulas are in `costmodel/textbook/transformer_memory.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 
-from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
-
-MIXED_ADAM_K = 12
-"""Bytes per parameter of fp32 master weights and Adam's two moments."""
-
-
-def zero_bytes(
-    params: float, ranks: int, stage: int, weight: float = 2, grad: float = 2, K: float = MIXED_ADAM_K
-) -> float:
-    """Model-state bytes per rank: Z0 (w+g+K)P, Z1 (w+g)P + KP/N, Z2 wP + (g+K)P/N, Z3 (w+g+K)P/N."""
-    kept = {0: weight + grad + K, 1: weight + grad, 2: weight, 3: 0.0}[stage]
-    return params * (kept + (weight + grad + K - kept) / ranks)
-
-
-def korthikanti_layer_bytes(
-    s: int, b: int, h: int, a: int, t: int = 1, *, sequence_parallel: bool = False, recompute: str = "none"
-) -> float:
-    """Activation bytes of one GPT layer (16 bits, 4h MLP, scores kept unless recompute is selective or full)."""
-    if recompute == "full":
-        return 2 * s * b * h
-    scores = 0.0 if recompute == "selective" else 5 * a * s / (h * t)
-    if sequence_parallel:
-        return s * b * h * (34 / t + scores)
-    return s * b * h * (10 + 24 / t + scores)
-
-
-def korthikanti_total_bytes(
-    s: int, b: int, h: int, a: int, L: int, v: int, t: int, p: int, V: int, *, sequence_parallel: bool, recompute: str
-) -> float:
-    """Activations of the first stage under 1F1B with V chunks: L layers times 1 + (p-1)/(pV), plus input and output."""
-    layers = L * (1 + (p - 1) / (p * V) if V > 1 else 1.0)
-    split = t if sequence_parallel else 1
-    extras = s * b * h * p / split
-    if p == 1:
-        extras += 4 * s * b * h / split + 4 * s * b * v / t
-    one = korthikanti_layer_bytes(s, b, h, a, t, sequence_parallel=sequence_parallel, recompute=recompute)
-    return layers * one + extras
-
-
-def checkpoint_every_sqrt(layers: int) -> int:
-    """Uniform checkpoints that hold O(sqrt(N)) activations: one every sqrt(N) layers."""
-    return max(1, round(sqrt(layers)))
+from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 
 
 @dataclass(frozen=True)
@@ -92,34 +51,30 @@ SLACK = 0.03
 """Share of activations and temporaries that the allocator loses to fragmentation."""
 
 
-def layer_activation_bytes(
-    model: TransformerShape, p: ParallelConfig, b: int, recompute: str, precision: str, moe: bool, eager: bool = False
-) -> float:
+def layer_activation_bytes(w: Workload, recompute: str) -> float:
     """What one layer keeps for its backward, one microbatch. Dropout masks are counted for GPT blocks with scores kept.
 
     Low precision keeps the inputs of its products in one byte; fp32 doubles everything.
     """
-    T = b * model.seq_len / p.cp
-    split = p.tp if p.sequence_parallel else 1
+    model, p, T = w.model, w.parallel, w.tokens
     if recompute == "full":
-        return 2 * T * model.hidden / split
-    if precision in ("float32", "tfloat32", "float64"):
-        return 2 * layer_activation_bytes(model, p, b, recompute, "bfloat16", moe, eager)
-    wide = 1.0 if precision in ("float8", "mxfp8", "float4") else 2.0
+        return 2 * T * model.hidden / w.sequence_split
+    wide = 1.0 if w.precision in LOW_PRECISIONS else 2.0
     mask = 0.0 if model.gated_mlp or model.attention == "flash" else 2.0
-    per_token = model.hidden * (4 + 2 * wide + mask) / split
+    per_token = model.hidden * (4 + 2 * wide + mask) / w.sequence_split
     per_token += (2 * (model.q_width + 2 * model.kv_width) + wide * model.v_width) / p.tp
-    if moe:
-        wide_tokens = model.topk * (wide * model.hidden + model.expert_ffn * (2 * (1 + model.gated_mlp) + wide))
-        shared = model.shared_experts * model.expert_ffn * (2 * (1 + model.gated_mlp) + wide)
-        per_token += (wide_tokens + shared) / p.tp
+    mlp_bytes = 2 * (1 + model.gated_mlp) + wide
+    if model.experts:
+        routed = model.topk * (wide * model.hidden + model.expert_ffn * mlp_bytes)
+        shared = model.shared_experts * model.expert_ffn * mlp_bytes
+        per_token += (routed + shared) / p.tp
     else:
         kept = 0.0 if recompute == "mlp" else 0.5 if recompute == "selective" and p.zero == 3 else 1.0
-        per_token += kept * model.ffn * (2 * (1 + model.gated_mlp) + wide) / p.tp
+        per_token += kept * model.ffn * mlp_bytes / p.tp
     scores = 0.0
     if model.attention == "materialised" and recompute != "selective":
         scores = 5 * model.heads / p.tp * T * model.seq_len
-    return T * per_token + scores
+    return (2 if w.full_precision else 1) * (T * per_token + scores)
 
 
 def microbatches_held(schedule: str, stage: int, p: int, m: int, V: int) -> float:
@@ -137,61 +92,52 @@ def microbatches_held(schedule: str, stage: int, p: int, m: int, V: int) -> floa
     return float(min(p - stage, m))
 
 
-def stage_memory(
-    model: TransformerShape,
-    p: ParallelConfig,
-    *,
-    stage: int,
-    layers: int,
-    m: int,
-    b: int,
-    recompute: str,
-    precision: str,
-    schedule: str,
-    eager: bool = False,
-    grad_bytes: float = 4.0,
-    late_reduction: bool = False,
-    buffer_bytes: float = 0.0,
-    training: bool = True,
-) -> Memory:
-    """Bytes of one rank of a stage that holds `layers` layers (experts where the model has them).
+def stage_params(w: Workload, layers: int, embeddings: int) -> tuple[float, float]:
+    """Parameters on one rank of a stage, before ZeRO: (all but experts, experts). embeddings: tables in the stage."""
+    model, p = w.model, w.parallel
+    layer_params = model.layer_params(True, 0.0) if model.experts else model.layer_params(False)
+    shared = layers * layer_params / p.tp + embeddings * model.embedding_params / p.tp
+    expert_params = model.mlp_params(model.expert_ffn) if model.experts else 0
+    return shared, layers * model.experts / p.ep * expert_params / p.expert_tp
 
-    late_reduction: gradients are reduced after the whole backward, so all of them are held at the peak whatever ZeRO
-    shards. buffer_bytes: communication buckets of the framework.
-    """
-    moe = bool(model.experts)
-    shared_body = layers * (model.layer_params(moe, 0.0) if moe else model.layer_params(False)) / p.tp
-    expert_body = layers * model.experts / p.ep * model.mlp_params(model.expert_ffn) / p.expert_tp if moe else 0.0
-    ends = (stage == 0) + (stage == p.pp - 1 and not (model.tied_embeddings and p.pp == 1))
-    shared_body += ends * model.embedding_params / p.tp
-    data_ranks = p.shard_group or p.dp * p.cp
-    expert_ranks = max(1, p.dp * p.cp * p.tp // (p.ep * p.expert_tp))
-    if not training:
-        T = b * model.seq_len / p.cp
-        kv = 2 * 2 * T * model.kv_width / p.tp * layers
-        return Memory(2 * (shared_body + expert_body), activations=kv, temporary=8 * T * model.hidden)
-    weights = gradients = optimizer = 0.0
-    full = precision in ("float32", "tfloat32", "float64")
-    master = 4.0 if full or (eager and p.zero >= 2) else 2.0
-    for params, ranks in ((shared_body, data_ranks), (expert_body, min(expert_ranks, data_ranks))):
-        weights += master * params / (ranks if p.zero == 3 else 1)
-        gradients += grad_bytes * params / (ranks if p.zero >= 2 and not late_reduction else 1)
-        optimizer += (8 if full else 14 - master) * params / (ranks if p.zero >= 1 else 1)
-    held = microbatches_held(schedule, stage, p.pp, m, p.V)
-    per_layer = layer_activation_bytes(model, p, b, recompute, precision, moe, eager)
-    activations = held * layers * per_layer
-    T = b * model.seq_len / p.cp
-    split = p.tp if p.sequence_parallel else 1
-    temporary = 4 * T * model.hidden / split
-    if recompute == "full":
-        temporary += layer_activation_bytes(model, p, b, "none", precision, moe, eager)
+
+def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
+    """Bytes of one rank of a stage that holds `layers` layers (experts where the model has them)."""
+    model, p, T = w.model, w.parallel, w.tokens
+    embeddings = (stage == 0) + (stage == p.pp - 1 and not (model.tied_embeddings and p.pp == 1))
+    weights, gradients, optimizer = state_bytes(w, *stage_params(w, layers, embeddings))
+    held = microbatches_held(w.plan.schedule, stage, p.pp, w.microbatches, p.V)
+    activations = held * layers * layer_activation_bytes(w, w.plan.recompute)
+    temporary = 4 * T * model.hidden / w.sequence_split
+    if w.plan.recompute == "full":
+        temporary += layer_activation_bytes(w, "none")
     if stage == 0 and not model.gated_mlp:
-        activations += held * T * model.hidden / split
+        activations += held * T * model.hidden / w.sequence_split
     if stage == p.pp - 1:
         logits = T * model.vocab / p.tp
-        activations += 2 * T * model.hidden / split
+        activations += 2 * T * model.hidden / w.sequence_split
         temporary += 6 * logits
     if p.zero == 3:
-        temporary += 2 * 2 * (model.layer_params(moe, 1 / p.ep) if moe else model.layer_params(False)) / p.tp
-    buffers = buffer_bytes + (4 * T * model.hidden if p.tp > 1 else 0.0)
+        gathered = model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False)
+        temporary += 2 * 2 * gathered / p.tp
+    buffers = w.software.buffer_bytes + (4 * T * model.hidden if p.tp > 1 else 0.0)
     return Memory(weights, gradients, optimizer, activations, temporary, buffers)
+
+
+def state_bytes(w: Workload, shared: float, experts: float) -> tuple[float, float, float]:
+    """Bytes of (weights, gradients, optimizer state) of that many parameters, as ZeRO shards them."""
+    p, software = w.parallel, w.software
+    data_ranks = p.shard_group or p.data_ranks
+    weights = gradients = optimizer = 0.0
+    master = 4.0 if w.full_precision or (w.eager and p.zero >= 2) else 2.0
+    for params, ranks in ((shared, data_ranks), (experts, min(p.expert_data_ranks, data_ranks))):
+        weights += master * params / (ranks if p.zero == 3 else 1)
+        gradients += software.grad_bytes * params / (ranks if p.zero >= 2 and not software.late_reduction else 1)
+        optimizer += (8 if w.full_precision else 14 - master) * params / (ranks if p.zero >= 1 else 1)
+    return weights, gradients, optimizer
+
+
+def fullest_stage(w: Workload, layers: tuple[tuple[int, ...], ...]) -> Memory:
+    """Memory of the stage that holds most; the first, the second, and the last are the candidates."""
+    stages = sorted({0, min(1, w.parallel.pp - 1), w.parallel.pp - 1})
+    return max((stage_memory(w, i, sum(layers[i])) for i in stages), key=lambda memory: memory.total)

@@ -17,9 +17,9 @@ from typing import Any
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, device_preset
-from autopar.costmodel.estimator.layer import StepConstants
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
-from autopar.costmodel.estimator.step import Estimate, estimate
+from autopar.costmodel.estimator.step import Estimate, estimate_workload
+from autopar.costmodel.estimator.workload import Software, StepConstants, StepPlan, Workload, default_constants
 from autopar.errors import InputError
 
 _PRECISION = {
@@ -121,44 +121,49 @@ def row_recompute(row: Mapping[str, Any]) -> str:
     return {"full": "full", "selective": "mlp" if is_jax(row["parallel"]) else "selective"}.get(said, "none")
 
 
-def row_arguments(row: Mapping[str, Any], device: DeviceSpec | None = None) -> dict[str, Any]:
-    """The arguments of `estimate` that a row stands for. Raises InputError for a row without the needed keys."""
+def row_plan(row: Mapping[str, Any]) -> StepPlan:
+    """The plan of a row."""
+    p, h = row["parallel"], row["hardware"]
+    zero = p.get("zero")
+    if zero is None:
+        zero = 2 if int(h["gpus"]) <= int(h.get("gpus_per_node") or 8) else 1
+    parallel = ParallelConfig(
+        **{axis: int(p.get(axis) or 1) for axis in ("dp", "tp", "pp", "cp", "ep")},
+        vpp=p.get("vpp"),
+        sequence_parallel=bool(p.get("sequence_parallel")),
+        zero=int(zero),
+        shard_group=p.get("zero1_group") or p.get("shard_group"),
+    )
+    return StepPlan(
+        parallel, int(row["batch"].get("micro") or 1), row_recompute(row), str(row.get("schedule") or "none")
+    )
+
+
+def row_software(row: Mapping[str, Any], constants: StepConstants) -> Software:
+    """The software of a row."""
+    dtype = str(row["model"].get("dtype") or "bf16")
+    deepspeed = "deepspeed" in str(row.get("schedule") or "").lower()
+    alpa = "V100" in str(row["hardware"]["gpu"])
+    return Software(
+        precision=_PRECISION.get(dtype, dtype),
+        kernels=row_kernels(row),
+        overlap_tp=row_overlap_tp(row),
+        grad_bytes=2.0 if alpa else (2.0 if dtype == "fp16" else 6.0) if deepspeed else 4.0,
+        reduce_bytes=4.0 if row["parallel"].get("fsdp_mixed_precision") == "DEFAULT" else 2.0,
+        late_reduction=alpa,
+        buffer_bytes=7e9 if deepspeed else 0.0,
+        constants=constants,
+    )
+
+
+def row_workload(
+    row: Mapping[str, Any], device: DeviceSpec | None = None, constants: StepConstants | None = None
+) -> Workload:
+    """What `estimate` is asked about a row. Raises InputError for a row without the needed keys."""
     try:
-        p, b, h = row["parallel"], row["batch"], row["hardware"]
-        zero = p.get("zero")
-        if zero is None:
-            zero = 2 if int(h["gpus"]) <= int(h.get("gpus_per_node") or 8) else 1
-        dtype = str(row["model"].get("dtype") or "bf16")
-        deepspeed = "deepspeed" in str(row.get("schedule") or "").lower()
-        alpa = "V100" in str(h["gpu"])
-        parallel = ParallelConfig(
-            dp=int(p.get("dp") or 1),
-            tp=int(p.get("tp") or 1),
-            pp=int(p.get("pp") or 1),
-            cp=int(p.get("cp") or 1),
-            ep=int(p.get("ep") or 1),
-            vpp=p.get("vpp"),
-            sequence_parallel=bool(p.get("sequence_parallel")),
-            zero=int(zero),
-            shard_group=p.get("zero1_group") or p.get("shard_group"),
-        )
-        micro = int(b.get("micro") or 1)
-        return {
-            "model": row_model(row),
-            "cluster": row_cluster(row, device),
-            "parallel": parallel,
-            "batch": int(b["global"]),
-            "micro_batch": micro,
-            "recompute": row_recompute(row),
-            "precision": _PRECISION.get(dtype, dtype),
-            "schedule": str(row.get("schedule") or "none"),
-            "kernels": row_kernels(row),
-            "overlap_tp": row_overlap_tp(row),
-            "grad_bytes": 2.0 if alpa else (2.0 if dtype == "fp16" else 6.0) if deepspeed else None,
-            "reduce_bytes": 4.0 if p.get("fsdp_mixed_precision") == "DEFAULT" else 2.0,
-            "late_reduction": alpa,
-            "buffer_bytes": 7e9 if deepspeed else 0.0,
-        }
+        plan, batch = row_plan(row), int(row["batch"]["global"])
+        software = row_software(row, constants or default_constants())
+        return Workload.of(row_model(row), row_cluster(row, device), plan, batch, software)
     except KeyError as err:
         raise InputError(f"row {row.get('id', '?')}: {err.args[0]} is missing") from err
 
@@ -167,4 +172,4 @@ def estimate_row(
     row: Mapping[str, Any], *, device: DeviceSpec | None = None, constants: StepConstants | None = None
 ) -> Estimate:
     """Predicts a row from its model, hardware, parallel, batch, recompute, schedule; never reads what was measured."""
-    return estimate(**row_arguments(row, device), constants=constants, check=False)
+    return estimate_workload(row_workload(row, device, constants), check=False)

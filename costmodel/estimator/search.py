@@ -1,6 +1,6 @@
 """The best plans of a transformer on a cluster: best-first branch and bound over `Space`.
 
-A heap holds parts of the space (see `branch`) with a lower bound of the step time of every plan in them; the lowest is
+A heap holds parts of the space (see `branch_and_bound`) with a lower bound of the step time of every plan in them; the lowest is
 opened until what comes out is a plan with its estimate, which no other can then beat: the first plan out is optimal in
 the space. The software (precision, kernels, what overlaps, bytes of gradients) is given, never chosen.
 """
@@ -8,35 +8,33 @@ the space. The software (precision, kernels, what overlaps, bytes of gradients) 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.estimator.branch import Part, Question, Software
-from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.branch_and_bound import BranchAndBound, Part
+from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.costmodel.estimator.space import Space
 from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate
+from autopar.costmodel.estimator.workload import Software, StepPlan
 from autopar.errors import InfeasibleError
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A plan and what it costs. reason: what it pays for what it saves."""
+class EstimatedPlan:
+    """A plan and what it costs. reason: what it loses time to, in words."""
 
-    parallel: ParallelConfig
-    micro_batch: int
-    recompute: str
+    plan: StepPlan
     estimate: Estimate
     reason: str
-    schedule: str = "1f1b"
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The best plans first; how many parts of the space were looked at, timed, dropped for memory or by their bound."""
 
-    best: tuple[Candidate, ...]
+    best: tuple[EstimatedPlan, ...]
     enumerated: int
     timed: int
     out_of_memory: int
@@ -48,38 +46,32 @@ def search(
     cluster: ClusterSpec,
     *,
     batch: int,
-    precision: str = "bfloat16",
-    kernels: str = "fused",
+    software: Software | None = None,
     top: int = 10,
-    micro_batches: tuple[int, ...] | None = None,
     space: Space | None = None,
     room_bytes: float | None = None,
-    **software: Any,
 ) -> SearchResult:
     """The `top` fastest plans that fit, of those that differ in sizes, chunks or microbatch.
 
-    room_bytes: what a process may take of a device, the usable share of its memory by default. software: the other
-    fields of `Software`. Raises InfeasibleError saying what is short and what would do.
+    room_bytes: what a process may take of a device, the usable share of its memory by default. Raises InfeasibleError
+    saying what is short and what would do.
     """
-    space = space or Space(micro_batches=micro_batches)
-    q = Question(model, cluster, batch, Software(precision, kernels, **software), space, room_bytes)
+    q = BranchAndBound(model, cluster, batch, software or Software(), space or Space(), room_bytes)
     body = model.layers * model.layer_params(bool(model.experts))
-    q.least = body * (12 + (q.software.grad_bytes or 4.0)) / cluster.size
-    if q.least > q.room:
-        raise InfeasibleError(infeasible(model, cluster, q.least))
-    q.least = float("inf")
+    least_state = body * (12 + q.software.grad_bytes) / cluster.size
+    if least_state > q.room:
+        raise InfeasibleError(infeasible(model, cluster, least_state))
     order = count()
-    heap: list[tuple[float, int, Part, Candidate | None]] = [(t, next(order), part, None) for t, part in q.start()]
+    heap: list[tuple[float, int, Part, EstimatedPlan | None]] = [(t, next(order), part, None) for t, part in q.start()]
     heapq.heapify(heap)
-    best: dict[tuple[Any, ...], Candidate] = {}
+    best: dict[tuple[Any, ...], EstimatedPlan] = {}
     while heap and len(best) < top:
         _, _, part, timed = heapq.heappop(heap)
         if timed is not None:
             best.setdefault((part.tp, part.cp, part.ep, part.cuts, part.vpp, part.b), timed)
         elif part.storage:
-            e, plan = q.time(part), part.config()
-            found = Candidate(plan, part.b, part.recompute, e, reason(e, part.recompute, plan), part.schedule)
-            heapq.heappush(heap, (e.step_time_s, next(order), part, found))
+            e, plan = q.time(part), part.plan()
+            heapq.heappush(heap, (e.step_time_s, next(order), part, EstimatedPlan(plan, e, reason(e, plan))))
         else:
             for bound, child in q.open(part):
                 heapq.heappush(heap, (bound, next(order), child, None))
@@ -88,17 +80,16 @@ def search(
     return SearchResult(tuple(best.values()), q.opened, q.timed, q.short, len(heap))
 
 
-def reason(e: Estimate, recompute: str, parallel: ParallelConfig) -> str:
+def reason(e: Estimate, plan: StepPlan) -> str:
     """What the plan loses its time to, and how full it is."""
-    step = e.step_time_s
     losses = {"bubble": e.bubble_fraction}
-    for kind, what in e.comm.items():
-        losses[f"{kind} communication"] = what["exposed_share"]
-    if recompute == "full":
+    for kind, seconds in e.comm.items():
+        losses[f"{kind} communication"] = seconds["exposed_share"]
+    if plan.recompute == "full":
         losses["recompute"] = 0.25
     worst = sorted(losses.items(), key=lambda x: -x[1])[:2]
-    said = ", ".join(f"{share:.1%} {name}" for name, share in worst if share > 0.001) or "almost nothing lost"
-    return f"{said}; compute {e.breakdown['compute'] / step:.0%}"
+    words = ", ".join(f"{share:.1%} {name}" for name, share in worst if share > 0.001) or "almost nothing lost"
+    return f"{words}; compute {e.breakdown['compute'] / e.step_time_s:.0%}"
 
 
 def infeasible(model: TransformerShape, cluster: ClusterSpec, least: float) -> str:
@@ -118,10 +109,3 @@ def infeasible(model: TransformerShape, cluster: ClusterSpec, least: float) -> s
     over = (least - USABLE_SHARE * device.memory_bytes) / 1e9
     advice = "use a smaller microbatch or sequence, more devices, or offload"
     return f"{text}, but the leanest plan is {over:,.1f} GB over on the fullest device; {advice}"
-
-
-def with_devices(cluster: ClusterSpec, n: int) -> ClusterSpec:
-    """The same kind of cluster with n devices (for scaling tables)."""
-    outer = cluster.levels[-1]
-    levels = tuple(lv for lv in cluster.levels[:-1] if lv.group_size <= n) + (replace(outer, group_size=max(n, 1)),)
-    return ClusterSpec(f"{cluster.name}-{n}", ((n, cluster.device(0)),), levels)

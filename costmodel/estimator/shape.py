@@ -208,6 +208,16 @@ class ParallelConfig:
         return self.vpp or 1
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks that hold the same parameters: they share the batch or the sequence."""
+        return self.dp * self.cp
+
+    @property
+    def expert_data_ranks(self) -> int:
+        """Ranks that hold the same experts."""
+        return max(1, self.data_ranks * self.tp // (self.ep * self.expert_tp))
+
+    @property
     def expert_tp(self) -> int:
         """Tensor parallelism inside an expert: tp while the expert groups fit beside it, else none."""
         return self.tp if self.ep <= self.dp * self.cp else 1

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
-from autopar.costmodel.estimator.step import schedule_name
+from autopar.costmodel.estimator.shape import TransformerShape
 
 
 @dataclass(frozen=True)
@@ -82,28 +81,3 @@ def storages(ranks: int, zeros: tuple[int, ...], everything: bool) -> tuple[tupl
     if ranks == 1:
         return tuple((z, None) for z in chosen[:1])
     return tuple((z, g) for z in chosen for g in (groups if z else [None]))
-
-
-def contains(
-    space: Space,
-    model: TransformerShape,
-    ranks: int,
-    batch: int,
-    plan: ParallelConfig,
-    b: int,
-    recompute: str,
-    how: str,
-) -> bool:
-    """Whether a plan is in the space, equal names of one schedule and settings without effect aside."""
-    name = schedule_name(how, plan.vpp)
-    name = "1f1b" if plan.pp == 1 else "zb-h1" if name == "zb-1p" else name
-    vpp = plan.vpp if plan.V > 1 else None
-    data = plan.dp * plan.cp
-    group = None if plan.shard_group == data or not plan.zero else plan.shard_group
-    return (
-        (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep) in sizes(model, ranks, batch, space)
-        and b in micro_batches(batch, plan.dp, space)
-        and recompute in space.recomputes
-        and (name, vpp) in pipelines(model.layers, plan.pp, batch // (plan.dp * b), space)
-        and (data == 1 or (plan.zero, group) in storages(data, space.zeros, plan.zero == 3))
-    )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.costmodel import simulate as sim
-from autopar.costmodel.estimator.step import pipeline_s
+from autopar.costmodel.estimator.pipeline_time import pipeline_s
 from autopar.errors import PlanError
 from autopar.ir.actions import Action, StageGraph, parse_row
 from autopar.passes.schedule import build

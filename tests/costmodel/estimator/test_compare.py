@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import TransformerShape, estimate
-from autopar.costmodel.estimator.branch import Part, Question, Software
-from autopar.costmodel.estimator.compare import AGREE, Answers, compare, compare_all, describe, parts_s, row_space
-from autopar.costmodel.estimator.rows import row_arguments
+from autopar.costmodel.estimator.branch_and_bound import BranchAndBound, Part
+from autopar.costmodel.estimator.compare import Answers, compare, compare_all, describe, parts_s, row_space
+from autopar.costmodel.estimator.pipeline_time import schedule_name
+from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.search import search
-from autopar.costmodel.estimator.space import PLAIN, Space, contains, micro_batches, pipelines, sizes, storages
+from autopar.costmodel.estimator.space import PLAIN, Space, micro_batches, pipelines, sizes, storages
+from autopar.costmodel.estimator.workload import Software, Workload
 from autopar.errors import ConstraintError, InfeasibleError
 from benchmarks import published_plans
 
@@ -33,14 +35,29 @@ def found():
     return compared
 
 
+def contains(space: Space, w: Workload) -> bool:
+    """Whether a plan is in the space, equal names of one schedule and settings without effect aside."""
+    parallel = w.parallel
+    name = schedule_name(w.plan.schedule, parallel.vpp)
+    name = "1f1b" if parallel.pp == 1 else "zb-h1" if name == "zb-1p" else name
+    vpp = parallel.vpp if parallel.V > 1 else None
+    data, b = parallel.data_ranks, w.plan.micro_batch
+    group = None if parallel.shard_group == data or not parallel.zero else parallel.shard_group
+    chosen_sizes = (parallel.dp, parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+    return (
+        chosen_sizes in sizes(w.model, w.cluster.size, w.batch, space)
+        and b in micro_batches(w.batch, parallel.dp, space)
+        and w.plan.recompute in space.recomputes
+        and (name, vpp) in pipelines(w.model.layers, parallel.pp, w.batch // (parallel.dp * b), space)
+        and (data == 1 or (parallel.zero, group) in storages(data, space.zeros, parallel.zero == 3))
+    )
+
+
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda r: r["id"])
 def test_the_space_holds_every_published_plan(row):
-    said = row_arguments(row)
-    plan, schedule = said["parallel"], said["schedule"]
+    w = row_workload(row)
     for plain in (False, True):
-        space = row_space(plan, schedule, plain)
-        where = said["model"], said["cluster"].size, said["batch"]
-        assert contains(space, *where, plan, said["micro_batch"], said["recompute"], schedule)
+        assert contains(row_space(w.parallel, w.plan.schedule, plain), w)
 
 
 def test_the_preferred_plan_is_never_slower_than_the_published_one(found):
@@ -48,7 +65,6 @@ def test_the_preferred_plan_is_never_slower_than_the_published_one(found):
         if c.ran:
             assert c.gain >= -1e-9, (c.id, describe(c.published), describe(c.best))
         assert c.why
-        assert c.agrees == (abs(c.gain) <= AGREE)
     assert any(c.gain > 0.1 for c in found)
 
 
@@ -72,10 +88,10 @@ def test_a_run_that_ran_out_of_memory_gets_a_plan_that_fits(found):
 
 def test_the_parts_of_the_reason_add_up_to_the_step(found):
     for row, c in zip(SAMPLE, found, strict=True):
-        said = row_arguments(row)
+        w = row_workload(row)
         for plan in (c.published, c.best):
-            assert sum(parts_s(plan, said).values()) == pytest.approx(plan.estimate.step_time_s)
-            assert parts_s(plan, said)["recompute"] >= 0
+            assert sum(parts_s(plan, w).values()) == pytest.approx(plan.estimate.step_time_s)
+            assert parts_s(plan, w)["recompute"] >= 0
 
 
 def test_rows_of_one_question_are_searched_once_and_smaller_spaces_reuse_the_answer():
@@ -85,8 +101,8 @@ def test_rows_of_one_question_are_searched_once_and_smaller_spaces_reuse_the_ans
     for other in (row, {**row, "id": "again"}):
         assert compare(other, answers).best == first.best
         assert compare(other, answers, plain=True).best == first.best
-    (asked,) = answers.known.values()
-    assert len(asked) == 1 + (first.best.parallel.pp > 1 and first.best.schedule not in PLAIN)
+    (asked,) = answers.by_question.values()
+    assert len(asked) == 1 + (first.best.plan.parallel.pp > 1 and first.best.plan.schedule not in PLAIN)
 
 
 def test_a_plan_of_another_cluster_is_refused_by_name():
@@ -131,7 +147,7 @@ def everything(model: TransformerShape, ranks: int, batch: int, space: Space):
 def test_the_search_finds_the_best_of_a_space_tried_out_whole(model, room):
     cluster = ClusterSpec.homogeneous(devices=8, device="h100", devices_per_node=4)
     space = Space(schedules=("1f1b", "interleaved", "zb-h1", "zb-v"), recomputes=("none", "full"), max_cp=2)
-    q = Question(model, cluster, 8, Software(), space, room)
+    q = BranchAndBound(model, cluster, 8, Software(), space, room)
     fitting = [e for e in map(q.time, everything(model, 8, 8, space)) if e.memory_bytes["reserved"] <= room]
     if not fitting:
         with pytest.raises(InfeasibleError):
@@ -151,7 +167,9 @@ def test_no_bound_on_the_way_to_a_plan_exceeds_its_estimate(data):
         "inter_bandwidth_Bps": data.draw(st.floats(1e9, 5e10)),
     }
     cluster = ClusterSpec.homogeneous(devices=ranks, device="a100", devices_per_node=min(ranks, 8), **links)
-    q = Question(model, cluster, batch, Software(kernels=data.draw(st.sampled_from(["fused", "eager"]))), Space(), 1e15)
+    q = BranchAndBound(
+        model, cluster, batch, Software(kernels=data.draw(st.sampled_from(["fused", "eager"]))), Space(), 1e15
+    )
     level, bounds = list(q.start()), []
     assume(level)
     while True:
@@ -163,24 +181,14 @@ def test_no_bound_on_the_way_to_a_plan_exceeds_its_estimate(data):
         assume(level)
     exact = q.time(part).step_time_s
     assert max(bounds) <= exact
-    plan = part.config()
-    again = estimate(
-        model=model,
-        cluster=cluster,
-        parallel=plan,
-        batch=batch,
-        micro_batch=part.b,
-        recompute=part.recompute,
-        schedule=part.schedule,
-        kernels=q.software.kernels,
-    )
+    again = estimate(model, cluster, part.plan(), batch=batch, software=Software(kernels=q.software.kernels))
     assert again.step_time_s == exact
 
 
 def test_plain_spaces_have_no_zero_bubble_schedule_but_the_rows_own():
-    assert row_space(row_arguments(SAMPLE[0])["parallel"], "none", plain=True).schedules == PLAIN
+    assert row_space(row_workload(SAMPLE[0]).parallel, "none", plain=True).schedules == PLAIN
     zb = next(r for r in SAMPLE if r["schedule"] == "zb-2p")
-    assert row_space(row_arguments(zb)["parallel"], "zb-2p", plain=True).schedules == (*PLAIN, "zb-2p")
+    assert row_space(row_workload(zb).parallel, "zb-2p", plain=True).schedules == (*PLAIN, "zb-2p")
 
 
 def test_the_benchmark_prints_tables_and_writes_every_row(tmp_path, capsys):

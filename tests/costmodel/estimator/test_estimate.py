@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel import ParallelConfig, TransformerShape, estimate, estimate_inference, estimate_row
+from autopar.costmodel import (
+    ParallelConfig,
+    Software,
+    StepPlan,
+    TransformerShape,
+    estimate,
+    estimate_inference,
+    estimate_row,
+)
+from autopar.costmodel.estimator.pipeline_time import chunk_layers
 from autopar.costmodel.estimator.search import search
-from autopar.costmodel.estimator.step import chunk_layers
 from autopar.errors import ClusterError, ConstraintError, InfeasibleError, InputError
 
 LLAMA8B = TransformerShape(
@@ -52,10 +60,10 @@ ROW = {
 }
 
 
-def one(model=LLAMA8B, nodes=1, batch=128, micro_batch=1, machine="dgx-h100", **how):
+def one(model=LLAMA8B, nodes=1, batch=128, micro_batch=1, machine="dgx-h100", precision="bfloat16", **how):
     parallel = how.pop("parallel", ParallelConfig(dp=8 * nodes, zero=1))
-    cluster = ClusterSpec.preset(machine, nodes=nodes)
-    return estimate(model=model, cluster=cluster, parallel=parallel, batch=batch, micro_batch=micro_batch, **how)
+    cluster, plan = ClusterSpec.preset(machine, nodes=nodes), StepPlan(parallel, micro_batch, **how)
+    return estimate(model, cluster, plan, batch=batch, software=Software(precision))
 
 
 def test_a_published_row_is_predicted_within_ten_percent():
@@ -94,7 +102,7 @@ def test_faster_links_never_make_a_step_slower(faster, tp, pp):
             devices=16, device="h100", intra_bandwidth_Bps=450e9 * rate, inter_bandwidth_Bps=50e9 * rate
         )
         parallel = ParallelConfig(dp=16 // tp // pp, tp=tp, pp=pp, zero=1, sequence_parallel=True)
-        return estimate(model=LLAMA8B, cluster=cluster, parallel=parallel, batch=64, micro_batch=1).step_time_s
+        return estimate(LLAMA8B, cluster, StepPlan(parallel, 1), batch=64).step_time_s
 
     assert step(faster) <= step(1.0) * (1 + 1e-9)
 
@@ -174,7 +182,7 @@ def test_an_estimate_takes_less_than_five_milliseconds():
     times = []
     for parallel in plans * 4:
         start = time.perf_counter()
-        estimate(model=LLAMA405B, cluster=cluster, parallel=parallel, batch=parallel.dp * 8, micro_batch=1)
+        estimate(LLAMA405B, cluster, StepPlan(parallel, 1), batch=parallel.dp * 8)
         times.append(time.perf_counter() - start)
     assert sorted(times)[len(times) // 2] < 0.005
 
@@ -195,7 +203,7 @@ def test_search_is_never_worse_than_any_plan_it_would_enumerate():
     best = search(LLAMA8B, cluster, batch=128).best[0].estimate.step_time_s
     for tp, pp in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2)):
         parallel = ParallelConfig(16 // tp // pp, tp, pp, sequence_parallel=tp > 1, zero=1)
-        e = estimate(model=LLAMA8B, cluster=cluster, parallel=parallel, batch=128, micro_batch=1)
+        e = estimate(LLAMA8B, cluster, StepPlan(parallel, 1), batch=128)
         assert not e.fits or best <= e.step_time_s * (1 + 1e-9)
 
 
@@ -244,11 +252,14 @@ def test_offload_frees_memory_for_time():
 
 def test_the_slowest_device_sets_the_pace():
     nodes = [{"count": 1, "device": d, "devices_per_node": 8} for d in ("h100", "a100")]
-    parallel = ParallelConfig(dp=16, zero=1)
-    how = {"model": LLAMA8B, "parallel": parallel, "batch": 64, "micro_batch": 1}
-    mixed = estimate(cluster=ClusterSpec.from_dict({"nodes": nodes}), **how)
-    slow = estimate(cluster=ClusterSpec.preset("dgx-a100", nodes=2), **how)
-    fast = estimate(cluster=ClusterSpec.preset("dgx-h100", nodes=2), **how)
+    mixed, slow, fast = (
+        estimate(LLAMA8B, cluster, StepPlan(ParallelConfig(dp=16, zero=1), 1), batch=64)
+        for cluster in (
+            ClusterSpec.from_dict({"nodes": nodes}),
+            ClusterSpec.preset("dgx-a100", nodes=2),
+            ClusterSpec.preset("dgx-h100", nodes=2),
+        )
+    )
     assert fast.step_time_s < mixed.step_time_s
     assert mixed.step_time_s == pytest.approx(slow.step_time_s, rel=0.05)
 

@@ -22,40 +22,22 @@ from math import log2
 from typing import Any, NamedTuple
 
 from autopar.cluster import ClusterSpec
-from autopar.cluster.device import dtype_name
-from autopar.costmodel.estimator.layer import Cost, StepConstants, Work, default_constants, head_cost, layer_cost
-from autopar.costmodel.estimator.memory import Memory, layer_activation_bytes, stage_memory
-from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
-from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import (
-    USABLE_SHARE,
-    Estimate,
-    adam_s,
+from autopar.costmodel.estimator.layer import LayerCosts, layer_costs
+from autopar.costmodel.estimator.memory import fullest_stage, layer_activation_bytes, stage_memory
+from autopar.costmodel.estimator.pipeline_time import (
+    Layers,
     busiest,
     chunk_layers,
-    data_parallel_s,
-    estimate,
-    fullest_stage,
     group_seconds,
     pipeline_s,
     send_s,
     simulated_rounds,
     stage_seconds,
 )
-
-
-@dataclass(frozen=True)
-class Software:
-    """What the plans run on, as `estimate` takes it: none of it is the search's to choose."""
-
-    precision: str = "bfloat16"
-    kernels: str = "fused"
-    overlap_tp: bool = True
-    grad_bytes: float | None = None
-    reduce_bytes: float = 2.0
-    late_reduction: bool = False
-    buffer_bytes: float = 0.0
-    constants: StepConstants | None = None
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
+from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, cluster_nodes, data_parallel_s, estimate
+from autopar.costmodel.estimator.workload import Software, StepPlan, Workload
 
 
 @dataclass(frozen=True)
@@ -86,17 +68,22 @@ class Part(NamedTuple):
     timed: Timed | None = None
     storage: tuple[int, int | None] | None = None
 
-    def config(self) -> ParallelConfig:
+    def plan(self) -> StepPlan:
         """As a plan; of open decisions the first."""
         dp, pp = self.cuts[0]
         zero, group = self.storage or (3 if self.zero3 else 1, None)
-        return ParallelConfig(
+        parallel = ParallelConfig(
             dp, self.tp, pp, self.cp, self.ep, self.vpp, self.sequence_parallel, zero, shard_group=group
         )
+        return StepPlan(parallel, self.b, self.recompute, self.schedule or "1f1b")
 
 
-class Question:
-    """One search while it runs: its inputs, the costs of layers it has seen, and its counters."""
+class BranchAndBound:
+    """One search while it runs: its inputs, the costs of layers it has seen, and its counters.
+
+    room: bytes that a process may take. opened, timed, short: parts made, plans estimated, parts left out for memory.
+    least: bytes of the leanest plan seen.
+    """
 
     def __init__(
         self,
@@ -107,65 +94,49 @@ class Question:
         space: Space,
         room: float | None,
     ):
-        self.model, self.cluster, self.batch, self.software, self.space = model, cluster, batch, software, space
-        precision = software.precision
-        self.precision = precision if precision == "mxfp8" else dtype_name(precision)
-        self.device = cluster.slowest(self.precision)
-        self.constants = software.constants or default_constants()
+        self.model, self.cluster, self.batch, self.space = model, cluster, batch, space
+        self.software = software.canonical()
+        self.device = cluster.slowest(self.software.precision)
         self.room = USABLE_SHARE * self.device.memory_bytes if room is None else room
-        nodes = max(1.0, cluster.size / cluster.levels[0].group_size)
-        self.jitter = (1 + self.constants.jitter * log2(nodes)) * (1 - 1e-12)
-        self.costs: dict[tuple[Any, ...], tuple[Work, Cost | None, Cost | None, Cost]] = {}
+        self.jitter = (1 + self.software.constants.jitter * log2(cluster_nodes(cluster))) * (1 - 1e-12)
+        self.costs: dict[tuple[Any, ...], LayerCosts] = {}
         self.least = float("inf")
         self.opened = self.timed = self.short = 0
 
-    def work(self, part: Part) -> tuple[Work, Cost | None, Cost | None, Cost]:
-        """(what a layer's time depends on, a dense layer, one with experts, the head), remembered."""
+    def workload(self, part: Part) -> Workload:
+        """A part as the formulas take it; of open decisions the first."""
+        return Workload(self.model, self.cluster, self.device, part.plan(), self.software, self.batch)
+
+    def layer_costs(self, part: Part) -> LayerCosts:
+        """The costs of the model's layers, remembered by what they depend on."""
         gathered = part.zero3 and part.recompute == "selective"
         key = (part.tp, part.cp, part.ep, part.expert_tp, part.sequence_parallel, part.b, part.recompute, gathered)
         if key not in self.costs:
-            s, m = self.software, self.model
-            w = Work(
-                m,
-                self.cluster,
-                self.device,
-                part.config(),
-                part.b,
-                self.precision,
-                part.recompute,
-                s.kernels,
-                s.overlap_tp,
-                self.constants,
-            )
-            dense = layer_cost(w, False) if m.moe_layers < m.layers else None
-            self.costs[key] = w, dense, layer_cost(w, True) if m.experts else None, head_cost(w)
+            self.costs[key] = layer_costs(self.workload(part))
         return self.costs[key]
 
     def step_s(self, span_s: float) -> float:
         """A step that has nothing else to do."""
-        return (span_s + self.constants.step_overhead_s) * self.jitter
-
-    def rounds(self, part: Part) -> int:
-        """Microbatches of a step."""
-        return self.batch // (part.cuts[0][0] * part.b)
+        return (span_s + self.software.constants.step_overhead_s) * self.jitter
 
     def layers_s(self, part: Part) -> tuple[float, float]:
         """Seconds of one microbatch: (all layers and the head, the cheapest layer)."""
-        _, dense, moe, head = self.work(part)
-        n_moe = self.model.moe_layers
-        one, expert = seconds(dense) if dense else 0.0, seconds(moe) if moe else 0.0
+        costs, n_moe = self.layer_costs(part), self.model.moe_layers
+        one = costs.dense.total_s if costs.dense else 0.0
+        expert = costs.moe.total_s if costs.moe else 0.0
         body = (self.model.layers - n_moe) * one + n_moe * expert
-        return body + seconds(head), min(one or expert, expert or one)
+        return body + costs.head.total_s, min(one or expert, expert or one)
 
     def start(self) -> Iterator[tuple[float, Part]]:
         """All sizes. One microbatch of a layer must fit, and the model's work is spread over the groups at best."""
-        found: dict[Part, list[tuple[int, int]]] = {}
+        cuts_by_part: dict[Part, list[tuple[int, int]]] = {}
         for dp, tp, pp, cp, ep in sizes(self.model, self.cluster.size, self.batch, self.space):
             expert_tp = ParallelConfig(dp, tp, pp, cp, ep).expert_tp
             for b in micro_batches(self.batch, dp, self.space):
                 for sequence_parallel in (True, False) if tp > 1 else (False,):
-                    found.setdefault(Part(tp, cp, ep, expert_tp, sequence_parallel, b, ()), []).append((dp, pp))
-        for key, cuts in found.items():
+                    key = Part(tp, cp, ep, expert_tp, sequence_parallel, b, ())
+                    cuts_by_part.setdefault(key, []).append((dp, pp))
+        for key, cuts in cuts_by_part.items():
             part = key._replace(cuts=tuple(cuts))
             self.opened += 1
             if self.one_layer(part) > self.room:
@@ -176,9 +147,9 @@ class Question:
 
     def one_layer(self, part: Part) -> float:
         """Least bytes that one layer's backward needs, whatever is recomputed (for a moment, all of it is there)."""
-        plan, moe, eager = part.config(), bool(self.model.experts), self.software.kernels == "eager"
-        leanest = (("mlp", plan), ("selective", replace(plan, zero=3)))
-        return min(layer_activation_bytes(self.model, p, part.b, k, self.precision, moe, eager) for k, p in leanest)
+        w = self.workload(part)
+        sharded = replace(w, plan=replace(w.plan, parallel=replace(w.parallel, zero=3)))
+        return min(layer_activation_bytes(w, "mlp"), layer_activation_bytes(sharded, "selective"))
 
     def open(self, part: Part) -> Iterator[tuple[float, Part]]:
         """The parts of a part, with their bounds; those that cannot fit are left out."""
@@ -204,13 +175,12 @@ class Question:
         """Chooses schedule and chunks: the fullest group's work, and what must pass before and after it."""
         (dp, pp) = part.cuts[0]
         m, layers = self.batch // (dp * part.b), self.model.layers
-        if self.leanest(part, "1f1b", least_layers(layers, pp, self.space.max_chunks), m) > self.room:
+        if self.leanest(part, least_layers(layers, pp, self.space.max_chunks)) > self.room:
             self.short += 1
             return
-        _, dense, moe, _ = self.work(part)
+        costs = self.layer_costs(part)
         whole, one = self.layers_s(part)
-        costs = [c for c in (dense, moe) if c is not None]
-        forward = min(c.F + c.exposed_forward for c in costs)
+        forward = min(c.F + c.exposed_forward for c in (costs.dense, costs.moe) if c is not None)
         for name, vpp in pipelines(layers, pp, m, self.space):
             self.opened += 1
             chunks = chunk_layers(layers, pp, vpp or 1)
@@ -220,99 +190,54 @@ class Question:
 
     def spanned(self, part: Part) -> Iterator[tuple[float, Part]]:
         """Times the groups of a pipeline, unless it cannot fit."""
-        (_, pp), model = part.cuts[0], self.model
-        m, chunks = self.rounds(part), chunk_layers(model.layers, pp, part.vpp or 1)
-        if self.leanest(part, part.schedule, sum(chunks[0]), m) > self.room:
+        (_, pp), chunks = part.cuts[0], self.chunks(part)
+        if self.leanest(part, sum(chunks[0])) > self.room:
             self.short += 1
             return
-        w, dense, moe, head = self.work(part)
-        times, _ = stage_seconds(model, chunks, dense, moe, head, pp, part.vpp or 1)
-        sent_s = 0.0 if pp == 1 else send_s(replace(w, parallel=part.config()))
-        timed = Timed(span_bound_s(part.schedule, pp, m, part.vpp or 1, times, sent_s), busiest(times, chunks, pp))
-        yield self.step_s(timed.span_s), part._replace(timed=timed)
+        w = self.workload(part)
+        times, _ = stage_seconds(self.model, chunks, self.layer_costs(part))
+        span_s = span_bound_s(part.schedule, pp, w.microbatches, part.vpp or 1, times, send_s(w))
+        yield self.step_s(span_s), part._replace(timed=Timed(span_s, busiest(times, chunks)))
 
     def stored(self, part: Part, timed: Timed) -> Iterator[tuple[float, Part]]:
         """Chooses where optimizer, gradients and parameters lie: the fastest way that fits."""
-        (dp, pp), s = part.cuts[0], self.software
-        m, chunks, w = self.rounds(part), chunk_layers(self.model.layers, pp, part.vpp or 1), self.work(part)[0]
-        ways: list[tuple[float, int, Part]] = []
+        (dp, _), chunks = part.cuts[0], self.chunks(part)
+        extra_s: list[tuple[float, int, Part]] = []
         for storage in storages(dp * part.cp, self.space.zeros, part.zero3):
             child = part._replace(storage=storage)
-            at = replace(w, parallel=child.config())
-            _, exposed = data_parallel_s(at, timed.busy, chunks, m, s.reduce_bytes, s.late_reduction)
-            ways.append((exposed + adam_s(at, chunks), len(ways), child))
-        self.opened += len(ways)
-        for extra, _, child in sorted(ways, key=lambda way: way[:2]):
-            held = self.memory(child, chunks, m).reserved
+            w = self.workload(child)
+            _, exposed = data_parallel_s(w, timed.busy, chunks)
+            extra_s.append((exposed + adam_s(w, chunks), len(extra_s), child))
+        self.opened += len(extra_s)
+        for extra, _, child in sorted(extra_s, key=lambda way: way[:2]):
+            held = fullest_stage(self.workload(child), chunks).reserved
             self.least = min(self.least, held)
             if held <= self.room:
                 yield self.step_s(timed.span_s + extra), child
                 return
             self.short += 1
 
-    def leanest(self, part: Part, schedule: str, layers: int, m: int) -> float:
+    def chunks(self, part: Part) -> Layers:
+        """Layers of every stage's chunks."""
+        return chunk_layers(self.model.layers, part.cuts[0][1], part.vpp or 1)
+
+    def leanest(self, part: Part, layers: int) -> float:
         """Bytes of the first stage when as much as may be is sharded over all data-parallel ranks."""
-        s, zero = self.software, 3 if part.zero3 else max((z for z in self.space.zeros if z < 3), default=3)
-        held = stage_memory(
-            self.model,
-            replace(part.config(), zero=zero),
-            stage=0,
-            layers=layers,
-            m=m,
-            b=part.b,
-            recompute=part.recompute,
-            precision=self.precision,
-            schedule=schedule,
-            eager=s.kernels == "eager",
-            grad_bytes=s.grad_bytes or 4.0,
-            late_reduction=s.late_reduction,
-            buffer_bytes=s.buffer_bytes,
-        )
+        zero = 3 if part.zero3 else max((z for z in self.space.zeros if z < 3), default=3)
+        held = stage_memory(self.workload(part._replace(storage=(zero, None))), 0, layers)
         self.least = min(self.least, held.reserved)
         return held.reserved
-
-    def memory(self, part: Part, chunks: tuple[tuple[int, ...], ...], m: int) -> Memory:
-        """Bytes of the fullest stage, as `estimate` has them."""
-        s = self.software
-        return fullest_stage(
-            self.model,
-            part.config(),
-            chunks,
-            m=m,
-            b=part.b,
-            recompute=part.recompute,
-            precision=self.precision,
-            schedule=part.schedule,
-            eager=s.kernels == "eager",
-            grad_bytes=s.grad_bytes or 4.0,
-            late_reduction=s.late_reduction,
-            buffer_bytes=s.buffer_bytes,
-        )
 
     def time(self, part: Part) -> Estimate:
         """The estimate of a plan."""
         self.timed += 1
-        return estimate(
-            model=self.model,
-            cluster=self.cluster,
-            parallel=part.config(),
-            batch=self.batch,
-            micro_batch=part.b,
-            recompute=part.recompute,
-            schedule=part.schedule,
-            **self.software.__dict__,
-        )
+        return estimate(self.model, self.cluster, part.plan(), batch=self.batch, software=self.software)
 
 
 @lru_cache(maxsize=4096)
 def least_layers(layers: int, pp: int, chunks: int) -> int:
     """Fewest layers that the first of pp groups can have, whatever the number of chunks."""
     return min(sum(chunk_layers(layers, pp, V)[0]) for V in range(1, max(1, min(chunks, (layers + 2) // pp)) + 1))
-
-
-def seconds(cost: Cost) -> float:
-    """One microbatch's forward and backward, exposed communication included."""
-    return cost.F + cost.B + cost.W + cost.again + cost.exposed_forward + cost.exposed_backward
 
 
 def span_bound_s(name: str, p: int, m: int, V: int, times: dict[tuple[int, str], float], comm_s: float) -> float:

@@ -1,0 +1,171 @@
+"""Seconds of a pipeline: what every stage takes for a microbatch, and how long the schedule takes for all of them.
+
+The pipeline is the event simulator on the schedule's action table. Once it is full every further microbatch adds the
+same period, so only the first rounds are simulated. The period is the slowest stage's work; in 1F1B, whose sends wait
+for each other, 2c (p-1)/p more for sends of c seconds.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from autopar.costmodel import simulate
+from autopar.costmodel.collective import strided_time_s
+from autopar.costmodel.estimator.layer import LayerCosts
+from autopar.costmodel.estimator.shape import TransformerShape
+from autopar.costmodel.estimator.workload import Workload
+from autopar.errors import ConstraintError
+from autopar.ir import tables
+from autopar.ir.actions import StageGraph
+
+Layers = tuple[tuple[int, ...], ...]
+"""Layers of every stage's chunks, as `chunk_layers` gives them."""
+
+SIMULATED_ACTIONS = 1100
+"""Larger pipelines are timed by the closed form, which is the simulator's answer for equal stages."""
+
+_SCHEDULE_ALIASES = {
+    "none": "1f1b",
+    "1f1b (deepspeed)": "1f1b",
+    "interleaved-1f1b": "interleaved",
+    "interleaved 1f1b": "interleaved",
+    "interleaved 1f1b (vpp not given)": "interleaved",
+}
+_ORDERS = {
+    "gpipe": tables.gpipe,
+    "1f1b": tables.one_f_one_b,
+    "interleaved": tables.interleaved,
+    "zb-h1": tables.zb_h1,
+    "zb-h2": tables.zb_h2,
+}
+KNOWN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
+
+
+def schedule_name(name: str, vpp: int | None) -> str:
+    """The canonical name; 1F1B with several chunks is interleaved. Raises ConstraintError for an unknown one."""
+    key = (name or "1f1b").lower()
+    key = _SCHEDULE_ALIASES.get(key, key)
+    if key not in KNOWN_SCHEDULES:
+        raise ConstraintError(f"unknown schedule {name!r}; known: {', '.join(KNOWN_SCHEDULES)}")
+    if key == "1f1b" and (vpp or 1) > 1:
+        return "interleaved"
+    if key == "interleaved" and (vpp or 1) == 1:
+        return "1f1b"
+    return key
+
+
+@lru_cache(maxsize=4096)
+def chunk_layers(layers: int, p: int, V: int) -> Layers:
+    """Layers of each stage's chunks, in model order round-robin over stages.
+
+    Embedding and head count as a layer each where that makes the chunks even (and there are several); otherwise chunks
+    differ by at most one layer and the last ones, next to the head, are the smaller.
+    """
+    chunks = p * V
+    if chunks > 1 and layers % chunks and (layers + 2) % chunks == 0:
+        counts = [(layers + 2) // chunks] * chunks
+        counts[0] -= 1
+        counts[-1] -= 1
+    else:
+        low, extra = divmod(layers, chunks)
+        counts = [low] * chunks
+        for i in range(extra):
+            counts[chunks - 2 - i if extra < chunks else i] += 1
+    return tuple(tuple(counts[c * p + i] for c in range(V)) for i in range(p))
+
+
+@lru_cache(maxsize=256)
+def _network(name: str, p: int, m: int, V: int) -> simulate.Network:
+    graph = StageGraph.chain(p, V)
+    return simulate.network(_ORDERS[name](graph, m), graph)
+
+
+def pipeline_s(name: str, p: int, m: int, V: int, seconds: simulate.Durations, comm_s: float) -> float:
+    """Seconds of one step's pipeline of p groups with V stages each. seconds: of (stage, kind); stage s is on group s % p."""
+    work = group_seconds(seconds, p)
+    slowest = max(work)
+    if p == 1:
+        return m * slowest
+    if name == "zb-v":
+        return m * slowest + 0.2 * (p - 1) * slowest + 2 * (p - 1) * comm_s
+    if name == "zb-2p":
+        in_flight = min(m, 2 * p - 1)
+        lag = (p - 1) * (seconds[0, "B"] + 2 * comm_s) + (p - in_flight) * seconds[0, "F"]
+        return m * slowest + max(0.0, lag) + (p - 1) * comm_s
+    table_name = "zb-h1" if name == "zb-1p" else name
+    part = simulated_rounds(table_name, p, m, V)
+    period = slowest + (2 * comm_s * (p - 1) / p if table_name == "1f1b" else 0.0)
+    if part:
+        return simulate.longest_s(_network(table_name, p, part, V), seconds, comm_s) + (m - part) * period
+    weights = min(group_seconds(seconds, p, "W"))
+    saved = {"zb-h1": 2, "zb-h2": 2}.get(table_name, 0) * weights * (p - 1)
+    fill = (sum(work) - slowest) / V + 2 * (p - 1) * comm_s - saved
+    return slowest * min(m, p) + max(0, m - p) * period + max(0.0, fill)
+
+
+def simulated_rounds(name: str, p: int, m: int, V: int) -> int:
+    """Microbatches that `pipeline_s` runs through the simulator; 0 where it has a closed form."""
+    if p == 1 or name in ("zb-2p", "zb-v"):
+        return 0
+    part = min(ceil(m / p), 2) * p if name == "interleaved" else min(m, 2 * p if name == "zb-h2" else p + 1)
+    return part if 2 * p * V * part <= SIMULATED_ACTIONS else 0
+
+
+def group_seconds(seconds: simulate.Durations, p: int, kinds: str = "FBW") -> list[float]:
+    """Seconds of one microbatch's actions on every group."""
+    work = [0.0] * p
+    for (stage, kind), time_s in seconds.items():
+        if kind in kinds:
+            work[stage % p] += time_s
+    return work
+
+
+def busiest(seconds: simulate.Durations, layers: Layers) -> tuple[float, float]:
+    """(forward, backward) seconds of one microbatch on the group with most layers."""
+    group = max(range(len(layers)), key=lambda i: sum(layers[i]))
+    return group_seconds(seconds, len(layers), "F")[group], group_seconds(seconds, len(layers), "BW")[group]
+
+
+def stage_seconds(
+    model: TransformerShape, layers: Layers, costs: LayerCosts
+) -> tuple[dict[tuple[int, str], float], list[float]]:
+    """Seconds of every (stage, kind), exposed communication included; and that communication per group."""
+    p, V = len(layers), len(layers[0])
+    seconds: dict[tuple[int, str], float] = {}
+    exposed = [0.0] * p
+    dense_left = model.layers - model.moe_layers
+    moe, head = costs.moe, costs.head
+    one = [
+        (c.F + c.exposed_forward, c.B + c.again + c.exposed_backward, c.W, c.exposed_forward + c.exposed_backward)
+        if c is not None
+        else (0.0, 0.0, 0.0, 0.0)
+        for c in (costs.dense, moe)
+    ]
+    for ch in range(V):
+        for i in range(p):
+            n = layers[i][ch]
+            n_dense = min(n, dense_left) if moe else n
+            dense_left -= n_dense
+            F = B = W = 0.0
+            for (cost_F, cost_B, cost_W, cost_exposed), count in zip(one, (n_dense, n - n_dense), strict=True):
+                F, B, W = F + count * cost_F, B + count * cost_B, W + count * cost_W
+                exposed[i] += count * cost_exposed
+            if i == p - 1 and ch == V - 1:
+                F += head.F + head.exposed_forward
+                B += head.B + head.exposed_backward
+                W += head.W
+                if moe is not None and model.mtp_layers:
+                    F, B, W = F + model.mtp_layers * moe.F, B + model.mtp_layers * moe.B, W + model.mtp_layers * moe.W
+            s = ch * p + i
+            seconds[s, "F"], seconds[s, "B"], seconds[s, "W"] = F, B, W
+    return seconds, exposed
+
+
+def send_s(w: Workload) -> float:
+    """Seconds to hand one microbatch's activations to the next stage."""
+    p = w.parallel
+    if p.pp == 1:
+        return 0.0
+    stride = p.tp * p.cp * p.dp
+    return strided_time_s(w.cluster, "p2p", w.width * w.tokens * w.model.hidden / w.sequence_split, stride, 2)
