@@ -24,11 +24,11 @@ from autopar.optimizer.examine import examine, update_rule
 from autopar.options import Options
 from autopar.passes.batch.microbatch import in_microbatches
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.search.every_kind import Found, search_plans
-from autopar.passes.search.infeasible import explained
+from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.placement import placed
-from autopar.passes.search.spmd import Task, replayed
-from autopar.passes.search.submesh import Capture
+from autopar.passes.search.refused.explained import explained
+from autopar.passes.search.replayed import replayed
+from autopar.passes.search.task import Capture, RankedPlans, Task
 from autopar.passes.shard.mesh_plan import candidate_meshes
 from autopar.passes.shard.offload import KINDS
 from autopar.plan import Plan
@@ -169,10 +169,10 @@ def compile(
     return result
 
 
-def _planned(task: Task, batch: int, recapture: Capture, setting_for: Callable[[int], Setting]) -> Found:
+def _planned(task: Task, batch: int, recapture: Capture, setting_for: Callable[[int], Setting]) -> RankedPlans:
     """Plans with their tasks, best first. Raises InfeasibleError, which says what is short and what would do."""
     try:
-        found, _ = search_plans(task, batch, recapture)
+        found = search_plans(task, batch, recapture)
     except NoRoomError as error:
         raise explained(task, batch, setting_for, error) from None
     if not found:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.passes.search.changes import Change
-    from autopar.passes.search.infeasible import MemoryShortage
+    from autopar.passes.search.refused.changes import Change
+    from autopar.passes.search.refused.shortage import MemoryShortage
 
 
 class AutoparError(Exception):

@@ -5,6 +5,8 @@ One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import torch
@@ -164,19 +166,32 @@ def _computable(dtype: str) -> str:
     return dtype if dtype in ("float64", "float32", "bfloat16", "float16") else "float32"
 
 
+class OutOfTime(Exception):
+    """The time for a search is over."""
+
+
 class Pricers:
     """A Pricer per mesh of one cluster, made when first asked for.
 
     Meshes that lie alike on the links and run on the same device share one: their prices are the same. `lowered`: what
-    lowering has made of templates so far, by template, plan and mesh.
+    lowering has made of templates so far, by template, plan and mesh. Asking after the deadline (of time.monotonic)
+    raises OutOfTime.
     """
 
-    def __init__(self, cluster: ClusterSpec) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: ClusterSpec, deadline: float = math.inf) -> None:
+        self.cluster, self.deadline = cluster, deadline
         self.lowered: dict[Any, Any] = {}
         self._made: dict[Any, Pricer] = {}
 
+    def until(self, deadline: float) -> Pricers:
+        """The same prices, given until a deadline: every step of a search asks for some, so it ends there."""
+        timed = Pricers(self.cluster, deadline)
+        timed.lowered, timed._made = self.lowered, self._made
+        return timed
+
     def __getitem__(self, mesh: Mesh) -> Pricer:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
         where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
         ends = mesh.offset == 0 and mesh.size == self.cluster.size
         key = (mesh.axes, self.cluster.device(mesh.offset), where[:-1], ends)

@@ -31,8 +31,11 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.schedule import build
 from autopar.passes.schedule.grouped import group_graph, grouped
 from autopar.passes.schedule.proof import deadlock
-from autopar.passes.search.branches import branches, calls_beside, search_branches, segments, work_shares
-from autopar.passes.search.spmd import Task
+from autopar.passes.search.microbatches import TasksByCount
+from autopar.passes.search.stages.branches import search_branches
+from autopar.passes.search.stages.segments import branches, calls_beside, segments, work_shares
+from autopar.passes.search.stages.submesh import SubmeshPlans
+from autopar.passes.search.task import Task
 from autopar.passes.shard.mesh_plan import Candidate, random_choice, random_mesh, stage_plan
 from autopar.passes.shard.problem import Problem
 from tests.branching import Driving, driving_batch, driving_loss
@@ -107,7 +110,7 @@ def test_encoders_get_ranks_of_their_own_where_the_network_is_slow() -> None:
 
 def test_side_by_side_is_predicted_faster_than_every_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     program = beside_each_other()
-    monkeypatch.setattr(autopar.passes.search.every_kind, "search_branches", lambda *_: [])
+    monkeypatch.setattr(autopar.passes.search.best_plans, "search_branches", lambda *_: [])
     assert program.predicted.step_time_s < compiled(slow_network()).predicted.step_time_s
     for pp in (2, 4):
         chain = compiled(slow_network(), Options(pp=pp))
@@ -135,7 +138,7 @@ def test_less_memory_is_kept_to() -> None:
     def found(**limit: float) -> Candidate:
         program = capture_program(Driving(), driving_batch(8), driving_loss, 2)[0]
         task = Task(program, slow_network(), RuleBook(), Setting(2, 0.0, 0), Options(microbatches=2, **limit))
-        return search_branches(task, 16, lambda _: task, math.inf)[0][1]
+        return search_branches(SubmeshPlans(TasksByCount(task, 16, lambda _: task)), math.inf)[0][1]
 
     free = found().account
     assert free is not None

@@ -19,7 +19,7 @@ from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.choose import of_values, within
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.replay import made_forward
-from autopar.passes.search.joint import Joint, Point
+from autopar.passes.search.one_mesh.joint import JointSearch, Point
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Shortage, solve
 from tests.passes.recompute.recomputed import llama_on
@@ -44,14 +44,14 @@ CASES = [(1024, 1024, 8192, 4)]
 MORE = [(4096, 4096, 256, 2), (512, 4096, 2048, 4), (2048, 8192, 512, 4), (2048, 2048, 64, 8)]
 
 
-def mixed(case: tuple[int, int, int, int]) -> tuple[Program, Joint, Pricers, Mesh]:
+def mixed(case: tuple[int, int, int, int]) -> tuple[Program, JointSearch, Pricers, Mesh]:
     width, hidden, batch, devices = case
     cluster = autopar.ClusterSpec.homogeneous(devices=devices, device="a100", devices_per_node=devices)
     with torch.device("meta"):
         model, x = Mixer(width, hidden), torch.zeros(batch, width)
     program = autopar.compile(model, cluster, (x,), optimizer=ADAMW, options=autopar.Options(pp=1, recompute="none")).ir
     pricers, mesh = Pricers(cluster), Mesh.of(dp=devices)
-    joint = Joint(program, lambda sets: Problem(program, pricers[mesh], RULES, Setting(), recompute=sets))
+    joint = JointSearch(program, lambda sets: Problem(program, pricers[mesh], RULES, Setting(), recompute=sets))
     return program, joint, pricers, mesh
 
 
@@ -62,8 +62,8 @@ def every_set(program: Program) -> Iterator[dict[str, tuple[str, ...]]]:
             yield {name: tuple(v for n, v in chosen if n == name) for name in program.templates}
 
 
-def budgets(joint: Joint, shares: tuple[float, ...] = (0.95, 0.8, 0.6, 0.4, 0.2)) -> list[float]:
-    least, most = joint.least().nbytes, joint.free.nbytes
+def budgets(joint: JointSearch, shares: tuple[float, ...] = (0.95, 0.8, 0.6, 0.4, 0.2)) -> list[float]:
+    least, most = joint.smallest().nbytes, joint.fastest.nbytes
     return [least + share * (most - least) for share in shares]
 
 
@@ -90,11 +90,11 @@ def test_a_point_is_what_its_plan_costs() -> None:
         assert again.memory_of(list(found.choice)) == pytest.approx(found.nbytes, rel=1e-12)
 
 
-def llama_joint(policy: str | None = None) -> tuple[Program, Joint]:
+def llama_joint(policy: str | None = None) -> tuple[Program, JointSearch]:
     program = llama_on(4, recompute="none", pp=1)
     pricers, mesh = Pricers(program.cluster), Mesh.of(dp=4)
     build = lambda sets: Problem(program.ir, pricers[mesh], RULES, Setting(), recompute=sets)  # noqa: E731
-    return program.ir, Joint(program.ir, build, fixed=policy)
+    return program.ir, JointSearch(program.ir, build, fixed=policy)
 
 
 def test_a_transformer_is_no_slower_than_under_any_policy_at_any_budget() -> None:
@@ -115,16 +115,16 @@ def test_one_after_the_other_is_worse_however_well_each_is_done() -> None:
     the best sharding: both are slower than choosing together, by more than a percent at some budget."""
     program, joint = llama_joint()
     full = llama_joint("full")[1]
-    graphs = joint.graphs(joint.free)
+    graphs = joint.graphs(joint.fastest)
     chosen = {name: of_values(g, ()).bytes_kept for name, g in graphs.items()}
     block = max(graphs, key=lambda n: chosen[n] * program.multiplicity[n])
     gains = []
     for budget in budgets(joint, (0.6, 0.4, 0.25, 0.15)):
         found = joint.within(budget)
         assert isinstance(found, Point)
-        room = chosen[block] - (joint.free.nbytes - budget) / program.multiplicity[block]
+        room = chosen[block] - (joint.fastest.nbytes - budget) / program.multiplicity[block]
         first = within(graphs[block], room)
-        sharded_first = joint.free.seconds + first.again_s * program.multiplicity[block] if first else float("inf")
+        sharded_first = joint.fastest.seconds + first.again_s * program.multiplicity[block] if first else float("inf")
         second = full.within(budget)
         set_first = second.seconds if isinstance(second, Point) else float("inf")
         gains.append(min(sharded_first, set_first) / found.seconds - 1)
@@ -137,9 +137,9 @@ def test_what_would_go_to_a_slow_tier_is_rather_made_again(bandwidth_Bps: float,
     program = llama_on(4, recompute="none", pp=1)
     cluster = program.cluster.with_tiers(Tier("ddr", 1e12, bandwidth_Bps, 1e-6))
     pricer, setting = Pricers(cluster)[Mesh.of(dp=4)], Setting(offload=frozenset({"activations"}))
-    joint = Joint(program.ir, lambda sets: Problem(program.ir, pricer, RULES, setting, recompute=sets))
-    found = joint.turns(0.0, joint.free)
+    joint = JointSearch(program.ir, lambda sets: Problem(program.ir, pricer, RULES, setting, recompute=sets))
+    found = joint.alternate(0.0, joint.fastest)
     sets = found.problem.recompute
     again_s = sum(of_values(graph, sets.get(name, ())).again_s for name, graph in joint.graphs(found).items())
     assert (again_s > 0) == again
-    assert found.seconds <= joint.free.seconds
+    assert found.seconds <= joint.fastest.seconds

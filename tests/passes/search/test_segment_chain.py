@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.passes.branch import evaluate, solve_branches
-from autopar.passes.search.segment_chain import best_chain
+from autopar.passes.search.stages.segment_chain import best_chain
 from tests.passes.branch.test_branch import chains, sensors
 
 

@@ -1,0 +1,77 @@
+"""What no plan can do without: the fewest bytes and seconds, if all ranks shared everything perfectly.
+
+These are sums over the captured program, made before anything is planned: they rule out requests, microbatch counts and
+pipelines that cannot fit or cannot win.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import resolve
+from autopar.passes.rules.hubs import flow
+from autopar.passes.rules.policies import policy_set
+from autopar.passes.rules.replay import replay
+from autopar.passes.rules.structure import shows_held
+from autopar.passes.search.task import Task
+
+_OFFLOADED_WITH = {"parameters": "parameters", "gradients": "parameters", "optimizer": "optimizer"}
+"""The kind of offload (`Setting.offload`) that takes a kind of resting bytes off the device."""
+
+
+def model_bytes(task: Task) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state, each once: what all ranks together must hold at least."""
+    program, setting = task.program, task.setting
+    nbytes = {"parameters": float(sum(p.type.nbytes for p in program.parameters.values()))}
+    if program.training:
+        types = {name: program.parameters[name].type for name in program.trained}
+        nbytes["gradients"] = float(sum(t.nbytes for t in types.values()))
+        nbytes["optimizer"] = float(
+            sum(t.numel * setting.ratio(n) * max(setting.state_bytes, t.dtype.itemsize) for n, t in types.items())
+        )
+    return nbytes
+
+
+def model_bytes_on_devices(task: Task) -> dict[str, float]:
+    """Those of `model_bytes` that do not rest in memory tiers."""
+    away = task.setting.offload
+    return {kind: nbytes for kind, nbytes in model_bytes(task).items() if _OFFLOADED_WITH[kind] not in away}
+
+
+def least_bytes(task: Task) -> tuple[float, float]:
+    """(bytes of parameters, gradients and optimizer state, bytes that one microbatch holds for backward) of all ranks
+    together, without what rests in memory tiers."""
+    program = task.program
+    resting = sum(model_bytes_on_devices(task).values())
+    if not program.training or "activations" in task.setting.offload:
+        return resting, 0.0
+    policy = {"auto": "full"}.get(task.options.recompute, task.options.recompute)
+    held = 0.0
+    for name, times in program.multiplicity.items():
+        template = program.templates[name]
+        kept = set(replay(template, flow(template), policy_set(template, policy)).kept)
+        held_anyway = {*kept, *template.params}
+        views = {v for v in kept if shows_held(template, resolve(template.nodes[v])[0], held_anyway)}
+        held += times * sum(template.type_of(v).nbytes for v in kept - views)
+    return resting, held
+
+
+def could_fit(task: Task, bytes_at_least: tuple[float, float], in_flight: float = 1.0) -> bool:
+    """Whether `least_bytes`, shared by all ranks, keep to the limit. in_flight: microbatches held for backward at once."""
+    resting, held = bytes_at_least
+    return (resting + held * in_flight) / task.cluster.size <= task.limit
+
+
+def template_work_s(task: Task) -> dict[str, float]:
+    """Device-seconds that one call of every template takes at least, however it is sharded."""
+    pricer = task.pricers[Mesh.of(dp=1)]
+    return {
+        name: sum(pricer.work_s(call, task.rules.rule(call)) for call in template.op_calls.values())
+        for name, template in task.program.templates.items()
+    }
+
+
+def least_step_s(task: Task) -> float:
+    """Seconds of a step if all products were perfectly shared: no plan is faster."""
+    work_s = template_work_s(task)
+    device_s = sum(times * work_s[name] for name, times in task.program.multiplicity.items())
+    return task.setting.microbatches * device_s / task.cluster.size

@@ -1,0 +1,1 @@
+"""Plans without stages: all ranks are one mesh and run the whole program."""

@@ -1,0 +1,89 @@
+"""The solver's plan and the baselines on every candidate mesh, under the recompute policy that the options ask for.
+
+The solver counts bytes that rest and that backward waits for; bytes that live for a moment are known after lowering
+only. Where they break the limit, everything is solved again within a budget that is smaller by as much. Whether memory
+decided anything is told along with the plans, for that is when recompute, microbatches and offload may give a faster one
+(`autopar.passes.search.one_mesh.short_memory`).
+"""
+
+from __future__ import annotations
+
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.ir.mesh import Mesh
+from autopar.passes.search.task import Task, account_of
+from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes, solve_mesh
+from autopar.passes.shard.solve import Shortage
+
+_BUDGETS = 4
+"""Budgets that are tried in turn."""
+_MARGIN = 1.02
+"""A budget shrinks by a little more than what was too much."""
+_MEMORY_DECIDED = ("priced memory", "memory row")
+"""Methods of a `Solution` that say that the fastest assignment did not fit."""
+
+
+def search_strategies(task: Task) -> tuple[list[Candidate], bool]:
+    """The plans of every strategy that the options allow, best first, the first one lowered and within the limit; and whether
+    memory is short: nothing fits, or more memory might give a faster plan, as the solver paid for it or found no room."""
+    policy = "none" if task.options.recompute == "auto" else task.options.recompute
+    budget = task.limit
+    for _ in range(_BUDGETS):
+        candidates, fell_short = _on_meshes(task, budget, policy)
+        if not candidates:
+            break
+        best = task.finish(candidates[0])
+        peak = account_of(best).peak_bytes
+        if peak <= task.limit:
+            plans = [best, *candidates[1:]]
+            return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
+        budget -= _MARGIN * (peak - task.limit)
+        if budget <= 0:
+            break
+    return [], True
+
+
+def _paid_for_memory(task: Task, candidate: Candidate) -> bool:
+    """Whether a plan of the strategy that was asked for is slower than it would be in any memory."""
+    asked = candidate.plan.origin.startswith(("solver", task.options.strategy))
+    return asked and candidate.solution.method in _MEMORY_DECIDED
+
+
+def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[Candidate], bool]:
+    """The solver's best plan, then all others by seconds; and whether the strategy that was asked for fell short of the
+    budget on a mesh."""
+    asked, fell_short = task.options.strategy, False
+    candidates: list[Candidate] = []
+    for mesh in candidate_meshes(task.cluster, task.options):
+        for strategy in _strategies(asked, mesh):
+            try:
+                result = solve_mesh(
+                    task.program,
+                    task.cluster,
+                    task.pricers[mesh],
+                    task.rules,
+                    task.setting,
+                    task.options,
+                    strategy,
+                    budget,
+                    recompute=policy,
+                )
+            except (InfeasibleError, ConstraintError):
+                if strategy == asked:
+                    raise
+                continue
+            if isinstance(result, Shortage):
+                fell_short = fell_short or strategy == asked
+            else:
+                candidates.append(result)
+    candidates.sort(key=lambda c: (c.solution.cost, c.solution.memory))
+    if not candidates:
+        return [], fell_short
+    best = next((c for c in candidates if c.plan.origin.startswith("solver")), candidates[0])
+    return [best, *(c for c in candidates if c is not best)], fell_short
+
+
+def _strategies(asked: str, mesh: Mesh) -> list[str]:
+    """The strategy that was asked for; where the choice is free, the baselines that this mesh can have as well."""
+    if asked != "auto":
+        return [asked]
+    return ["auto", *{1: ("dp", "zero3"), 2: ("megatron",)}.get(len(mesh.axes), ())]

@@ -1,0 +1,120 @@
+"""Plans on one mesh where memory is short: mesh, microbatches, sharding, recompute and offload chosen together.
+
+More microbatches hold less for backward and pay for it in smaller products, and in parameters gathered again for each;
+what rests in memory tiers costs its transfers. For every kind of offload, every mesh is tried with growing microbatch
+counts. The fastest plan that any memory would allow bounds what a mesh can give, so a mesh is left as soon as its bound
+is no better than the best plan so far, or as soon as its plan runs nothing again: then memory was enough.
+"""
+
+from __future__ import annotations
+
+from autopar.errors import ConstraintError, InfeasibleError
+from autopar.ir.mesh import Mesh
+from autopar.passes.search.adopted import PricedPlan, adopted
+from autopar.passes.search.lower_bounds import could_fit, least_bytes
+from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
+from autopar.passes.search.one_mesh.joint import JointSearch
+from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on
+from autopar.passes.search.task import RankedPlans, Task, account_of
+from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes
+from autopar.passes.shard.offload import KINDS
+from autopar.passes.shard.solve import Shortage
+
+_WORTH = 0.995
+"""A plan is looked for where it could be faster by more than this."""
+_MOMENT = 0.8
+"""Of the bytes that live for a moment in one plan, the part that another one is taken to need as well."""
+
+
+def search_short_memory(tasks: TasksByCount, best_s: float) -> RankedPlans:
+    """Plans that are predicted faster than best_s, best first, the first one of the program as captured."""
+    task = tasks.task
+    counts = microbatch_counts(task, tasks.batch)
+    if task.options.microbatches is None:
+        counts = [1, *(M for M in counts if M > 1)]
+    search = _FasterPlans(tasks, counts, best_s)
+    meshes = _meshes_by_bound(task)
+    for offload in _offload_kinds(task):
+        for mesh, bound_s in meshes:
+            search.look_on(mesh, bound_s, offload)
+    search.faster.sort(key=lambda plan: plan.candidate.step_s)
+    return adopted(search.faster, tasks.captured, must_fit=True)
+
+
+class _FasterPlans:
+    """Plans that were each faster than all before.
+
+    best_s: seconds of a step to beat. byte_price: seconds per byte at the best plan so far. moment_bytes: about what lives
+    for a moment there, beside the bytes that the solver counts.
+    """
+
+    def __init__(self, tasks: TasksByCount, counts: list[int], best_s: float) -> None:
+        self.tasks, self.counts, self.best_s = tasks, counts, best_s
+        self.byte_price = self.moment_bytes = 0.0
+        self.faster: list[PricedPlan] = []
+
+    def look_on(self, mesh: Mesh, bound_s: float, offload: frozenset[str]) -> None:
+        """Growing microbatch counts on one mesh. bound_s: no plan of the whole batch on this mesh takes less."""
+        for M in self.counts:
+            priced = self.tasks.priced(M)
+            if not self._may_win(bound_s):
+                return
+            if priced is None or not (offload or could_fit(priced, least_bytes(priced))):
+                continue
+            task = priced.offloading(offload)
+            joint = joint_on(task, mesh)
+            try:
+                bound_s = joint.fastest.seconds
+            except (InfeasibleError, ConstraintError):  # too small a batch for the mesh and so many microbatches
+                return
+            if not self._may_win(bound_s):
+                return
+            if self.byte_price and not self._may_win(joint.bound_s(self.byte_price, task.limit - self.moment_bytes)):
+                continue
+            candidate = self._plan(task, joint)
+            if candidate is None:
+                continue
+            if candidate.step_s < self.best_s:
+                self._keep(task, mesh, joint, candidate)
+            if not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
+                return
+
+    def _may_win(self, bound_s: float) -> bool:
+        return bound_s < self.best_s * _WORTH
+
+    def _plan(self, task: Task, joint: JointSearch) -> Candidate | None:
+        """The fastest plan that fits; None where none does, or memory tiers are too small."""
+        try:
+            result = fastest_within_limit(task, joint, self.best_s)
+        except InfeasibleError:
+            return None
+        return None if isinstance(result, Shortage) else result
+
+    def _keep(self, task: Task, mesh: Mesh, joint: JointSearch, candidate: Candidate) -> None:
+        self.best_s, self.byte_price = candidate.step_s, joint.price
+        self.moment_bytes = _MOMENT * max(account_of(candidate).peak_bytes - candidate.solution.memory, 0.0)
+
+        def plan_again(captured: Task) -> Candidate | None:
+            result = fastest_within_limit(captured, joint_on(captured, mesh))
+            return None if isinstance(result, Shortage) else result
+
+        self.faster.append(PricedPlan(task, candidate, plan_again))
+
+
+def _offload_kinds(task: Task) -> list[frozenset[str]]:
+    """What may rest in memory tiers: what the options say; or, where they leave it open and there are tiers, nothing,
+    then more."""
+    if task.options.offload != "auto" or not task.cluster.device(0).tiers:
+        return [task.setting.offload]
+    return [KINDS[name] for name in ("none", "optimizer", "activations", "all")]
+
+
+def _meshes_by_bound(task: Task) -> list[tuple[Mesh, float]]:
+    """Meshes with the least seconds that any plan on them takes, the best bound first."""
+    bounds_s: list[tuple[Mesh, float]] = []
+    for mesh in candidate_meshes(task.cluster, task.options):
+        try:
+            bounds_s.append((mesh, joint_on(task, mesh).fastest.seconds))
+        except (InfeasibleError, ConstraintError):
+            continue
+    return sorted(bounds_s, key=lambda mesh_and_bound: mesh_and_bound[1])

@@ -1,0 +1,96 @@
+"""The fastest plan of one mesh that fits: sharding and recompute chosen together, lowered, and its peak looked at.
+
+`autopar.passes.search.one_mesh.joint` counts bytes that rest and that backward waits for; bytes that live for a moment
+are known after lowering only. So what the joint search may use is found by bisection, between the bytes (as it counts
+them) of a plan whose peak fits and those of one whose peak does not.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.setting import Setting
+from autopar.passes.search.one_mesh.joint import JointSearch, Point
+from autopar.passes.search.task import Task, account_of
+from autopar.passes.shard.mesh_plan import Candidate, build_problem
+from autopar.passes.shard.solve import Shortage, Solution
+from autopar.plan import Plan
+
+_TRIES = 6
+_LITTLE = 0.005
+"""A plan that could be faster by no more than this, relative, is not looked for."""
+
+
+def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> JointSearch:
+    """Sharding and recompute of the whole program on a mesh. setting: by default the task's."""
+    pricer, options = task.pricers[mesh], task.options
+    return JointSearch(
+        task.program,
+        lambda sets: build_problem(
+            task.program, pricer, task.rules, setting or task.setting, options, options.strategy, sets
+        ),
+        options.solver_time_limit_s,
+        0.02 * pricer.copy_s,
+        None if options.recompute == "auto" else options.recompute,
+    )
+
+
+def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> Candidate | Shortage:
+    """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any.
+
+    useless_from_s: a plan that takes so many seconds or more is of no interest.
+    """
+    best: tuple[float, Candidate] | None = None  # with the bytes that its point counts
+    too_many_bytes = least_peak = math.inf
+    point = joint.fastest
+    for attempt in range(_TRIES):
+        candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
+        peak = account_of(candidate).peak_bytes
+        least_peak = min(least_peak, peak)
+        if peak > task.limit:
+            too_many_bytes = min(too_many_bytes, point.nbytes)
+        elif best is None or candidate.solution.cost < best[1].solution.cost:
+            best = point.nbytes, candidate
+        if best is None:
+            if attempt:
+                break
+            following = joint.smallest()
+        elif too_many_bytes == math.inf or _little_to_gain(joint, *best, too_many_bytes):
+            break
+        else:
+            result = joint.within((best[0] + too_many_bytes) / 2, useless_from_s=useless_from_s)
+            following = joint.smallest_so_far if isinstance(result, Shortage) else result
+        if following is point or (best is not None and following.nbytes <= best[0]):
+            break
+        point = following
+    return best[1] if best is not None else Shortage(least_peak, ())
+
+
+def _little_to_gain(joint: JointSearch, nbytes: float, candidate: Candidate, too_many_bytes: float) -> bool:
+    """Whether more bytes, up to those that are known to be too many, would make a plan hardly faster."""
+    cost_s = candidate.solution.cost
+    by_price_s = joint.price * (too_many_bytes - nbytes) if joint.price else math.inf
+    return min(cost_s - joint.fastest.seconds, by_price_s) <= _LITTLE * cost_s
+
+
+def candidate_at(task: Task, point: Point, bound_s: float) -> Candidate:
+    """A point of the joint search as a plan. bound_s: no plan of the mesh is faster."""
+    plan = Plan(
+        task.program.fingerprint,
+        task.cluster.fingerprint(),
+        point.problem.mesh.size,
+        (point.plan,),
+        task.setting.microbatches,
+        origin="solver",
+        predicted={"step_time_s": point.seconds},
+    )
+    return Candidate(plan, solution_of(point, bound_s))
+
+
+def solution_of(point: Point, bound_s: float) -> Solution:
+    """What a report says of a point."""
+    size = point.problem.graph.size
+    return Solution(
+        point.choice, point.seconds, point.nbytes, min(bound_s, point.seconds), "sharding with recompute", size, size
+    )

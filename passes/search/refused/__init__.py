@@ -1,0 +1,1 @@
+"""Why nothing fits, and the nearest changes of the request under which something would."""

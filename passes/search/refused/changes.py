@@ -1,0 +1,263 @@
+"""What to change where nothing fits: the nearest changes of a request under which a plan is found.
+
+A change is never guessed: the request with that one thing changed is planned, by the searches that plan every request,
+and what comes out is told with its predicted step time and peak. Everything else that the user asked for stays in force.
+Kinds of change, nearest first: recompute where the options forbid it, more microbatches where they are fixed, memory
+tiers (the cluster's, or those that such machines usually have), a batch of a half, a quarter, …, and 2, 4, 8, … times as
+many ranks. Of the last two the least power of two that does is looked for; what a lower bound of the bytes already rules
+out is not planned. Planning stops where the time for it ends: prices are asked for at every step of a search, and a price
+list with a deadline ends it there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from autopar.cluster import ClusterSpec, scaled
+from autopar.errors import AutoparError
+from autopar.ir.program import Program
+from autopar.ir.setting import Setting
+from autopar.options import Options
+from autopar.passes.account.program import Account
+from autopar.passes.batch.microbatch import in_microbatches
+from autopar.passes.batch.rebatch import NoRebatch, rebatch
+from autopar.passes.price.pricer import OutOfTime
+from autopar.passes.search.lower_bounds import could_fit, least_bytes
+from autopar.passes.search.microbatches import TasksByCount
+from autopar.passes.search.one_mesh.within_memory import fastest_within_limit
+from autopar.passes.search.refused.smallest import SOLVER_S, smallest_plans, without_capture
+from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options
+from autopar.passes.search.stages.pipelines import search_pipelines
+from autopar.passes.search.stages.submesh import SubmeshPlans
+from autopar.passes.search.task import Task, account_of
+from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.offload import KINDS
+from autopar.report import size_text, time_text
+
+SettingFor = Callable[[int], Setting]
+"""The setting on so many ranks: what an optimizer updates as whole tensors may depend on them."""
+
+EACH_S = 10.0
+"""Seconds for one change, where the total allows it."""
+MOST_RANKS = 1024
+"""Times as many ranks as there are, at most."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A request that can be met: `autopar.compile` with these options on this cluster, and a batch of that size.
+
+    kind: "recompute", "microbatches", "offload", "batch" or "ranks". text: what is changed, in words.
+    """
+
+    kind: str
+    text: str
+    options: Options
+    cluster: ClusterSpec
+    batch: int
+    step_time_s: float
+    peak_bytes: float
+
+    def __str__(self) -> str:
+        return f"{self.text}: {time_text(self.step_time_s)} a step, {size_text(self.peak_bytes)} per rank"
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A changed request that is not planned yet. kind, text, batch: as in `Change`."""
+
+    kind: str
+    text: str
+    task: Task
+    batch: int
+
+    def met_by(self, plan: Account) -> Change:
+        """The change, with what its plan costs."""
+        options, cluster = self.task.options, self.task.cluster
+        return Change(self.kind, self.text, options, cluster, self.batch, plan.step_time_s, plan.peak_bytes)
+
+
+def nearest_changes(
+    task: Task, batch: int, setting_for: SettingFor, total_s: float
+) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+    """The nearest change of every kind under which a plan was found; and, in words, those for which time was too short.
+
+    batch: of the whole step. total_s: seconds for all.
+    """
+    end = time.monotonic() + total_s
+    changes: list[Change] = []
+    cut_off: list[str] = []
+    for attempts in (
+        _recompute(task, batch),
+        _microbatches(task, batch),
+        _offload(task, batch),
+        _smaller_batch(task, batch),
+        _more_ranks(task, batch, setting_for),
+    ):
+        for attempt in attempts:
+            if not _divides(attempt.task, attempt.batch):
+                continue
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                cut_off.append(attempt.text)
+                break
+            try:
+                counted = fastest_in_time(attempt.task, attempt.batch, min(max(EACH_S, total_s / 6), left_s))
+            except OutOfTime:
+                cut_off.append(attempt.text)
+                if attempt.kind in ("batch", "ranks"):
+                    continue
+                break
+            if counted is not None:
+                changes.append(attempt.met_by(counted))
+                break
+    return tuple(changes), tuple(cut_off)
+
+
+def fastest_in_time(task: Task, batch: int, limit_s: float) -> Account | None:
+    """Of the fastest plan that is found in so many seconds; None where nothing fits.
+
+    These are parts of `search_plans` in another order: that search starts with the fastest plans and tells nothing until it
+    ends, this one starts with the smallest, so that it soon knows whether anything fits, and whenever it is stopped it has
+    an answer. Where a smallest plan fits, the fastest on the same mesh is looked for, then pipelines that are faster still.
+    Raises OutOfTime where time ends before anything is found or ruled out.
+    """
+    end = time.monotonic() + limit_s
+    options = replace(task.options, solver_time_limit_s=min(task.options.solver_time_limit_s, SOLVER_S, limit_s / 2))
+    task = task.changed(options=options)
+    task.pricers = task.pricers.until(end)
+    fitting: list[Account] = []
+    try:
+        if not asks_for_pipeline(options):
+            for counted in _on_one_mesh(task, batch, end, limit_s):
+                fitting.append(counted)
+        if asks_for_pipeline(options) or _stages_are_open(task):
+            fitting += _pipeline(task, batch, min((a.step_time_s for a in fitting), default=math.inf))
+    except OutOfTime:
+        if not fitting:
+            raise
+    except AutoparError:  # the change is against the options, the batch or the tiers
+        pass
+    return min(fitting, key=lambda a: (a.step_time_s, a.peak_bytes), default=None)
+
+
+def _on_one_mesh(task: Task, batch: int, end: float, limit_s: float) -> Iterator[Account]:
+    """Of the smallest plans that fit, for a third of the time, and then of the fastest plans on the same meshes."""
+    smallest = []
+    for small in smallest_plans(task, batch):
+        if small.account.peak_bytes <= task.limit:
+            smallest.append(small)
+            yield small.account
+        if smallest and time.monotonic() > end - 2 * limit_s / 3:
+            break
+    for small in sorted(smallest, key=lambda small: small.joint.fastest.seconds):
+        small.joint.time_limit_s = max(min(SOLVER_S, end - time.monotonic()), 0.0)
+        result = fastest_within_limit(small.task, small.joint)
+        if isinstance(result, Candidate):
+            yield account_of(result)
+
+
+def _stages_are_open(task: Task) -> bool:
+    """Whether the options leave it to the search whether there is a pipeline."""
+    options = task.options
+    return options.pp is None and options.strategy == "auto" and options.mesh is None and task.cluster.size > 1
+
+
+def _pipeline(task: Task, batch: int, best_s: float) -> list[Account]:
+    """Of the fastest pipeline that is predicted faster than best_s, if there is one."""
+    check_pipeline_options(task)
+    submeshes = SubmeshPlans(TasksByCount(task, batch, without_capture(task)))
+    return [account_of(candidate) for _, candidate in search_pipelines(submeshes, best_s)[:1]]
+
+
+# --- changes ----------------------------------------------------------------------------------------------------------
+
+
+def _recompute(task: Task, batch: int) -> Iterator[_Attempt]:
+    if task.program.training and task.options.recompute != "auto":
+        options = replace(task.options, recompute="auto")
+        text = f'recompute="auto" instead of "{task.options.recompute}"'
+        yield _Attempt("recompute", text, task.changed(options=options), batch)
+
+
+def _microbatches(task: Task, batch: int) -> Iterator[_Attempt]:
+    fixed = task.options.microbatches
+    if fixed is None or not task.program.training:
+        return
+    for times, program in _halved(task, batch, fixed):
+        if fixed == 1:
+            program = in_microbatches(program, task.rules, task.program)
+        options = replace(task.options, microbatches=fixed * times)
+        changed = task.smaller(program, fixed * times).changed(options=options)
+        yield _Attempt("microbatches", f"microbatches={fixed * times} instead of {fixed}", changed, batch)
+
+
+def _offload(task: Task, batch: int) -> Iterator[_Attempt]:
+    if not task.program.training:
+        return
+    cluster, whence = task.cluster, "the cluster's memory tiers"
+    if all(device.tiers for _, device in cluster.devices):
+        if task.options.offload == "auto":
+            return
+    else:
+        cluster = cluster.with_tiers()
+        tiers = ", ".join(f"{t.name} {size_text(t.capacity_bytes)} per rank" for t in cluster.device(0).tiers)
+        whence = f"usual memory tiers, as the cluster describes none ({tiers})"
+    for kind in ("optimizer", "parameters", "all"):
+        if not KINDS[kind] > KINDS[task.options.offload]:
+            continue
+        options = replace(task.options, offload=kind)
+        changed = task.changed(cluster=cluster, options=options).offloading(KINDS[kind])
+        if not _hopeless(changed, batch):
+            yield _Attempt("offload", f'offload="{kind}" to {whence}', changed, batch)
+
+
+def _smaller_batch(task: Task, batch: int) -> Iterator[_Attempt]:
+    for times, program in _halved(task, batch, task.options.microbatches or 1):
+        changed = task.changed(program=program)
+        if not _hopeless(changed, batch // times):
+            yield _Attempt("batch", f"a batch of {batch // times} instead of {batch}", changed, batch // times)
+
+
+def _halved(task: Task, batch: int, microbatches: int) -> Iterator[tuple[int, Program]]:
+    """(2, 4, 8, …, the program of a batch that is so many times smaller), as far as the batch can be cut."""
+    times = 2
+    while batch % (microbatches * times) == 0:
+        try:
+            yield times, rebatch(task.program, times, task.rules)
+        except NoRebatch:
+            return
+        times *= 2
+
+
+def _more_ranks(task: Task, batch: int, setting_for: SettingFor) -> Iterator[_Attempt]:
+    times, ranks = 2, task.cluster.size
+    while times <= MOST_RANKS:
+        options = task.options
+        if options.mesh is not None:
+            axis = "dp" if "dp" in options.mesh else next(iter(options.mesh))
+            options = replace(options, mesh={**options.mesh, axis: options.mesh[axis] * times})
+        setting = setting_for(ranks * times)
+        changed = task.changed(cluster=scaled(task.cluster, times), setting=setting, options=options)
+        if not _hopeless(changed, batch):
+            how = f" with mesh {dict(options.mesh)}" if options.mesh is not None else ""
+            yield _Attempt("ranks", f"{ranks * times} ranks instead of {ranks}{how}", changed, batch)
+        times *= 2
+
+
+def _divides(task: Task, batch: int) -> bool:
+    """Whether the batch divides by a data-parallel axis that the options force, as `autopar.compile` wants it."""
+    options = task.options
+    dp = int((options.mesh or {}).get("dp", 1))
+    if options.strategy in ("dp", "zero1", "zero3") and options.mesh is None:
+        dp = task.cluster.size // (options.pp or len(options.stage_boundaries or ()) + 1)
+    return batch // (options.microbatches or 1) % dp == 0
+
+
+def _hopeless(task: Task, batch: int) -> bool:
+    """Whether no plan can fit: not even all that rests, and what one sample holds for backward, shared by all ranks."""
+    most = 1 if task.options.microbatches is not None else max(batch, 1)
+    return not could_fit(task, least_bytes(task), 1 / most)

@@ -1,0 +1,115 @@
+"""What is short where nothing fits: bytes per rank by kind, of the smallest plan or as a lower bound.
+
+The smallest plan is a real one: sharding and recompute chosen for the fewest bytes on every mesh, lowered and accounted
+for as any plan is, so its bytes by kind are those that it would use. Where the options ask for a pipeline, for which no
+such plan is at hand, kinds are a lower bound: all that rests, shared by all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import AutoparError
+from autopar.passes.memory.peak import peak_kinds
+from autopar.passes.price.pricer import OutOfTime
+from autopar.passes.search.lower_bounds import least_bytes, model_bytes, model_bytes_on_devices
+from autopar.passes.search.microbatches import microbatch_counts
+from autopar.passes.search.refused.smallest import SOLVER_S, SmallPlan, smallest_plans
+from autopar.passes.search.stages.limits import asks_for_pipeline
+from autopar.passes.search.task import Task
+from autopar.passes.shard.mesh_plan import Candidate
+from autopar.report import size_text
+
+SMALLEST_S = 10.0
+"""Seconds for the smallest plan."""
+
+
+@dataclass(frozen=True)
+class MemoryShortage:
+    """Bytes per rank of the smallest plan against the limit.
+
+    plan: which it is, in words; empty where kinds are a lower bound of any plan. by_kind: "parameters", "gradients",
+    "optimizer", "buffers", "held for backward", "for a moment"; they add up to needed_bytes. in_all: bytes of the whole
+    model by kind, once. step_time_s: of the smallest plan, if memory were enough; None for a bound.
+    """
+
+    ranks: int
+    limit_bytes: float
+    needed_bytes: float
+    by_kind: Mapping[str, float] = field(default_factory=dict)
+    in_all: Mapping[str, float] = field(default_factory=dict)
+    plan: str = ""
+    step_time_s: float | None = None
+
+    @property
+    def short_bytes(self) -> float:
+        """What is missing on a rank."""
+        return self.needed_bytes - self.limit_bytes
+
+    def __str__(self) -> str:
+        whole = ", ".join(f"{kind} {size_text(n)}" for kind, n in self.in_all.items())
+        kinds = ", ".join(f"{_WORDS.get(kind, kind)} {size_text(n)}" for kind, n in self.by_kind.items() if n >= 0.5)
+        if not self.plan:
+            return f"per rank at least {size_text(self.needed_bytes)} of {size_text(self.limit_bytes)}: {kinds} (in all: {whole})"
+        return (
+            f"nothing fits in {size_text(self.limit_bytes)} per rank: the smallest plan ({self.plan}) needs "
+            f"{size_text(self.needed_bytes)}, {size_text(self.short_bytes)} too much: {kinds} (in all: {whole})"
+        )
+
+
+_WORDS = {"optimizer": "optimizer state"}
+
+
+def memory_shortage(task: Task, batch: int) -> MemoryShortage:
+    """The smallest plan's bytes by kind; a lower bound where the options ask for a pipeline or no plan is found in time."""
+    smallest = None if asks_for_pipeline(task.options) else _smallest_plan(task, batch)
+    if smallest is None:
+        return _lower_bound(task, batch)
+    lowered, counted = smallest.candidate.lowered, smallest.account
+    assert lowered is not None
+    return MemoryShortage(
+        task.cluster.size,
+        task.limit,
+        counted.peak_bytes,
+        peak_kinds(lowered, [s.memory for s in counted.stages]),
+        model_bytes(task),
+        _in_words(task, smallest.candidate),
+        counted.step_time_s,
+    )
+
+
+def _smallest_plan(task: Task, batch: int) -> SmallPlan | None:
+    """The plan with the lowest peak that is found in time."""
+    limit_s = min(task.options.solver_time_limit_s, SOLVER_S)
+    timed = task.changed(options=replace(task.options, solver_time_limit_s=limit_s))
+    timed.pricers = task.pricers.until(time.monotonic() + SMALLEST_S)
+    plans: list[SmallPlan] = []
+    try:
+        for plan in smallest_plans(timed, batch):
+            plans.append(plan)
+    except (OutOfTime, AutoparError):
+        pass
+    return min(plans, key=lambda plan: plan.account.peak_bytes, default=None)
+
+
+def _in_words(task: Task, candidate: Candidate) -> str:
+    """Which plan it is."""
+    stage, M = candidate.plan.stages[0], candidate.plan.microbatches
+    words = [f"{task.options.strategy} on {stage.mesh}"]
+    words += [f"{M} microbatches"] if M > 1 else []
+    words += ["recompute"] if any(t.recompute for t in stage.templates.values()) else []
+    words += [f"offload={task.options.offload}"] if task.setting.offload else []
+    return ", ".join(words)
+
+
+def _lower_bound(task: Task, batch: int) -> MemoryShortage:
+    """All that rests on the device, and what the smallest microbatch holds for backward, shared by all ranks."""
+    ranks = task.cluster.size
+    by_kind = {kind: nbytes / ranks for kind, nbytes in model_bytes_on_devices(task).items()}
+    _, held = least_bytes(task)
+    pieces = 1 if task.options.microbatches is not None else max(microbatch_counts(task, batch))
+    if "activations" not in task.setting.offload and task.program.training:
+        by_kind["held for backward"] = held / pieces / ranks
+    return MemoryShortage(ranks, task.limit, sum(by_kind.values()), by_kind, model_bytes(task))

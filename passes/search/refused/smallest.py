@@ -1,0 +1,77 @@
+"""The plans without a pipeline that need about the fewest bytes: whether a request can be met at all, soon known.
+
+On every mesh sharding and recompute are chosen for the fewest bytes, in the most microbatches that the options allow and
+in one, lowered and accounted for as any plan is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.errors import AutoparError, InputError
+from autopar.passes.account.program import Account
+from autopar.passes.search.microbatches import derived, microbatch_counts
+from autopar.passes.search.one_mesh.joint import JointSearch
+from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
+from autopar.passes.search.task import Capture, Task, account_of
+from autopar.passes.shard.mesh_plan import Candidate, candidate_meshes
+
+SOLVER_S = 3.0
+"""Seconds for one question to the solver, at most, while an error is explained."""
+
+
+@dataclass(frozen=True)
+class SmallPlan:
+    """A plan with about the fewest bytes on a mesh, lowered. joint: the search that found it, for other plans there."""
+
+    task: Task
+    joint: JointSearch
+    candidate: Candidate
+
+    @property
+    def account(self) -> Account:
+        """Seconds and bytes of the plan."""
+        return account_of(self.candidate)
+
+
+def smallest_plans(task: Task, batch: int) -> Iterator[SmallPlan]:
+    """One per mesh and microbatch count for which there is any. batch: of the whole step."""
+    if not task.program.training:
+        task = task.changed(options=replace(task.options, recompute="none"))
+    for owner in [*_in_most_microbatches(task, batch), task]:
+        for mesh in candidate_meshes(task.cluster, task.options):
+            try:
+                joint = joint_on(owner, mesh)
+                joint.within(0.0)
+                point = joint.smallest_so_far
+                candidate = candidate_at(owner, point, point.seconds)
+            except AutoparError:  # a batch too small for this mesh, tiers too small
+                continue
+            yield SmallPlan(owner, joint, owner.finish(candidate))
+
+
+def _in_most_microbatches(task: Task, batch: int) -> list[Task]:
+    """The task in the most microbatches, where their number is open and there may be more than one."""
+    if task.options.microbatches is not None or not task.program.training:
+        return []
+    most = max(microbatch_counts(task, batch))
+    owner = derived(task, most, _no_capture) if most > 1 else None
+    return [owner] if owner is not None else []
+
+
+def without_capture(task: Task) -> Capture:
+    """Tasks for other microbatch counts, derived without capturing the model again."""
+    known = {task.setting.microbatches: task}
+
+    def recapture(M: int) -> Task:
+        if M not in known:
+            known[M] = derived(task, M, _no_capture) or _no_capture(M)
+        return known[M]
+
+    return recapture
+
+
+def _no_capture(M: int) -> Task:
+    """Raises InputError."""
+    raise InputError(f"{M} microbatches need the model to be captured again")

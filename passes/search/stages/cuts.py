@@ -1,0 +1,211 @@
+"""Cutting a program into stages: submeshes, microbatches and interleaving.
+
+In two rounds. Roughly: for every submesh the whole program is planned once, as if it ran on that submesh, at two
+microbatch counts; the costs of every call at other counts are interpolated (`autopar.passes.search.stages.submesh`), and
+the stage DP (`autopar.passes.stage`) cuts by them with memory left out: no cut is better than that says. Exactly, for the
+most promising cuts in turn: planned at that count, within memory, and cut again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, InputError
+from autopar.ir.program import Program
+from autopar.passes.lower.cut import cut_points
+from autopar.passes.schedule import schedule_row
+from autopar.passes.search.lower_bounds import could_fit, least_bytes, least_step_s
+from autopar.passes.search.stages.draft import Draft
+from autopar.passes.search.stages.limits import StageLimits, boundary_calls
+from autopar.passes.search.stages.submesh import (
+    PlansAtTwoCounts,
+    SubmeshPlan,
+    SubmeshPlans,
+    flight_rule,
+    option_of,
+    two_counts,
+)
+from autopar.passes.search.task import Task
+from autopar.passes.stage import StageProblem, StageShortage, solve_stages
+
+MOST_CHUNKED = 6
+"""Cuts that are made again with several stages per group."""
+_TIGHTER = (1.0, 0.85, 0.7)
+"""Shares of the memory that submesh plans which recompute are planned for in turn, as no cut shares it out evenly."""
+_BUSY = 2.0
+"""Submeshes that keep their devices busy this many times as long as the best one are left out."""
+
+
+class CutSearch:
+    """One search over cuts. best_s: step time to beat; shortages: cuts that did not fit."""
+
+    def __init__(self, submeshes: SubmeshPlans, best_s: float) -> None:
+        self.submeshes, self.best_s = submeshes, best_s
+        self.task = submeshes.task
+        self.limits = StageLimits.of(self.task)
+        self.shortages: list[StageShortage] = []
+        self._least_bytes: dict[Program, tuple[float, float]] = {}
+
+    # --- rough ----------------------------------------------------------------------------------------------------------
+
+    def rough(self) -> list[Draft]:
+        """Cuts by an optimistic estimate, best first."""
+        task = self.task
+        if not could_fit(task, least_bytes(task), 0.0) or least_step_s(task) >= self.best_s:
+            return []
+        counts = self.submeshes.tasks.counts()
+        if not counts:
+            return []
+        plans = self._plans(*two_counts(counts))
+        chunks = task.options.chunks
+        drafts: list[Draft] = []
+        for M in counts:
+            priced = self.submeshes.tasks.priced(M)
+            assert priced is not None
+            cuts = self._cuts(priced, M, plans.at(M), math.inf, chunks or 1)
+            drafts += [cut for cut in cuts if isinstance(cut, Draft)]
+        if chunks is None and task.options.schedule == "auto" and task.program.training:
+            drafts += self._chunked(drafts)
+        return sorted(drafts, key=lambda draft: draft.step_s)
+
+    def _plans(self, low: int, high: int) -> PlansAtTwoCounts:
+        """Plans on all submeshes that might win."""
+        pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
+        least_busy_s = math.inf
+        for mesh in self.limits.submeshes(self.task):
+            at_high = self.submeshes.on(high, mesh)
+            if at_high is None:
+                continue
+            busy_s = self._busy_s(at_high)
+            if high * busy_s >= self.best_s:  # even as a pipeline without bubble, in any memory
+                continue
+            least_busy_s = min(least_busy_s, busy_s)
+            if busy_s > _BUSY * least_busy_s and not self.limits.mixed:
+                continue
+            at_low = self.submeshes.on(low, mesh) if low != high else at_high
+            if at_low is not None:
+                pairs.append((at_low, at_high))
+        return PlansAtTwoCounts(low, high, pairs)
+
+    def _busy_s(self, plan: SubmeshPlan) -> float:
+        """Seconds per microbatch that a group is busy at best."""
+        u = plan.units
+        total = float(u.forward_s.sum() + u.backward_s.sum() + u.weights_s.sum())
+        return total * plan.mesh.size / self.task.cluster.size
+
+    def _chunked(self, drafts: list[Draft]) -> list[Draft]:
+        """The most promising cuts with stages alike again, in two and four stages per group."""
+        chunked: list[Draft] = []
+        seen: set[tuple[object, ...]] = set()
+        for draft in sorted(drafts, key=lambda d: d.microbatches * d.solution.t_max_s):
+            used = {s.option for s in draft.solution.stages}
+            key = (draft.microbatches, *sorted(draft.submesh_plans[i].mesh.axes for i in used))
+            if len(used) == 1 and key not in seen and len(seen) < MOST_CHUNKED:
+                seen.add(key)
+                plan = draft.submesh_plans[used.pop()]
+                for V in (2, 4):
+                    if draft.microbatches % (self.task.cluster.size // plan.mesh.size) == 0:
+                        cuts = self._cuts(draft.task, draft.microbatches, [plan], math.inf, V)
+                        chunked += [cut for cut in cuts if isinstance(cut, Draft)]
+        return chunked
+
+    # --- exact ----------------------------------------------------------------------------------------------------------
+
+    def within_reach(self, rough: Draft) -> bool:
+        """Whether the cut could fit if everything were sharded over all ranks and every stage held the same."""
+        task, groups = rough.task, len(rough.solution.groups)
+        if task.program not in self._least_bytes:
+            self._least_bytes[task.program] = least_bytes(task)
+        return could_fit(task, self._least_bytes[task.program], min(groups, rough.microbatches))
+
+    def exact(self, rough: Draft, share: float, policy: str | None) -> Draft | None:
+        """The best cut at this M and on these submeshes that fits in that share of the memory, under a recompute policy."""
+        M, task = rough.microbatches, rough.task
+        self.submeshes.use(M, task)
+        for tight in _TIGHTER if policy == "auto" else (1.0,):
+            plans = self.submeshes.within(M, rough.used_meshes(), share * tight, policy)
+            cuts = list(self._cuts(task, M, plans, share, rough.chunks))
+            self.shortages += [cut for cut in cuts if isinstance(cut, StageShortage)]
+            drafts = [cut for cut in cuts if isinstance(cut, Draft)]
+            if drafts:
+                return min(drafts, key=lambda draft: draft.step_s)
+        return None
+
+    # --- both -----------------------------------------------------------------------------------------------------------
+
+    def _cuts(
+        self, task: Task, M: int, plans: list[SubmeshPlan], share: float, chunks: int | None
+    ) -> Iterator[Draft | StageShortage]:
+        """The best cut on these submeshes for every number of stages per group, and where none fits, what is short."""
+        limits, ranks = self.limits, task.cluster.size
+        questions = list(self._problems(task, plans, M, chunks))
+        while questions:
+            members, V, shape, mixed = questions.pop(0)
+            try:
+                problem = self._stage_problem(task, M, [plans[i] for i in members], share, V)
+                found = solve_stages(problem, mixed=mixed, chunks=V, shape=shape, gap=0.002)
+            except InfeasibleError:
+                continue
+            if isinstance(found, StageShortage):
+                yield found
+                continue
+            used = sum(plans[members[found.stages[g[0]].option]].mesh.size for g in found.groups)
+            if used == ranks and len(found.groups) > 1:
+                yield Draft(task, M, V, shape, found, tuple(plans[i] for i in members))
+            elif used < ranks and len(members) > 1 and len(limits.kinds) == 1:
+                # It would leave devices idle; stages that are alike use all of them.
+                questions += [([i], 1, "loop", False) for i in members if ranks % plans[i].mesh.size == 0]
+
+    def _stage_problem(self, task: Task, M: int, plans: list[SubmeshPlan], share: float, V: int) -> StageProblem:
+        """What the stage DP is asked: V stages per group on these submeshes, each in a share of its memory."""
+        limits = self.limits
+        points = cut_points(task.program)
+        boundaries = limits.boundaries
+        if boundaries is not None and task.program is not self.task.program:
+            boundaries = boundary_calls(task.program, task.options.stage_boundaries or ())
+        return StageProblem(
+            tuple(option_of(plan, limits.kinds, share * task.limit_at(plan.mesh.offset)) for plan in plans),
+            limits.available,
+            M,
+            plans[0].units.boundary_s,
+            np.array([i in points for i in range(len(task.program.calls))]),
+            flight_rule(task, V),
+            limits.pp if boundaries is None and V == 1 else None,
+            boundaries,
+            0.0,
+        )
+
+    def _problems(
+        self, task: Task, plans: list[SubmeshPlan], M: int, chunks: int | None
+    ) -> Iterator[tuple[list[int], int, str, bool]]:
+        """(plans, stages per group, how they lie, whether submeshes may differ) of every stage problem to solve."""
+        options, every, limits = task.options, list(range(len(plans))), self.limits
+        if not plans:
+            return
+        wanted, shape = chunks or options.chunks, "loop"
+        if options.schedule != "auto":
+            row = schedule_row(options.schedule)
+            least, most = row.stages
+            wanted = options.chunks or least
+            shape = "v" if row.shape == "v" else "loop"
+            if not row.serves(wanted):
+                runs = str(least) if least == most else f"{least} or more"
+                raise InputError(
+                    f"schedule {options.schedule} runs {runs} {'stage' if runs == '1' else 'stages'} per group of ranks, "
+                    f"Options.chunks is {wanted}; leave it out, or choose another schedule"
+                )
+        if wanted in (None, 1):
+            yield from [(every, 1, "loop", True)] if limits.mixed else [([i], 1, "loop", False) for i in every]
+        several_kinds, named = len(limits.kinds) > 1, limits.boundaries is not None
+        if wanted == 1 or several_kinds or named or not (wanted or task.program.training):
+            return
+        for i in every:
+            groups = task.cluster.size // plans[i].mesh.size
+            if (limits.pp is not None and groups != limits.pp) or groups * plans[i].mesh.size != task.cluster.size:
+                continue
+            for V in (wanted,) if wanted else (2, 4):
+                if groups > 1 and groups * V <= limits.most_stages and (wanted or M % groups == 0):
+                    yield [i], V, shape, False

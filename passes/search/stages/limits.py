@@ -1,0 +1,132 @@
+"""Which stages a pipeline may have: what options, model and cluster leave open, and the submeshes that stages may run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cluster import ClusterSpec
+from autopar.errors import InputError
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.options import Options
+from autopar.passes.lower.cut import cut_points
+from autopar.passes.schedule import SCHEDULES
+from autopar.passes.search.microbatches import MOST_GROUPS
+from autopar.passes.search.task import Task
+from autopar.passes.shard.mesh_plan import candidate_meshes
+
+MIXED_RANKS = 16
+"""Up to here stages may have submeshes of different sizes."""
+
+
+def asks_for_pipeline(options: Options) -> bool:
+    """Whether the options ask for more than one stage."""
+    return options.stage_boundaries is not None or (options.pp or 1) > 1 or (options.chunks or 1) > 1
+
+
+def check_pipeline_options(task: Task) -> None:
+    """Raises InputError for more stages than there are places to cut, unknown schedules and boundaries."""
+    options = task.options
+    most = len(cut_points(task.program)) + 1
+    want = (options.pp or 1) * (options.chunks or 1)
+    if want > most or (options.pp or 1) > task.cluster.size:
+        raise InputError(
+            f"Options ask for {want} stages; this model can be cut into {most} at most (its blocks: "
+            f"{', '.join(dict.fromkeys(c.path for c in task.program.calls if c.path))}), and the cluster has "
+            f"{task.cluster.size} ranks; ask for fewer"
+        )
+    if options.schedule not in ("auto", *SCHEDULES):
+        raise InputError(
+            f"Options.schedule {options.schedule!r} is unknown; choose auto or one of {', '.join(SCHEDULES)}"
+        )
+    if options.stage_boundaries is not None:
+        stages = len(boundary_calls(task.program, options.stage_boundaries)) + 1
+        if options.pp not in (None, stages):
+            raise InputError(
+                f"Options.stage_boundaries {list(options.stage_boundaries)} make {stages} stages, Options.pp is {options.pp}; "
+                "leave one of them out"
+            )
+
+
+def boundary_calls(program: Program, paths: Sequence[str]) -> tuple[int, ...]:
+    """First calls of stages that start at these module paths. Raises InputError for paths that no call starts at."""
+    points = cut_points(program)
+    firsts: list[int] = []
+    for path in paths:
+        first = next((i for i, c in enumerate(program.calls) if (c.start + ".").startswith(path + ".")), 0)
+        if first not in points:
+            places = dict.fromkeys(c.path.split("@")[0] or c.start for i, c in enumerate(program.calls) if i in points)
+            raise InputError(
+                f"Options.stage_boundaries: no stage can start at {path!r}; the places are "
+                f"{', '.join(place for place in places if place) or 'none'}"
+            )
+        firsts.append(first)
+    if firsts != sorted(set(firsts)):
+        raise InputError(f"Options.stage_boundaries must be in the model's order and differ; they are {list(paths)}")
+    return tuple(firsts)
+
+
+def device_kinds(cluster: ClusterSpec) -> list[int]:
+    """First rank of every run of equal devices."""
+    firsts: list[int] = []
+    rank = 0
+    for count, device in cluster.devices:
+        if not firsts or device != cluster.device(rank - 1):
+            firsts.append(rank)
+        rank += count
+    return firsts
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """What is left open about the stages of a task.
+
+    boundaries: first calls of the stages after the first one, where the options name them. pp: the number of groups of
+    ranks, where the options say it. most_stages: as many as the program can be cut into. kinds: first rank of every run of
+    equal devices. available: devices of every such run. mixed: whether stages may have submeshes of different sizes.
+    """
+
+    boundaries: tuple[int, ...] | None
+    pp: int | None
+    most_stages: int
+    kinds: list[int]
+    available: tuple[int, ...]
+    mixed: bool
+
+    @classmethod
+    def of(cls, task: Task) -> StageLimits:
+        options, program, cluster = task.options, task.program, task.cluster
+        named = options.stage_boundaries
+        boundaries = boundary_calls(program, named) if named is not None else None
+        kinds = device_kinds(cluster)
+        ends = [*kinds[1:], cluster.size]
+        return cls(
+            boundaries,
+            len(boundaries) + 1 if boundaries is not None else options.pp,
+            len(cut_points(program)) + 1,
+            kinds,
+            tuple(end - first for first, end in zip(kinds, ends, strict=True)),
+            cluster.size <= MIXED_RANKS or len(kinds) > 1,
+        )
+
+    def submeshes(self, task: Task) -> list[Mesh]:
+        """Submeshes that stages may have, fast links filled first."""
+        ranks, pp = task.cluster.size, self.pp
+        if pp is not None and ranks % pp == 0 and not (self.mixed and task.options.mesh is None):
+            sizes = [ranks // pp]
+        else:
+            sizes = [n for n in range(1, ranks) if self._may_have(n, ranks)]
+        return [
+            Mesh(mesh.axes, first)
+            for first in self.kinds
+            for n in sizes
+            for mesh in reversed(candidate_meshes(task.cluster, task.options, n))
+        ]
+
+    def _may_have(self, n: int, ranks: int) -> bool:
+        """Whether a stage may have a submesh of n ranks."""
+        groups = ranks // n
+        if self.mixed:
+            return ranks % n == 0 or n & (n - 1) == 0
+        return ranks % n == 0 and 2 <= groups <= min(self.most_stages, MOST_GROUPS) and groups & (groups - 1) == 0

@@ -1,0 +1,161 @@
+"""From a draft to a plan that fits: what cuts into stages and branches side by side share.
+
+Bytes that live for a moment are known after lowering only. Where they are too much, the draft is made again in a smaller
+share of the memory; where that costs time, recompute is chosen together with the sharding as well. The plan that comes out
+is then relieved of whatever recompute its stages do not need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.mesh import Mesh
+from autopar.passes.account.program import Account
+from autopar.passes.lower.cut import cut
+from autopar.passes.search.adopted import PricedPlan, adopted
+from autopar.passes.search.stages.draft import Draft, Exact
+from autopar.passes.search.stages.recompute_levels import fitted
+from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
+from autopar.passes.search.task import Capture, RankedPlans, Task
+from autopar.passes.shard.mesh_plan import Candidate
+from autopar.plan import Plan, StagePlan
+
+MOST_SHARES = 4
+"""Shares of the memory that one draft is made in, at most."""
+SHARE = 0.95
+"""Of the memory, what is counted before lowering may take at first."""
+_SHRINK = 0.97
+"""A share shrinks by a little more than what was too much."""
+_GAIN = 1.02
+"""A draft within memory that takes so many times the rough estimate is tried with recompute as well."""
+_HOPE = 1.05
+"""A draft is worth lowering while its estimate is no more than this many times the step time to beat."""
+
+
+@dataclass(frozen=True)
+class DraftInMemory:
+    """A draft within a share of the memory. rough: the draft in any memory that it came from. policy: of recompute; None
+    where the options force one."""
+
+    rough: Draft
+    policy: str | None
+    draft: Draft
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """A draft with the plan, lowered and within the limit, that it became."""
+
+    draft: Draft
+    candidate: Candidate
+
+    @property
+    def cost_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.candidate.solution.cost
+
+
+def drafts_in_memory(exact: Exact, rough: Draft) -> Iterator[DraftInMemory]:
+    """The draft within memory; where that costs time, also with recompute chosen together with the sharding."""
+    free = rough.task.options.recompute == "auto" and rough.task.program.training
+    policy = "none" if free else None
+    first = exact(rough, SHARE, policy)
+    if first is not None:
+        yield DraftInMemory(rough, policy, first)
+    if free and (first is None or first.step_s > rough.step_s * _GAIN):
+        second = exact(rough, SHARE, "auto")
+        if second is not None and (first is None or second.step_s < first.step_s):
+            yield DraftInMemory(rough, "auto", second)
+
+
+def best_plan(exact: Exact, rough: Draft, best_s: float) -> DraftPlan | None:
+    """The rough draft as the fastest plan that fits, with as little recomputed as fits. best_s: step time to beat."""
+    best: DraftPlan | None = None
+    for in_memory in sorted(drafts_in_memory(exact, rough), key=lambda d: d.draft.step_s):
+        plan = plan_that_fits(exact, in_memory, best_s)
+        if plan is not None:
+            best_s, best = plan.cost_s, plan
+    return best if best is None else with_less_recompute(best)
+
+
+def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> DraftPlan | None:
+    """The draft as a plan that fits; where its peak is too high, made again in a smaller share of the memory."""
+    share, draft = SHARE, in_memory.draft
+    for _ in range(MOST_SHARES):
+        result = _planned(draft)
+        if isinstance(result, Candidate):
+            return DraftPlan(draft, result)
+        if result == math.inf:
+            return None
+        share *= _SHRINK / result
+        smaller = exact(in_memory.rough, share, in_memory.policy)
+        if smaller is None or smaller.step_s >= best_s * _HOPE:
+            return None
+        draft = smaller
+    return None
+
+
+def _planned(draft: Draft) -> Candidate | float:
+    """The draft as a lowered plan under its best schedule; or how full its fullest group is at least (over 1)."""
+    task, pieces = draft.task, draft.solution.stages
+    ranges = [(s.start, s.end) for s in pieces]
+    offsets: dict[int, int] = {}
+    end = 0
+    for members in draft.solution.groups:
+        offsets |= dict.fromkeys(members, end)
+        end += draft.submesh_plans[pieces[members[0]].option].mesh.size
+    stages: list[StagePlan] = []
+    for s, (part, piece) in enumerate(zip(cut(task.program, ranges), pieces, strict=True)):
+        whole = draft.submesh_plans[piece.option]
+        stages.append(
+            StagePlan(
+                ranges[s],
+                Mesh(whole.mesh.axes, offsets[s]),
+                {n: whole.plan.templates[n] for n in part.templates},
+                {n: whole.plan.parameters[n] for n in part.parameters},
+            )
+        )
+    first = "gpipe" if draft.chunks > 1 else "1f1b"
+    plan = Plan(
+        task.program.fingerprint,
+        task.cluster.fingerprint(),
+        task.cluster.size,
+        tuple(stages),
+        draft.microbatches,
+        first if task.program.training else "forward",
+        "solver",
+    )
+    return scheduled(plan, draft)
+
+
+def with_less_recompute(found: DraftPlan) -> DraftPlan:
+    """The same plan and schedule with as little recomputed as fits (`recompute_levels`), where that is faster."""
+    draft, plan, lowered = found.draft, found.candidate.plan, found.candidate.lowered
+    task = draft.task
+    assert lowered is not None
+    if not any(t.recompute for stage in plan.stages for t in stage.templates.values()):
+        return found
+
+    def account(changed: Plan) -> Account:
+        return task.account(task.lower(changed), changed)
+
+    result = fitted(task, plan, lowered.graph.groups, account)
+    if isinstance(result, float) or result[1].step_time_s >= found.cost_s:
+        return found
+    candidate = candidate_under(plan.schedule, plan.table, result[0], draft)
+    return found if isinstance(candidate, float) else DraftPlan(draft, candidate)
+
+
+def adopted_drafts(exact: Exact, plans: Sequence[DraftPlan], captured: Capture) -> RankedPlans:
+    """The best plan for the program as captured in its microbatches, and those of the others that have as many."""
+
+    def priced(plan: DraftPlan) -> PricedPlan:
+        def plan_again(task: Task) -> Candidate | None:
+            again = best_plan(exact, replace(plan.draft, task=task), math.inf)
+            return again.candidate if again is not None else None
+
+        return PricedPlan(plan.draft.task, plan.candidate, plan_again)
+
+    return adopted([priced(plan) for plan in plans], captured, must_fit=False)

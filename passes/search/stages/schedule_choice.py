@@ -1,0 +1,149 @@
+"""The fastest schedule that fits: a plan with stages is lowered once with B and W apart, and every schedule is simulated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from autopar.errors import PlanError
+from autopar.ir.actions import StageGraph, Table, show_row
+from autopar.ir.lowered import LoweredProgram
+from autopar.passes.account.program import Account, step_seconds
+from autopar.passes.memory.peak import group_peaks, stage_memory
+from autopar.passes.schedule import ActionCosts, MemoryRoom, build, schedule_row, tried_by_default
+from autopar.passes.schedule.grouped import grouped
+from autopar.passes.search.stages.draft import Draft
+from autopar.passes.search.task import Task
+from autopar.passes.shard.mesh_plan import Candidate
+from autopar.passes.shard.solve import Solution
+from autopar.plan import Plan
+
+_FASTER = 1e-3
+"""A schedule replaces a simpler one that is slower by more than this, relative."""
+
+
+def scheduled(plan: Plan, draft: Draft) -> Candidate | float:
+    """The plan under the fastest schedule that fits, lowered; or how full its fullest group is at least (over 1)."""
+    task = draft.task
+    if not task.program.training:
+        return candidate_under("forward", (), plan, draft)
+    together = task.lower(replace(plan, schedule="gpipe", table=_rows(plan, draft, "B")))
+    lowered = task.lower(replace(plan, schedule="gpipe", table=_rows(plan, draft, "BW")))
+    counted = task.account(lowered, plan)
+    result = fastest_schedule(task, draft, lowered, together, counted)
+    if isinstance(result, float):
+        return result
+    name, table = result
+    written_out = schedule_row(name).timed or (draft.shape == "any" and draft.chunks > 1)
+    rows = tuple(map(show_row, table)) if written_out else ()
+    return candidate_under(name, rows, plan, draft)
+
+
+def fastest_schedule(
+    task: Task, draft: Draft, lowered: LoweredProgram, together: LoweredProgram, counted: Account
+) -> tuple[str, Table] | float:
+    """Name and table of the fastest schedule that fits; or how full the fullest group is at least (over 1).
+
+    lowered: with B and W apart, which counted is the account of; together: with both in one action, where schedules that
+    do not split them have their peak.
+    """
+    whole = [stage_memory(stage, task.setting) for stage in together.stages]
+    best: tuple[float, str, Table] | None = None
+    least = math.inf
+    for name in schedule_names(task, draft):
+        table = schedule_table(name, lowered, counted, task)
+        if table is None:
+            continue
+        split = any(action.kind == "W" for row in table for action in row)
+        peaks = group_peaks(replace(lowered, table=table), [s.memory for s in counted.stages] if split else whole)
+        fullest = max(p / limit for p, limit in zip(peaks, _limits(lowered, task), strict=True))
+        least = min(least, fullest)
+        if fullest > 1:
+            continue
+        seconds = step_seconds(counted, table)
+        if best is None or seconds < best[0] * (1 - _FASTER):
+            best = (seconds, name, table)
+    return best[1:] if best is not None else least
+
+
+def schedule_names(task: Task, draft: Draft) -> list[str]:
+    """Schedules to try, simple ones first."""
+    if task.options.schedule != "auto":
+        return [task.options.schedule]
+    if draft.chunks > 1 and draft.shape != "any":
+        return [row.name for row in tried_by_default() if row.shape == draft.shape and row.serves(draft.chunks)]
+    actions = 3 * draft.microbatches * len(draft.solution.stages)
+    return [
+        row.name
+        for row in tried_by_default()
+        if row.serves(1)
+        and (row.most_actions is None or actions <= row.most_actions)
+        and not (
+            row.timed and draft.chunks > 1
+        )  # its seconds are those of stages, not of the groups that `grouped` makes
+    ]
+
+
+def schedule_table(name: str, lowered: LoweredProgram, counted: Account, task: Task) -> Table | None:
+    """The table of a named schedule for these stages; None where it cannot serve. Raises when the user asked for it."""
+    graph, M = lowered.graph, lowered.stages[0].microbatches
+    try:
+        row = schedule_row(name)
+        if max(map(len, graph.groups)) > 1 and row.stages[1] == 1:
+            return grouped(partial(build, name), graph, M)
+        if row.timed:
+            costs = ActionCosts(counted.seconds, counted.hand_over)
+            return build(name, graph, M, costs=costs, memory=_room(graph, counted, _limits(lowered, task)))
+        return build(name, graph, M)
+    except PlanError:
+        if name == task.options.schedule:
+            raise
+        return None
+
+
+def _limits(lowered: LoweredProgram, task: Task) -> list[float]:
+    """Bytes that a rank of every group has."""
+    return [task.limit_at(lowered.stages[stages[0]].mesh.offset) for stages in lowered.graph.groups]
+
+
+def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoom:
+    """What a schedule may fill: per group the bytes that neither rest nor live for a moment."""
+    after_F = tuple(s.memory.actions["F"].after for s in counted.stages)
+    after_B = tuple(min(s.memory.actions["B"].after, f) for s, f in zip(counted.stages, after_F, strict=True))
+    bound = []
+    for stages, limit in zip(graph.groups, limits, strict=True):
+        resting = sum(counted.stages[s].memory.resting_bytes for s in stages)
+        beside = max(max(m.peak - m.after, 0.0) for s in stages for m in counted.stages[s].memory.actions.values())
+        bound.append(max(limit - resting - beside, 0.0))
+    return MemoryRoom(tuple(bound), after_F, after_B)
+
+
+def _rows(plan: Plan, draft: Draft, backward: str) -> tuple[str, ...]:
+    """A table to lower for. backward: "B", or "BW", so that lowering takes B and W apart."""
+    rows = []
+    for stages in sorted(draft.solution.groups):
+        ms = range(plan.microbatches)
+        words = [f"F{m}.{s}" for s in stages for m in ms]
+        words += [f"{kind}{m}.{s}" for s in reversed(stages) for m in ms for kind in backward]
+        rows.append(" ".join(words))
+    return tuple(rows)
+
+
+def candidate_under(schedule: str, rows: tuple[str, ...], plan: Plan, draft: Draft) -> Candidate | float:
+    """The plan under a schedule, lowered; or how full its fullest group is (over 1). rows: the action table, where it does
+    not follow from the schedule's name."""
+    task, plan = draft.task, replace(plan, schedule=schedule, table=rows)
+    lowered = task.lower(plan)
+    counted = task.account(lowered, plan)
+    fullest = max(p / limit for p, limit in zip(counted.peaks, _limits(lowered, task), strict=True))
+    if fullest > 1:
+        return fullest
+    solutions = [part.solution for part in draft.submesh_plans]
+    before = {k: sum(s.before.get(k, 0) for s in solutions) for k in ("nodes", "variables")}
+    after = {k: sum(s.after.get(k, 0) for s in solutions) for k in ("nodes", "variables")}
+    cost = float(counted.step_time_s)
+    gap = max(s.gap for s in solutions)
+    method = "branch placement" if draft.shape == "any" else "stage DP"
+    solution = Solution((), cost, counted.peak_bytes, cost * (1 - gap), method, before, after)
+    return Candidate(replace(plan, predicted={"step_time_s": cost}), solution, lowered, counted)

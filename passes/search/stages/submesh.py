@@ -1,0 +1,214 @@
+"""The whole program planned for one submesh, as if all of it ran there: what cuts into stages are made of.
+
+Such a plan says what every call costs on that submesh (`autopar.passes.account.calls`), so any run of calls as a stage
+there costs the sum of its calls and no stage is planned by itself. What a call costs is a + c / M in the number M of
+microbatches, so two counts are planned and others are interpolated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+from autopar.ir.mesh import Mesh
+from autopar.ir.schedules import InFlight, Schedule, one_at_a_time
+from autopar.ir.setting import Setting
+from autopar.passes.account.calls import Units, measure
+from autopar.passes.lower.stage import lower_stage
+from autopar.passes.schedule import schedule_row, tried_by_default
+from autopar.passes.search.microbatches import TasksByCount
+from autopar.passes.search.one_mesh.joint import JointSearch
+from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
+from autopar.passes.search.task import Task
+from autopar.passes.shard.mesh_plan import solve_mesh
+from autopar.passes.shard.solve import Shortage, Solution
+from autopar.passes.stage import StageOption
+from autopar.plan import StagePlan
+
+_CLOSE = 0.01
+"""Relative distance to its bound at which a plan for a submesh is good enough."""
+_JOINT_CLOSE = 0.02
+"""The same where recompute is chosen with it."""
+
+
+@dataclass(frozen=True)
+class SubmeshPlan:
+    """One submesh with a plan of the whole program on it, and what every call costs there."""
+
+    mesh: Mesh
+    plan: StagePlan
+    units: Units
+    solution: Solution
+
+
+class SubmeshPlans:
+    """Plans of the whole program on submeshes; each is made once. tasks: of the request, by microbatch count."""
+
+    def __init__(self, tasks: TasksByCount) -> None:
+        self.tasks = tasks
+        self._plans: dict[tuple[int, Mesh, float, str], SubmeshPlan | None] = {}
+        self._joints: dict[tuple[int, Mesh], tuple[Task, JointSearch]] = {}
+
+    @property
+    def task(self) -> Task:
+        """The request as it stands."""
+        return self.tasks.task
+
+    def copy(self) -> SubmeshPlans:
+        """The same plans; what is replaced in the copy does not matter to the original."""
+        copy = SubmeshPlans(self.tasks.copy())
+        copy._plans = dict(self._plans)
+        return copy
+
+    def use(self, M: int, task: Task) -> None:
+        """Plan for this task in M microbatches from here on: plans of another one are forgotten."""
+        if self.tasks.replace(M, task):
+            self._plans = {key: plan for key, plan in self._plans.items() if key[0] != M}
+
+    def on(
+        self, M: int, mesh: Mesh, share: float = 0.0, groups: int = 1, policy: str | None = None
+    ) -> SubmeshPlan | None:
+        """The plan for M microbatches on one submesh, within a share of the memory of so many of them (0: any memory).
+
+        policy: of recompute, "auto" to choose it together with the sharding; by default the one that the options force, or
+        "none". None where nothing fits.
+        """
+        task = self.tasks.priced(M)
+        forced = self.task.options.recompute
+        policy = policy or (forced if forced != "auto" else "none")
+        key = (M, mesh, share, policy)
+        if task is not None and key not in self._plans:
+            budget = share * groups * task.limit_at(mesh.offset)
+            joint = self._joint(task, M, mesh, groups) if policy == "auto" else None
+            solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, mesh, budget, groups, policy)
+            self._plans[key] = _measured(task, mesh, *solved) if solved is not None else None
+        return self._plans.get(key)
+
+    def within(self, M: int, meshes: Iterable[Mesh], share: float, policy: str | None) -> list[SubmeshPlan]:
+        """Plans on these submeshes within a share of the memory, where there are any."""
+        plans = (self.on(M, mesh, share, self.task.cluster.size // mesh.size, policy) for mesh in meshes)
+        return [plan for plan in plans if plan is not None]
+
+    def _joint(self, task: Task, M: int, mesh: Mesh, groups: int) -> JointSearch:
+        """Sharding and recompute of the whole program on one submesh; budgets that are asked in turn share its points."""
+        owner, joint = self._joints.get((M, mesh), (None, None))
+        if joint is None or owner is not task:
+            joint = joint_on(task, mesh, _first_stage(task, groups))
+            self._joints[M, mesh] = task, joint
+        return joint
+
+
+def _first_stage(task: Task, groups: int) -> Setting:
+    """The setting of the stage that holds most microbatches: the first of so many groups."""
+    in_flight = min(groups, task.setting.microbatches) if task.program.training else 1
+    return replace(task.setting, in_flight=float(in_flight))
+
+
+def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] | None:
+    """Sharding and recompute chosen together. budget: bytes of all groups, one device each (0: any)."""
+    try:
+        point = joint.within(budget or math.inf, _JOINT_CLOSE)
+        return None if isinstance(point, Shortage) else (point.plan, solution_of(point, joint.fastest.seconds))
+    except InfeasibleError:
+        return None
+
+
+def _by_policy(task: Task, mesh: Mesh, budget: float, groups: int, policy: str) -> tuple[StagePlan, Solution] | None:
+    """The sharding under a recompute policy. budget: bytes of all groups, one device each (0: any)."""
+    try:
+        result = solve_mesh(
+            task.program,
+            task.cluster,
+            task.pricers[mesh],
+            task.rules,
+            _first_stage(task, groups),
+            task.options,
+            task.options.strategy,
+            budget or None,
+            _CLOSE,
+            policy,
+        )
+    except InfeasibleError:
+        return None
+    return None if isinstance(result, Shortage) else (result.plan.stages[0], result.solution)
+
+
+def _measured(task: Task, mesh: Mesh, plan: StagePlan, solution: Solution) -> SubmeshPlan:
+    """The plan with what every call costs."""
+    lowered = lower_stage(
+        task.program, plan, task.pricers, task.rules, task.setting.microbatches, task.program.training
+    )
+    units = measure(task.program, lowered, plan, task.pricers[mesh], task.rules, task.setting)
+    return SubmeshPlan(mesh, plan, units, solution)
+
+
+# --- other microbatch counts ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlansAtTwoCounts:
+    """Plans on the same submeshes at a low and a high microbatch count, to interpolate between."""
+
+    low: int
+    high: int
+    pairs: list[tuple[SubmeshPlan, SubmeshPlan]]
+
+    def at(self, M: int) -> list[SubmeshPlan]:
+        """What the plans cost at M microbatches."""
+        return [between(a, self.low, b, self.high, M) for a, b in self.pairs]
+
+
+def two_counts(counts: list[int]) -> tuple[int, int]:
+    """The counts to plan at: a quarter of the way from either end."""
+    return counts[len(counts) // 4], counts[(3 * len(counts)) // 4]
+
+
+def between(a: SubmeshPlan, low: int, b: SubmeshPlan, high: int, M: int) -> SubmeshPlan:
+    """What calls cost at M microbatches, from two other counts: a fixed part and a part that is proportional to 1/M."""
+    if low == high or high == M:
+        return b
+    if low == M:
+        return a
+    t = (1 / M - 1 / high) / (1 / low - 1 / high)
+
+    def mix(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.asarray(np.maximum(y + t * (x - y), 0.0))
+
+    mixed = {f.name: mix(getattr(a.units, f.name), getattr(b.units, f.name)) for f in fields(Units)}
+    return replace(b, units=Units(**mixed))
+
+
+# --- what the stage DP takes ------------------------------------------------------------------------------------------
+
+
+def option_of(plan: SubmeshPlan, kinds: list[int], limit: float) -> StageOption:
+    """The submesh as the stage DP sees it. kinds: first rank of every kind of device. limit: bytes of one device."""
+    u = plan.units
+    return StageOption(
+        str(plan.mesh),
+        plan.mesh.size,
+        u.forward_s,
+        u.backward_s + u.weights_s,
+        u.step_s,
+        u.resting_bytes,
+        u.held_bytes,
+        u.peak_bytes,
+        limit,
+        kinds.index(plan.mesh.offset),
+        u.boundary_s,
+    )
+
+
+def possible_schedules(task: Task) -> list[Schedule]:
+    """The schedule that the options name, or those that are tried by default, simple ones first."""
+    named = task.options.schedule
+    return tried_by_default() if named == "auto" else [schedule_row(named)]
+
+
+def flight_rule(task: Task, V: int) -> InFlight:
+    """What a cut counts on that stages hold at once, with V stages per group."""
+    return possible_schedules(task)[0].in_flight(V) if task.program.training else one_at_a_time

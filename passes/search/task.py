@@ -1,0 +1,99 @@
+"""What is planned: one program on one cluster under one set of options, and how a plan of it is lowered and accounted for.
+
+A request has a `Task` for every number of microbatches that is looked at (`autopar.passes.search.microbatches`); all of
+them share their prices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from autopar.cluster import ClusterSpec
+from autopar.ir.lowered import LoweredProgram
+from autopar.ir.program import Program
+from autopar.ir.setting import Setting
+from autopar.options import Options
+from autopar.passes.account.program import Account, account
+from autopar.passes.lower import lower
+from autopar.passes.price.pricer import Pricers
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.shard.mesh_plan import Candidate
+from autopar.plan import Plan
+
+
+@dataclass
+class Task:
+    """A program to be planned, with all that planning it depends on. lowering_s: seconds spent in `finish` so far."""
+
+    program: Program
+    cluster: ClusterSpec
+    rules: RuleBook
+    setting: Setting
+    options: Options
+    pricers: Pricers = field(init=False)
+    lowering_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pricers = Pricers(self.cluster)
+
+    @cached_property
+    def limit(self) -> float:
+        """Bytes that a plan may use on every rank."""
+        first_ranks = accumulate((count for count, _ in self.cluster.devices), initial=0)
+        return min(self.limit_at(rank) for rank in list(first_ranks)[:-1])
+
+    def limit_at(self, rank: int) -> float:
+        """Bytes that a plan may use on one rank."""
+        if self.options.memory_bytes is not None:
+            return float(self.options.memory_bytes)
+        return self.cluster.device(rank).memory_bytes * self.options.memory_fraction
+
+    def changed(self, **fields: Any) -> Task:
+        """The same task with some of its fields changed; prices are shared where the cluster stays the same."""
+        task = replace(self, lowering_s=0.0, **fields)
+        if task.cluster is self.cluster:
+            task.pricers = self.pricers
+        return task
+
+    def smaller(self, program: Program, microbatches: int) -> Task:
+        """The task of one of so many microbatches, whose program is `program`."""
+        return self.changed(program=program, setting=replace(self.setting, microbatches=microbatches))
+
+    def offloading(self, kinds: frozenset[str]) -> Task:
+        """The task with these kinds of bytes resting in memory tiers (`autopar.passes.shard.offload`)."""
+        return self if kinds == self.setting.offload else self.changed(setting=replace(self.setting, offload=kinds))
+
+    def lower(self, plan: Plan) -> LoweredProgram:
+        """A plan of this task's program as lines."""
+        return lower(self.program, plan, self.pricers, self.rules)
+
+    def account(self, lowered: LoweredProgram, plan: Plan) -> Account:
+        """Seconds and bytes of a lowered plan."""
+        return account(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
+
+    def finish(self, candidate: Candidate) -> Candidate:
+        """The candidate lowered and accounted for."""
+        if candidate.lowered is not None:
+            return candidate
+        started = time.perf_counter()
+        lowered = self.lower(candidate.plan)
+        counted = self.account(lowered, candidate.plan)
+        self.lowering_s += time.perf_counter() - started
+        return replace(candidate, lowered=lowered, account=counted)
+
+
+Capture = Callable[[int], Task]
+"""Captures the model in so many microbatches. Raises InputError where the batch cannot be cut so."""
+RankedPlans = list[tuple[Task, Candidate]]
+"""Plans with the task that each is a plan of, best first; the first one is lowered."""
+
+
+def account_of(candidate: Candidate) -> Account:
+    """Seconds and bytes of a candidate that was lowered."""
+    assert candidate.account is not None, "finish the candidate first"
+    return candidate.account
