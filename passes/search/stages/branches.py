@@ -26,8 +26,8 @@ from autopar.passes.search.lower_bounds import least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, asks_for_pipeline
 from autopar.passes.search.stages.plan_of_draft import DraftPlan, adopted_drafts, best_plan
-from autopar.passes.search.stages.segments import branches, crossing_bytes, segments, work_shares
 from autopar.passes.search.stages.segment_chain import best_chain
+from autopar.passes.search.stages.segments import branches, crossing_bytes, segments, work_shares
 from autopar.passes.search.stages.submesh import (
     PlansAtTwoCounts,
     SubmeshPlan,
