@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import PlanError
+from autopar.ir.actions import StageGraph
 from autopar.passes.stage.bottleneck import CutWithin, distinct, minimise
 from autopar.passes.stage.intervals import ROUND, Intervals, flights, intervals
 from autopar.passes.stage.stage_problem import Piece, StageProblem, StageSolution, evaluate
@@ -202,11 +203,9 @@ def _candidates(sums: np.ndarray, least: float, most: float, enter: np.ndarray |
 
 def group_stages(S: int, V: int, shape: str) -> tuple[tuple[int, ...], ...]:
     """Which of the S V chunks each group runs. Raises PlanError for an unknown shape."""
-    if shape == "v" and V == 2:
-        return tuple((g, 2 * S - 1 - g) for g in range(S))
-    if shape != "loop":
+    if shape != "loop" and (shape, V) != ("v", 2):
         raise PlanError(f'chunks lie in a "loop", or with two chunks per group in a "v"; got {shape!r} with {V} chunks')
-    return tuple(tuple(range(g, S * V, S)) for g in range(S))
+    return StageGraph.chain(S, V, shape).groups
 
 
 def fastest_chunks(
