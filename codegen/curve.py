@@ -2,74 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypedDict
 
-from autopar.codegen.gantt import seconds_text, ticks
+from autopar.codegen.gantt import seconds_text
+from autopar.codegen.picture import empty_picture, svg_text
 
 _COLOURS = ("#5b8ff9", "#61c08a", "#f4a742", "#b37feb", "#ff7875", "#36cfc9")
-_LEFT, _TOP, _WIDTH, _HEIGHT = 84, 36, 760, 420
+_WIDTH, _HEIGHT = 760, 420
+
+Place = Sequence[float]
+"""(bytes kept, seconds of recompute)."""
 
 
-def curve_svg(stages: Sequence[dict[str, Any]], title: str = "", size_text: Any = str) -> str:
-    """stages: corners, policies and chosen, each (bytes, seconds) of one stage (`passes.recompute.curve`).
+class StageCurve(TypedDict):
+    """What `passes.recompute.curve` says of one stage."""
 
-    Stages whose curves are alike share a line.
-    """
-    rows: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    corners: Sequence[Place]
+    policies: dict[str, Place]
+    chosen: Place
+
+
+def curve_svg(stages: Sequence[StageCurve], title: str = "", size_text: Callable[[float], str] = str) -> str:
+    """The curves of all stages; those that are alike share a line. Raises InputError where matplotlib is missing."""
+    numbers: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
-        rows.setdefault(repr(stage), ([], stage))[0].append(number)
-    places = [place for _, s in rows.values() for place in (*s["corners"], *s["policies"].values(), s["chosen"])]
-    most_b, most_s = max((b for b, _ in places), default=0.0) or 1.0, max((s for _, s in places), default=0.0) or 1.0
-    bottom, right = _TOP + _HEIGHT, _LEFT + _WIDTH
-
-    def at(place: Sequence[float]) -> tuple[float, float]:
-        return _LEFT + place[0] / most_b * _WIDTH, bottom - place[1] / most_s * _HEIGHT
-
-    height = bottom + 56 + 18 * min(len(rows), len(_COLOURS))
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right + 40}" height="{height}" viewBox="0 0 {right + 40} {height}" '
-        'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="11">',
-        f'<rect width="{right + 40}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="20" font-size="14" font-weight="600" fill="#222222">{escape(title)}</text>',
-    ]
-    for value in ticks(most_b):
-        x = at((value, 0.0))[0]
-        out.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#eeeeee"/>')
-        out.append(
-            f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" fill="#555555">{escape(size_text(value))}</text>'
-        )
-    for value in ticks(most_s):
-        y = at((0.0, value))[1]
-        out.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#eeeeee"/>')
-        out.append(
-            f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#555555">{seconds_text(value)}</text>'
-        )
-    out.append(
-        f'<text x="{_LEFT + _WIDTH / 2}" y="{bottom + 30}" text-anchor="middle" fill="#222222">'
-        "kept for backward by a microbatch, per rank</text>"
+        numbers.setdefault(repr(stage), []).append(number)
+    alike = list(zip(numbers.values(), _COLOURS, strict=False))
+    figure, axes = empty_picture(
+        84 + _WIDTH + 40, 36 + _HEIGHT + 56 + 18 * len(alike), left=84, right=40, top=36, bottom=56 + 18 * len(alike)
     )
-    for (_, stage), colour in zip(rows.values(), _COLOURS, strict=False):
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, stage["corners"]))
-        out.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        out += [_dot(at(place), colour, name, place, size_text) for name, place in stage["policies"].items()]
-        x, y = at(stage["chosen"])
-        hint = (
-            f"<title>the plan: {size_text(stage['chosen'][0])}, {seconds_text(stage['chosen'][1])} made again</title>"
-        )
-        out.append(
-            f'<g>{hint}<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="none" stroke="#222222" stroke-width="2"/></g>'
-        )
-    for k, ((numbers, _), colour) in enumerate(zip(rows.values(), _COLOURS, strict=False)):
-        y = bottom + 50 + 18 * k
-        named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} … {numbers[-1]} ({len(numbers)})"
-        out.append(f'<rect x="{_LEFT}" y="{y - 9}" width="12" height="12" fill="{colour}"/>')
-        out.append(f'<text x="{_LEFT + 17}" y="{y + 1}" fill="#222222">{named}; the circle is the plan</text>')
-    return "\n".join([*out, "</svg>", ""])
-
-
-def _dot(at: tuple[float, float], colour: str, name: str, place: Sequence[float], size_text: Any) -> str:
-    hint = f"<title>{escape(name)}: {escape(size_text(place[0]))}, {seconds_text(place[1])} made again</title>"
-    text = f'<text x="{at[0] + 7:.1f}" y="{at[1] - 5:.1f}" fill="#333333">{escape(name)}</text>'
-    return f'<g>{hint}<circle cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3.5" fill="{colour}"/>{text}</g>'
+    axes.set_title(title, loc="left", fontsize=14, fontweight="bold", parse_math=False)
+    axes.set_xlabel("kept for backward by a microbatch, per rank")
+    axes.xaxis.set_major_formatter(lambda nbytes, _: size_text(nbytes))
+    axes.yaxis.set_major_formatter(lambda seconds, _: seconds_text(seconds))
+    hints: dict[str, str] = {}
+    for k, (members, colour) in enumerate(alike):
+        stage = stages[members[0]]
+        named = f"stage {members[0]}" if len(members) == 1 else f"stages {members[0]} … {members[-1]} ({len(members)})"
+        kept, again = zip(*stage["corners"], strict=True)
+        axes.plot(kept, again, color=colour, linewidth=2, gid=f"curve {k}", label=f"{named}; the circle is the plan")
+        for name, (nbytes, seconds) in {**stage["policies"], "the plan": stage["chosen"]}.items():
+            chosen = name == "the plan"
+            style = {"markersize": 14, "markerfacecolor": "none", "color": "#222222"} if chosen else {"color": colour}
+            axes.plot(nbytes, seconds, marker="o", clip_on=False, gid=f"{name} {k}", **style)
+            hints[f"{name} {k}"] = f"{name}: {size_text(nbytes)}, {seconds_text(seconds)} made again"
+            if not chosen:
+                axes.annotate(name, (nbytes, seconds), (7, 5), textcoords="offset points", color="#333333")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    figure.legend(loc="lower left", frameon=False)
+    return svg_text(figure, hints)

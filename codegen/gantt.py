@@ -6,16 +6,21 @@ bubble. (`Timeline.chrome_trace` is the third view.)
 
 from __future__ import annotations
 
-from html import escape
 from itertools import groupby
-from math import floor, log10
+from typing import TYPE_CHECKING
 
+from autopar.codegen.picture import empty_picture, svg_text
 from autopar.costmodel.simulate import Event, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _COLOURS = {"F": "#5b8ff9", "B": "#61c08a", "W": "#f4a742"}
 _ANSI = {"F": "\x1b[44;97m", "B": "\x1b[42;30m", "W": "\x1b[43;30m"}
 _WHAT = {"F": "forward", "B": "backward", "W": "weight gradients"}
 _LIGHTER = 0.45
+_LEFT, _RIGHT = 74, 16
+"""Pixels beside the bars."""
 
 
 def seconds_text(seconds: float) -> str:
@@ -85,59 +90,43 @@ def svg(timeline: Timeline, title: str = "", width: int = 1200, row: int = 26) -
     """A self-contained picture: a bar per action, coloured by kind, labelled where the label fits; a time axis below.
 
     Every second microbatch is lighter, so that neighbours can be told apart where bars are too thin for labels. Hovering
-    over a bar names the action and its seconds.
+    over a bar names the action and its seconds. Raises InputError where matplotlib is missing.
     """
     groups, span = len(timeline.busy_s), timeline.makespan_s or 1.0
-    left, top, gap = 74, 34 if title else 12, 4
-    scale = (width - left - 16) / span
-    bottom = top + groups * (row + gap)
-    height = bottom + 62
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="system-ui, Helvetica, Arial, sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
-    if title:
-        out.append(f'<text x="{left}" y="20" font-size="14" font-weight="600" fill="#222222">{escape(title)}</text>')
-    for at in ticks(span):
-        x = left + at * scale
-        out.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#dddddd"/>')
-        out.append(f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle" fill="#555555">{seconds_text(at)}</text>')
-    for g in range(groups):
-        y = top + g * (row + gap)
-        out.append(f'<text x="{left - 8}" y="{y + row / 2 + 4:.1f}" text-anchor="end" fill="#222222">group {g}</text>')
-        out.append(f'<rect x="{left}" y="{y}" width="{span * scale:.1f}" height="{row}" fill="#f3f3f3"/>')
-        out.extend(
-            _bar(e, left + e.start_s * scale, y, (e.end_s - e.start_s) * scale, row) for e in _compute(timeline, g)
-        )
-    x = float(left)
-    for kind, what in _WHAT.items():
-        out.append(f'<rect x="{x:.0f}" y="{bottom + 32}" width="12" height="12" fill="{_COLOURS[kind]}"/>')
-        out.append(f'<text x="{x + 17:.0f}" y="{bottom + 42}" fill="#222222">{kind} {what}</text>')
-        x += 40 + 7 * len(what)
+    height = (34 if title else 12) + groups * (row + 4) + 62
+    figure, axes = empty_picture(width, height, left=_LEFT, right=_RIGHT, top=34 if title else 12, bottom=62)
+    axes.set(xlim=(0, span), ylim=(groups - 0.5, -0.5))
+    axes.set_yticks(range(groups), [f"group {g}" for g in range(groups)])
+    axes.grid(False, axis="y")
+    axes.xaxis.set_major_formatter(lambda at, _: seconds_text(at))
+    axes.set_title(title, loc="left", fontsize=14, fontweight="bold", parse_math=False)
+    events = [e for g in range(groups) for e in _compute(timeline, g)]
+    for e in events:
+        _draw_bar(axes, e, (width - _LEFT - _RIGHT) / span)
+    for n, (kind, what) in enumerate(_WHAT.items()):
+        mark = {"boxstyle": "square", "facecolor": _COLOURS[kind], "edgecolor": "none"}
+        figure.text((_LEFT + 150 * n) / width, 14 / height, f"{kind} {what}", bbox=mark)
     facts = f"makespan {seconds_text(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.1%}"
-    out.append(f'<text x="{width - 16}" y="{bottom + 42}" text-anchor="end" fill="#222222">{facts}</text>')
-    return "\n".join([*out, "</svg>", ""])
+    figure.text(1 - _RIGHT / width, 14 / height, facts, ha="right")
+    return svg_text(figure, {e.name: f"{e.name}: {seconds_text(e.start_s)} to {seconds_text(e.end_s)}" for e in events})
 
 
-def _bar(e: Event, x: float, y: float, wide: float, high: float) -> str:
+def _draw_bar(axes: Axes, e: Event, pixels_per_s: float) -> None:
     assert e.action is not None
-    kind, mb = e.action.kind, e.action.microbatch
-    opacity = 1.0 if mb % 2 == 0 else 1 - _LIGHTER
-    box = f'<rect x="{x:.2f}" y="{y}" width="{max(wide, 0.3):.2f}" height="{high}" fill="{_COLOURS[kind]}" '
-    edge = 'stroke="#ffffff" stroke-width="0.6"' if wide > 3 else ""
-    hint = f"<title>{escape(e.name)}: {seconds_text(e.start_s)} to {seconds_text(e.end_s)}</title>"
-    label = next((t for t in (f"{kind}{mb}", str(mb)) if 6.6 * len(t) + 2 <= wide), "")
-    text = (
-        f'<text x="{x + wide / 2:.2f}" y="{y + high / 2 + 4:.1f}" text-anchor="middle" fill="#111111">{label}</text>'
-        if label
-        else ""
+    kind, mb, seconds = e.action.kind, e.action.microbatch, e.end_s - e.start_s
+    wide = seconds * pixels_per_s
+    axes.barh(
+        e.group,
+        seconds,
+        left=e.start_s,
+        height=0.86,
+        color=_COLOURS[kind],
+        alpha=1.0 if mb % 2 == 0 else 1 - _LIGHTER,
+        edgecolor="#ffffff",
+        linewidth=0.6 if wide > 3 else 0.0,
+        gid=e.name,
     )
-    return f'<g>{hint}{box}fill-opacity="{opacity:g}" {edge}/>{text}</g>'
-
-
-def ticks(span: float) -> list[float]:
-    """About eight round times from 0 to the end."""
-    step = 10.0 ** floor(log10(span / 8))
-    step = next(step * n for n in (1, 2, 5, 10) if span / (step * n) <= 8)
-    return [n * step for n in range(int(span / step * (1 + 1e-9)) + 1)]
+    label = next((text for text in (f"{kind}{mb}", str(mb)) if 6.6 * len(text) + 2 <= wide), "")
+    if label:
+        centre = e.start_s + seconds / 2
+        axes.text(centre, e.group, label, ha="center", va="center", fontsize=11, gid=f"label of {e.name}")

@@ -29,7 +29,7 @@ Comm = float | Mapping[tuple[int, int], float]
 
 
 @dataclass(frozen=True)
-class Collective:
+class StreamWork:
     """Work of a group's communication stream: starts after `after`, and `before` waits for it (None: nothing waits)."""
 
     group: int
@@ -118,12 +118,21 @@ class Network:
 
 def network(table: Table, graph: StageGraph) -> Network:
     """The dependencies of a table. Raises PlanError when it deadlocks."""
-    p = len(table)
-    if p != len(graph.groups):
-        raise PlanError(f"the action table has {p} rows for {len(graph.groups)} groups")
-    owner, links = graph.group_of, {}  # type: dict[int, int], dict[tuple[int, int], int]
-    # per (kind, stage): (kind of the action needed, its stage, index of the link it comes over, -1 for the same group)
-    reads: dict[tuple[str, int], list[tuple[str, int, int]]] = {}
+    if len(table) != len(graph.groups):
+        raise PlanError(f"the action table has {len(table)} rows for {len(graph.groups)} groups")
+    reads, links = _reads(graph)
+    return _Ordering(table, reads).network(links)
+
+
+Read = tuple[str, int, int]
+"""(kind of the action that is read, its stage, index of the link it comes over; -1: made by the same group)."""
+
+
+def _reads(graph: StageGraph) -> tuple[dict[tuple[str, int], list[Read]], tuple[tuple[int, int], ...]]:
+    """What actions of each (kind, stage) read, and the links between groups."""
+    owner = graph.group_of
+    links: dict[tuple[int, int], int] = {}
+    reads: dict[tuple[str, int], list[Read]] = {}
     for s in range(graph.stages):
         for kind, sources in (("F", graph.feeds[s]), ("B", graph.returns[s])):
             reads[kind, s] = [
@@ -131,43 +140,69 @@ def network(table: Table, graph: StageGraph) -> Network:
             ]
         reads["B", s].append(("F", s, -1))
         reads["W", s] = [("B", s, -1)]
-    done: dict[tuple[str, int, int], int] = {}
-    waiting: dict[tuple[str, int, int], list[int]] = {}
-    cursor, last, pending = [0] * p, [-1] * p, list(range(p))
-    group, actions, previous, needs = [], [], [], []  # type: list[int], list[Action], list[int], list[Any]
-    while pending:
-        i = pending.pop()
-        row, n, prev = table[i], cursor[i], last[i]
-        while n < len(row):
-            action = row[n]
-            kind, mb, s = action.kind, action.microbatch, action.stage
-            arrivals = []
-            for what, u, link in reads[kind, s]:
-                source = done.get((what, u, mb), -1)
-                if source < 0:
-                    waiting.setdefault((what, u, mb), []).append(i)
+    return reads, tuple(links)
+
+
+class _Ordering:
+    """Walks every row of a table as far as what its actions read is there, until all have run or nothing moves.
+
+    done: index of each action that has run, by (kind, stage, microbatch); waiting: the groups that wait for one.
+    """
+
+    def __init__(self, table: Table, reads: Mapping[tuple[str, int], Sequence[Read]]) -> None:
+        self.table, self.reads = table, reads
+        self.done: dict[tuple[str, int, int], int] = {}
+        self.waiting: dict[tuple[str, int, int], list[int]] = {}
+        self.group: list[int] = []
+        self.actions: list[Action] = []
+        self.previous: list[int] = []
+        self.needs: list[tuple[tuple[int, int], ...]] = []
+
+    def network(self, links: tuple[tuple[int, int], ...]) -> Network:
+        """Raises PlanError, saying who waits, when the table deadlocks."""
+        p = len(self.table)
+        cursor, pending = [0] * p, list(range(p))
+        last = [-1] * p
+        while pending:
+            g = pending.pop()
+            row = self.table[g]
+            while cursor[g] < len(row):
+                action = row[cursor[g]]
+                arrivals = self._arrivals(g, action)
+                if arrivals is None:
                     break
-                if link >= 0:
-                    arrivals.append((source, link))
-            else:
-                index = len(actions)
-                group.append(i)
-                actions.append(action)
-                previous.append(prev)
-                needs.append(tuple(arrivals))
-                done[kind, s, mb] = prev = index
-                n += 1
-                if waiting:
-                    pending.extend(j for j in waiting.pop((kind, s, mb), ()) if j != i)
-                continue
-            break
-        cursor[i], last[i] = n, prev
-    if len(actions) < sum(map(len, table)):
-        stuck = [f"group {i} waits before {table[i][cursor[i]]}" for i in range(p) if cursor[i] < len(table[i])]
-        raise PlanError("the action table deadlocks: " + "; ".join(stuck[:4]))
-    split = any(a.kind == "W" for a in actions)
-    keys = tuple((a.stage, a.kind) for a in actions)
-    return Network(tuple(group), tuple(actions), keys, tuple(previous), tuple(needs), tuple(links), p, split)
+                self.group.append(g)
+                self.previous.append(last[g])
+                self.needs.append(arrivals)
+                last[g] = len(self.actions)
+                self.actions.append(action)
+                key = action.kind, action.stage, action.microbatch
+                self.done[key] = last[g]
+                cursor[g] += 1
+                if self.waiting:
+                    pending.extend(other for other in self.waiting.pop(key, ()) if other != g)
+        rows = enumerate(self.table)
+        stuck = [f"group {g} waits before {row[cursor[g]]}" for g, row in rows if cursor[g] < len(row)]
+        if stuck:
+            raise PlanError("the action table deadlocks: " + "; ".join(stuck[:4]))
+        keys = tuple((a.stage, a.kind) for a in self.actions)
+        split = any(a.kind == "W" for a in self.actions)
+        return Network(
+            tuple(self.group), tuple(self.actions), keys, tuple(self.previous), tuple(self.needs), links, p, split
+        )
+
+    def _arrivals(self, g: int, action: Action) -> tuple[tuple[int, int], ...] | None:
+        """(action, link) of what arrives from other groups; None where something has not run, for which g waits then."""
+        arrivals = []
+        for kind, stage, link in self.reads[action.kind, action.stage]:
+            key = kind, stage, action.microbatch
+            source = self.done.get(key)
+            if source is None:
+                self.waiting.setdefault(key, []).append(g)
+                return None
+            if link >= 0:
+                arrivals.append((source, link))
+        return tuple(arrivals)
 
 
 def _seconds(net: Network, durations: Durations) -> Durations:
@@ -231,13 +266,13 @@ def uniform(stages: int, tf: float, tb: float, tw: float) -> dict[tuple[int, str
 
 
 def simulate(
-    table: Table, graph: StageGraph, durations: Durations, comm_s: Comm = 0.0, collectives: Sequence[Collective] = ()
+    table: Table, graph: StageGraph, durations: Durations, comm_s: Comm = 0.0, collectives: Sequence[StreamWork] = ()
 ) -> Timeline:
     """The timeline of one step. Raises PlanError when the table deadlocks or a duration is missing."""
     net = network(table, graph)
     seconds, comm = _seconds(net, durations), link_seconds(net.links, comm_s)
     p = net.groups
-    after: dict[tuple[int, Action | None], list[Collective]] = {}
+    after: dict[tuple[int, Action | None], list[StreamWork]] = {}
     for c in collectives:
         after.setdefault((c.group, c.after), []).append(c)
     comm_free = [0.0] * p

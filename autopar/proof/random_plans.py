@@ -9,22 +9,20 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.passes.lower.cut import cut, cut_points
 from autopar.passes.price.pricer import Pricer
+from autopar.passes.schedule import SCHEDULES
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
 from autopar.plan import Plan
 from autopar.program import ParallelProgram
 
-ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-auto")
-TWO_STAGES = ("interleaved", "zb-v")
-
 
 def random_plan(program: ParallelProgram, seed: int, pp: int | None = None, schedule: str | None = None) -> Plan:
     """Random stages on random groups of the program's ranks, and in each stage a random mesh and random states.
 
     Stages are cut anywhere, groups may be of unequal size, every group may run two stages, and the schedule is any that
-    fits. pp forces the number of groups (as far as the model can be cut), schedule its name; interleaved and zb-v mean
-    two stages per group. Raises PlanError where a forced schedule has too few places to cut.
+    fits. pp forces the number of groups (as far as the model can be cut), schedule its name; schedules of several stages
+    per group get two. Raises PlanError where a forced schedule has too few places to cut.
     """
     rng = random.Random(seed)
     ir, ranks, m = program.ir, program.cluster.size, program.plan.microbatches
@@ -34,19 +32,19 @@ def random_plan(program: ParallelProgram, seed: int, pp: int | None = None, sche
     sizes = _composition(ranks, groups, rng)
     chunks = 2 if groups > 1 and len(points) + 1 >= 2 * groups and rng.random() < 0.3 else 1
     if schedule is not None:
-        chunks = 2 if schedule in TWO_STAGES else 1
+        chunks = SCHEDULES[schedule].stages[0]
         if groups * chunks > len(points) + 1:
             raise PlanError(
                 f"{schedule} on {groups} groups needs {groups * chunks} stages; the model has {len(points) + 1}"
             )
     firsts = [0, *sorted(rng.sample(points, groups * chunks - 1)), len(ir.calls)]
     order = list(range(groups))
-    name = rng.choice(ONE_STAGE) if groups > 1 else "none"
+    name = rng.choice(_trained_by(chunks=1)) if groups > 1 else "none"
     if chunks == 2:
-        name = rng.choice(TWO_STAGES) if ir.training else "interleaved"
+        name = rng.choice(_trained_by(chunks=2)) if ir.training else "interleaved"
     name = schedule or name
     if chunks == 2:
-        order += order if name == "interleaved" else order[::-1]
+        order += order[::-1] if SCHEDULES[name].shape == "v" else order
     ranges = list(itertools.pairwise(firsts))
     stages = []
     for part, span, group in zip(cut(ir, ranges), ranges, order, strict=True):
@@ -76,6 +74,13 @@ def random_mesh(ranks: int, rng: random.Random) -> Mesh:
     axes[0] = (axes[0][0], axes[0][1] * rest)
     rng.shuffle(axes)
     return Mesh(tuple(axes))
+
+
+def _trained_by(chunks: int) -> list[str]:
+    """Schedules of a training step on several groups that run at least `chunks` stages each."""
+    return [
+        name for name, row in SCHEDULES.items() if row.stages[0] == chunks and row.groups is None and name != "forward"
+    ]
 
 
 def _composition(total: int, parts: int, rng: random.Random) -> list[int]:

@@ -34,6 +34,7 @@ from autopar.costmodel.estimator.pipeline_time import (
     simulated_rounds,
     stage_seconds,
 )
+from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
 from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, cluster_nodes, data_parallel_s, estimate
@@ -185,7 +186,7 @@ class BranchAndBound:
             self.opened += 1
             chunks = chunk_layers(layers, pp, vpp or 1)
             most = max(map(sum, chunks))
-            fill = 0.0 if name in ("zb-2p", "zb-v", "zb-h2") else 0.5 * (pp - 1) * min(map(min, chunks)) * forward
+            fill = 0.5 * (pp - 1) * min(map(min, chunks)) * forward if ESTIMATED[name].fills else 0.0
             yield self.step_s(m * max(most * one, whole / pp) + fill), part._replace(schedule=name, vpp=vpp)
 
     def spanned(self, part: Part) -> Iterator[tuple[float, Part]]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.estimator.pipeline_time import schedule_name
 from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.schedules import same_form, schedule_name
 from autopar.costmodel.estimator.search import EstimatedPlan, reason, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import PLAIN, Space
@@ -72,7 +72,7 @@ def row_space(plan: ParallelConfig, schedule: str, plain: bool = False) -> Space
         space = replace(space, zeros=(1, 2, 0, 3))
     if plain:
         name = schedule_name(schedule, plan.vpp)
-        own = "zb-h1" if name == "zb-1p" else name
+        own = same_form(name)
         space = replace(space, schedules=tuple(dict.fromkeys((*PLAIN, own))))
     return space
 

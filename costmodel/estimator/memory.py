@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.costmodel.estimator.schedules import microbatches_held
 from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 
 
@@ -75,21 +76,6 @@ def layer_activation_bytes(w: Workload, recompute: str) -> float:
     if model.attention == "materialised" and recompute != "selective":
         scores = 5 * model.heads / p.tp * T * model.seq_len
     return (2 if w.full_precision else 1) * (T * per_token + scores)
-
-
-def microbatches_held(schedule: str, stage: int, p: int, m: int, V: int) -> float:
-    """Microbatches (of a whole stage) whose activations a stage holds at its peak."""
-    if p == 1:
-        return 1.0
-    if schedule == "gpipe":
-        return float(m)
-    if schedule == "interleaved":
-        return min(float(m), (2 * (p - 1 - stage) + (V - 1) * p + 1) / V)
-    if schedule in ("zb-h2", "zb-2p"):
-        return float(min(m, 2 * (p - stage) - 1 + stage))
-    if schedule in ("zb-h1", "zb-1p", "zb-v"):
-        return float(min(m, p))
-    return float(min(p - stage, m))
 
 
 def stage_params(w: Workload, layers: int, embeddings: int) -> tuple[float, float]:

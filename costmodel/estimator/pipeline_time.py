@@ -8,51 +8,21 @@ for each other, 2c (p-1)/p more for sends of c seconds.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
 
 from autopar.costmodel import simulate
 from autopar.costmodel.collective import strided_time_s
 from autopar.costmodel.estimator.layer import LayerCosts
+from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.costmodel.estimator.workload import Workload
-from autopar.errors import ConstraintError
-from autopar.ir import tables
 from autopar.ir.actions import StageGraph
+from autopar.ir.schedules import SCHEDULES
 
 Layers = tuple[tuple[int, ...], ...]
 """Layers of every stage's chunks, as `chunk_layers` gives them."""
 
 SIMULATED_ACTIONS = 1100
 """Larger pipelines are timed by the closed form, which is the simulator's answer for equal stages."""
-
-_SCHEDULE_ALIASES = {
-    "none": "1f1b",
-    "1f1b (deepspeed)": "1f1b",
-    "interleaved-1f1b": "interleaved",
-    "interleaved 1f1b": "interleaved",
-    "interleaved 1f1b (vpp not given)": "interleaved",
-}
-_ORDERS = {
-    "gpipe": tables.gpipe,
-    "1f1b": tables.one_f_one_b,
-    "interleaved": tables.interleaved,
-    "zb-h1": tables.zb_h1,
-    "zb-h2": tables.zb_h2,
-}
-KNOWN_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v")
-
-
-def schedule_name(name: str, vpp: int | None) -> str:
-    """The canonical name; 1F1B with several chunks is interleaved. Raises ConstraintError for an unknown one."""
-    key = (name or "1f1b").lower()
-    key = _SCHEDULE_ALIASES.get(key, key)
-    if key not in KNOWN_SCHEDULES:
-        raise ConstraintError(f"unknown schedule {name!r}; known: {', '.join(KNOWN_SCHEDULES)}")
-    if key == "1f1b" and (vpp or 1) > 1:
-        return "interleaved"
-    if key == "interleaved" and (vpp or 1) == 1:
-        return "1f1b"
-    return key
 
 
 @lru_cache(maxsize=4096)
@@ -76,9 +46,9 @@ def chunk_layers(layers: int, p: int, V: int) -> Layers:
 
 
 @lru_cache(maxsize=256)
-def _network(name: str, p: int, m: int, V: int) -> simulate.Network:
+def _network(order: str, p: int, m: int, V: int) -> simulate.Network:
     graph = StageGraph.chain(p, V)
-    return simulate.network(_ORDERS[name](graph, m), graph)
+    return simulate.network(SCHEDULES[order].table(graph, m), graph)
 
 
 def pipeline_s(name: str, p: int, m: int, V: int, seconds: simulate.Durations, comm_s: float) -> float:
@@ -87,28 +57,24 @@ def pipeline_s(name: str, p: int, m: int, V: int, seconds: simulate.Durations, c
     slowest = max(work)
     if p == 1:
         return m * slowest
-    if name == "zb-v":
-        return m * slowest + 0.2 * (p - 1) * slowest + 2 * (p - 1) * comm_s
-    if name == "zb-2p":
-        in_flight = min(m, 2 * p - 1)
-        lag = (p - 1) * (seconds[0, "B"] + 2 * comm_s) + (p - in_flight) * seconds[0, "F"]
-        return m * slowest + max(0.0, lag) + (p - 1) * comm_s
-    table_name = "zb-h1" if name == "zb-1p" else name
-    part = simulated_rounds(table_name, p, m, V)
-    period = slowest + (2 * comm_s * (p - 1) / p if table_name == "1f1b" else 0.0)
+    row = ESTIMATED[name]
+    if row.closed_s is not None:
+        return row.closed_s(p, m, slowest, seconds, comm_s)
+    part = simulated_rounds(name, p, m, V)
+    period = slowest + (2 * comm_s * (p - 1) / p if row.sends_wait else 0.0)
     if part:
-        return simulate.longest_s(_network(table_name, p, part, V), seconds, comm_s) + (m - part) * period
-    weights = min(group_seconds(seconds, p, "W"))
-    saved = {"zb-h1": 2, "zb-h2": 2}.get(table_name, 0) * weights * (p - 1)
+        return simulate.longest_s(_network(row.order, p, part, V), seconds, comm_s) + (m - part) * period
+    saved = row.W_saved * min(group_seconds(seconds, p, "W")) * (p - 1)
     fill = (sum(work) - slowest) / V + 2 * (p - 1) * comm_s - saved
     return slowest * min(m, p) + max(0, m - p) * period + max(0.0, fill)
 
 
 def simulated_rounds(name: str, p: int, m: int, V: int) -> int:
     """Microbatches that `pipeline_s` runs through the simulator; 0 where it has a closed form."""
-    if p == 1 or name in ("zb-2p", "zb-v"):
+    row = ESTIMATED[name]
+    if p == 1 or row.closed_s is not None:
         return 0
-    part = min(ceil(m / p), 2) * p if name == "interleaved" else min(m, 2 * p if name == "zb-h2" else p + 1)
+    part = row.rounds(p, m)
     return part if 2 * p * V * part <= SIMULATED_ACTIONS else 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import TransformerShape
 
 
@@ -63,14 +64,12 @@ def pipelines(layers: int, pp: int, m: int, space: Space) -> Iterator[tuple[str,
         yield "1f1b", None
         return
     for name in space.schedules:
-        if name == "interleaved":
+        row = ESTIMATED[name]
+        if row.chunks is None:
             if m % pp == 0:
                 yield from ((name, v) for v in range(2, min(space.max_chunks, (layers + 2) // pp) + 1))
-        elif name == "zb-v":
-            if m >= 2 * pp and 2 * pp <= layers + 2:
-                yield name, 2
-        elif m >= {"zb-h1": pp, "zb-h2": 2 * pp}.get(name, 1):
-            yield name, None
+        elif m >= row.least(pp) and (row.chunks == 1 or row.chunks * pp <= layers + 2):
+            yield name, None if row.chunks == 1 else row.chunks
 
 
 @lru_cache(maxsize=4096)

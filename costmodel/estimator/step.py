@@ -14,17 +14,17 @@ from typing import Any
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.collective import strided_time_s
 from autopar.costmodel.estimator.layer import LayerCosts, layer_costs
-from autopar.costmodel.estimator.memory import Memory, fullest_stage, microbatches_held, stage_params
+from autopar.costmodel.estimator.memory import Memory, fullest_stage, stage_params
 from autopar.costmodel.estimator.pipeline_time import (
     Layers,
     busiest,
     chunk_layers,
     group_seconds,
     pipeline_s,
-    schedule_name,
     send_s,
     stage_seconds,
 )
+from autopar.costmodel.estimator.schedules import microbatches_held, schedule_name
 from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.costmodel.estimator.workload import Software, StepPlan, Workload
 

@@ -9,7 +9,7 @@ are groupings like others, so the answer is never worse than those. For M microb
 is minimised by CP-SAT over x[segment, group, option], with times as integers; `evaluate` says the exact figure.
 """
 
-from autopar.passes.branch.problem import BranchProblem, BranchSolution, Group, SegmentOption, evaluate
-from autopar.passes.branch.solve import solve_branches
+from autopar.passes.branch.best_grouping import solve_branches
+from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, SegmentOption, evaluate
 
-__all__ = ["BranchProblem", "BranchSolution", "Group", "SegmentOption", "evaluate", "solve_branches"]
+__all__ = ["BranchProblem", "BranchSolution", "SegmentGroup", "SegmentOption", "evaluate", "solve_branches"]

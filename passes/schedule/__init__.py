@@ -1,21 +1,28 @@
-"""Pipeline schedules by name: pure functions from (StageGraph, microbatches) to action tables.
+"""Pipeline schedules: from a named row (`autopar.ir.schedules`) to the table of actions of a pipeline.
 
-`SCHEDULES` says what each is for; `build` makes its table. The orders that follow from the shape of the pipeline alone
-are in `autopar.ir.tables`; the schedulers that look at seconds and bytes are `automatic` (zb-auto) and `vshape` (zb-v).
+`build` makes the table of a row. The orders that follow from the shape of the pipeline alone are in `autopar.ir.tables`;
+the schedulers that look at seconds and bytes are `automatic` (zb-auto) and `vshape` (zb-v), which register their rows.
 """
 
-from autopar.passes.schedule.costs import Costs, Room
+from autopar.ir.schedules import SCHEDULES, Schedule, register, schedule_row, tried_by_default
+from autopar.passes.schedule.automatic import zero_bubble
+from autopar.passes.schedule.build import build
+from autopar.passes.schedule.costs import ActionCosts, MemoryRoom
 from autopar.passes.schedule.held import held_after, in_flight, peak_bytes
-from autopar.passes.schedule.names import SCHEDULES, build, needs_split, stages_per_group
+from autopar.passes.schedule.vshape import v_shape
 
 __all__ = [
     "SCHEDULES",
-    "Costs",
-    "Room",
+    "ActionCosts",
+    "MemoryRoom",
+    "Schedule",
     "build",
     "held_after",
     "in_flight",
-    "needs_split",
     "peak_bytes",
-    "stages_per_group",
+    "register",
+    "schedule_row",
+    "tried_by_default",
+    "v_shape",
+    "zero_bubble",
 ]

@@ -14,17 +14,18 @@ and the best few built in full: the search is deterministic and its work does no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
 from autopar.errors import PlanError
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, Table
-from autopar.passes.schedule.costs import Costs, Room, checked
+from autopar.ir.schedules import Schedule, register
+from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
 from autopar.passes.schedule.fill import fill, order_of
 from autopar.passes.schedule.greedy import Policy, greedy
-from autopar.passes.schedule.pipeline import Pipeline, Timed, steps
+from autopar.passes.schedule.timed_pipeline import TimedPipeline, TimedTable, steps
 
 SHORT = 3
 """Settings are compared on a pipeline of this many microbatches per group, or of more if it has few actions."""
@@ -37,7 +38,7 @@ BUDGETS = (0.0, 0.3, 1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
-class Setting:
+class GreedySetting:
     """The open numbers of `greedy`; x: of the module's docstring."""
 
     x: float
@@ -46,7 +47,7 @@ class Setting:
     idle: float = 1.0
     deep: bool = True
 
-    def neighbours(self) -> list[Setting]:
+    def neighbours(self) -> list[GreedySetting]:
         """Settings one step away."""
         near = [replace(self, x=max(0.0, self.x + d)) for d in (-0.125, 0.125)]
         near += [replace(self, patience_F=min(1.0, max(0.0, self.patience_F + d))) for d in (-0.2, 0.2)]
@@ -55,7 +56,7 @@ class Setting:
 
 
 _START = [
-    Setting(x, f, w)
+    GreedySetting(x, f, w)
     for x in (0.5, 0.75, 1.0, 1.25, 1.5)
     for f, w in ((1.0, 0.0), (1.0, 0.5), (1.0, 1.0), (0.6, 0.0), (0.6, 0.5), (0.6, 1.0), (0.3, 0.3))
 ]
@@ -63,8 +64,10 @@ _START = [
 Order = Callable[[StageGraph, int], Table]
 
 
-def zero_bubble(graph: StageGraph, m: int, costs: Costs | None = None, memory: float | Room | None = None) -> Table:
-    """The best table found. memory: microbatches a group may hold, or a Room in bytes; default 1F1B's, depth + 1.
+def zero_bubble(
+    graph: StageGraph, m: int, costs: ActionCosts | None = None, memory: float | MemoryRoom | None = None
+) -> Table:
+    """The best table found. memory: microbatches a group may hold, or a MemoryRoom in bytes; default 1F1B's, depth + 1.
 
     Raises PlanError when not even one microbatch fits.
     """
@@ -73,66 +76,90 @@ def zero_bubble(graph: StageGraph, m: int, costs: Costs | None = None, memory: f
 
 
 def best(
-    graph: StageGraph, m: int, costs: Costs, room: Room, orders: Sequence[Order], start: Sequence[Setting]
+    graph: StageGraph,
+    m: int,
+    costs: ActionCosts,
+    room: MemoryRoom,
+    orders: Sequence[Order],
+    start: Sequence[GreedySetting],
 ) -> Table:
-    """The table of least time from the orders, as they are and with W put in anew, and from settings near `start`."""
-    full = Pipeline(graph, m, costs, room)
-    short = Pipeline(graph, min(m, max(SHORT * len(graph.groups), FEW // (3 * graph.stages))), costs, room)
-    away = _round_trips(full)
-    slowest = max(full.w)
-    found = [timed for order in orders if (timed := full.timed(order(graph, m))) is not None]
-    again = []
-    for n, order in enumerate(orders):
-        rows = order_of(steps(order(graph, short.m)))
-        again += [(timed.score, b, n) for b in BUDGETS if (timed := fill(short, rows, b * slowest)) is not None]
-    for _, budget, n in sorted(again)[:1]:
-        found += _kept(fill(full, order_of(steps(orders[n](graph, m))), budget * slowest))
+    """The table of least time from the orders, as they are and with W put in anew, and from settings near `start`.
 
-    scores: dict[Setting, float] = {}
-    seen: dict[Policy, float] = {}
-
-    def score(setting: Setting) -> float:
-        if setting not in scores:
-            policy = _policy(setting, short, away)
-            if policy not in seen:
-                timed = greedy(short, policy)
-                seen[policy] = timed.score if timed else float("inf")
-            scores[setting] = seen[policy]
-        return scores[setting]
-
-    for setting in start:
-        score(setting)
-    for leaders in (FINALISTS, FINALISTS):
-        for setting in sorted(scores, key=scores.__getitem__)[:leaders]:
-            for near in setting.neighbours():
-                score(near)
-    for policy in list(dict.fromkeys(_policy(s, full, away) for s in sorted(scores, key=scores.__getitem__)))[
-        :FINALISTS
-    ]:
-        timed = greedy(full, policy)
-        if timed is not None:
-            found += [timed, *_kept(fill(full, order_of(timed.rows), BUDGETS[1] * slowest))]
-    if not found:
+    Raises PlanError when no table fits into the room.
+    """
+    full = TimedPipeline(graph, m, costs, room)
+    short = TimedPipeline(graph, min(m, max(SHORT * len(graph.groups), FEW // (3 * graph.stages))), costs, room)
+    tables_in_time = [
+        *(full.timed(order(graph, m)) for order in orders),
+        *_refilled(full, short, orders),
+        *_scheduled(full, _Settings(short, start).best_policies(full)),
+    ]
+    fitting = [timed for timed in tables_in_time if timed is not None]
+    if not fitting:
         raise PlanError(f"no zero-bubble schedule of {m} microbatches fits into {room.bound}; give it more memory")
-    return min(found, key=_score).table
+    return min(fitting, key=lambda timed: timed.score).table
 
 
-def _kept(timed: Timed | None) -> list[Timed]:
-    return [] if timed is None else [timed]
+def _refilled(full: TimedPipeline, short: TimedPipeline, orders: Sequence[Order]) -> Iterator[TimedTable | None]:
+    """The order whose table of the short pipeline is best with W put in anew, in full."""
+    slowest = max(full.w)
+    tries = []
+    for n, order in enumerate(orders):
+        rows = order_of(steps(order(short.graph, short.m)))
+        tries += [(timed.score, b, n) for b in BUDGETS if (timed := fill(short, rows, b * slowest)) is not None]
+    if tries:
+        _, budget, n = min(tries)
+        yield fill(full, order_of(steps(orders[n](full.graph, full.m))), budget * slowest)
 
 
-def _score(timed: Timed) -> float:
-    return timed.score
+def _scheduled(full: TimedPipeline, policies: Iterable[Policy]) -> Iterator[TimedTable | None]:
+    """The tables of these policies, as they are and with W put in anew."""
+    for policy in policies:
+        timed = greedy(full, policy)
+        yield timed
+        if timed is not None:
+            yield fill(full, order_of(timed.rows), BUDGETS[1] * max(full.w))
 
 
-def _policy(setting: Setting, pipeline: Pipeline, away: Sequence[float]) -> Policy:
+class _Settings:
+    """Settings and what each scores on the short pipeline; settings of one policy are scored once."""
+
+    def __init__(self, short: TimedPipeline, start: Sequence[GreedySetting]) -> None:
+        self.short, self.away = short, _round_trips(short)
+        self.scores: dict[GreedySetting, float] = {}
+        self.of_policy: dict[Policy, float] = {}
+        for setting in start:
+            self._score(setting)
+        for _ in range(2):
+            for leader in self._ranked()[:FINALISTS]:
+                for near in leader.neighbours():
+                    self._score(near)
+
+    def best_policies(self, full: TimedPipeline) -> list[Policy]:
+        """The policies of the best settings on the full pipeline."""
+        return list(dict.fromkeys(_policy(setting, full, self.away) for setting in self._ranked()))[:FINALISTS]
+
+    def _ranked(self) -> list[GreedySetting]:
+        return sorted(self.scores, key=self.scores.__getitem__)
+
+    def _score(self, setting: GreedySetting) -> None:
+        if setting in self.scores:
+            return
+        policy = _policy(setting, self.short, self.away)
+        if policy not in self.of_policy:
+            timed = greedy(self.short, policy)
+            self.of_policy[policy] = timed.score if timed else float("inf")
+        self.scores[setting] = self.of_policy[policy]
+
+
+def _policy(setting: GreedySetting, pipeline: TimedPipeline, away: Sequence[float]) -> Policy:
     flight = tuple(
         min(pipeline.m, 1 + floor(setting.x * r / max(f, 1e-12) + 0.01)) for r, f in zip(away, pipeline.f, strict=True)
     )
     return Policy(flight, setting.patience_F, setting.patience_W, setting.idle, setting.deep)
 
 
-def _round_trips(pipeline: Pipeline) -> list[float]:
+def _round_trips(pipeline: TimedPipeline) -> list[float]:
     """R of the module's docstring."""
     away = [0.0] * pipeline.graph.stages
     for s in reversed(range(pipeline.graph.stages)):
@@ -140,3 +167,16 @@ def _round_trips(pipeline: Pipeline) -> list[float]:
             there = dict(pipeline.feeds[v]).get(s, 0.0)
             away[s] = max(away[s], there + pipeline.f[v] + away[v] + pipeline.b[v] + back)
     return away
+
+
+register(
+    Schedule(
+        "zb-auto",
+        "B and W apart, searched for given seconds and memory",
+        zero_bubble,
+        splits_backward=True,
+        timed=True,
+        tried=4,
+        most_actions=20_000,
+    )
+)

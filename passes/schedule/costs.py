@@ -11,20 +11,20 @@ from autopar.ir.actions import StageGraph
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """seconds: of (stage, kind), kinds F, B, W. comm_s: of every edge between groups, or by (sender, receiver)."""
 
     seconds: Mapping[tuple[int, str], float]
     comm_s: Comm = 0.0
 
     @staticmethod
-    def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> Costs:
+    def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> ActionCosts:
         """Equal stages."""
-        return Costs({(s, k): t for s in range(stages) for k, t in (("F", tf), ("B", tb), ("W", tw))}, comm_s)
+        return ActionCosts({(s, k): t for s in range(stages) for k, t in (("F", tf), ("B", tb), ("W", tw))}, comm_s)
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryRoom:
     """bound[g]: bytes that group g may hold between actions. after_F[s], after_B[s]: bytes that stage s keeps of a
     microbatch between F and B, and between B and W (the rest goes at B). Any unit will do."""
 
@@ -38,23 +38,25 @@ class Room:
         return self.after_B or self.after_F
 
     @staticmethod
-    def microbatches(graph: StageGraph, limit: float) -> Room:
+    def microbatches(graph: StageGraph, limit: float) -> MemoryRoom:
         """Room for `limit` microbatches on all stages of a group, each kept whole until W."""
         share = tuple(1 / len(graph.groups[graph.group_of[s]]) for s in range(graph.stages))
-        return Room((float(limit),) * len(graph.groups), share)
+        return MemoryRoom((float(limit),) * len(graph.groups), share)
 
 
-def checked(graph: StageGraph, costs: Costs | None, room: float | Room | None, default: float) -> tuple[Costs, Room]:
+def checked(
+    graph: StageGraph, costs: ActionCosts | None, room: float | MemoryRoom | None, default: float
+) -> tuple[ActionCosts, MemoryRoom]:
     """Costs and room with defaults filled in. Raises PlanError for what is missing or too small for one microbatch."""
-    costs = costs or Costs.uniform(graph.stages)
+    costs = costs or ActionCosts.uniform(graph.stages)
     for s in range(graph.stages):
         for kind in "FBW":
             if not costs.seconds.get((s, kind), -1.0) >= 0:
                 raise PlanError(f"costs need seconds of {kind} on stage {s}, got {costs.seconds.get((s, kind))}")
     if room is None:
         room = default
-    if not isinstance(room, Room):
-        room = Room.microbatches(graph, room)
+    if not isinstance(room, MemoryRoom):
+        room = MemoryRoom.microbatches(graph, room)
     if len(room.bound) != len(graph.groups) or not len(room.after_F) == len(room.later) == graph.stages:
         raise PlanError(
             f"memory is given for {len(room.bound)} groups and {len(room.after_F)} stages, the pipeline has "

@@ -12,9 +12,11 @@ Parallelism, ICLR 2024, section 3.1). Walking through the rows in the order of t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from autopar.passes.schedule.pipeline import Pipeline, Step, Timed
+from autopar.passes.schedule.timed_pipeline import Step, TimedPipeline, TimedTable
 
 Code = tuple[bool, int, int]
 """(is a B, microbatch, stage)."""
@@ -25,82 +27,109 @@ def order_of(rows: Sequence[Sequence[Step]]) -> list[list[Code]]:
     return [[(kind == "B", k, s) for kind, k, s in row if kind != "W"] for row in rows]
 
 
-def fill(pipeline: Pipeline, rows: Sequence[Sequence[Code]], budget: float) -> Timed | None:
+@dataclass
+class _Row:
+    """What one group has done so far. owed: (stage, microbatch) of the W that wait; held: bytes."""
+
+    now: float = 0.0
+    first: float = -1.0
+    idle: float = 0.0
+    held: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    owed: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+def fill(pipeline: TimedPipeline, rows: Sequence[Sequence[Code]], budget: float) -> TimedTable | None:
     """The table of these rows of F and B with W put in; None when an F fits nowhere or the order deadlocks."""
-    graph, m = pipeline.graph, pipeline.m
-    p = len(rows)
-    end_f = [[-1.0] * m for _ in range(graph.stages)]
-    end_b = [[-1.0] * m for _ in range(graph.stages)]
-    now, first, idle, held = [0.0] * p, [-1.0] * p, [0.0] * p, [0.0] * p
-    made: list[list[Step]] = [[] for _ in range(p)]
-    todo: list[list[tuple[int, int]]] = [[] for _ in range(p)]
-    taken, cursor, pending = [0] * p, [0] * p, list(range(p))
-    waiting: dict[Code, list[int]] = {}
-    left = sum(map(len, rows))
-    after_F, later, bound, w = pipeline.room.after_F, pipeline.room.later, pipeline.room.bound, pipeline.w
-    while pending:
-        g = pending.pop()
-        row, n, out, t, queue, at = rows[g], cursor[g], made[g], now[g], todo[g], taken[g]
-        while n < len(row):
-            back, mb, s = row[n]
-            ready = end_f[s][mb] if back else 0.0
-            missing = ready < 0
-            if not missing:
-                ends = end_b if back else end_f
-                for u, comm in pipeline.returns[s] if back else pipeline.feeds[s]:
-                    sent = ends[u][mb]
-                    if sent < 0:
-                        waiting.setdefault((back, mb, u), []).append(g)
-                        missing = True
-                        break
-                    if sent + comm > ready:
-                        ready = sent + comm
-            if missing:
-                break
-            if not back:
-                limit = bound[g] * (1 + 1e-9) - after_F[s]
-                while held[g] > limit and at < len(queue):
-                    x, y = queue[at]
-                    at += 1
-                    out.append(("W", y, x))
-                    t += w[x]
-                    held[g] -= later[x]
-                if held[g] > limit:
-                    return None
-            while t < ready and at < len(queue):
-                x, y = queue[at]
-                if t + w[x] > ready * (1 + 1e-12) and idle[g] + ready - t <= budget:
+    return _Filling(pipeline, rows, budget).table()
+
+
+class _Filling:
+    """One walk through rows of F and B. waiting: groups by the action of another group that they wait for."""
+
+    def __init__(self, pipeline: TimedPipeline, rows: Sequence[Sequence[Code]], budget: float) -> None:
+        self.pipeline, self.rows, self.budget = pipeline, rows, budget
+        self.end_F, self.end_B = ([[-1.0] * pipeline.m for _ in range(pipeline.graph.stages)] for _ in "FB")
+        self.made = [_Row() for _ in rows]
+        self.waiting: dict[Code, list[int]] = {}
+
+    def table(self) -> TimedTable | None:
+        """Walks every row as far as its arrivals allow, and on when they are there; what W is left runs at the end."""
+        cursor, pending = [0] * len(self.rows), list(range(len(self.rows)))
+        while pending:
+            g = pending.pop()
+            while cursor[g] < len(self.rows[g]):
+                code = self.rows[g][cursor[g]]
+                ready = self._ready(g, code)
+                if ready is None:
                     break
-                at += 1
-                out.append(("W", y, x))
-                t += w[x]
-                held[g] -= later[x]
-            if t < ready:
-                if first[g] >= 0:
-                    idle[g] += ready - t
-                t = ready
-            if first[g] < 0:
-                first[g] = t
-            if back:
-                out.append(("B", mb, s))
-                t += pipeline.b[s]
-                end_b[s][mb] = t
-                held[g] += later[s] - after_F[s]
-                queue.append((s, mb))
-            else:
-                out.append(("F", mb, s))
-                t += pipeline.f[s]
-                end_f[s][mb] = t
-                held[g] += after_F[s]
-            n += 1
-            left -= 1
-            if waiting:
-                pending.extend(j for j in waiting.pop((back, mb, s), ()) if j != g)
-        cursor[g], now[g], taken[g] = n, t, at
-    if left:
-        return None
-    for g in range(p):
-        for x, y in todo[g][taken[g] :]:
-            made[g].append(("W", y, x))
-            now[g] += w[x]
-    return Timed(made, tuple(b - a for a, b in zip(first, now, strict=True)), max(now))
+                if not self._run(g, code, ready):
+                    return None
+                cursor[g] += 1
+                if self.waiting:
+                    pending.extend(j for j in self.waiting.pop(code, ()) if j != g)
+        if any(n < len(row) for n, row in zip(cursor, self.rows, strict=True)):
+            return None
+        for row in self.made:
+            while row.owed:
+                self._run_W(row)
+        spans_s = tuple(row.now - row.first for row in self.made)
+        return TimedTable([row.steps for row in self.made], spans_s, max(row.now for row in self.made))
+
+    def _ready(self, g: int, code: Code) -> float | None:
+        """When all that an action reads is there; None where something has not run, for which the group waits then."""
+        back, mb, s = code
+        ready = self.end_F[s][mb] if back else 0.0
+        if ready < 0:
+            return None
+        ends = self.end_B if back else self.end_F
+        for u, comm in self.pipeline.returns[s] if back else self.pipeline.feeds[s]:
+            sent = ends[u][mb]
+            if sent < 0:
+                self.waiting.setdefault((back, mb, u), []).append(g)
+                return None
+            if sent + comm > ready:
+                ready = sent + comm
+        return ready
+
+    def _run(self, g: int, code: Code, ready: float) -> bool:
+        """Runs an F or B, after the W that must or should go before it; False where an F does not fit."""
+        (back, mb, s), row, room = code, self.made[g], self.pipeline.room
+        if not back and not self._make_room(row, room.bound[g] * (1 + 1e-9) - room.after_F[s]):
+            return False
+        self._fill_gap(row, ready)
+        if row.now < ready:
+            if row.first >= 0:
+                row.idle += ready - row.now
+            row.now = ready
+        if row.first < 0:
+            row.first = row.now
+        row.steps.append(("B" if back else "F", mb, s))
+        if back:
+            row.now = self.end_B[s][mb] = row.now + self.pipeline.b[s]
+            row.held += room.later[s] - room.after_F[s]
+            row.owed.append((s, mb))
+        else:
+            row.now = self.end_F[s][mb] = row.now + self.pipeline.f[s]
+            row.held += room.after_F[s]
+        return True
+
+    def _make_room(self, row: _Row, limit: float) -> bool:
+        """Runs W until no more than `limit` is held; whether that can be."""
+        while row.held > limit and row.owed:
+            self._run_W(row)
+        return row.held <= limit
+
+    def _fill_gap(self, row: _Row, ready: float) -> None:
+        """Runs W before `ready`: those that fit, and a longer one where the group has idled enough."""
+        while row.now < ready and row.owed:
+            over = row.now + self.pipeline.w[row.owed[0][0]] > ready * (1 + 1e-12)
+            if over and row.idle + ready - row.now <= self.budget:
+                break
+            self._run_W(row)
+
+    def _run_W(self, row: _Row) -> None:
+        s, mb = row.owed.popleft()
+        row.steps.append(("W", mb, s))
+        row.now += self.pipeline.w[s]
+        row.held -= self.pipeline.room.later[s]

@@ -11,9 +11,11 @@ oldest microbatch that is not through finds its room on every group, so the sche
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.passes.schedule.pipeline import Pipeline, Step, Timed
+from autopar.passes.schedule.timed_pipeline import Step, TimedPipeline, TimedTable
 
 NEVER = float("inf")
 
@@ -32,121 +34,157 @@ class Policy:
     deep: bool = True
 
 
-def greedy(pipeline: Pipeline, policy: Policy) -> Timed | None:
+def greedy(pipeline: TimedPipeline, policy: Policy) -> TimedTable | None:
     """The table that the policy makes; None when it gets stuck."""
-    graph, m, room = pipeline.graph, pipeline.m, pipeline.room
-    p, n = len(graph.groups), graph.stages
-    owner = graph.group_of
-    f, b, w, feeds, returns = pipeline.f, pipeline.b, pipeline.w, pipeline.feeds, pipeline.returns
-    wakes = [sorted({owner[v] for v in graph.readers[s]}) for s in range(n)]
-    wakes_b = [sorted({owner[u] for u in graph.credits[s]}) for s in range(n)]
-    end_f, end_b = [[NEVER] * m for _ in range(n)], [[NEVER] * m for _ in range(n)]
-    next_f, next_b = [0] * n, [0] * n
-    reserve = [max((room.after_F[x] for x in graph.groups[owner[s]] if x > s), default=0.0) for s in range(n)]
-    order = [tuple(reversed(g)) if policy.deep else g for g in graph.groups]
-    free, first, held = [0.0] * p, [NEVER] * p, [0.0] * p
-    todo: list[list[tuple[int, int]]] = [[] for _ in range(p)]
-    taken = [0] * p
-    made: list[list[Step]] = [[] for _ in range(p)]
-    bound = [x * (1 + 1e-9) for x in room.bound]
-    events = [(0.0, g) for g in range(p)]
-    left = 2 * m * n
-    ready_f, ready_b = [0.0 if not feeds[s] else NEVER for s in range(n)], [NEVER] * n
+    return _ListScheduler(pipeline, policy).table()
 
-    def see_f(s: int) -> None:
-        k, at = next_f[s], 0.0
-        if k < m:
-            for u, comm in feeds[s]:
-                at = max(at, end_f[u][k] + comm)
-        ready_f[s] = at if k < m else NEVER
 
-    def see_b(s: int) -> None:
-        k = next_b[s]
-        at = end_f[s][k] if k < m else NEVER
-        if at < NEVER:
-            for v, comm in returns[s]:
-                at = max(at, end_b[v][k] + comm)
-        ready_b[s] = at
+class _ListScheduler:
+    """One run of list scheduling.
 
-    while events and left:
-        now, g = heapq.heappop(events)
-        if now < free[g]:
-            continue
-        tiny = now * 1e-12
-        coming_b = coming_f = NEVER
-        pick_b = pick_f = -1
-        for s in order[g]:
-            at = ready_b[s]
-            if at <= now + tiny:
-                if pick_b < 0:
-                    pick_b = s
-            elif at < coming_b:
-                coming_b = at
-            at = ready_f[s]
-            if at < NEVER and held[g] + room.after_F[s] + reserve[s] <= bound[g]:
-                if next_f[s] - next_b[s] < policy.flight[s]:
-                    if at <= now + tiny:
-                        if pick_f < 0:
-                            pick_f = s
-                    elif at < coming_f:
-                        coming_f = at
-        queue, at_w = todo[g], taken[g]
-        if pick_b >= 0:
-            s = pick_b
-            k = next_b[s]
-            end = end_b[s][k] = now + b[s]
-            next_b[s] += 1
-            see_b(s)
-            for u in graph.credits[s]:
-                if next_b[u] == k:
-                    see_b(u)
-            made[g].append(("B", k, s))
-            held[g] += room.later[s] - room.after_F[s]
-            queue.append((s, k))
-            left -= 1
-            targets = wakes_b[s]
-        elif pick_f >= 0 and now + f[pick_f] <= coming_b + policy.patience_F * f[pick_f] + tiny:
-            s = pick_f
-            k = next_f[s]
-            end = end_f[s][k] = now + f[s]
-            next_f[s] += 1
-            see_f(s)
-            if next_b[s] == k:
-                see_b(s)
-            for v in graph.readers[s]:
-                if next_f[v] == k:
-                    see_f(v)
-            made[g].append(("F", k, s))
-            held[g] += room.after_F[s]
-            left -= 1
-            targets = wakes[s]
-        elif at_w < len(queue):
-            s, k = queue[at_w]
+    Per stage: next_F, next_B count what has started, end_F, end_B say when each microbatch ends, and ready_F, ready_B when
+    the next one may start as far as arrivals go. Per group: when it is free, when it began, what it holds, the W it owes.
+    """
+
+    def __init__(self, pipeline: TimedPipeline, policy: Policy) -> None:
+        graph, n, p = pipeline.graph, pipeline.graph.stages, len(pipeline.graph.groups)
+        self.pipeline, self.policy, self.room, self.m = pipeline, policy, pipeline.room, pipeline.m
+        owner = graph.group_of
+        self.readers, self.credits = graph.readers, graph.credits
+        self.reading_groups = [sorted({owner[v] for v in graph.readers[s]}) for s in range(n)]
+        self.credited_groups = [sorted({owner[u] for u in graph.credits[s]}) for s in range(n)]
+        self.order = [tuple(reversed(g)) if policy.deep else g for g in graph.groups]
+        self.bound = [x * (1 + 1e-9) for x in self.room.bound]
+        self.reserve = [
+            max((self.room.after_F[x] for x in graph.groups[owner[s]] if x > s), default=0.0) for s in range(n)
+        ]
+        self.next_F, self.next_B = [0] * n, [0] * n
+        self.end_F, self.end_B = ([[NEVER] * self.m for _ in range(n)] for _ in "FB")
+        self.ready_F, self.ready_B = [NEVER if pipeline.feeds[s] else 0.0 for s in range(n)], [NEVER] * n
+        self.free, self.first, self.held = [0.0] * p, [NEVER] * p, [0.0] * p
+        self.owed: list[deque[tuple[int, int]]] = [deque() for _ in range(p)]
+        self.rows: list[list[Step]] = [[] for _ in range(p)]
+        self.events = [(0.0, g) for g in range(p)]
+        self.left = 2 * self.m * n
+
+    def table(self) -> TimedTable | None:
+        """Runs groups in the order of time until every F and B has run; the W left over at the end."""
+        while self.events and self.left:
+            now, g = heapq.heappop(self.events)
+            if now >= self.free[g]:
+                self._choose(g, now)
+        if self.left:
+            return None
+        for g, owed in enumerate(self.owed):
+            for s, k in owed:
+                self.rows[g].append(("W", k, s))
+                self.free[g] += self.pipeline.w[s]
+        spans_s = tuple(end - first for end, first in zip(self.free, self.first, strict=True))
+        return TimedTable(self.rows, spans_s, max(self.free))
+
+    def _choose(self, g: int, now: float) -> None:
+        """Starts what the policy prefers on a free group; with nothing to start, the group looks again at an arrival."""
+        policy, tiny = self.policy, now * 1e-12
+        s, coming_B = self._arrived_B(g, now + tiny)
+        if s >= 0:
+            return self._run_B(g, s, now)
+        s, coming_F = self._arrived_F(g, now + tiny)
+        f, w = self.pipeline.f, self.pipeline.w
+        if s >= 0 and now + f[s] <= coming_B + policy.patience_F * f[s] + tiny:
+            return self._run_F(g, s, now)
+        if self.owed[g]:
+            s, _ = self.owed[g][0]
             late = now + w[s] - policy.patience_W * w[s] - tiny
-            if late > coming_b or (late > coming_f and policy.idle > 0):
-                heapq.heappush(events, (min(coming_b, coming_f), g))
+            if late <= coming_B and (late <= coming_F or policy.idle <= 0):
+                return self._run_W(g, now)
+        arrival = min(coming_B, coming_F)
+        if arrival < NEVER:
+            heapq.heappush(self.events, (arrival, g))
+
+    def _arrived_B(self, g: int, now: float) -> tuple[int, float]:
+        """(the first stage of a group that may run B, or -1; when the next B arrives)."""
+        coming, ready = NEVER, self.ready_B
+        for s in self.order[g]:
+            at = ready[s]
+            if at <= now:
+                return s, coming
+            if at < coming:
+                coming = at
+        return -1, coming
+
+    def _arrived_F(self, g: int, now: float) -> tuple[int, float]:
+        """(the first stage of a group that may run F within memory and allowance, or -1; when the next F arrives)."""
+        chosen, coming = -1, NEVER
+        for s in self.order[g]:
+            at = self.ready_F[s]
+            if at == NEVER or self.next_F[s] - self.next_B[s] >= self.policy.flight[s]:
                 continue
-            taken[g] += 1
-            end = now + w[s]
-            made[g].append(("W", k, s))
-            held[g] -= room.later[s]
-            targets = []
-        else:
-            at = min(coming_b, coming_f)
-            if at < NEVER:
-                heapq.heappush(events, (at, g))
-            continue
-        if first[g] == NEVER:
-            first[g] = now
-        free[g] = end
-        heapq.heappush(events, (end, g))
-        for j in targets:
-            if j != g:
-                heapq.heappush(events, (end, j))
-    if left:
-        return None
-    for g in range(p):
-        for s, k in todo[g][taken[g] :]:
-            made[g].append(("W", k, s))
-            free[g] += w[s]
-    return Timed(made, tuple(x - y for x, y in zip(free, first, strict=True)), max(free))
+            if self.held[g] + self.room.after_F[s] + self.reserve[s] > self.bound[g]:
+                continue
+            if at > now:
+                coming = min(coming, at)
+            elif chosen < 0:
+                chosen = s
+        return chosen, coming
+
+    def _run_F(self, g: int, s: int, now: float) -> None:
+        k = self.next_F[s]
+        end = self.end_F[s][k] = now + self.pipeline.f[s]
+        self.next_F[s] += 1
+        self._see_F(s)
+        if self.next_B[s] == k:
+            self._see_B(s)
+        for v in self.readers[s]:
+            if self.next_F[v] == k:
+                self._see_F(v)
+        self.rows[g].append(("F", k, s))
+        self.held[g] += self.room.after_F[s]
+        self.left -= 1
+        self._occupy(g, now, end, self.reading_groups[s])
+
+    def _run_B(self, g: int, s: int, now: float) -> None:
+        k = self.next_B[s]
+        end = self.end_B[s][k] = now + self.pipeline.b[s]
+        self.next_B[s] += 1
+        self._see_B(s)
+        for u in self.credits[s]:
+            if self.next_B[u] == k:
+                self._see_B(u)
+        self.rows[g].append(("B", k, s))
+        self.held[g] += self.room.later[s] - self.room.after_F[s]
+        self.owed[g].append((s, k))
+        self.left -= 1
+        self._occupy(g, now, end, self.credited_groups[s])
+
+    def _run_W(self, g: int, now: float) -> None:
+        s, k = self.owed[g].popleft()
+        self.rows[g].append(("W", k, s))
+        self.held[g] -= self.room.later[s]
+        self._occupy(g, now, now + self.pipeline.w[s], ())
+
+    def _occupy(self, g: int, now: float, end: float, woken: Iterable[int]) -> None:
+        """The group is busy until `end`, when it and the groups that wait for the result look again."""
+        if self.first[g] == NEVER:
+            self.first[g] = now
+        self.free[g] = end
+        heapq.heappush(self.events, (end, g))
+        for other in woken:
+            if other != g:
+                heapq.heappush(self.events, (end, other))
+
+    def _see_F(self, s: int) -> None:
+        """When the next F of a stage has all that it reads."""
+        k, at = self.next_F[s], 0.0
+        if k < self.m:
+            for u, comm in self.pipeline.feeds[s]:
+                at = max(at, self.end_F[u][k] + comm)
+        self.ready_F[s] = at if k < self.m else NEVER
+
+    def _see_B(self, s: int) -> None:
+        """When the next B of a stage has its own F and the gradients that it reads."""
+        k = self.next_B[s]
+        at = self.end_F[s][k] if k < self.m else NEVER
+        if at < NEVER:
+            for v, comm in self.pipeline.returns[s]:
+                at = max(at, self.end_B[v][k] + comm)
+        self.ready_B[s] = at

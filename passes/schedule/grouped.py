@@ -9,7 +9,9 @@ stages: forwards in program order, backwards and weights in the opposite one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import networkx as nx
 
 from autopar.errors import PlanError
 from autopar.ir.actions import Action, StageGraph, Table
@@ -17,21 +19,25 @@ from autopar.ir.actions import Action, StageGraph, Table
 
 def group_graph(graph: StageGraph) -> tuple[StageGraph, tuple[int, ...]]:
     """Groups as stages, numbered along the edges; and the number of each group. Raises PlanError where they circle."""
-    pairs = {(graph.group_of[u], graph.group_of[v]) for u, v in graph.edges}
-    pairs = {(a, b) for a, b in pairs if a != b}
-    order: list[int] = []
-    while len(order) < len(graph.groups):
-        ready = [g for g in range(len(graph.groups)) if g not in order and all(a in order for a, b in pairs if b == g)]
-        if not ready:
-            raise PlanError("values flow in a circle between the groups of these stages; use gpipe")
-        order += ready[:1]
+    flow = nx.DiGraph(_group_edges(graph, graph.edges))
+    flow.add_nodes_from(range(len(graph.groups)))
+    try:
+        order = list(nx.lexicographical_topological_sort(flow))
+    except nx.NetworkXUnfeasible:
+        raise PlanError("values flow in a circle between the groups of these stages; use gpipe") from None
     number = tuple(order.index(g) for g in range(len(order)))
-    edges = tuple(sorted((number[a], number[b]) for a, b in pairs))
+
+    def numbered(edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted((number[a], number[b]) for a, b in _group_edges(graph, edges)))
+
     back = graph.edges if graph.gradients is None else graph.gradients
-    gradients = {(number[graph.group_of[u]], number[graph.group_of[v]]) for u, v in back}
-    return StageGraph(
-        tuple((g,) for g in range(len(order))), edges, tuple(sorted(e for e in gradients if e[0] != e[1]))
-    ), number
+    return StageGraph(tuple((g,) for g in range(len(order))), numbered(graph.edges), numbered(back)), number
+
+
+def _group_edges(graph: StageGraph, edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Edges between stages as edges between different groups."""
+    pairs = {(graph.group_of[u], graph.group_of[v]) for u, v in edges}
+    return {(a, b) for a, b in pairs if a != b}
 
 
 def grouped(make: Callable[[StageGraph, int], Table], graph: StageGraph, microbatches: int) -> Table:

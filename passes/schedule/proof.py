@@ -19,10 +19,15 @@ from collections.abc import Iterator, Sequence
 
 from autopar.errors import CheckError
 from autopar.ir.actions import Action, StageGraph, Table
+from autopar.passes.schedule.costs import MemoryRoom
 from autopar.passes.schedule.held import held_after
 
 Message = tuple[int, int, str, int]
 """(sending stage, receiving stage, F for values or B for gradients, microbatch)."""
+End = tuple[str, Message]
+"""One end of a message: ("send" or "receive", message)."""
+Done = tuple[str, int, int]
+"""(kind, stage, microbatch) of an action."""
 
 
 def check_table(
@@ -33,14 +38,11 @@ def check_table(
     training: bool = True,
     split: bool | None = None,
     rendezvous: bool = False,
-    held_bytes: Sequence[float] | None = None,
-    later_bytes: Sequence[float] | None = None,
-    bound_bytes: float | Sequence[float] | None = None,
+    memory: MemoryRoom | None = None,
 ) -> None:
     """Raises CheckError unless the table is a complete step that cannot deadlock.
 
-    split: whether B and W are apart (None: where any W is there). held_bytes[s]: what stage s keeps of a microbatch
-    after F; later_bytes[s]: what it keeps of it between B and W; bound_bytes: of a group, or of each.
+    split: whether B and W are apart (None: where any W is there). memory: what every group may hold, and what stages keep.
     """
     if len(table) != len(graph.groups):
         raise CheckError(f"the action table has {len(table)} rows for {len(graph.groups)} groups")
@@ -57,17 +59,16 @@ def check_table(
         stuck = rendezvous_deadlock(table, graph)
         if stuck:
             raise CheckError(f"the action table deadlocks when sends wait for their receivers: {stuck}")
-    if bound_bytes is not None:
-        held = held_bytes if held_bytes is not None else [1.0] * graph.stages
-        _memory(table, graph, held, later_bytes, bound_bytes)
+    if memory is not None:
+        _within_memory(table, memory)
 
 
 def _complete(g: int, row: Sequence[Action], graph: StageGraph, microbatches: int, kinds: str) -> None:
-    mine = set(graph.groups[g])
+    own_stages = set(graph.groups[g])
     seen: dict[tuple[int, int], str] = {}
     for n, action in enumerate(row):
         where = f"group {g}, action {n} ({action})"
-        if action.stage not in mine:
+        if action.stage not in own_stages:
             owner = graph.group_of.get(action.stage)
             raise CheckError(
                 f"{where}: stage {action.stage} "
@@ -139,94 +140,94 @@ def _channels(table: Table, graph: StageGraph) -> None:
 
 def deadlock(table: Table, graph: StageGraph) -> str:
     """Who waits for what, for ever, when sends are buffered; "" when the table runs to its end."""
-    return _run(table, graph, rendezvous=False)
+    return _Execution(table, graph, rendezvous=False).stuck()
 
 
 def rendezvous_deadlock(table: Table, graph: StageGraph) -> str:
     """Who waits for what, for ever, when a send waits for its receiver; "" when the table runs to its end."""
-    return _run(table, graph, rendezvous=True)
+    return _Execution(table, graph, rendezvous=True).stuck()
 
 
-def _run(table: Table, graph: StageGraph, rendezvous: bool) -> str:
+class _Execution:
     """Runs every row as far as it goes. A group is at step n when it waits to start action n (or, at the end, to send).
 
     posted: the ends of messages that are there; a wait is over when both ends are. Buffered sends wait for nothing.
     """
-    p = len(table)
-    step = [0] * p
-    done: set[tuple[str, int, int]] = set()
-    posted: set[tuple[str, Message]] = set()
-    waiting: dict[tuple[str, Message] | tuple[str, int, int], list[int]] = {}
 
-    def blocked(g: int) -> tuple[str, Message] | tuple[str, int, int] | None:
-        n, row = step[g], table[g]
-        batch = []
+    def __init__(self, table: Table, graph: StageGraph, rendezvous: bool) -> None:
+        self.table, self.graph, self.rendezvous = table, graph, rendezvous
+        self.step = [0] * len(table)
+        self.ready = list(range(len(table)))
+        self.done: set[Done] = set()
+        self.posted: set[End] = set()
+        self.waiting: dict[End | Done, list[int]] = {}
+
+    def stuck(self) -> str:
+        """What the first few groups that never end wait for; "" when all do."""
+        while self.ready:
+            g = self.ready.pop()
+            while self._within(g):
+                need = self._blocked(g)
+                if need is not None:
+                    self.waiting.setdefault(need, []).append(g)
+                    break
+                if self.step[g] < len(self.table[g]):
+                    action = self.table[g][self.step[g]]
+                    self.done.add((action.kind, action.stage, action.microbatch))
+                self.step[g] += 1
+        left = [g for g in range(len(self.table)) if self._within(g)]
+        return "; ".join(_waits(g, self.step[g], self.table[g], self._blocked(g)) for g in left[:4])
+
+    def _within(self, g: int) -> bool:
+        return self.step[g] <= len(self.table[g])
+
+    def _blocked(self, g: int) -> End | Done | None:
+        """What a group waits for before its next step, after it has posted its batch of messages; None: for nothing."""
+        n, row = self.step[g], self.table[g]
+        batch: list[tuple[End, End]] = []
         if n < len(row):
-            action = row[n]
-            for message in _reads(action, graph):
-                if _between_groups(message, graph):
+            for message in _reads(row[n], self.graph):
+                sender, _, kind, microbatch = message
+                if _between_groups(message, self.graph):
                     batch.append((("receive", message), ("send", message)))
-                elif (message[2], message[0], message[3]) not in done:
-                    return message[2], message[0], message[3]
-            before = {"B": "F", "W": "B"}.get(action.kind)
-            if before and (before, action.stage, action.microbatch) not in done:
-                return before, action.stage, action.microbatch
+                elif (kind, sender, microbatch) not in self.done:
+                    return kind, sender, microbatch
+            before = {"B": "F", "W": "B"}.get(row[n].kind)
+            if before and (before, row[n].stage, row[n].microbatch) not in self.done:
+                return before, row[n].stage, row[n].microbatch
         if n:
-            for message in _sends(row[n - 1], graph):
-                if _between_groups(message, graph):
-                    batch.append((("send", message), ("receive", message)))
-        for mine, _ in batch:
-            post(mine)
-        for mine, other in batch:
-            if other not in posted and (rendezvous or mine[0] == "receive"):
-                return other
+            sent = (message for message in _sends(row[n - 1], self.graph) if _between_groups(message, self.graph))
+            batch += [(("send", message), ("receive", message)) for message in sent]
+        for own_end, _ in batch:
+            if own_end not in self.posted:
+                self.posted.add(own_end)
+                self.ready.extend(self.waiting.pop(own_end, ()))
+        for own_end, other_end in batch:
+            if other_end not in self.posted and (self.rendezvous or own_end[0] == "receive"):
+                return other_end
         return None
 
-    def post(end: tuple[str, Message]) -> None:
-        if end not in posted:
-            posted.add(end)
-            ready.extend(waiting.pop(end, ()))
 
-    ready = list(range(p))
-    while ready:
-        g = ready.pop()
-        while step[g] <= len(table[g]):
-            need = blocked(g)
-            if need is not None:
-                waiting.setdefault(need, []).append(g)
-                break
-            if step[g] < len(table[g]):
-                action = table[g][step[g]]
-                done.add((action.kind, action.stage, action.microbatch))
-            step[g] += 1
-    stuck = [g for g in range(p) if step[g] <= len(table[g])]
-    return "; ".join(_waits(g, step[g], table[g], blocked(g)) for g in stuck[:4])
-
-
-def _waits(g: int, n: int, row: Sequence[Action], need: tuple[str, Message] | tuple[str, int, int] | None) -> str:
+def _waits(g: int, n: int, row: Sequence[Action], need: End | Done | None) -> str:
     where = f"group {g} waits before {row[n]} (action {n})" if n < len(row) else f"group {g} waits at its end"
-    if need is None:
-        return where
-    if len(need) == 3:
-        return f"{where} for its own {need[0]}{need[2]}.{need[1]}"
-    u, v, kind, mb = need[1]
-    return f"{where} for stage {u if need[0] == 'send' else v} to {need[0]} {kind}{mb} of stage {u}"
+    match need:
+        case None:
+            return where
+        case (kind, stage, microbatch):
+            return f"{where} for its own {kind}{microbatch}.{stage}"
+        case (end, (sender, receiver, kind, microbatch)):
+            stage = sender if end == "send" else receiver
+            return f"{where} for stage {stage} to {end} {kind}{microbatch} of stage {sender}"
 
 
-def _memory(
-    table: Table,
-    graph: StageGraph,
-    held: Sequence[float],
-    later: Sequence[float] | None,
-    bound: float | Sequence[float],
-) -> None:
-    bounds = [float(bound)] * len(table) if isinstance(bound, (int, float)) else list(bound)
+def _within_memory(table: Table, memory: MemoryRoom) -> None:
     for g, row in enumerate(table):
-        for n, now in enumerate(held_after(row, held, later)):
-            if now > bounds[g] * (1 + 1e-9):
+        bound = memory.bound[g]
+        for n, now in enumerate(held_after(row, memory.after_F, memory.later)):
+            if now > bound * (1 + 1e-9):
                 raise CheckError(
-                    f"group {g}, action {n} ({row[n]}): holds {now:,.0f} bytes after it, {now - bounds[g]:,.0f} over "
-                    f"the bound of {bounds[g]:,.0f}"
+                    f"group {g}, action {n} ({row[n]}): holds {now:,.0f} bytes after it, {now - bound:,.0f} over "
+                    f"the bound of {bound:,.0f}"
                 )
 
 

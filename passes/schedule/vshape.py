@@ -8,18 +8,34 @@ from __future__ import annotations
 
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, Table
-from autopar.passes.schedule.automatic import Setting, best
-from autopar.passes.schedule.costs import Costs, Room, checked
+from autopar.ir.schedules import Schedule, register
+from autopar.passes.schedule.automatic import GreedySetting, best
+from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
 
 _START = [
-    Setting(x, f, w, i)
+    GreedySetting(x, f, w, i)
     for x in (1.0, 3.0)
     for f, w in ((1.0, 0.3), (0.6, 0.6), (0.3, 0.3), (0.0, 0.0))
     for i in (0.0, 1.0)
 ]
 
 
-def v_shape(graph: StageGraph, m: int, costs: Costs | None = None, memory: float | Room | None = None) -> Table:
-    """The best table found. memory: microbatches a group may hold on both its stages, or a Room; default 1F1B's, p."""
+def v_shape(
+    graph: StageGraph, m: int, costs: ActionCosts | None = None, memory: float | MemoryRoom | None = None
+) -> Table:
+    """The best table found. memory: microbatches a group may hold on both its stages, or a MemoryRoom; default 1F1B's, p."""
     costs, room = checked(graph, costs, memory, len(graph.groups))
     return best(graph, m, costs, room, (tables.zb_v,), _START)
+
+
+register(
+    Schedule(
+        "zb-v",
+        "B and W apart, two stages per group in a V: 1F1B's memory, no bubble when F, B and W are equal",
+        v_shape,
+        stages=(2, 2),
+        shape="v",
+        splits_backward=True,
+        timed=True,
+    )
+)

@@ -4,35 +4,25 @@
 Everything works on arrays of seconds and bytes.
 """
 
-from autopar.passes.stage.chain import additive_partition, min_max_partition
-from autopar.passes.stage.problem import (
-    InFlight,
-    Option,
-    Stage,
+from autopar.passes.stage.best_cut import solve_stages
+from autopar.passes.stage.partition import additive_partition, min_max_partition
+from autopar.passes.stage.stage_problem import (
+    StageChoice,
+    StageOption,
     StageProblem,
     StageShortage,
     StageSolution,
     evaluate,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zero_bubble_h2,
 )
-from autopar.passes.stage.solve import solve_stages
 
 __all__ = [
-    "InFlight",
-    "Option",
-    "Stage",
+    "StageChoice",
+    "StageOption",
     "StageProblem",
     "StageShortage",
     "StageSolution",
     "additive_partition",
     "evaluate",
-    "gpipe",
-    "interleaved",
     "min_max_partition",
-    "one_f_one_b",
     "solve_stages",
-    "zero_bubble_h2",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.passes.stage.problem import StageProblem
+from autopar.passes.stage.stage_problem import StageProblem
 
 ROUND = 1e-12
 """Relative room in comparisons, for sums made in another order."""

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.stage.bottleneck import CutWithin, distinct, minimise
 from autopar.passes.stage.intervals import ROUND, Intervals, flights, intervals
-from autopar.passes.stage.problem import Piece, StageProblem
-from autopar.passes.stage.search import Found, distinct, minimise
+from autopar.passes.stage.stage_problem import Piece, StageProblem
 
 Cell = Callable[[int, int], np.ndarray]
 """(option, first unit) -> (k, S or 1, 1): value of the stages of 1..k units, by position from the end."""
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class DeviceSpan:
     """Where an option's devices lie: stages of it may start at device `first` .. `last` of the row."""
 
     devices: int
@@ -45,7 +45,7 @@ class Mixed:
         offsets = np.concatenate([[0], np.cumsum(problem.available)]).astype(int)
         self.D = int(offsets[-1])
         self.rows = [
-            Row(o.devices, int(offsets[o.kind]), int(offsets[o.kind + 1]) - o.devices) for o in problem.options
+            DeviceSpan(o.devices, int(offsets[o.kind]), int(offsets[o.kind + 1]) - o.devices) for o in problem.options
         ]
         self.tables = [intervals(problem, i) for i in range(len(problem.options))]
         self.flights = flights(problem, stages)
@@ -157,23 +157,23 @@ def fastest_mixed(
     times = distinct(np.concatenate([t.busy[t.busy >= slowest * (1 - 1e-9)] for t in tables]))
     steps = distinct(np.concatenate([t.step[t.step >= least_step * (1 - 1e-9)] for t in tables]))
 
-    def at_most(t_max: float, beyond: float) -> Found | None:
-        def with_step(step_s: float, enough: float) -> Found | None:
+    def at_most(t_max: float, beyond: float) -> CutWithin | None:
+        def with_step(step_s: float, enough: float) -> CutWithin | None:
             found = dp.fastest(t_max, step_s, enough)
             if found is None:
                 return None
             cost, pieces = found
-            return Found(cost, max(float(tables[o].step[i, j - i - 1]) for i, j, o in pieces), pieces)
+            return CutWithin(cost, max(float(tables[o].step[i, j - i - 1]) for i, j, o in pieces), pieces)
 
         best = minimise(steps, 1.0, with_step, floor, gap, cutoff=beyond, widest_first=True)
         if best is None:
             return None
-        return Found(best.cost, max(float(tables[o].busy[i, j - i - 1]) for i, j, o in best.what), best.what)
+        return CutWithin(best.cost, max(float(tables[o].busy[i, j - i - 1]) for i, j, o in best.pieces), best.pieces)
 
     if M == 1:
         times = times[-1:]
     best = minimise(times, M - 1.0, at_most, floor + least_step, gap, cutoff=cutoff)
-    return None if best is None else best.what
+    return None if best is None else best.pieces
 
 
 def _least(problem: StageProblem, row: str, devices: int) -> tuple[float, float]:

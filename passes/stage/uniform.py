@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import PlanError
+from autopar.ir.actions import StageGraph
+from autopar.passes.stage.bottleneck import CutWithin, distinct, minimise
 from autopar.passes.stage.intervals import ROUND, Intervals, flights, intervals
-from autopar.passes.stage.problem import Piece, StageProblem, StageSolution, evaluate
-from autopar.passes.stage.search import Found, distinct, minimise
+from autopar.passes.stage.stage_problem import Piece, StageProblem, StageSolution, evaluate
 
 Values = np.ndarray | Sequence[np.ndarray]
 """(L, W) values of all stages, or one such table per position from the end."""
@@ -179,16 +180,16 @@ def fastest_uniform(
         busy = max(sums["time"][j] - sums["time"][i] + problem.boundary_busy * enter[i] for i, j, _ in pieces)
         return float(busy), float(max(sums["step"][j] - sums["step"][i] for i, j, _ in pieces))
 
-    def at_most(t_max: float, beyond: float) -> Found | None:
-        def with_step(step_s: float, enough: float) -> Found | None:
+    def at_most(t_max: float, beyond: float) -> CutWithin | None:
+        def with_step(step_s: float, enough: float) -> CutWithin | None:
             found = dp.fastest(t_max, step_s, enough)
-            return None if found is None else Found(found[0], real(found[1])[1], found[1])
+            return None if found is None else CutWithin(found[0], real(found[1])[1], found[1])
 
         best = minimise(steps, 1.0, with_step, floor, gap, cutoff=beyond, widest_first=True)
-        return None if best is None else Found(best.cost, real(best.what)[0], best.what)
+        return None if best is None else CutWithin(best.cost, real(best.pieces)[0], best.pieces)
 
     best = minimise(times[-1:] if M == 1 else times, M - 1.0, at_most, floor + least_step, gap, cutoff=cutoff)
-    return None if best is None else best.what
+    return None if best is None else best.pieces
 
 
 def _candidates(sums: np.ndarray, least: float, most: float, enter: np.ndarray | None) -> np.ndarray:
@@ -202,11 +203,9 @@ def _candidates(sums: np.ndarray, least: float, most: float, enter: np.ndarray |
 
 def group_stages(S: int, V: int, shape: str) -> tuple[tuple[int, ...], ...]:
     """Which of the S V chunks each group runs. Raises PlanError for an unknown shape."""
-    if shape == "v" and V == 2:
-        return tuple((g, 2 * S - 1 - g) for g in range(S))
-    if shape != "loop":
+    if shape != "loop" and (shape, V) != ("v", 2):
         raise PlanError(f'chunks lie in a "loop", or with two chunks per group in a "v"; got {shape!r} with {V} chunks')
-    return tuple(tuple(range(g, S * V, S)) for g in range(S))
+    return StageGraph.chain(S, V, shape).groups
 
 
 def fastest_chunks(

@@ -1,14 +1,16 @@
 """The chart of letters and the SVG show what the timeline says."""
 
 import re
+import sys
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.codegen.gantt import seconds_text, svg, text_gantt
 from autopar.costmodel import simulate as sim
+from autopar.errors import InputError
 from autopar.ir.actions import StageGraph
 from autopar.passes.schedule import build
 from tests.passes.schedule.pipelines import chains, dags
@@ -45,17 +47,25 @@ def test_charts_of_any_schedule_have_a_row_per_group_and_fit(case, width):
     assert stripped == [row.rstrip() for row in rows]
 
 
+def extent(group):
+    """(left, right) of what a group of the picture draws, in pixels."""
+    xs = [float(x) for x in re.findall(r"[ML] (\S+) \S+", group.find(f"{SPACE}path").get("d"))]
+    return min(xs), max(xs)
+
+
+@settings(max_examples=10)
 @given(case=st.one_of(chains(microbatches=6), dags(microbatches=5)))
 def test_the_svg_has_a_bar_for_every_action_where_and_as_long_as_it_runs(case):
     timeline = timeline_of(*case, comm=0.1)
     root = ElementTree.fromstring(svg(timeline, "<a & b>", width=1000))
-    bars = {g.find(f"{SPACE}title").text.split(":")[0]: g.find(f"{SPACE}rect") for g in root.iter(f"{SPACE}g")}
+    hinted = [(g, g.find(f"{SPACE}title")) for g in root.iter(f"{SPACE}g")]
+    bars = {title.text.split(":")[0]: extent(group) for group, title in hinted if title is not None}
     events = [e for e in timeline.events if e.stream == "compute"]
     assert set(bars) == {e.name for e in events}
     scale = (1000 - 74 - 16) / timeline.makespan_s
     for e in events:
-        assert float(bars[e.name].get("x")) == pytest.approx(74 + e.start_s * scale, abs=0.01)
-        assert float(bars[e.name].get("width")) == pytest.approx((e.end_s - e.start_s) * scale, abs=0.01)
+        assert bars[e.name][0] == pytest.approx(74 + e.start_s * scale, abs=0.01)
+        assert bars[e.name][1] - bars[e.name][0] == pytest.approx((e.end_s - e.start_s) * scale, abs=0.01)
     texts = [t.text for t in root.iter(f"{SPACE}text")]
     assert "<a & b>" in texts
     assert f"group {len(timeline.busy_s) - 1}" in texts
@@ -63,10 +73,21 @@ def test_the_svg_has_a_bar_for_every_action_where_and_as_long_as_it_runs(case):
 
 
 def test_labels_of_the_svg_stay_inside_their_bars():
-    root = ElementTree.fromstring(svg(timeline_of(StageGraph.chain(4), "1f1b", 40), width=600))
-    labelled = [(g.find(f"{SPACE}rect"), g.find(f"{SPACE}text")) for g in root.iter(f"{SPACE}g")]
-    assert all(6 * len(t.text) <= float(r.get("width")) for r, t in labelled if t is not None)
-    assert any(t is None for _, t in labelled)
+    timeline = timeline_of(StageGraph.chain(4), "1f1b", 20)
+    groups = {g.get("id"): g for g in ElementTree.fromstring(svg(timeline, width=600)).iter(f"{SPACE}g")}
+    names = [e.name for e in timeline.events if e.stream == "compute"]
+    labelled = [(extent(groups[name]), groups.get(f"label of {name}")) for name in names]
+    assert any(label is not None for _, label in labelled)
+    for (left, right), label in labelled:
+        if label is not None:
+            assert 6 * len(label.find(f"{SPACE}text").text) <= right - left
+    assert any(label is None for _, label in labelled)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(InputError, match=r"pip install 'autopar\[plots\]'"):
+        svg(timeline_of(StageGraph.chain(2), "1f1b", 2))
 
 
 def test_an_empty_timeline_has_its_views():

@@ -139,11 +139,11 @@ def test_a_gradient_reduction_behind_the_last_backward_is_exposed_and_one_before
     graph, durations = chain(2), sim.uniform(2, 1.0, 2.0, 0.0)
     table = build("1f1b", graph, 4)
     last = table[0][-1]
-    late = sim.simulate(table, graph, durations, collectives=[sim.Collective(0, "reduce", 1.5, after=last)])
-    early = sim.simulate(table, graph, durations, collectives=[sim.Collective(0, "reduce", 1.5, after=Action("B", 1))])
+    late = sim.simulate(table, graph, durations, collectives=[sim.StreamWork(0, "reduce", 1.5, after=last)])
+    early = sim.simulate(table, graph, durations, collectives=[sim.StreamWork(0, "reduce", 1.5, after=Action("B", 1))])
     assert late.exposed_comm_s == pytest.approx(1.5)
     assert early.exposed_comm_s == 0
-    gather = sim.Collective(0, "gather", 2.0, before=Action("F", 0))
+    gather = sim.StreamWork(0, "gather", 2.0, before=Action("F", 0))
     assert sim.simulate(table, graph, durations, collectives=[gather]).makespan_s == early.makespan_s + 2
 
 

@@ -26,10 +26,19 @@ from autopar.passes.search.lower_bounds import least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, asks_for_pipeline
 from autopar.passes.search.stages.plan_of_draft import DraftPlan, adopted_drafts, best_plan
+from autopar.passes.search.stages.segment_chain import best_chain
 from autopar.passes.search.stages.segments import branches, crossing_bytes, segments, work_shares
-from autopar.passes.search.stages.submesh import PlansAtTwoCounts, SubmeshPlan, SubmeshPlans, between, two_counts
+from autopar.passes.search.stages.submesh import (
+    PlansAtTwoCounts,
+    SubmeshPlan,
+    SubmeshPlans,
+    between,
+    flight_rule,
+    possible_schedules,
+    two_counts,
+)
 from autopar.passes.search.task import RankedPlans, Task
-from autopar.passes.stage import Stage, StageSolution, one_f_one_b
+from autopar.passes.stage import StageChoice, StageSolution
 
 MOST_GROUPS = 6
 MOST_TRIED = 4
@@ -47,11 +56,13 @@ class BranchDraft(Draft):
 
     @property
     def step_s(self) -> float:
-        """Estimated seconds of a step. total_s is that of 1F1B; running B and W apart fills most of what it idles."""
+        """Estimated seconds of a step. total_s is that of 1F1B; other schedules fill a part of what it idles."""
         found = self.solution
         idle = found.total_s - self.microbatches * found.t_max_s - found.step_s
-        apart = self.task.options.schedule != "gpipe" and self.task.program.training and self.microbatches > 1
-        return float(found.total_s - (0.6 * idle if apart else 0.0))
+        if not self.task.program.training or self.microbatches == 1:
+            return float(found.total_s)
+        left = min(row.branch_idle_left for row in possible_schedules(self.task))
+        return float(found.total_s - (1 - left) * idle)
 
 
 def search_branches(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
@@ -144,7 +155,10 @@ class BranchSearch:
         if M * (busy_s / task.cluster.size) >= self.best_s:  # even with every device busy all the time
             return None
         try:
-            found = solve_branches(_problem(task, M, priced, limit), max_groups=MOST_GROUPS, time_limit_s=SOLVE_S)
+            problem = _problem(task, M, priced, limit)
+            chain = best_chain(problem)
+            known = () if chain is None else (chain,)
+            found = solve_branches(problem, known=known, max_groups=MOST_GROUPS, time_limit_s=SOLVE_S)
         except InfeasibleError:
             return None
         return _draft(task, M, priced, found, limit) if found.side_by_side else None
@@ -224,7 +238,7 @@ def _problem(task: Task, M: int, priced: PricedSegments, limit: float) -> Branch
         latency_s,
         limit,
         0.0,
-        one_f_one_b if task.program.training else lambda after, stages, M: 1.0,
+        flight_rule(task, 1),
         tuple(task.program.calls[first].path or f"calls {first}–{last - 1}" for first, last in priced.ranges),
         True,
     )
@@ -263,11 +277,11 @@ def _draft(task: Task, M: int, priced: PricedSegments, found: BranchSolution, li
     return BranchDraft(task, M, max(map(len, groups)), "any", solution, tuple(priced.plans))
 
 
-def _stage(M: int, priced: PricedSegments, run: list[int], found: BranchSolution, g: int, limit: float) -> Stage:
+def _stage(M: int, priced: PricedSegments, run: list[int], found: BranchSolution, g: int, limit: float) -> StageChoice:
     """A run of segments of group g as one stage, on whichever of their submeshes makes it fastest."""
     group = found.groups[g]
     chosen = {priced.plan_of[s][o] for s, o in zip(group.segments, group.options, strict=True) if s in run}
     first, last = priced.ranges[run[0]][0], priced.ranges[run[-1]][1]
     costs = {p: _option(priced.plans[p], (first, last)) for p in chosen}
     best = min(costs, key=lambda p: (M * costs[p].time_s + costs[p].step_s, p))
-    return Stage(first, last, best, costs[best].time_s, costs[best].step_s, found.memory[g], limit)
+    return StageChoice(first, last, best, costs[best].time_s, costs[best].step_s, found.memory[g], limit)

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.errors import InfeasibleError, InputError
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut_points
-from autopar.passes.schedule import stages_per_group
+from autopar.passes.schedule import schedule_row
 from autopar.passes.search.lower_bounds import could_fit, least_bytes, least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, boundary_calls
@@ -187,10 +187,11 @@ class CutSearch:
             return
         wanted, shape = chunks or options.chunks, "loop"
         if options.schedule != "auto":
-            least, most = stages_per_group(options.schedule)
+            row = schedule_row(options.schedule)
+            least, most = row.stages
             wanted = options.chunks or least
-            shape = "v" if options.schedule == "zb-v" else "loop"
-            if wanted < least or (most is not None and wanted > most):
+            shape = "v" if row.shape == "v" else "loop"
+            if not row.serves(wanted):
                 runs = str(least) if least == most else f"{least} or more"
                 raise InputError(
                     f"schedule {options.schedule} runs {runs} {'stage' if runs == '1' else 'stages'} per group of ranks, "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
-from autopar.passes.search.stages.submesh import SubmeshPlan
+from autopar.passes.search.stages.submesh import SubmeshPlan, possible_schedules
 from autopar.passes.search.task import Task
 from autopar.passes.stage import StageSolution
 
@@ -30,14 +30,13 @@ class Draft:
     def step_s(self) -> float:
         """Estimated seconds of a step: the slowest group's work, and what is left of filling the pipeline.
 
-        Chunks divide the fill; running B and W apart leaves about 0.4 of it.
+        Chunks divide the fill; with one stage per group the schedule's row says how much is left of it.
         """
         found = self.solution
         fill = sum(s.seconds for s in found.stages) - found.t_max_s
-        apart = (
-            self.task.options.schedule in ("auto", "zb-h1", "zb-h2", "zb-auto", "zb-v") and self.task.program.training
-        )
-        left = 0.4 if apart and self.chunks == 1 else 1 / self.chunks
+        left = 1 / self.chunks
+        if self.chunks == 1 and self.task.program.training:
+            left = min(row.fill_left for row in possible_schedules(self.task))
         return float(self.microbatches * found.t_max_s + fill * left + found.step_s)
 
     def used_meshes(self) -> list[Mesh]:

@@ -11,7 +11,7 @@ from autopar.ir.actions import StageGraph, Table, show_row
 from autopar.ir.lowered import LoweredProgram
 from autopar.passes.account.program import Account, step_seconds
 from autopar.passes.memory.peak import StageMemory, group_peaks, stage_memory
-from autopar.passes.schedule import Costs, Room, build, stages_per_group
+from autopar.passes.schedule import ActionCosts, MemoryRoom, build, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.task import Task
@@ -19,7 +19,6 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan
 
-CHAINS = ("1f1b", "zb-h1", "zb-h2", "zb-auto", "gpipe")
 _FASTER = 1e-3
 """A schedule replaces a simpler one that is slower by more than this, relative."""
 
@@ -37,8 +36,8 @@ def scheduled(plan: Plan, draft: Draft) -> PricedPlan | float:
     if isinstance(result, float):
         return result
     name, table = result
-    own = name in ("zb-auto", "zb-v") or (draft.shape == "any" and draft.chunks > 1)
-    rows = tuple(map(show_row, table)) if own else ()
+    written_out = schedule_row(name).timed or (draft.shape == "any" and draft.chunks > 1)
+    rows = tuple(map(show_row, table)) if written_out else ()
     return candidate_under(name, rows, plan, draft)
 
 
@@ -75,23 +74,31 @@ def schedule_names(task: Task, draft: Draft) -> list[str]:
     """Schedules to try, simple ones first."""
     if task.options.schedule != "auto":
         return [task.options.schedule]
-    if draft.chunks > 1 and draft.shape == "any":
-        return [n for n in CHAINS if n != "zb-auto"]
-    if draft.chunks > 1:
-        return ["interleaved"] if draft.shape == "loop" else ["zb-v"]
+    if draft.chunks > 1 and draft.shape != "any":
+        return [row.name for row in tried_by_default() if row.shape == draft.shape and row.serves(draft.chunks)]
     actions = 3 * draft.microbatches * len(draft.solution.stages)
-    return [n for n in CHAINS if n != "zb-auto" or actions <= 20_000]
+    return [
+        row.name
+        for row in tried_by_default()
+        if row.serves(1)
+        and (row.most_actions is None or actions <= row.most_actions)
+        and not (
+            row.timed and draft.chunks > 1
+        )  # its seconds are those of stages, not of the groups that `grouped` makes
+    ]
 
 
 def schedule_table(name: str, lowered: LoweredProgram, counted: Account, task: Task) -> Table | None:
     """The table of a named schedule for these stages; None where it cannot serve. Raises when the user asked for it."""
     graph, M = lowered.graph, lowered.stages[0].microbatches
-    costs = Costs(counted.seconds, counted.hand_over)
     try:
-        if max(map(len, graph.groups)) > 1 and stages_per_group(name)[1] == 1:
+        row = schedule_row(name)
+        if max(map(len, graph.groups)) > 1 and row.stages[1] == 1:
             return grouped(partial(build, name), graph, M)
-        room = _room(graph, counted, _limits(lowered, task)) if name in ("zb-auto", "zb-v") else None
-        return build(name, graph, M, costs=costs if room is not None else None, memory=room)
+        if row.timed:
+            costs = ActionCosts(counted.seconds, counted.hand_over)
+            return build(name, graph, M, costs=costs, memory=_room(graph, counted, _limits(lowered, task)))
+        return build(name, graph, M)
     except PlanError:
         if name == task.options.schedule:
             raise
@@ -103,7 +110,7 @@ def _limits(lowered: LoweredProgram, task: Task) -> list[float]:
     return [task.limit_at(lowered.stages[stages[0]].mesh.offset) for stages in lowered.graph.groups]
 
 
-def _room(graph: StageGraph, counted: Account, limits: list[float]) -> Room:
+def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoom:
     """What a schedule may fill: per group the bytes that neither rest nor live for a moment."""
     after_F = tuple(s.memory.actions["F"].after for s in counted.stages)
     after_B = tuple(min(s.memory.actions["B"].after, f) for s, f in zip(counted.stages, after_F, strict=True))
@@ -112,7 +119,7 @@ def _room(graph: StageGraph, counted: Account, limits: list[float]) -> Room:
         resting = sum(counted.stages[s].memory.resting_bytes for s in stages)
         beside = max(max(m.peak - m.after, 0.0) for s in stages for m in counted.stages[s].memory.actions.values())
         bound.append(max(limit - resting - beside, 0.0))
-    return Room(tuple(bound), after_F, after_B)
+    return MemoryRoom(tuple(bound), after_F, after_B)
 
 
 def _rows(plan: Plan, draft: Draft, backward: str) -> tuple[str, ...]:

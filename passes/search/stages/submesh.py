@@ -15,16 +15,18 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.ir.schedules import InFlight, Schedule, one_at_a_time
 from autopar.ir.setting import Setting
 from autopar.passes.account.calls import Units, measure
 from autopar.passes.lower.stage import lower_stage
+from autopar.passes.schedule import schedule_row, tried_by_default
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
-from autopar.passes.stage import InFlight, Option, interleaved, one_f_one_b
+from autopar.passes.stage import StageOption
 from autopar.plan import StagePlan
 
 _CLOSE = 0.01
@@ -173,10 +175,10 @@ def between(a: SubmeshPlan, low: int, b: SubmeshPlan, high: int, M: int) -> Subm
 # --- what the stage DP takes ------------------------------------------------------------------------------------------
 
 
-def option_of(plan: SubmeshPlan, kinds: list[int], limit: float) -> Option:
+def option_of(plan: SubmeshPlan, kinds: list[int], limit: float) -> StageOption:
     """The submesh as the stage DP sees it. kinds: first rank of every kind of device. limit: bytes of one device."""
     u = plan.units
-    return Option(
+    return StageOption(
         str(plan.mesh),
         plan.mesh.size,
         u.forward_s,
@@ -191,7 +193,12 @@ def option_of(plan: SubmeshPlan, kinds: list[int], limit: float) -> Option:
     )
 
 
+def possible_schedules(task: Task) -> list[Schedule]:
+    """The schedule that the options name, or those that are tried by default, simple ones first."""
+    named = task.options.schedule
+    return tried_by_default() if named == "auto" else [schedule_row(named)]
+
+
 def flight_rule(task: Task, V: int) -> InFlight:
-    if not task.program.training:
-        return lambda after, stages, M: 1.0
-    return one_f_one_b if V == 1 else interleaved(V)
+    """What a cut counts on that stages hold at once, with V stages per group."""
+    return possible_schedules(task)[0].in_flight(V) if task.program.training else one_at_a_time

@@ -12,8 +12,8 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel import TransformerShape, estimate
 from autopar.costmodel.estimator.branch_and_bound import BranchAndBound, Part
 from autopar.costmodel.estimator.compare import Answers, compare, compare_all, describe, parts_s, row_space
-from autopar.costmodel.estimator.pipeline_time import schedule_name
 from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.schedules import schedule_name
 from autopar.costmodel.estimator.search import search
 from autopar.costmodel.estimator.space import PLAIN, Space, micro_batches, pipelines, sizes, storages
 from autopar.costmodel.estimator.workload import Software, Workload

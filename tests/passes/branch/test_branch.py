@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, InputError, PlanError
-from autopar.passes.branch import BranchProblem, Group, SegmentOption, evaluate, solve_branches
-from autopar.passes.stage import gpipe, one_f_one_b
+from autopar.ir.schedules import one_f_one_b
+from autopar.passes.branch import BranchProblem, SegmentGroup, SegmentOption, evaluate, solve_branches
 
 seeds = st.integers(0, 10**6)
 
@@ -99,8 +99,12 @@ def random_problem(seed: int, n: int) -> BranchProblem:
         float(rng.choice([0.0, 0.05])),
         float(rng.choice([8.0, 20.0, 1e9])),
         float(rng.choice([0.0, 1.0])),
-        (one_f_one_b, gpipe)[int(rng.integers(0, 2))],
+        (one_f_one_b, all_at_once)[int(rng.integers(0, 2))],
     )
+
+
+def all_at_once(after: int, stages: int, M: int) -> float:
+    return M
 
 
 def check(problem: BranchProblem) -> None:
@@ -138,7 +142,7 @@ def sensors(bandwidth_Bps: float, latency_s: float = 1e-5) -> BranchProblem:
     return BranchProblem(segments, edges, 8, 8, bandwidth_Bps, latency_s, names=names)
 
 
-def chains(problem: BranchProblem) -> Iterator[list[Group]]:
+def chains(problem: BranchProblem) -> Iterator[list[SegmentGroup]]:
     """All pipelines of consecutive segments, and everything on all devices."""
     n = len(problem.segments)
     for p in range(1, n + 1):
@@ -147,7 +151,7 @@ def chains(problem: BranchProblem) -> Iterator[list[Group]]:
             for devices in itertools.product(range(1, problem.devices + 1), repeat=p):
                 if sum(devices) <= problem.devices:
                     yield [
-                        Group(tuple(range(a, b)), d, (d - 1,) * (b - a))
+                        SegmentGroup(tuple(range(a, b)), d, (d - 1,) * (b - a))
                         for (a, b), d in zip(itertools.pairwise(marks), devices, strict=True)
                     ]
 
@@ -183,7 +187,7 @@ def test_never_worse_than_any_chain(exponent: float) -> None:
 def test_without_time_the_best_of_one_group_and_a_chain_is_given() -> None:
     problem = sensors(100e9)
     found = solve_branches(problem, time_limit_s=1e-4)
-    together = evaluate(problem, [Group(tuple(range(6)), 8, (7,) * 6)])
+    together = evaluate(problem, [SegmentGroup(tuple(range(6)), 8, (7,) * 6)])
     assert found.bound <= solve_branches(problem).total_s * (1 + 1e-9)
     assert found.total_s <= together.total_s
 
@@ -201,4 +205,4 @@ def test_impossible_input_is_refused_in_words() -> None:
     free = SegmentOption(1, 1.0)
     problem = BranchProblem(((free,),) * 3, ((0, 1, 1.0), (1, 2, 1.0)), 2, 1, 1.0)
     with pytest.raises(PlanError, match="circle"):
-        evaluate(problem, [Group((0, 2), 1, (0, 0)), Group((1,), 1, (0,))])
+        evaluate(problem, [SegmentGroup((0, 2), 1, (0, 0)), SegmentGroup((1,), 1, (0,))])

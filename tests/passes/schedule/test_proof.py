@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import CheckError
 from autopar.ir.actions import Action, StageGraph, parse_row
-from autopar.passes.schedule import build, needs_split
+from autopar.passes.schedule import SCHEDULES, MemoryRoom, build
 from autopar.passes.schedule.proof import check_table, rendezvous_deadlock
 from tests.passes.schedule.pipelines import chains, dags
 
@@ -102,7 +102,7 @@ def accepted(table, graph, m, kinds, **how):
 def mutations(draw, case):
     """(what was done, table, graph, microbatches, kinds): a built table with one to three changes."""
     graph, name, m = draw(case)
-    kinds = "F" if name == "forward" else "FBW" if needs_split(name) else "FB"
+    kinds = "F" if name == "forward" else "FBW" if SCHEDULES[name].splits_backward else "FB"
     rows = [list(row) for row in build(name, graph, m)]
     changes = []
     for _ in range(draw(st.integers(1, 3))):
@@ -189,7 +189,7 @@ def test_gpipe_and_forward_run_on_any_dag_even_when_sends_wait(case):
     ("name", "graph", "m"), [("zb-h2", chain(3), 6), ("interleaved", chain(3, 2), 6), ("zb-v", chain(3, 2, "v"), 6)]
 )
 def test_schedules_that_run_ahead_need_sends_that_do_not_wait(name, graph, m):
-    table, split = build(name, graph, m), needs_split(name)
+    table, split = build(name, graph, m), SCHEDULES[name].splits_backward
     check_table(table, graph, m, split=split)
     with pytest.raises(CheckError, match=r"when sends wait for their receivers: group \d waits before"):
         check_table(table, graph, m, split=split, rendezvous=True)
@@ -207,15 +207,15 @@ def test_messages_of_one_channel_must_be_taken_in_the_order_sent():
 
 def test_memory_over_the_bound_names_the_action_that_breaks_it():
     graph, table = chain(2), build("gpipe", chain(2), 4)
-    check_table(table, graph, 4, held_bytes=[10, 5], bound_bytes=[40, 20])
+    check_table(table, graph, 4, memory=MemoryRoom((40, 20), (10, 5)))
     with pytest.raises(
         CheckError, match=r"group 1, action 3 \(F3\.1\): holds 20 bytes after it, 1 over the bound of 19"
     ):
-        check_table(table, graph, 4, held_bytes=[10, 5], bound_bytes=[40, 19])
+        check_table(table, graph, 4, memory=MemoryRoom((40, 19), (10, 5)))
     split = build("zb-h1", graph, 4)
     with pytest.raises(CheckError, match="over the bound of 15"):
-        check_table(split, graph, 4, held_bytes=[10, 10], later_bytes=[6, 6], bound_bytes=15)
-    check_table(split, graph, 4, held_bytes=[10, 10], later_bytes=[6, 6], bound_bytes=26)
+        check_table(split, graph, 4, memory=MemoryRoom((15, 15), (10, 10), (6, 6)))
+    check_table(split, graph, 4, memory=MemoryRoom((26, 26), (10, 10), (6, 6)))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from autopar.costmodel import simulate as sim
 from autopar.errors import PlanError
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, parse_row, show_row
-from autopar.passes.schedule import SCHEDULES, Costs, Room, build, in_flight, needs_split, peak_bytes, stages_per_group
+from autopar.passes.schedule import SCHEDULES, ActionCosts, MemoryRoom, build, in_flight, peak_bytes
 from autopar.passes.schedule.proof import check_table
 from tests.passes.schedule.pipelines import ONE_STAGE, PAPER, chains, dags, graph_of
 
@@ -28,7 +28,7 @@ def cost(table, graph, costs):
 def test_every_schedule_is_a_complete_step_without_deadlock(case):
     graph, name, m = case
     table = build(name, graph, m)
-    check_table(table, graph, m, training=name != "forward", split=needs_split(name))
+    check_table(table, graph, m, training=name != "forward", split=SCHEDULES[name].splits_backward)
     assert build(name, graph, m) == table
 
 
@@ -86,8 +86,8 @@ def test_bytes_are_taken_by_f_and_released_by_b_and_w():
 def paper_pipeline(row, limit, kept):
     """Costs of a row and room for `limit` microbatches, of which the share `kept` stays between B and W."""
     p = row["p"]
-    costs = Costs.uniform(p, row["TF_ms"], row["TB_ms"], row["TW_ms"], row["Tcomm_ms"])
-    return chain(p), costs, Room((float(limit),) * p, (1.0,) * p, (kept,) * p)
+    costs = ActionCosts.uniform(p, row["TF_ms"], row["TB_ms"], row["TW_ms"], row["Tcomm_ms"])
+    return chain(p), costs, MemoryRoom((float(limit),) * p, (1.0,) * p, (kept,) * p)
 
 
 def by_size(test):
@@ -105,9 +105,7 @@ def test_the_automatic_scheduler_reaches_the_paper(row):
     for name, limit in (("zb-1p", row["p"]), ("zb-2p", 2 * row["p"])):
         graph, costs, room = paper_pipeline(row, limit, kept)
         table = build("zb-auto", graph, row["m"], costs=costs, memory=room)
-        check_table(
-            table, graph, row["m"], split=True, held_bytes=room.after_F, later_bytes=room.later, bound_bytes=room.bound
-        )
+        check_table(table, graph, row["m"], split=True, memory=room)
         rate = sim.simulate(table, graph, costs.seconds, costs.comm_s).bubble_rate
         assert rate <= row["published"][name] + 0.001, name
 
@@ -130,7 +128,7 @@ def test_where_w_releases_everything_twice_the_memory_gives_the_least_bubble_the
 def random_costs(draw, graph):
     seconds = st.floats(0.2, 3)
     comm = st.one_of(st.floats(0, 1), st.fixed_dictionaries({e: st.floats(0, 1) for e in graph.edges}))
-    return Costs({(s, k): draw(seconds) for s in range(graph.stages) for k in "FBW"}, draw(comm))
+    return ActionCosts({(s, k): draw(seconds) for s in range(graph.stages) for k in "FBW"}, draw(comm))
 
 
 @given(case=st.one_of(chains(names=("zb-auto", "zb-v")), dags(names=("zb-auto",))), data=st.data())
@@ -140,8 +138,9 @@ def test_searched_tables_keep_to_their_memory_and_beat_the_fixed_ones_that_do(ca
     held = tuple(data.draw(st.floats(0.5, 4)) for _ in range(graph.stages))
     later = tuple(h * data.draw(st.floats(0, 1)) for h in held)
     bound = tuple(data.draw(st.floats(1, 6)) * sum(held[s] for s in group) for group in graph.groups)
-    table = build(name, graph, m, costs=costs, memory=Room(bound, held, later))
-    check_table(table, graph, m, split=True, held_bytes=held, later_bytes=later, bound_bytes=bound)
+    room = MemoryRoom(bound, held, later)
+    table = build(name, graph, m, costs=costs, memory=room)
+    check_table(table, graph, m, split=True, memory=room)
     for fixed in (tables.zb_h1, tables.zb_h2) if name == "zb-auto" else (tables.zb_v,):
         other = fixed(graph, m)
         if all(a <= b for a, b in zip(peak_bytes(other, graph, held, later), bound, strict=True)):
@@ -195,7 +194,7 @@ DIAMOND = StageGraph(((0,), (1,), (2,), (3,)), ((0, 1), (0, 2), (1, 3), (2, 3)))
 )
 def test_small_pipelines_are_close_to_the_optimum(graph, m, FBW, comm, limit):
     seconds = {(s, k): t for s in range(graph.stages) for k, t in zip("FBW", FBW, strict=True)}
-    costs = Costs(seconds, float(comm))
+    costs = ActionCosts(seconds, float(comm))
     best = optimum(graph, m, seconds, comm, limit)
     found = cost(build("zb-auto", graph, m, costs=costs, memory=limit), graph, costs)
     assert best <= found + 1e-9
@@ -216,14 +215,14 @@ def test_zb_v_has_no_bubble_and_1f1bs_memory_when_f_b_and_w_are_equal(p):
 )
 def test_zb_v_beats_interleaved_for_times_as_they_are(tf, tb, tw, comm):
     p, m = 6, 18
-    v, loop, costs = chain(p, 2, "v"), chain(p, 2), Costs.uniform(12, tf, tb, tw, comm)
+    v, loop, costs = chain(p, 2, "v"), chain(p, 2), ActionCosts.uniform(12, tf, tb, tw, comm)
     assert cost(build("zb-v", v, m, costs=costs), v, costs) < cost(build("interleaved", loop, m), loop, costs)
 
 
 @settings(max_examples=15)
 @given(p=st.integers(2, 6), m=st.integers(2, 16))
 def test_more_memory_makes_the_automatic_schedule_no_slower_than_1f1b(p, m):
-    costs = Costs.uniform(p, 1.0, 1.1, 0.8, 0.05)
+    costs = ActionCosts.uniform(p, 1.0, 1.1, 0.8, 0.05)
     plain = cost(build("1f1b", chain(p), m), chain(p), costs)
     assert cost(build("zb-auto", chain(p), m, costs=costs, memory=p), chain(p), costs) <= plain + 1e-9
     assert cost(build("zb-auto", chain(p), m, costs=costs, memory=2 * p), chain(p), costs) <= plain + 1e-9
@@ -231,14 +230,14 @@ def test_more_memory_makes_the_automatic_schedule_no_slower_than_1f1b(p, m):
 
 def test_every_name_says_what_it_is_for_and_what_it_needs():
     assert set(SCHEDULES) >= {*ONE_STAGE, "interleaved", "zb-v", "none"}
-    assert all(len(what) > 10 and "\n" not in what for what in SCHEDULES.values())
-    assert [n for n in SCHEDULES if needs_split(n)] == ["zb-h1", "zb-h2", "zb-auto", "zb-v"]
-    assert stages_per_group("1f1b") == (1, 1)
-    assert stages_per_group("interleaved") == (2, None)
-    assert stages_per_group("zb-v") == (2, 2)
+    assert all(len(what) > 10 and "\n" not in what for what in (row.what for row in SCHEDULES.values()))
+    assert [n for n in SCHEDULES if SCHEDULES[n].splits_backward] == ["zb-h1", "zb-h2", "zb-auto", "zb-v"]
+    assert SCHEDULES["1f1b"].stages == (1, 1)
+    assert SCHEDULES["interleaved"].stages == (2, None)
+    assert SCHEDULES["zb-v"].stages == (2, 2)
     for name in SCHEDULES:
         table = build(name, graph_of(name, 3), 4)
-        assert any(a.kind == "W" for row in table for a in row) == needs_split(name)
+        assert any(a.kind == "W" for row in table for a in row) == SCHEDULES[name].splits_backward
 
 
 @pytest.mark.parametrize(
@@ -255,8 +254,8 @@ def test_every_name_says_what_it_is_for_and_what_it_needs():
         ("interleaved", chain(4, 2, "v"), 4, None, "gpipe runs any placement"),
         ("gpipe", chain(2), 8, 4, "gpipe holds 8 on group 0, 4 is allowed; use zb-auto"),
         ("zb-auto", chain(2), 8, 0.5, "group 0 has room for 0.5, one microbatch needs 1; use smaller microbatches"),
-        ("zb-auto", chain(2), 8, Room((1.0,), (1.0, 1.0)), "memory is given for 1 groups and 2 stages"),
-        ("zb-auto", chain(1), 8, Room((1.0,), (1.0,), (2.0,)), "swap after_F and after_B"),
+        ("zb-auto", chain(2), 8, MemoryRoom((1.0,), (1.0, 1.0)), "memory is given for 1 groups and 2 stages"),
+        ("zb-auto", chain(1), 8, MemoryRoom((1.0,), (1.0,), (2.0,)), "swap after_F and after_B"),
     ],
 )
 def test_what_a_schedule_cannot_serve_is_refused_with_what_would_do(name, graph, m, memory, says):
@@ -267,7 +266,7 @@ def test_what_a_schedule_cannot_serve_is_refused_with_what_would_do(name, graph,
 def test_missing_seconds_are_named():
     for bad in ({}, {(0, "F"): 1.0, (0, "B"): math.nan, (0, "W"): 1.0}):
         with pytest.raises(PlanError, match=r"costs need seconds of [FB] on stage 0"):
-            build("zb-auto", chain(1), 2, costs=Costs(bad))
+            build("zb-auto", chain(1), 2, costs=ActionCosts(bad))
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])

@@ -22,7 +22,7 @@ from autopar.ir.actions import StageGraph, show_row
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
-from autopar.passes.branch import Group, evaluate, solve_branches
+from autopar.passes.branch import SegmentGroup, evaluate, solve_branches
 from autopar.passes.lower import lower
 from autopar.passes.lower.cut import cut, cut_points
 from autopar.passes.lower.pipeline import stage_graph
@@ -320,7 +320,7 @@ def test_groups_take_every_device_where_they_must(seed: int) -> None:
     for blocks in partitions(list(range(3))):
         for choice in itertools.product(*(range(len(o)) for o in problem.segments)):
             groups = [
-                Group(
+                SegmentGroup(
                     tuple(sorted(b)), problem.segments[b[0]][choice[b[0]]].devices, tuple(choice[s] for s in sorted(b))
                 )
                 for b in blocks

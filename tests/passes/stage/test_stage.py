@@ -11,19 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.ir.schedules import interleaved, one_f_one_b
 from autopar.passes.stage import (
-    Option,
+    StageOption,
     StageProblem,
     StageShortage,
     StageSolution,
     additive_partition,
     evaluate,
-    gpipe,
-    interleaved,
     min_max_partition,
-    one_f_one_b,
     solve_stages,
-    zero_bubble_h2,
 )
 
 seeds = st.integers(0, 10**6)
@@ -73,7 +70,7 @@ def random_problem(seed: int, L: int, kinds: int = 1, **changes) -> StageProblem
             return np.full(L, rng.random() * scale) if repeated else rng.random(L) * scale
 
         options.append(
-            Option(
+            StageOption(
                 f"o{n}",
                 devices,
                 row(1 / devices),
@@ -93,10 +90,18 @@ def random_problem(seed: int, L: int, kinds: int = 1, **changes) -> StageProblem
         int(rng.choice([1, 2, 3, 8])),
         rng.random(L) * float(rng.choice([0, 0.1, 1])),
         rng.random(L) < float(rng.choice([0.6, 1.0])),
-        (one_f_one_b, gpipe, zero_bubble_h2, fewer_with_more_stages)[int(rng.integers(0, 4))],
+        (one_f_one_b, all_at_once, twice_one_f_one_b, fewer_with_more_stages)[int(rng.integers(0, 4))],
         boundary_busy=float(rng.choice([0.0, 0.5, 1.0])),
     )
     return replace(problem, **changes)
+
+
+def all_at_once(after: int, stages: int, M: int) -> float:
+    return M
+
+
+def twice_one_f_one_b(after: int, stages: int, M: int) -> float:
+    return min(M, 2 * after + 1)
 
 
 def fewer_with_more_stages(after: int, stages: int, M: int) -> float:
@@ -225,7 +230,9 @@ def layers(L: int, S: int, M: int = 32, **changes) -> StageProblem:
     forward[0], forward[-1] = 1e-5, 2.3e-3
     resting = np.full(L, 1.0)
     resting[0] = resting[-1] = 2.0
-    option = Option("tp8", 8, forward, 2 * forward, resting * 1e-3, resting, np.full(L, 0.05), np.full(L, 0.5), 80.0)
+    option = StageOption(
+        "tp8", 8, forward, 2 * forward, resting * 1e-3, resting, np.full(L, 0.05), np.full(L, 0.5), 80.0
+    )
     return replace(StageProblem((option,), (8 * S,), M, np.full(L, 2e-5), np.ones(L, bool)), **changes)
 
 
@@ -241,7 +248,7 @@ def test_never_worse_than_an_equal_split(mixed: bool) -> None:
 
 def test_memory_of_1f1b_moves_units_away_from_the_first_stage() -> None:
     held = np.full(12, 1.0)
-    option = Option("one", 1, held, held, held * 0, held * 0, held, held * 0, 12.0)
+    option = StageOption("one", 1, held, held, held * 0, held * 0, held, held * 0, 12.0)
     problem = StageProblem((option,), (3,), 8, held * 0, np.ones(12, bool))
     found = solve_stages(problem, mixed=False, gap=0)
     assert isinstance(found, StageSolution)
@@ -267,7 +274,7 @@ def test_two_speeds_of_devices_share_the_work_by_speed() -> None:
     slow = np.full(9, 2.0)
     zero = slow * 0
     options = tuple(
-        Option(name, 1, slow / speed, zero, zero, zero, zero, zero, 1.0, kind=k)
+        StageOption(name, 1, slow / speed, zero, zero, zero, zero, zero, 1.0, kind=k)
         for k, (name, speed) in enumerate([("old", 1), ("new", 2)])
     )
     found = solve_stages(StageProblem(options, (1, 1), 64, zero, np.ones(9, bool)), gap=0)

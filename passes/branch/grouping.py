@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+import networkx as nx
+
 from autopar.errors import InputError, PlanError
-from autopar.passes.stage.problem import InFlight, one_f_one_b
+from autopar.ir.schedules import InFlight, one_f_one_b
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,20 @@ class BranchProblem:
         """Seconds of an edge between two groups."""
         return self.latency_s + self.edges[edge][2] / self.bandwidth_Bps
 
-    def serves(self, groups: Sequence[Group]) -> bool:
-        """Whether as many devices are used as must be."""
-        used = sum(group.devices for group in groups)
-        return used == self.devices if self.every_device else used <= self.devices
+    def admits(self, solution: BranchSolution) -> bool:
+        """Whether a grouping is within the memory of every device and uses as many devices as must be."""
+        used = sum(group.devices for group in solution.groups)
+        enough = used == self.devices if self.every_device else used <= self.devices
+        return enough and max(solution.memory) <= self.limit_bytes
+
+    def fastest_options(self, devices: int) -> list[int]:
+        """Per segment the index of its fastest option on that many devices; -1 where it has none."""
+
+        def fastest(options: tuple[SegmentOption, ...]) -> int:
+            fitting = [i for i, option in enumerate(options) if option.devices == devices]
+            return min(fitting, key=lambda i: options[i].time_s, default=-1)
+
+        return [fastest(options) for options in self.segments]
 
     def waiting(self, after: int) -> float:
         """Microbatches in flight in a group with so many groups after it."""
@@ -76,7 +88,7 @@ class BranchProblem:
 
 
 @dataclass(frozen=True)
-class Group:
+class SegmentGroup:
     """Segments that share `devices` devices; options[i]: index of the option of segments[i]."""
 
     segments: tuple[int, ...]
@@ -91,7 +103,7 @@ class BranchSolution:
     latency_s: of one microbatch. busiest_s: seconds that the busiest group works per microbatch.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[SegmentGroup, ...]
     total_s: float
     bound: float
     latency_s: float
@@ -104,55 +116,42 @@ class BranchSolution:
     def side_by_side(self) -> bool:
         """Whether some two groups work at the same time on the same microbatch: neither waits for the other."""
         n = len(self.groups)
-        reach = [{v for u, v in self.edges if u == g} for g in range(n)]
-        for g in reversed(range(n)):
-            reach[g] |= {w for v in tuple(reach[g]) for w in reach[v]}
-        return any(b not in reach[a] for a in range(n) for b in range(a + 1, n))
+        flow = nx.DiGraph(self.edges)
+        flow.add_nodes_from(range(n))
+        return nx.transitive_closure_dag(flow).number_of_edges() < n * (n - 1) // 2
 
 
-def evaluate(problem: BranchProblem, groups: Sequence[Group]) -> BranchSolution:
+def evaluate(problem: BranchProblem, groups: Sequence[SegmentGroup]) -> BranchSolution:
     """Predicted time and bytes of a grouping, from the definition; limits are reported, not enforced.
 
     Raises PlanError when segments are missing or doubled, devices disagree or values would flow in a circle.
     """
-    home = {s: g for g, group in enumerate(groups) for s in group.segments}
-    if sorted(s for group in groups for s in group.segments) != list(range(len(problem.segments))):
-        raise PlanError(f"groups must hold each of the {len(problem.segments)} segments once")
-    chosen = {s: problem.segments[s][o] for group in groups for s, o in zip(group.segments, group.options, strict=True)}
-    for group in groups:
-        if wrong := [s for s in group.segments if chosen[s].devices != group.devices]:
-            raise PlanError(
-                f"{problem.name(wrong[0])} is given an option for another number of devices than {group.devices}"
-            )
-    if sum(group.devices for group in groups) > problem.devices:
-        raise PlanError(f"groups take {sum(g.devices for g in groups)} devices, there are {problem.devices}")
-    flow: dict[tuple[int, int], float] = {}
-    for e, (u, v, _) in enumerate(problem.edges):
-        if home[u] != home[v]:
-            pair = (home[u], home[v])
-            flow[pair] = flow.get(pair, 0.0) + problem.hand_over_s(e)
-    order = _topological(len(groups), set(flow))
-    if order is None:
+    _check_groups(problem, groups)
+    flow = _flow(problem, groups)
+    try:
+        order = list(nx.lexicographical_topological_sort(flow))
+    except nx.NetworkXUnfeasible:
         raise PlanError(
             "values would flow in a circle between groups; a group cannot hold what lies around another one"
-        )
-    time = [sum(chosen[s].time_s for s in group.segments) for group in groups]
+        ) from None
+    chosen = [[problem.segments[s][o] for s, o in zip(group.segments, group.options, strict=True)] for group in groups]
+    time = [sum(option.time_s for option in options) for options in chosen]
     finish, after, entering = [0.0] * len(groups), [0] * len(groups), [0.0] * len(groups)
     for g in order:
-        finish[g] = time[g] + max((finish[h] + seconds for (h, to), seconds in flow.items() if to == g), default=0.0)
-        entering[g] = sum(seconds for (_, to), seconds in flow.items() if to == g)
+        arrivals = [(h, flow.edges[h, g]["seconds"]) for h in flow.predecessors(g)]
+        finish[g] = time[g] + max((finish[h] + seconds for h, seconds in arrivals), default=0.0)
+        entering[g] = sum(seconds for _, seconds in arrivals)
     for g in reversed(order):
-        after[g] = max((after[to] + 1 for h, to in flow if h == g), default=0)
+        after[g] = max((after[to] + 1 for to in flow.successors(g)), default=0)
     memory = [
-        sum(chosen[s].resting_bytes + problem.waiting(after[g]) * chosen[s].held_bytes for s in group.segments)
-        + max(chosen[s].peak_bytes for s in group.segments)
-        for g, group in enumerate(groups)
+        sum(option.resting_bytes + problem.waiting(after[g]) * option.held_bytes for option in options)
+        + max(option.peak_bytes for option in options)
+        for g, options in enumerate(chosen)
     ]
     busiest = max(t + problem.boundary_busy * e for t, e in zip(time, entering, strict=True))
-    step = max(sum(chosen[s].step_s for s in group.segments) for group in groups)
+    step = max(sum(option.step_s for option in options) for options in chosen)
     total = max(finish) + (problem.microbatches - 1) * busiest + step
     rank = {g: i for i, g in enumerate(order)}
-    edges = tuple(sorted((rank[a], rank[b]) for a, b in flow))
     return BranchSolution(
         tuple(groups[g] for g in order),
         total,
@@ -161,15 +160,32 @@ def evaluate(problem: BranchProblem, groups: Sequence[Group]) -> BranchSolution:
         busiest,
         step,
         tuple(memory[g] for g in order),
-        edges,
+        tuple(sorted((rank[a], rank[b]) for a, b in flow.edges)),
     )
 
 
-def _topological(n: int, edges: set[tuple[int, int]]) -> list[int] | None:
-    order: list[int] = []
-    while len(order) < n:
-        ready = [g for g in range(n) if g not in order and all(a in order for a, b in edges if b == g)]
-        if not ready:
-            return None
-        order.append(ready[0])
-    return order
+def _check_groups(problem: BranchProblem, groups: Sequence[SegmentGroup]) -> None:
+    """Raises PlanError where segments are missing or doubled, or devices disagree."""
+    if sorted(s for group in groups for s in group.segments) != list(range(len(problem.segments))):
+        raise PlanError(f"groups must hold each of the {len(problem.segments)} segments once")
+    for group in groups:
+        for s, o in zip(group.segments, group.options, strict=True):
+            if problem.segments[s][o].devices != group.devices:
+                raise PlanError(
+                    f"{problem.name(s)} is given an option for another number of devices than {group.devices}"
+                )
+    if sum(group.devices for group in groups) > problem.devices:
+        raise PlanError(f"groups take {sum(g.devices for g in groups)} devices, there are {problem.devices}")
+
+
+def _flow(problem: BranchProblem, groups: Sequence[SegmentGroup]) -> nx.DiGraph:
+    """Groups, and the seconds to hand over what flows between them."""
+    home = {s: g for g, group in enumerate(groups) for s in group.segments}
+    flow = nx.DiGraph()
+    flow.add_nodes_from(range(len(groups)))
+    for e, (u, v, _) in enumerate(problem.edges):
+        pair = home[u], home[v]
+        if pair[0] != pair[1]:
+            seconds = flow.edges[pair]["seconds"] if flow.has_edge(*pair) else 0.0
+            flow.add_edge(*pair, seconds=seconds + problem.hand_over_s(e))
+    return flow

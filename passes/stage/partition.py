@@ -4,7 +4,7 @@
     sum of runs:  dp[i][j] = min over k of     dp[k][j-1] + cost(k+1..i, device j)
 
 Every run has at least one unit. With prefix sums cost(k+1..i) is O(1), so both are O(L² p); the minimum over k is one
-numpy row. They know nothing of memory, meshes or microbatches: `autopar.passes.stage.solve` does.
+numpy row. They know nothing of memory, meshes or microbatches: `autopar.passes.stage.best_cut` does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from math import ceil, floor, inf
 
 from ortools.sat.python import cp_model
 
-from autopar.passes.branch.problem import BranchProblem, BranchSolution, Group, evaluate
+from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, evaluate
 
 UNITS = 10**8
 """Integer units in the time of the whole model; bytes are counted whole, upwards."""
@@ -22,7 +22,7 @@ def _whole(value: float) -> int:
     return ceil(value - 1e-6)
 
 
-class Model:
+class GroupingModel:
     """The CP-SAT model: least time under the memory limit, or (memory) least memory."""
 
     def __init__(self, problem: BranchProblem, G: int, memory: bool = False) -> None:
@@ -173,6 +173,6 @@ class Model:
             inside = [(s, i) for (s, group, i), var in self.x.items() if group == g and solver.value(var)]
             if inside:
                 devices = self.problem.segments[inside[0][0]][inside[0][1]].devices
-                groups.append(Group(tuple(s for s, _ in inside), devices, tuple(i for _, i in inside)))
+                groups.append(SegmentGroup(tuple(s for s, _ in inside), devices, tuple(i for _, i in inside)))
         terms = (self.problem.microbatches + 1) * (len(self.problem.segments) + len(self.problem.edges))
         return evaluate(self.problem, groups), (solver.best_objective_bound - terms / 2) / self.scale

@@ -11,24 +11,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+
+from autopar.passes.stage.stage_problem import Piece
 
 NEAR = 1e-12
 """Relative difference below which two times are one: sums of the same units in another order."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """cost: f at the x asked for. x: the real bottleneck, at most what was asked. what: the solution."""
+class CutWithin:
+    """A cut into stages within a bottleneck. cost: f at the x asked for. x: the real bottleneck, at most what was asked."""
 
     cost: float
     x: float
-    what: Any
+    pieces: tuple[Piece, ...]
 
 
-Run = Callable[[float, float], Found | None]
+Run = Callable[[float, float], CutWithin | None]
 """(x, cutoff) -> the best solution with bottleneck <= x, or None when there is none or f(x) >= cutoff."""
 
 
@@ -49,12 +50,12 @@ def minimise(
     *,
     cutoff: float = np.inf,
     widest_first: bool = False,
-) -> Found | None:
+) -> CutWithin | None:
     """The least weight * x + f(x), to within the relative `gap`, if it is below `cutoff`; cost of the answer: that sum.
 
     xs: sorted candidates. floor: f is never below. widest_first: look at the largest x first (f is cheap there).
     """
-    best: Found | None = None
+    best: CutWithin | None = None
     value = cutoff
     heap = [(weight * float(xs[0]) + floor, 0, len(xs) - 1, floor)] if len(xs) else []
     growth, first = 1.1, widest_first
@@ -81,7 +82,7 @@ def minimise(
             continue
         total = weight * found.x + found.cost
         if total < value:
-            best, value = Found(total, found.x, found.what), total
+            best, value = CutWithin(total, found.x, found.pieces), total
         end = min(mid, int(np.searchsorted(xs, found.x * (1 - 10 * NEAR)))) - 1
         if end >= lo:
             least = max(least, found.cost - slack)

@@ -10,7 +10,7 @@ import numpy as np
 from autopar.errors import InfeasibleError
 from autopar.passes.stage.intervals import condense
 from autopar.passes.stage.mixed import Mixed, fastest_mixed
-from autopar.passes.stage.problem import Piece, StageProblem, StageShortage, StageSolution, evaluate
+from autopar.passes.stage.stage_problem import Piece, StageProblem, StageShortage, StageSolution, evaluate
 from autopar.passes.stage.uniform import Uniform, fastest_chunks, fastest_uniform, least_total, stages_of
 
 MIXED_DEVICES, MIXED_UNITS = 64, 200

@@ -15,7 +15,7 @@ hide behind compute). A stage holds resting_bytes + in_flight * held_bytes + the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,43 +23,14 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.errors import InputError, PlanError
+from autopar.ir.schedules import InFlight, one_f_one_b
 
-InFlight = Callable[[int, int, int], float]
-"""(stages after this one, stages, microbatches M) -> microbatches whose values a stage holds at once."""
 Piece = tuple[int, int, int]
 """(first unit, unit after the last, index of the option)."""
 
 
-def one_f_one_b(after: int, stages: int, M: int) -> float:
-    """1F1B and ZB-H1: the last stage holds one microbatch, every stage before it one more."""
-    return min(M, after + 1)
-
-
-def gpipe(after: int, stages: int, M: int) -> float:
-    """All of them."""
-    return M
-
-
-def zero_bubble_h2(after: int, stages: int, M: int) -> float:
-    """ZB-H2: about twice 1F1B."""
-    return min(M, 2 * after + 1)
-
-
-def interleaved(V: int) -> InFlight:
-    """Interleaved 1F1B with V chunks per group: what is in flight per chunk when the warm-up of its group ends."""
-
-    def rule(after: int, stages: int, M: int) -> float:
-        p = max(1, stages // V)
-        chunk, group = divmod(stages - 1 - after, p)
-        alive = min(2 * (p - 1 - group) + (V - 1) * p + 1, M * V)
-        rounds, rest = divmod(alive, p * V)
-        return min(M, rounds * p + min(p, max(0, rest - chunk * p)))
-
-    return rule
-
-
 @dataclass(frozen=True, eq=False)
-class Option:
+class StageOption:
     """One submesh and one way to run units on it; arrays are (L,).
 
     devices: how many (in the unit of `StageProblem.available`). forward_s, backward_s: seconds of a unit for one
@@ -102,7 +73,7 @@ class StageProblem:
     how many stages, or the first units of all stages but the first.
     """
 
-    options: tuple[Option, ...]
+    options: tuple[StageOption, ...]
     available: tuple[int, ...]
     microbatches: int
     boundary_s: np.ndarray
@@ -158,7 +129,7 @@ class StageProblem:
         """Number of stages where the user fixed it."""
         return self.stages if self.boundaries is None else len(self.boundaries) + 1
 
-    def enter_s(self, option: Option) -> np.ndarray:
+    def enter_s(self, option: StageOption) -> np.ndarray:
         """(L,) boundary_s of stages on an option; 0 at unit 0."""
         row = np.array(self.boundary_s if option.boundary_s is None else option.boundary_s, float)
         row[0] = 0.0
@@ -166,7 +137,7 @@ class StageProblem:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageChoice:
     """Units [start, end) on an option: seconds per microbatch (hand-over included), seconds once per step, bytes."""
 
     start: int
@@ -186,7 +157,7 @@ class StageSolution:
     is faster. groups[g]: stages of group g. group_memory: bytes on a device of each group.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageChoice, ...]
     total_s: float
     t_max_s: float
     step_s: float
@@ -256,7 +227,7 @@ def evaluate(
         rests += problem.in_flight(S - 1 - s, S, M) * float(np.sum(option.held_bytes[i:j]))
         peak = float(np.max(option.peak_bytes[i:j]))
         step = float(np.sum(option.step_s[i:j]))
-        stages.append(Stage(i, j, o, compute + enter, step, rests + peak, option.limit_bytes))
+        stages.append(StageChoice(i, j, o, compute + enter, step, rests + peak, option.limit_bytes))
         busy.append(compute + problem.boundary_busy * enter)
         parts.append((rests, peak))
     t_max = max(sum(busy[s] for s in group) for group in groups)

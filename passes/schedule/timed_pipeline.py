@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.costmodel.simulate import bubble_spans, link_seconds
 from autopar.ir.actions import Action, StageGraph, Table
-from autopar.passes.schedule.costs import Costs, Room
+from autopar.passes.schedule.costs import ActionCosts, MemoryRoom
 from autopar.passes.schedule.held import peak_bytes
 
 Step = tuple[str, int, int]
@@ -15,7 +15,7 @@ Step = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedTable:
     """Rows of a table and their time: spans_s[g] from the first start to the last end of a group, makespan_s of all."""
 
     rows: Sequence[Sequence[Step]]
@@ -38,10 +38,10 @@ def steps(table: Table) -> list[list[Step]]:
     return [[(a.kind, a.microbatch, a.stage) for a in row] for row in table]
 
 
-class Pipeline:
+class TimedPipeline:
     """Seconds by stage (f, b, w) and, per stage, what its F and its B wait for: (stage, seconds on the way)."""
 
-    def __init__(self, graph: StageGraph, microbatches: int, costs: Costs, room: Room) -> None:
+    def __init__(self, graph: StageGraph, microbatches: int, costs: ActionCosts, room: MemoryRoom) -> None:
         self.graph, self.m, self.costs, self.room = graph, microbatches, costs, room
         owner = graph.group_of
         self.f, self.b, self.w = ([costs.seconds[s, k] for s in range(graph.stages)] for k in "FBW")
@@ -54,9 +54,9 @@ class Pipeline:
 
         self.feeds, self.returns = priced(graph.feeds), priced(graph.returns)
 
-    def timed(self, table: Table) -> Timed | None:
+    def timed(self, table: Table) -> TimedTable | None:
         """A table as it is; None when it does not fit into the memory."""
         peaks = peak_bytes(table, self.graph, self.room.after_F, self.room.later)
         if any(peak > bound * (1 + 1e-9) for peak, bound in zip(peaks, self.room.bound, strict=True)):
             return None
-        return Timed(steps(table), *bubble_spans(table, self.graph, self.costs.seconds, self.costs.comm_s))
+        return TimedTable(steps(table), *bubble_spans(table, self.graph, self.costs.seconds, self.costs.comm_s))
