@@ -27,6 +27,7 @@ MOST_RANKS = 8192
 """Ranks of larger clusters stay in order: a search would take seconds, and meshes have their inner axis on fast links."""
 
 Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(senders, receivers, bytes per step) of pairs of logical ranks."""
 
 
 def placed(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec) -> Plan:
@@ -40,11 +41,11 @@ def placed(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: Clust
     in_order = tree.cost(traffic, np.arange(plan.ranks))
     if in_order <= tree.floor(traffic) * (1 + GAIN):
         return plan
-    found = place(traffic, cluster, exact=False)
-    if found.cost >= in_order * (1 - GAIN):
+    cheapest = place(traffic, cluster, exact=False)
+    if cheapest.cost >= in_order * (1 - GAIN):
         return plan
     logical = np.empty(plan.ranks, int)
-    logical[list(found.physical)] = np.arange(plan.ranks)
+    logical[list(cheapest.physical)] = np.arange(plan.ranks)
     return replace(plan, placement=tuple(logical.tolist()))
 
 
@@ -66,6 +67,7 @@ def program_traffic(lowered: LoweredProgram, counted: Account, ranks: int) -> Tr
 
 
 def _collectives(lowered: LoweredProgram, counted: Account) -> Iterator[Pairs]:
+    """Along every axis of a mesh: rings for reductions and gathers, all pairs for all-to-alls."""
     for stage, account in zip(lowered.stages, counted.stages, strict=True):
         mesh = stage.mesh
         rings: dict[str, float] = {}
@@ -79,11 +81,12 @@ def _collectives(lowered: LoweredProgram, counted: Account) -> Iterator[Pairs]:
                 rings[c.axis] = rings.get(c.axis, 0.0) + c.times * passes * c.nbytes * (size - 1) / size
         for weights, shape in ((rings, "ring"), (pairs, "all")):
             if weights:
-                found = mesh_traffic(mesh.sizes, weights, dict.fromkeys(mesh.names, shape))  # type: ignore[arg-type]
-                yield found.first + mesh.offset, found.second + mesh.offset, found.weight
+                traffic = mesh_traffic(mesh.sizes, weights, dict.fromkeys(mesh.names, shape))  # type: ignore[arg-type]
+                yield traffic.first + mesh.offset, traffic.second + mesh.offset, traffic.weight
 
 
 def _transfers(lowered: LoweredProgram) -> Iterator[Pairs]:
+    """Values and gradients that cross between stages."""
     totals: dict[tuple[int, int], float] = {}
     for t in lowered.transfers:
         target = lowered.stages[t.target].mesh
@@ -96,6 +99,7 @@ def _transfers(lowered: LoweredProgram) -> Iterator[Pairs]:
 
 
 def _shared(lowered: LoweredProgram) -> Iterator[Pairs]:
+    """Parameters that several stages hold, from their owner to the others."""
     for name, (owner, *others) in lowered.shared.items():
         for other in others:
             yield _between(lowered.stages[owner].mesh, lowered.stages[other].mesh, _held(lowered.stages[other], name))

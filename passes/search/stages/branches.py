@@ -42,6 +42,7 @@ from autopar.passes.stage import StageChoice, StageSolution
 
 MOST_GROUPS = 6
 MOST_TRIED = 4
+"""Groups of segments, and groupings that are made to fit, at most."""
 SOLVE_S = 5.0
 """Seconds for one grouping of segments."""
 _FASTER = 0.999

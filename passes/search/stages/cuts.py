@@ -35,6 +35,8 @@ MOST_CHUNKED = 6
 """Cuts that are made again with several stages per group."""
 _TIGHTER = (1.0, 0.85, 0.7)
 """Shares of the memory that submesh plans which recompute are planned for in turn, as no cut shares it out evenly."""
+_STAGE_GAP = 0.002
+"""Relative distance to its bound at which a cut is good enough."""
 _BUSY = 2.0
 """Submeshes that keep their devices busy this many times as long as the best one are left out."""
 
@@ -146,15 +148,15 @@ class CutSearch:
             members, V, shape, mixed = questions.pop(0)
             try:
                 problem = self._stage_problem(task, M, [plans[i] for i in members], share, V)
-                found = solve_stages(problem, mixed=mixed, chunks=V, shape=shape, gap=0.002)
+                cut = solve_stages(problem, mixed=mixed, chunks=V, shape=shape, gap=_STAGE_GAP)
             except InfeasibleError:
                 continue
-            if isinstance(found, StageShortage):
-                yield found
+            if isinstance(cut, StageShortage):
+                yield cut
                 continue
-            used = sum(plans[members[found.stages[g[0]].option]].mesh.size for g in found.groups)
-            if used == ranks and len(found.groups) > 1:
-                yield Draft(task, M, V, shape, found, tuple(plans[i] for i in members))
+            used = sum(plans[members[cut.stages[group[0]].option]].mesh.size for group in cut.groups)
+            if used == ranks and len(cut.groups) > 1:
+                yield Draft(task, M, V, shape, cut, tuple(plans[i] for i in members))
             elif used < ranks and len(members) > 1 and len(limits.kinds) == 1:
                 # It would leave devices idle; stages that are alike use all of them.
                 questions += [([i], 1, "loop", False) for i in members if ranks % plans[i].mesh.size == 0]

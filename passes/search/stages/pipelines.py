@@ -28,6 +28,8 @@ from autopar.passes.stage import StageShortage
 
 MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""
+_ROUGHNESS = 1.03
+"""A plan may take so many times the estimate of its draft within memory."""
 _FASTER = 0.999
 """A cut is tried where it could be faster by more than this."""
 
@@ -69,7 +71,7 @@ def _promising(search: CutSearch) -> list[DraftInMemory]:
         tried.add(_kind(rough))
         for draft_in_memory in drafts_in_memory(search.exact, rough):
             in_memory.append(draft_in_memory)
-            best_s = min(best_s, 1.03 * draft_in_memory.draft.step_s)
+            best_s = min(best_s, _ROUGHNESS * draft_in_memory.draft.step_s)
     return sorted(in_memory, key=lambda d: d.draft.step_s)
 
 
