@@ -1,12 +1,19 @@
 """What every test shares: one thread per process, repeatable hypothesis, and markers that skip themselves."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from autopar.passes.batch import captures
+from tests.zoo.models import BY_NAME, ZooModel
+from tests.zoo.shared import shared
+
 torch.set_num_threads(1)
+gc.set_threshold(100_000, 20, 100)  # graphs are large and live long: looking for garbage in them is a fifth of the time
 
 settings.register_profile(
     "ci",
@@ -22,12 +29,32 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_model_of)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _model_of(item: pytest.Item) -> str:
+    """The zoo model that a test is about, by which tests lie side by side: they share captures and compiled programs."""
+    parameters = getattr(item, "callspec", None)
+    for value in parameters.params.values() if parameters is not None else ():
+        if isinstance(value, ZooModel):
+            return value.name
+        if isinstance(value, str) and value in BY_NAME:
+            return value
+    return ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_captures() -> Iterator[None]:
+    """Zoo models are captured once for all tests of a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captures, "capture_program", shared(captures.capture_program))
+        yield
 
 
 @pytest.fixture(autouse=True)

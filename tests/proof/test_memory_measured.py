@@ -52,6 +52,7 @@ WIDE = (
 )
 
 
+@functools.lru_cache(maxsize=8)
 def compiled(zoo: ZooModel, plan: str, ranks: int, microbatches: int, precision: str | None = None) -> autopar.Program:
     options = dataclasses.replace(PLANS[plan], microbatches=microbatches, precision=precision)
     if options.mesh is not None:

@@ -29,6 +29,7 @@ RUNS = ("dp", "zero3", "megatron", "1f1b")
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
+@functools.lru_cache(maxsize=4)
 def compiled(
     zoo: ZooModel, plan: str = "dp", ranks: int = 2, precision: str | None = "bf16", microbatches: int | None = None
 ) -> autopar.Program:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,9 @@ class ZooModel:
         """The model, with the same parameters every time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1234)
-            return self.build()
+            model = self.build()
+        ORIGIN[model] = self
+        return model
 
     def batch(self, seed: int = 0) -> Batch:
         """A global training batch."""
@@ -54,6 +57,10 @@ class ZooModel:
 
     def __repr__(self) -> str:
         return self.name
+
+
+ORIGIN: weakref.WeakKeyDictionary[nn.Module, ZooModel] = weakref.WeakKeyDictionary()
+"""The zoo model that a module was made of."""
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
