@@ -38,9 +38,22 @@ class OpCall:
         value = self.arguments.get(name)
         return self.operands[value.index] if isinstance(value, Operand) else None
 
+    def operand(self, name: str) -> TensorType:
+        """Type of the tensor argument `name`, which the op always has."""
+        type_ = self.type_of(name)
+        assert type_ is not None, f"{self.op} without {name}"
+        return type_
+
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(t.shape for t in self.operands)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the first result, where that is a tensor."""
+        first = self.results[0]
+        assert first is not None, f"{self.op} has no tensor as its first result"
+        return first.shape
 
     @property
     def out_shapes(self) -> tuple[tuple[int, ...] | None, ...]:

@@ -30,10 +30,7 @@ define("aten.scaled_dot_product_attention", precision="low", low_operands=3)
 
 
 def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labels | None]]:
-    q, k, v = (call.type_of(n) for n in "qkv")
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    q, k, v = (call.operand(name) for name in "qkv")
     make = Maker()
     b, heads, s, d = q.shape
     kv, t, e = k.shape[1], k.shape[2], v.shape[3]
@@ -60,10 +57,7 @@ def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labe
 
 
 def _attention_work(call: OpCall, rule: Rule) -> Gemm:
-    q, k, v = (call.type_of(n) for n in "qkv")
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    q, k, v = (call.operand(name) for name in "qkv")
     b, h, s, d = q.shape
     products = 2 if call.op == "autopar.attention" else 5
     flops = products * b * h * s * k.shape[2] * (d + v.shape[3]) * (0.5 if call["causal"] else 1.0)
@@ -76,9 +70,7 @@ def _attention_block(block: Block) -> dict[str, Any]:
     if call["causal"]:
         changed["offset"] = block.offset("s")
     if call["p"] > 0:
-        q, k = call.type_of("q"), call.type_of("k")
-        assert q is not None
-        assert k is not None
+        q, k = call.operand("q"), call.operand("k")
         changed["shape"] = (*q.shape[:3], k.shape[2])
         _, table, _ = _attention_labels(call)
         changed["offsets"] = block.offsets(table["score"])

@@ -61,8 +61,7 @@ def _conv_work(call: OpCall, rule: Rule) -> Gemm:
 
 def _shapes(call: OpCall) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Shapes of image, kernel and result, of which one is what the op makes."""
-    out, (first, second, *_) = call.out_shapes[0], call.shapes
-    assert out is not None
+    out, (first, second, *_) = call.out_shape, call.shapes
     by_op = {"conv": (first, second, out), "conv_dx": (out, second, first), "conv_dw": (second, out, first)}
     return by_op[call.op.removeprefix("autopar.")]
 
@@ -95,8 +94,7 @@ def _with_shape(name: str) -> dict[str, Any]:
 )
 def conv(call: OpCall) -> Rule:
     """Batch, output channels and groups shard; input channels too when no bias would be added twice."""
-    y = call.out_shapes[0]
-    assert y is not None
+    y = call.out_shape
     make, table = _conv_labels(call, call.shapes[0], call.shapes[1], y)
     operands: list[Labels | None] = [table["x"], table["w"]]
     if len(call.shapes) == 3:
@@ -115,8 +113,7 @@ def conv(call: OpCall) -> Rule:
 )
 def conv_dx(call: OpCall) -> Rule:
     """Contracts output channels."""
-    x = call.out_shapes[0]
-    assert x is not None
+    x = call.out_shape
     make, table = _conv_labels(call, x, call.shapes[1], call.shapes[0])
     return make.rule([table["y"], table["w"]], [table["x"]])
 
@@ -131,8 +128,7 @@ def conv_dx(call: OpCall) -> Rule:
 )
 def conv_dw(call: OpCall) -> Rule:
     """Contracts the batch."""
-    w = call.out_shapes[0]
-    assert w is not None
+    w = call.out_shape
     make, table = _conv_labels(call, call.shapes[1], w, call.shapes[0])
     return make.rule([table["y"], table["x"]], [table["w"]])
 

@@ -17,8 +17,7 @@ define(*named("zeros_like ones_like full_like empty_like new_zeros new_ones new_
 def constant(call: OpCall) -> Rule:
     """Every dim of a constant can be made sharded."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     return make.rule([], [make.dims(out)])
 
 
@@ -32,8 +31,7 @@ def _contiguous(block: Block) -> dict[str, Any]:
 def new_constant(call: OpCall) -> Rule:
     """A constant that takes only dtype and device from its operand."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     return make.rule([((),) * len(call.shapes[0])], [make.dims(out)])
 
 

@@ -41,18 +41,12 @@ def embedding(call: OpCall) -> Rule:
     return make.rule([(v, h), index], [(*index, h)])
 
 
-def _rows(call: OpCall) -> dict[str, Any]:
-    out = call.out_shapes[0]
-    assert out is not None
-    return {"rows": out[0]}
-
-
 @graph_op(
     "embedding_grad(Tensor g, Tensor index, SymInt rows, int padding) -> Tensor",
     local.embedding_grad,
     lambda g, index, rows, padding: g.new_empty([rows, g.shape[-1]]),
     localize=lambda b: {"rows": b.result_shape()[0], **_table_offset(b)},
-    globalize=_rows,
+    globalize=lambda call: {"rows": call.out_shape[0]},
     dear=True,
     fresh=True,
 )
@@ -60,8 +54,7 @@ def embedding_grad(call: OpCall) -> Rule:
     """Sums over the batch; each block of the vocabulary takes its own rows."""
     make = Maker()
     index = tuple(make.add(f"d{i}", n) for i, n in enumerate(call.shapes[1]))
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     v, h = make.add("v", out[0]), make.add("h", out[1])
     return make.rule([(*index, h), index], [(v, h)])
 

@@ -55,8 +55,7 @@ def index(call: OpCall) -> Rule:
     operands: list[Labels | None] = [labels]
     operands += [_tail(picked, t.shape) for t in tensors]
     if not reading:
-        values = call.type_of("values")
-        assert values is not None
+        values = call.operand("values")
         operands.append(_tail(value, values.shape))
         return make.rule(operands, [labels])
     return make.rule(operands, [value])
@@ -85,8 +84,7 @@ def histogram(call: OpCall) -> Rule:
 def search(call: OpCall) -> Rule:
     """The sorted dim stays whole; what is looked up passes."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     labels = make.dims(out)
     table = "boundaries" if call.op.startswith("aten.bucketize") else "sorted_sequence"
     rows: list[Labels | None] = []

@@ -54,23 +54,16 @@ def pick(call: OpCall) -> Rule:
     return make.rule([x, row], [row])
 
 
-def _classes(call: OpCall) -> dict[str, Any]:
-    out = call.out_shapes[0]
-    assert out is not None
-    return {"size": out[int(call["dim"])]}
-
-
 @graph_op(
     "pick_grad(Tensor g, Tensor index, int dim, SymInt size) -> Tensor",
     local.pick_grad,
     lambda g, index, dim, size: g.new_empty([*g.shape[:dim], size, *g.shape[dim:]]),
     localize=lambda b: {"size": b.result_shape()[b.call["dim"]], **_class_offset(b)},
-    globalize=_classes,
+    globalize=lambda call: {"size": call.out_shape[int(call["dim"])]},
 )
 def pick_grad(call: OpCall) -> Rule:
     """Each block places the entries it holds."""
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     make, x, row = _rows(call, out)
     return make.rule([row, row], [x])
 

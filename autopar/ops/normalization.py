@@ -33,8 +33,7 @@ define(
 
 def _norm(call: OpCall) -> tuple[Maker, Labels, Labels, Labels]:
     """(make, labels of x, of statistics, of the weight)."""
-    x = call.type_of("x")
-    assert x is not None
+    x = call.operand("x")
     make = Maker()
     split = len(x.shape) - call["ndim"]
     labels = make.dims(x.shape, whole=set(range(split, len(x.shape))))

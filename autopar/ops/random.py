@@ -78,8 +78,7 @@ def _empty(size: Sequence[int], dtype: torch.dtype, site: int) -> Tensor:
 
 
 def _every_dim(call: OpCall) -> Rule:
-    make, out = Maker(), call.out_shapes[0]
-    assert out is not None
+    make, out = Maker(), call.out_shape
     return make.rule([], [make.dims(out)])
 
 

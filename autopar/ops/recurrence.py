@@ -28,8 +28,7 @@ define(*named("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_r
 
 def _rule(call: OpCall, *results: str) -> Rule:
     make = Maker()
-    x = call.type_of("x")
-    assert x is not None
+    x = call.operand("x")
     b = make.add("b", x.shape[1])
     table: dict[str, Labels] = dict.fromkeys(("x", "g_out"), ((), b, ()))
     table |= dict.fromkeys(("h0", "c0", "g_h", "g_c"), (b, ()))

@@ -199,8 +199,7 @@ def resized(name: str) -> dict[str, Callable[..., dict[str, Any]]]:
     """`localize` and `globalize` of an op whose argument `name` is the shape of its result."""
 
     def globalize(call: OpCall) -> dict[str, Any]:
-        shape = call.out_shapes[0]
-        assert shape is not None
+        shape = call.out_shape
         return {name: list(shape)}
 
     return {"localize": lambda block: {name: block.result_shape()}, "globalize": globalize}

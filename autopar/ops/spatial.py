@@ -51,8 +51,7 @@ def glu(call: OpCall) -> Rule:
     def labels(shape: tuple[int, ...]) -> Labels:
         return tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(shape))
 
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     return make.rule([labels(s) for s in call.shapes], [labels(out)])
 
 
@@ -60,8 +59,7 @@ def glu(call: OpCall) -> Rule:
 def unfold_image(call: OpCall) -> Rule:
     """(n, c, h, w) to (n, c·kernel, places) and back: batch and channels pass."""
     make = Maker()
-    x, y = call.shapes[0], call.out_shapes[0]
-    assert y is not None
+    x, y = call.shapes[0], call.out_shape
     image, columns = (x, y) if call.op.startswith("aten.im2col") else (y, x)
     lead = make.add("n", image[0]) if len(image) == 4 else ()
     batch = (lead,) if len(image) == 4 else ()
@@ -76,8 +74,7 @@ def unfold_image(call: OpCall) -> Rule:
 def grid_sampler(call: OpCall) -> Rule:
     """Batch and channels pass; gradients of the grid are sums over channels."""
     make = Maker()
-    image = call.type_of("input")
-    assert image is not None
+    image = call.operand("input")
     n, c = make.add("n", image.shape[0]), make.add("c", image.shape[1])
     rest = ((),) * (len(image.shape) - 2)
     pictures, grid = (n, c, *rest), (n, *rest, ())

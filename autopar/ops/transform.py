@@ -12,10 +12,8 @@ from autopar.ops.registry import register
 def fourier(call: OpCall) -> Rule:
     """Transformed dims stay whole (and may change size), the others pass."""
     make = Maker()
-    x, y = call.shapes[0], call.out_shapes[0]
-    assert y is not None
     along = reduced_dims(call)
-    labels: Labels = tuple(() if i in along else make.add(f"d{i}", n) for i, n in enumerate(x))
+    labels: Labels = tuple(() if i in along else make.add(f"d{i}", n) for i, n in enumerate(call.shapes[0]))
     return make.rule([labels], [labels])
 
 

@@ -111,8 +111,7 @@ def regroup(make: Maker, before: tuple[int, ...], after: tuple[int, ...]) -> tup
 def reshape(call: OpCall) -> Rule:
     """Only the major factor of a merged or split dim can be sharded."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     left, right = regroup(make, call.shapes[0], out)
     return make.rule([left], [right], [{0}] if all_float(call) else [])
 
@@ -129,8 +128,7 @@ def permute(call: OpCall) -> Rule:
 def expand(call: OpCall) -> Rule:
     """A dim grown from size one is a factor of the result alone."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     labels = make.dims(out)
     return make.rule([broadcast_labels(call.shapes[0], out, labels)], [labels], [{0}] if all_float(call) else [])
 
@@ -144,8 +142,7 @@ def expand(call: OpCall) -> Rule:
 def resize(call: OpCall) -> Rule:
     """Dims that keep their size pass; dims that change stay whole."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     shape = call.shapes[0]
     lead = len(out) - len(shape) if call.op.startswith("aten.repeat") else 0
     changed = {i for i, n in enumerate(shape) if i + lead >= len(out) or out[i + lead] != n}
@@ -168,8 +165,7 @@ def resize(call: OpCall) -> Rule:
 def slice_backward(call: OpCall) -> Rule:
     """The sliced dim is whole in the result."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     dim = int(call["dim"]) % len(out)
     labels = tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(out))
     own = labels if len(call.shapes[0]) == len(out) else (*labels, ())
@@ -189,8 +185,7 @@ def select(call: OpCall) -> Rule:
 def select_backward(call: OpCall) -> Rule:
     """The selected dim comes back whole."""
     make = Maker()
-    out = call.out_shapes[0]
-    assert out is not None
+    out = call.out_shape
     dim = int(call["dim"]) % len(out)
     labels = tuple(() if i == dim else make.add(f"d{i}", n) for i, n in enumerate(out))
     return make.rule([tuple(d for i, d in enumerate(labels) if i != dim)], [labels], [{0}] if all_float(call) else [])
