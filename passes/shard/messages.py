@@ -38,12 +38,11 @@ def bound(r: Reduced, rounds: int, deadline: float) -> Bounds:
         (u, v): np.zeros(len(r.cost[v])) for u, ms in r.near.items() for v in ms
     }
     order = _order(r)
-    rank = {v: i for i, v in enumerate(order)}
+    sweeps = [_sweep(r, order), _sweep(r, order[::-1])]
     for k in range(rounds):
-        for direction in (order, order[::-1]):
-            ahead = 1 if direction is order else -1
-            for v in direction:
-                _send(r, messages, v, rank, ahead)
+        for sweep in sweeps:
+            for v, ahead, share in sweep:
+                _send(r, messages, v, ahead, share)
         if k % 5 == 4 or k == rounds - 1:
             improved = _update(r, messages, order, best)
             closed = best.upper - best.lower <= 1e-7 * abs(best.upper)
@@ -65,18 +64,28 @@ def _order(r: Reduced) -> list[int]:
     return list(seen)
 
 
-def _send(r: Reduced, messages: dict[tuple[int, int], np.ndarray], v: int, rank: dict[int, int], ahead: int) -> None:
+def _sweep(r: Reduced, order: list[int]) -> list[tuple[int, list[int], float]]:
+    """In this order every variable with the neighbours that come after it, and the share of its total that each is sent."""
+    rank = {v: i for i, v in enumerate(order)}
+    sweep = []
+    for v in order:
+        ahead = [u for u in r.near[v] if rank[u] > rank[v]]
+        if ahead:
+            sweep.append((v, ahead, 1.0 / max(len(ahead), len(r.near[v]) - len(ahead))))
+    return sweep
+
+
+def _send(r: Reduced, messages: dict[tuple[int, int], np.ndarray], v: int, ahead: list[int], share: float) -> None:
+    """Messages of one variable to those ahead of it. `minimum.reduce` is what `min` calls, without its wrapper."""
     near = r.near[v]
-    if not near:
-        return
     total = r.cost[v].copy()
     for u in near:
         total += messages[u, v]
-    forward = [u for u in near if (rank[u] - rank[v]) * ahead > 0]
-    share = 1.0 / max(len(forward), len(near) - len(forward), 1)
-    for u in forward:
-        message = (near[u] + (share * total - messages[u, v])[:, None]).min(0)
-        messages[v, u] = message - message.min()
+    total *= share
+    for u in ahead:
+        message = np.minimum.reduce(near[u] + (total - messages[u, v])[:, None], 0)
+        message -= np.minimum.reduce(message)
+        messages[v, u] = message
 
 
 def _edges(r: Reduced, messages: dict[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.ndarray]:

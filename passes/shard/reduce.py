@@ -20,6 +20,9 @@ import numpy as np
 
 from autopar.passes.shard.graph import FactorGraph
 
+AT_ONCE = 200_000
+"""Numbers up to which all pairs of states are compared in one array."""
+
 
 @dataclass
 class Reduced:
@@ -81,8 +84,11 @@ def _drop_dominated(r: Reduced, v: int, with_memory: bool) -> bool:
     for m in r.near[v].values():
         if n * n * m.shape[1] > 60_000_000:
             return False
+        if n * n * m.shape[1] <= AT_ONCE:
+            gap += np.minimum.reduce(m[:, None, :] - m[None, :, :], 2)
+            continue
         for s in range(n):
-            gap[s] += (m[s][None, :] - m).min(1)
+            gap[s] += np.minimum.reduce(m[s][None, :] - m, 1)
     beaten = gap >= -1e-15
     if with_memory:
         beaten &= r.memory[v][:, None] >= r.memory[v][None, :]
