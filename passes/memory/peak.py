@@ -20,7 +20,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
-from autopar.passes.price.tiers import step_parts
+from autopar.runtime.parts import divide
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,23 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
 def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float) -> None:
     kinds = tiers.setdefault(tier, {})
     kinds[kind] = kinds.get(kind, 0.0) + nbytes
+
+
+def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], float]]:
+    """The parts that the optimizer's step is divided into where its state rests in tiers: names, and the bytes that come
+    for them: state, values and gradients."""
+    mesh = stage.mesh
+    owned = {n: p for n, p in stage.parameters.items() if p.contributions and p.owned and (p.optimizer_tier or p.tier)}
+    sizes = {n: int(p.optimizer.local_bytes(p.type, mesh)) for n, p in owned.items()}
+    found = []
+    for names in divide(sizes):
+        coming = 0.0
+        for name in names:
+            p, itemsize = owned[name], owned[name].type.dtype.itemsize
+            state = setting.ratio(name) * sizes[name] / itemsize * max(setting.state_bytes, itemsize)
+            coming += (state if p.optimizer_tier else 0.0) + (2 * sizes[name] if p.tier else 0.0)
+        found.append((names, coming))
+    return found
 
 
 def _parts_peak(stage: LoweredStage, setting: Setting) -> float:

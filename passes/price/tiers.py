@@ -17,10 +17,10 @@ from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_before_per_byte
+from autopar.passes.memory.peak import step_parts
 from autopar.passes.price.lines import TemplateSeconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.storages import storage_owners
-from autopar.runtime.parts import divide
 
 
 @dataclass(frozen=True)
@@ -158,23 +158,6 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
         )
         for tier, (nbytes, back, out) in found.items()
     ]
-
-
-def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], float]]:
-    """The parts that the optimizer's step is divided into where its state rests in tiers: names, and the bytes that come
-    for them: state, values and gradients."""
-    mesh = stage.mesh
-    owned = {n: p for n, p in stage.parameters.items() if p.contributions and p.owned and (p.optimizer_tier or p.tier)}
-    sizes = {n: int(p.optimizer.local_bytes(p.type, mesh)) for n, p in owned.items()}
-    parts = []
-    for names in divide(sizes):
-        coming = 0.0
-        for name in names:
-            p, itemsize = owned[name], owned[name].type.dtype.itemsize
-            state = setting.ratio(name) * sizes[name] / itemsize * max(setting.state_bytes, itemsize)
-            coming += (state if p.optimizer_tier else 0.0) + (2 * sizes[name] if p.tier else 0.0)
-        parts.append((names, coming))
-    return parts
 
 
 def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, update_s: float) -> list[TierMove]:
