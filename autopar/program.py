@@ -180,12 +180,13 @@ def emit(
     """The first candidate lowered, checked and printed; the others become alternatives. task: whose candidates they are.
     seconds: spent so far, by name."""
     started = time.perf_counter()
-    best = task.finish(candidates[0])
-    assert best.lowered is not None
-    check_program(best.lowered, task.rules)
+    best = candidates[0]
+    lowered = best.lowered or task.lower(best.plan)
+    check_program(lowered, task.rules)  # before it is accounted for, which trusts its table
+    best = replace(best, lowered=lowered, account=best.account or task.account(lowered, best.plan))
     checked = time.perf_counter()
     decision = _decision(task, best, candidates[1:])
-    emitted = _printed(best.lowered, captured.program, type(request.model).__name__)
+    emitted = _printed(lowered, captured.program, type(request.model).__name__)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)
 

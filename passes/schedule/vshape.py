@@ -37,5 +37,6 @@ register(
         shape="v",
         splits_backward=True,
         timed=True,
+        tried=6,
     )
 )

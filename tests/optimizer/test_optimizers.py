@@ -266,9 +266,9 @@ def test_arguments_of_compile_make_the_rule():
     step = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     made = compiled(
         groups, scheduler=step, clip_grad_norm=1, loss_scaling=True, options={"compensated_sums": True}
-    ).update
+    ).request.update
     assert made == UpdateRule(groups, step, autopar.ClipNorm(1), None, autopar.LossScaling(), True)
-    assert compiled(optimizer=made).update == made
+    assert compiled(optimizer=made).request.update == made
 
 
 def test_an_overflow_is_recovered_from():
@@ -282,7 +282,7 @@ def test_an_overflow_is_recovered_from():
             rows.append((session.updater.skipped, session.updater.loss_scale))
         return rows, session.gather_full("layers.0.weight")
 
-    results = program._ranks(body)
+    results = program.on_ranks(body)
     rows, weight = results[0]
     assert rows[0][0]
     assert not rows[-1][0]
@@ -294,7 +294,7 @@ def test_an_overflow_is_recovered_from():
             session.train_step(list(batch))
         return session.gather_full("layers.0.weight")
 
-    torch.testing.assert_close(weight, compiled()._ranks(plain)[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weight, compiled().on_ranks(plain)[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
@@ -310,7 +310,7 @@ def test_a_step_of_eight_microbatches_reduces_gradients_as_often_as_one(strategy
             session.train_step(list(BATCH))
             return [kind for kind, site in calls if site.startswith("gradients of")]
 
-        return program._ranks(body)[0]
+        return program.on_ranks(body)[0]
 
     one = sent(1)
     assert one

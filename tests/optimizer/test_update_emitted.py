@@ -14,6 +14,7 @@ import autopar
 from autopar.runtime.launch import Manifest
 from autopar.runtime.update_rule import UpdateRule
 from tests import optimizer_groups
+from tests.optimizer.test_optimizers import with_update
 from tests.proof.test_processes import batch, compiled, in_torchrun, same, saved
 
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
@@ -32,7 +33,7 @@ RULE = UpdateRule(ADAM, COSINE, autopar.ClipNorm(0.3), None, autopar.LossScaling
     ],
 )
 def test_the_manifest_holds_the_rule(rule: UpdateRule, tmp_path: Path) -> None:
-    program = replace(compiled(1), update=rule)
+    program = with_update(compiled(1), rule)
     program.save(tmp_path)
     read = Manifest.read(tmp_path).update_rule()
     assert replace(read, optimizer=None, scheduler=None) == replace(rule, optimizer=None, scheduler=None)
@@ -51,16 +52,16 @@ def test_the_manifest_holds_the_rule(rule: UpdateRule, tmp_path: Path) -> None:
 )
 def test_what_has_no_name_to_import_is_refused(rule: UpdateRule, words: str, tmp_path: Path) -> None:
     with pytest.raises(autopar.EmitError, match=words):
-        replace(compiled(1), update=rule).save(tmp_path)
+        with_update(compiled(1), rule).save(tmp_path)
 
 
 @pytest.mark.parametrize(
     "options", [{"strategy": "zero3", "mesh": {"dp": 2}, "microbatches": 4}, {"pp": 2, "microbatches": 4}]
 )
 def test_processes_follow_the_rule_as_threads_do(options: dict[str, object], tmp_path: Path) -> None:
-    program = replace(compiled(2, **options), update=RULE)
+    program = with_update(compiled(2, **options), RULE)
     want = program.run([batch(step) for step in range(4)])
-    held = program._ranks(lambda s: [s.train_step(list(batch(step))) for step in range(4)] and s.state_dict())[0]
+    held = program.on_ranks(lambda s: [s.train_step(list(batch(step))) for step in range(4)] and s.state_dict())[0]
     seen: set[str] = set()
     for got in in_torchrun("curve", 2, saved(program, tmp_path / "program", 4), tmp_path):
         assert got["losses"] == pytest.approx([t.item() for t in want], rel=1e-12)

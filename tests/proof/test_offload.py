@@ -16,7 +16,7 @@ import autopar
 from autopar.cluster.tiers import Tier, backward_exposed_s, forward_exposed_s, parts_exposed_s, place
 from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError
 from autopar.ir.memory_levers import OFFLOAD_KINDS
-from autopar.passes.account.tiers import parked_bytes
+from autopar.passes.price.tiers import parked_bytes
 from autopar.proof.measure import measure_tiers
 from autopar.proof.verify import verify
 from tests.proof.test_memory_measured import NUMBERS, OVER, PLANS, UNDER, WIDE

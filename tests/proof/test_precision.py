@@ -189,7 +189,7 @@ def test_parameters_gradients_and_optimizer_state_are_float32_on_every_rank() ->
         ]
         return {t.dtype for t in (*held, *state) if t.is_floating_point()}
 
-    for found in program._ranks(body):
+    for found in program.on_ranks(body):
         assert found == {torch.float32}
 
 
