@@ -55,15 +55,15 @@ class ByteCounter(TorchDispatchMode):
             return NotImplemented  # the wrapper comes first, its ops on the tensors inside come back here
         result = func(*args, **(kwargs or {}))
         if not self._paused:
-            given: set[int] | None = None
+            argument_storages: set[int] | None = None
             for tensor in tree_leaves(result):
                 if isinstance(tensor, torch.Tensor) and not hasattr(tensor, "__tensor_flatten__"):
                     storage = tensor.untyped_storage()
                     if storage._cdata in self._refs:
                         self._resized(storage, func)
                         continue
-                    given = storages((args, kwargs)) if given is None else given
-                    if storage._cdata not in given:
+                    argument_storages = storages((args, kwargs)) if argument_storages is None else argument_storages
+                    if storage._cdata not in argument_storages:
                         self._add(storage, func)
         return result
 

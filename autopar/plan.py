@@ -191,11 +191,11 @@ def parse_strategy(text: str, mesh: Mesh) -> Strategy:
     """Inverse of `show_strategy`. Raises PlanError on an axis that the mesh does not have."""
     if not isinstance(text, str) or not all("=" in part for part in text.split()):
         raise PlanError(f"{text!r} is no strategy; write axis=factor per mesh axis, such as 'dp=b tp=o', or ''")
-    given = dict(part.split("=", 1) for part in text.split())
-    unknown = set(given) - set(mesh.names)
+    choices = dict(part.split("=", 1) for part in text.split())
+    unknown = set(choices) - set(mesh.names)
     if unknown:
         raise PlanError(f"strategy {text!r} uses {', '.join(sorted(unknown))}, the mesh has {', '.join(mesh.names)}")
-    return tuple(given.get(axis, "") for axis in mesh.names)
+    return tuple(choices.get(axis, "") for axis in mesh.names)
 
 
 def _stage_out(stage: StagePlan) -> dict[str, Any]:
@@ -224,10 +224,10 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _names(found: Any, what: str) -> tuple[str, ...]:
-    if not isinstance(found, (list, tuple)) or not all(isinstance(name, str) for name in found):
-        raise ValueError(f"{what} must be a list of value names, it is {found!r}")
-    return tuple(found)
+def _names(values: Any, what: str) -> tuple[str, ...]:
+    if not isinstance(values, (list, tuple)) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{what} must be a list of value names, it is {values!r}")
+    return tuple(values)
 
 
 def _tier(name: Any) -> str:

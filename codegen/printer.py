@@ -97,10 +97,10 @@ class Printer:
     def _own(self, line: Compute) -> str:
         definition, name = find(line.op), line.op.split(".")[1]
         assert definition is not None
-        known = {n for n, _, _ in schema_arguments(target_of(line.op))}
-        args = [self.value(v) for k, v in line.kwargs.items() if k in known]
+        schema_names = {n for n, _, _ in schema_arguments(target_of(line.op))}
+        args = [self.value(v) for k, v in line.kwargs.items() if k in schema_names]
         for k, v in line.kwargs.items():
-            if k not in known and v is not None and not (k == "offset" and v == 0):
+            if k not in schema_names and v is not None and not (k == "offset" and v == 0):
                 args.append(f"{k}={self.value(v)}")
         if definition.key_argument is not None and "key" in line.kwargs:
             args = [a for a in args if not a.startswith("key=")]
@@ -110,35 +110,35 @@ class Printer:
         return f"{definition.home}.{name}({', '.join(args)})"
 
     def _aten(self, line: Compute) -> str:
-        given = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
-        if line.op in _BINARY and given.get("alpha", 1) == 1:
-            left, right = given["self"], given["other"]
+        arguments = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
+        if line.op in _BINARY and arguments.get("alpha", 1) == 1:
+            left, right = arguments["self"], arguments["other"]
             return f"{self.value(left)} {_BINARY[line.op]} {self.value(right)}"
         if line.op in _METHODS:
-            size = next(v for k, v in given.items() if k in ("shape", "dims", "size"))
-            return f"{given['self']}.{_METHODS[line.op]}({', '.join(map(self.value, size)) or '()'})"
+            size = next(v for k, v in arguments.items() if k in ("shape", "dims", "size"))
+            return f"{arguments['self']}.{_METHODS[line.op]}({', '.join(map(self.value, size)) or '()'})"
         if line.op == "aten.neg.default":
-            return f"-{given['self']}"
-        if line.op == "aten.sum.dim_IntList" and given.get("dtype") is None:
-            keep = ", keepdim=True" if given.get("keepdim") else ""
-            return f"{given['self']}.sum({self.value(given['dim'])}{keep})"
+            return f"-{arguments['self']}"
+        if line.op == "aten.sum.dim_IntList" and arguments.get("dtype") is None:
+            keep = ", keepdim=True" if arguments.get("keepdim") else ""
+            return f"{arguments['self']}.sum({self.value(arguments['dim'])}{keep})"
         if line.op == "aten._to_copy.default":
-            return f"{given['self']}.to({self.value(given['dtype'])})"
-        text = self._call(f"{line.op.removesuffix('.default')}", line.op, given)
+            return f"{arguments['self']}.to({self.value(arguments['dtype'])})"
+        text = self._call(f"{line.op.removesuffix('.default')}", line.op, arguments)
         definition = find(line.op)
         if definition is not None and definition.factory:
             return text[:-1] + (", " if not text.endswith("(") else "") + "device=rt.device)"
         return text
 
-    def _call(self, function: str, op: str, given: dict[str, Any]) -> str:
+    def _call(self, function: str, op: str, arguments: dict[str, Any]) -> str:
         target = target_of(op)
         keyword_only = {a.name for a in target._schema.arguments if a.kwarg_only}
         args: list[str] = []
         named = False
         for name, has_default, default in schema_arguments(target):
-            if name not in given:
+            if name not in arguments:
                 continue
-            value = given[name]
+            value = arguments[name]
             if has_default and not isinstance(value, Ref) and value == default and type(value) is type(default):
                 named = True
                 continue

@@ -295,20 +295,20 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
     profile, residuals = fit_device(samples, base)
     links: dict[str, Any] = {}
     link_residuals: dict[str, float] = {}
-    moved: list[Sample] = []
+    link_samples: list[Sample] = []
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        level, moved = launched_collectives(gpu, quick, say)
-        links, link_residuals = fit_links(moved, level)
+        level, link_samples = launched_collectives(gpu, quick, say)
+        links, link_residuals = fit_links(link_samples, level)
     else:
         world = ranks if ranks is not None else (torch.cuda.device_count() if gpu else 2)
         for n in group_sizes(world):
             say(f"collectives over {n} processes")
-            moved += local_collectives(n, gpu, quick)
-        links, link_residuals = fit_links(moved)
+            link_samples += local_collectives(n, gpu, quick)
+        links, link_residuals = fit_links(link_samples)
     return {
         "base": base.name,
         "device": profile,
         "links": links,
         "residuals": {**residuals, **link_residuals},
-        "samples": [[s.kind, list(s.shape), s.dtype, s.seconds] for s in (*samples, *moved)],
+        "samples": [[s.kind, list(s.shape), s.dtype, s.seconds] for s in (*samples, *link_samples)],
     }

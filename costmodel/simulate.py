@@ -271,52 +271,52 @@ def simulate(
     """The timeline of one step. Raises PlanError when the table deadlocks or a duration is missing."""
     net = network(table, graph)
     seconds, comm = _seconds(net, durations), link_seconds(net.links, comm_s)
-    p = net.groups
-    after: dict[tuple[int, Action | None], list[StreamWork]] = {}
+    groups = net.groups
+    works_after: dict[tuple[int, Action | None], list[StreamWork]] = {}
     for c in collectives:
-        after.setdefault((c.group, c.after), []).append(c)
-    comm_free = [0.0] * p
-    gate: dict[tuple[int, Action], tuple[float, int]] = {}
+        works_after.setdefault((c.group, c.after), []).append(c)
+    comm_free = [0.0] * groups
+    blocked_until: dict[tuple[int, Action], tuple[float, int]] = {}
     events: list[Event] = []
     cause: list[int] = []
-    at: list[int] = []
+    event_of: list[int] = []
 
-    def run_collectives(group: int, action: Action | None, now: float, why: int) -> None:
-        for c in after.get((group, action), ()):
+    def run_collectives(group: int, action: Action | None, now: float, cause_of_start: int) -> None:
+        for c in works_after.get((group, action), ()):
             start = max(now, comm_free[group])
             comm_free[group] = start + c.seconds
             events.append(Event(group, "comm", c.name, start, comm_free[group]))
-            cause.append(why)
+            cause.append(cause_of_start)
             if c.before is not None:
-                old = gate.get((group, c.before), (0.0, -1))
-                gate[group, c.before] = max(old, (comm_free[group], len(events) - 1))
+                old = blocked_until.get((group, c.before), (0.0, -1))
+                blocked_until[group, c.before] = max(old, (comm_free[group], len(events) - 1))
 
-    for i in range(p):
+    for i in range(groups):
         run_collectives(i, None, 0.0, -1)
     for n, action in enumerate(net.action):
-        i, prev = net.group[n], net.previous[n]
-        start, why = 0.0, -1
-        if prev >= 0:
-            start, why = events[at[prev]].end_s, at[prev]
+        i, previous = net.group[n], net.previous[n]
+        start, cause_of_start = 0.0, -1
+        if previous >= 0:
+            start, cause_of_start = events[event_of[previous]].end_s, event_of[previous]
         for source, link in net.needs[n]:
-            sent = events[at[source]].end_s
+            sent = events[event_of[source]].end_s
             if sent + comm[link] > start:
-                start, why = sent + comm[link], at[source]
+                start, cause_of_start = sent + comm[link], event_of[source]
             if comm[link] > 0:
                 name = f"send {net.action[source]}"
                 events.append(Event(net.group[source], "comm", name, sent, sent + comm[link]))
-                cause.append(at[source])
-        if (i, action) in gate and gate[i, action][0] > start:
-            start, why = gate[i, action]
+                cause.append(event_of[source])
+        if (i, action) in blocked_until and blocked_until[i, action][0] > start:
+            start, cause_of_start = blocked_until[i, action]
         events.append(Event(i, "compute", str(action), start, start + seconds[net.key[n]], action))
-        cause.append(why)
-        at.append(len(events) - 1)
+        cause.append(cause_of_start)
+        event_of.append(len(events) - 1)
         run_collectives(i, action, events[-1].end_s, len(events) - 1)
-    return _timeline(p, events, cause)
+    return _timeline(groups, events, cause)
 
 
-def _timeline(p: int, events: list[Event], cause: list[int]) -> Timeline:
-    busy, comm, first, last = [0.0] * p, [0.0] * p, [float("inf")] * p, [0.0] * p
+def _timeline(groups: int, events: list[Event], cause: list[int]) -> Timeline:
+    busy, comm, first, last = [0.0] * groups, [0.0] * groups, [float("inf")] * groups, [0.0] * groups
     for e in events:
         if e.stream == "comm":
             comm[e.group] += e.end_s - e.start_s
@@ -327,10 +327,10 @@ def _timeline(p: int, events: list[Event], cause: list[int]) -> Timeline:
     spans = tuple(max(0.0, b - a) for a, b in zip(first, last, strict=True))
     if not events:
         return Timeline((), 0.0, tuple(busy), tuple(comm), spans)
-    at = max(range(len(events)), key=lambda i: events[i].end_s)
+    final_event = max(range(len(events)), key=lambda i: events[i].end_s)
     path = []
-    walk = at
-    while walk >= 0:
-        path.append(events[walk])
-        walk = cause[walk]
-    return Timeline(tuple(events), events[at].end_s, tuple(busy), tuple(comm), spans, tuple(reversed(path)))
+    event = final_event
+    while event >= 0:
+        path.append(events[event])
+        event = cause[event]
+    return Timeline(tuple(events), events[final_event].end_s, tuple(busy), tuple(comm), spans, tuple(reversed(path)))

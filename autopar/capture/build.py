@@ -18,6 +18,7 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.export import Exported, export_step
 from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
+from autopar.capture.inputs import batch_dim
 from autopar.capture.precision import lower_precision, use_dtype
 from autopar.errors import CaptureError
 from autopar.ir.memory_levers import PRECISIONS
@@ -214,16 +215,13 @@ def _reach_loss(output: fx.Node, exported: Exported) -> set[fx.Node]:
     return seen
 
 
-def _batch_dims(inputs: list[tuple[str, TensorType]], given: Any) -> list[int | None]:
-    """Batch dim per input: as given, else dim 0 where it is as large as that of the first input."""
+def _batch_dims(inputs: list[tuple[str, TensorType]], batch_dims: Any) -> list[int | None]:
+    """Batch dim per input: as `batch_dims` says, else dim 0 where it is as large as that of the first input."""
     dims: list[int | None] = []
     size: int | None = None
     for i, (name, type_) in enumerate(inputs):
-        dim: int | None = 0 if type_.shape and size in (None, type_.shape[0]) else None
-        if isinstance(given, dict) and name in given:
-            dim = given[name]
-        elif isinstance(given, (list, tuple)) and i < len(given):
-            dim = given[i]
+        usual = 0 if type_.shape and size in (None, type_.shape[0]) else None
+        dim = batch_dim(batch_dims, i, name, default=usual)
         if size is None and dim is not None:
             size = type_.shape[dim]
         dims.append(dim)

@@ -23,10 +23,10 @@ def fake_mode() -> FakeTensorMode:
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A fake CPU tensor of the same shape, dtype and requires_grad."""
     with mode:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else made
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
 
 
 @contextmanager

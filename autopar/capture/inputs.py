@@ -1,4 +1,4 @@
-"""Example inputs: which of them the loss takes, which dim of each is the batch, and the same of one microbatch.
+"""Example inputs: which of them are the loss's targets, which dim of each is the batch, what one microbatch of them is.
 
 Inputs are a tuple of args or a dict of kwargs of `forward`, with the loss's targets as the last entries. How many targets
 there are follows from the loss's signature where it says so, else from what `forward` takes.
@@ -18,7 +18,7 @@ from autopar.errors import InputError
 
 LossFunction = Callable[..., torch.Tensor]
 MANY = 1 << 30
-"""Targets that a loss with *args may take."""
+"""A loss with *args may take this many targets."""
 
 
 def split_example(model: nn.Module, inputs: Any, loss_fn: LossFunction | None) -> tuple[Any, int]:
@@ -83,49 +83,49 @@ def _target_counts(loss_fn: LossFunction) -> tuple[int, int]:
     return max(required - 1, 0), max(most - 1, 0)
 
 
-def check_batch_dims(given: Any, leaves: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+def check_batch_dims(batch_dims: Any, leaves: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Raises InputError where `Options.batch_dims` names an input, or a dim, that does not exist."""
-    if isinstance(given, dict) and (unknown := given.keys() - set(names)):
+    if isinstance(batch_dims, dict) and (unknown := batch_dims.keys() - set(names)):
         raise InputError(
             f"Options.batch_dims names {', '.join(map(repr, sorted(unknown)))}; inputs are {', '.join(names)}"
         )
-    if isinstance(given, (list, tuple)) and len(given) > len(leaves):
-        raise InputError(f"Options.batch_dims has {len(given)} entries for {len(leaves)} inputs")
+    if isinstance(batch_dims, (list, tuple)) and len(batch_dims) > len(leaves):
+        raise InputError(f"Options.batch_dims has {len(batch_dims)} entries for {len(leaves)} inputs")
     for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-        dim = batch_dim(given, index, name, default=None)
+        dim = batch_dim(batch_dims, index, name, default=None)
         if dim is not None and not 0 <= dim < leaf.ndim:
             raise InputError(f"Options.batch_dims says dim {dim} of input {name}, whose shape is {tuple(leaf.shape)}")
 
 
-def batch_dim(given: Any, index: int, name: str, default: int | None = 0) -> int | None:
+def batch_dim(batch_dims: Any, index: int, name: str, default: int | None = 0) -> int | None:
     """The batch dim of an input as `Options.batch_dims` gives it, by name or in order."""
-    if isinstance(given, dict):
-        return given.get(name, default)
-    return given[index] if given is not None and index < len(given) else default
+    if isinstance(batch_dims, dict):
+        return batch_dims.get(name, default)
+    return batch_dims[index] if batch_dims is not None and index < len(batch_dims) else default
 
 
-def batch_size(inputs: Any, given: Any) -> int:
+def batch_size(inputs: Any, batch_dims: Any) -> int:
     """Size of the batch dim of the first input that has one; 1 where none has."""
     leaves, names, _ = flatten(inputs)
     for index, (leaf, name) in enumerate(zip(leaves, names, strict=True)):
-        dim = batch_dim(given, index, name)
+        dim = batch_dim(batch_dims, index, name)
         if leaf.ndim and dim is not None:
             return int(leaf.shape[dim])
     return 1
 
 
-def microbatch(inputs: Any, given: Any, parts: int) -> Any:
+def microbatch(inputs: Any, batch_dims: Any, parts: int) -> Any:
     """Example inputs of one of `parts` microbatches (only shapes matter)."""
     if parts == 1:
         return inputs
     leaves, names, _ = flatten(inputs)
-    size = leaves[0].shape[batch_dim(given, 0, names[0]) or 0]
+    size = leaves[0].shape[batch_dim(batch_dims, 0, names[0]) or 0]
     indices = iter(range(len(leaves)))
 
     def cut(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             index = next(indices)
-            dim = batch_dim(given, index, names[index])
+            dim = batch_dim(batch_dims, index, names[index])
             batched = value.ndim and dim is not None and value.shape[dim] == size
             return value.narrow(dim or 0, 0, size // parts) if batched else value
         if isinstance(value, dict):

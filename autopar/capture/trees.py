@@ -64,16 +64,16 @@ def rebuild(structure: Any, leaves: list[Any]) -> Any:
 
 def check_like(value: Any, structure: Any, what: str) -> list[torch.Tensor]:
     """Tensor leaves of `value`, which must be built like `structure`. Raises InputError naming the first difference."""
-    found: dict[int, torch.Tensor] = {}
-    _match(value, structure, what, found)
-    return [found[i] for i in range(len(found))]
+    leaves: dict[int, torch.Tensor] = {}
+    _match(value, structure, what, leaves)
+    return [leaves[i] for i in range(len(leaves))]
 
 
-def _match(value: Any, structure: Any, path: str, found: dict[int, torch.Tensor]) -> None:
+def _match(value: Any, structure: Any, path: str, leaves: dict[int, torch.Tensor]) -> None:
     if isinstance(structure, Leaf):
         if not isinstance(value, torch.Tensor):
             raise InputError(f"{path} must be a tensor as in the example inputs, it is {_kind(value)}")
-        found[structure.index] = value
+        leaves[structure.index] = value
         return
     fields: dict[Any, Any]
     expected: dict[Any, Any]
@@ -110,7 +110,9 @@ def _match(value: Any, structure: Any, path: str, found: dict[int, torch.Tensor]
             )
         return
     for name, part in expected.items():
-        _match(fields[name], part, f"{path}[{name!r}]" if not isinstance(structure, _Made) else f"{path}.{name}", found)
+        _match(
+            fields[name], part, f"{path}[{name!r}]" if not isinstance(structure, _Made) else f"{path}.{name}", leaves
+        )
 
 
 def _kind(value: Any) -> str:

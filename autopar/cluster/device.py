@@ -209,12 +209,12 @@ def device_names() -> list[str]:
 def preset_key(name: str) -> str | None:
     """The preset that a product name means, or None."""
     key = name.strip().lower().replace("_", "-").replace(" ", "-").removeprefix("nvidia-").removeprefix("amd-")
-    known = load_data("devices.json")["devices"]
-    if key in known:
+    presets = load_data("devices.json")["devices"]
+    if key in presets:
         return key
     if key in _GPU_ALIASES:
         return _GPU_ALIASES[key]
-    matches = [k for k in sorted(known, key=len, reverse=True) if key.startswith(k)]
+    matches = [k for k in sorted(presets, key=len, reverse=True) if key.startswith(k)]
     return matches[0] if matches else None
 
 

@@ -169,15 +169,17 @@ def _described_link(link: LinkLevel, entry: Mapping[str, Any]) -> LinkLevel:
     return link
 
 
-def _tiered(found: Description, tiers: Any) -> Description:
+def _tiered(cluster: Description, tiers: Any) -> Description:
     """The cluster with what its file says about every node's tiers."""
-    per_node = min(found.levels[0].group_size, sum(count for count, _ in found.devices))
-    if found.levels[0].name != "node":  # nodes of a rack that is one level (NVL72)
-        per_node = int(link_family(found.devices[0][1])["devices_per_node"])
-    given = tiers_from_dict(tiers, per_node) if tiers != "usual" else ()
-    if tiers != "usual" and not given:
-        return found
-    return replace(found, devices=tuple((n, replace(d, tiers=given or usual_tiers(d))) for n, d in found.devices))
+    per_node = min(cluster.levels[0].group_size, sum(count for count, _ in cluster.devices))
+    if cluster.levels[0].name != "node":  # nodes of a rack that is one level (NVL72)
+        per_node = int(link_family(cluster.devices[0][1])["devices_per_node"])
+    node_tiers = tiers_from_dict(tiers, per_node) if tiers != "usual" else ()
+    if tiers != "usual" and not node_tiers:
+        return cluster
+    return replace(
+        cluster, devices=tuple((n, replace(d, tiers=node_tiers or usual_tiers(d))) for n, d in cluster.devices)
+    )
 
 
 def _known(data: Mapping[str, Any], allowed: set[str], where: str) -> None:

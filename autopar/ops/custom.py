@@ -110,13 +110,7 @@ def register_op(
             raise InputError(f"register_op: there is an op {name} already; rename the function")
         if gradient is not None and gradient.__name__ != f"{name}_grad":
             raise InputError(f"register_op: the gradient of {name} must be called {name}_grad, not {gradient.__name__}")
-        try:
-            op = torch.library.custom_op(f"autopar_ops::{name}", function, mutates_args=())
-        except ValueError as error:
-            raise InputError(
-                f"register_op: {name} cannot become an op: {error}; annotate arguments and the result"
-            ) from error
-        op.register_fake(shape or (lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))))
+        op = _torch_op(function, shape)
         backward_function = UserFunction(gradient) if gradient else _by_autograd(name, function, parameters, tensors)
         _register_backward(name, backward_function.function, op, len(tensors))
         stated = {"home": "user_ops", "dear": True, **facts}
@@ -148,6 +142,19 @@ def _signature(function: Function, rule: str, count: int) -> tuple[list[str], li
             f"tensors ({', '.join(tensors)})"
         )
     return [p.name for p in parameters], tensors
+
+
+def _torch_op(function: Function, shape: Function | None) -> Any:
+    """The function as an op of torch's library. Raises InputError where torch cannot derive a schema."""
+    name = function.__name__
+    try:
+        op = torch.library.custom_op(f"autopar_ops::{name}", function, mutates_args=())
+    except ValueError as error:
+        raise InputError(
+            f"register_op: {name} cannot become an op: {error}; annotate arguments and the result"
+        ) from error
+    op.register_fake(shape or (lambda *args, **kwargs: torch.empty_like(function(*args, **kwargs))))
+    return op
 
 
 def _by_autograd(name: str, function: Function, parameters: list[str], tensors: list[str]) -> UserFunction:

@@ -16,11 +16,11 @@ class Maker:
         """Labels of a dim that is one factor; dims of size one have none."""
         if size == 1:
             return ()
-        known = self.factors.get(name)
-        if known is None:
+        factor = self.factors.get(name)
+        if factor is None:
             self.factors[name] = Factor(size, whole, reduce)
-        elif whole and not known.whole:
-            self.factors[name] = Factor(known.size, True, known.reduce)
+        elif whole and not factor.whole:
+            self.factors[name] = Factor(factor.size, True, factor.reduce)
         return (name,)
 
     def dims(self, shape: tuple[int, ...], prefix: str = "d", whole: bool | set[int] = False) -> Labels:

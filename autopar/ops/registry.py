@@ -144,11 +144,11 @@ _DEFAULT = OpDef()
 def define(*names: str, **facts: Any) -> None:
     """State fields of the definitions of these ops. Raises ValueError where one says otherwise already."""
     for name in names:
-        known = OPS.get(name, _DEFAULT)
+        definition = OPS.get(name, _DEFAULT)
         for fact, value in facts.items():
-            if getattr(known, fact) not in (getattr(_DEFAULT, fact), value):
+            if getattr(definition, fact) not in (getattr(_DEFAULT, fact), value):
                 raise ValueError(f"{name}: {fact} is defined twice")
-        OPS[name] = replace(known, **facts)
+        OPS[name] = replace(definition, **facts)
     find.cache_clear()
 
 
@@ -170,10 +170,10 @@ def named(names: str) -> tuple[str, ...]:
 @cache
 def find(op: str) -> OpDef | None:
     """The definition of `aten.sum.dim_IntList`: its own, its packet's, with the pointwise rule if torch's tag says so."""
-    known = OPS.get(op) or OPS.get(".".join(op.split(".")[:2]))
-    if (known is None or known.rule is None) and is_pointwise(op):
-        return replace(known or _DEFAULT, rule=OPS["pointwise"].rule)
-    return known
+    definition = OPS.get(op) or OPS.get(".".join(op.split(".")[:2]))
+    if (definition is None or definition.rule is None) and is_pointwise(op):
+        return replace(definition or _DEFAULT, rule=OPS["pointwise"].rule)
+    return definition
 
 
 def precision_of(op: str) -> Precision:

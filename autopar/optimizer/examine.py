@@ -3,8 +3,8 @@
     how much state it keeps and needs for a moment     the planner's memory
     which parameters it needs whole                    the planner keeps those replicated
 
-torch's elementwise optimizers are known to be; every other one is asked by experiment: it is elementwise for a parameter
-if updating the two halves of it apart gives what updating it whole gives. One whose update of a parameter depends on
+torch's own elementwise optimizers are listed; every other optimizer is tested: it is elementwise for a parameter if
+updating the two halves of it apart gives what updating it whole gives. One whose update of a parameter depends on
 other parameters cannot run on ranks that see some of them, and is refused.
 """
 
@@ -32,7 +32,7 @@ from autopar.runtime.update_rule import (
 
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 STEPS = 3
-ELEMENTS = 4096  # of a parameter on which a step's scratch is measured
+ELEMENTS = 4096  # the size of a parameter on which the scratch memory of a step is measured
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -46,14 +46,14 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
     try:
         parameters = _random(shapes)
         optimizers = make_optimizers(factory, list(parameters.items()))
-        for one in optimizers:
-            _refuse(one)
+        for optimizer in optimizers:
+            _refuse(optimizer)
         if rule.scheduler is not None:
             _check_schedulers(rule.scheduler, optimizers)
         parameters = _with_gradients(parameters)
         optimizers = make_optimizers(factory, list(parameters.items()))
-        for one in optimizers:
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
         whole = _whole(factory, optimizers, parameters, shapes, ranks)
         scratch = _scratch(factory, sizes)
     except InputError:
@@ -78,16 +78,18 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
 
 
 def _random(shapes: Shapes, seed: int = 0) -> dict[str, nn.Parameter]:
-    make = torch.Generator().manual_seed(seed)
-    return {n: nn.Parameter(torch.randn(shape, generator=make, dtype=torch.float64)) for n, shape in shapes.items()}
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        n: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for n, shape in shapes.items()
+    }
 
 
 def _with_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Copies in float32 with a gradient."""
-    made = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
-    for parameter in made.values():
+    copies = {name: nn.Parameter(p.detach().float()) for name, p in parameters.items()}
+    for parameter in copies.values():
         parameter.grad = torch.ones_like(parameter)
-    return made
+    return copies
 
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
@@ -98,11 +100,13 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_schedulers(scheduler: Callable[[Any], Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:
     try:
-        made = [scheduler(one) for one in optimizers]
+        schedulers = [scheduler(optimizer) for optimizer in optimizers]
     except Exception as error:
         raise InputError(f"the scheduler factory failed: {type(error).__name__}: {error}") from error
-    if not all(hasattr(one, "step") and hasattr(one, "state_dict") for one in made):
-        raise InputError(f"the scheduler factory must return a torch.optim.lr_scheduler, not {type(made[0]).__name__}")
+    if not all(hasattr(s, "step") and hasattr(s, "state_dict") for s in schedulers):
+        raise InputError(
+            f"the scheduler factory must return a torch.optim.lr_scheduler, not {type(schedulers[0]).__name__}"
+        )
 
 
 def _state(
@@ -110,8 +114,8 @@ def _state(
 ) -> tuple[dict[str, float], int]:
     """Per parameter the state elements per element, and the bytes of one. Single numbers count for nothing."""
     kept: dict[int, list[torch.Tensor]] = {}
-    for one in optimizers:
-        for p, state in one.state.items():
+    for optimizer in optimizers:
+        for p, state in optimizer.state.items():
             kept[id(p)] = [v for v in state.values() if isinstance(v, torch.Tensor) and v.dim() and v.shape == p.shape]
     each = max((v.dtype.itemsize for values in kept.values() for v in values), default=0)
     most = {len(values) for values in kept.values() if values}
@@ -120,30 +124,30 @@ def _state(
 
 
 def _groups(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """Which group every parameter is in; nothing where there is one."""
-    groups = [group["params"] for one in optimizers for group in one.param_groups]
+    """Which group every parameter is in; nothing where there is one group."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     place = {id(p): number for number, members in enumerate(groups) for p in members}
     return {name: place[id(p)] for name, p in parameters.items() if id(p) in place} if len(groups) > 1 else {}
 
 
 def _scratch(factory: Any, sizes: Shapes) -> tuple[float, float]:
-    """What a step needs beside its state for one parameter, and how much more for a second one like it, in elements."""
+    """Elements of scratch memory that a step needs for one parameter, and how many more for a second one like it."""
     largest = sorted((n for n, s in sizes.items() if s), key=lambda n: (-len(sizes[n]), -math.prod(sizes[n])))[:2]
-    found = []
+    scratch_by_count = []
     for count in range(1, len(largest) + 1):
         chosen = {name: nn.Parameter(torch.zeros(_square(len(sizes[name])))) for name in largest[:count]}
         named = [(n, chosen.get(n, stand_in(len(s), torch.float32, torch.device("cpu")))) for n, s in sizes.items()]
-        made, counter = make_optimizers(factory, named), ByteCounter()
+        optimizers, counter = make_optimizers(factory, named), ByteCounter()
         for parameter in chosen.values():
             parameter.grad = torch.ones_like(parameter)
-        for one in made:
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
         with counter:
-            for one in made:
-                one.step()
-        found.append(float(counter.peak // (4 * ELEMENTS)))  # whole tensors: numbers count for nothing
-    alone = found[0] if found else 0.0
-    return alone, max(found[-1] - alone, 0.0) if len(found) > 1 else 0.0
+            for optimizer in optimizers:
+                optimizer.step()
+        scratch_by_count.append(float(counter.peak // (4 * ELEMENTS)))  # whole tensors: numbers count for nothing
+    alone = scratch_by_count[0] if scratch_by_count else 0.0
+    return alone, max(scratch_by_count[-1] - alone, 0.0) if len(scratch_by_count) > 1 else 0.0
 
 
 def _square(ndim: int) -> tuple[int, ...]:
@@ -166,9 +170,9 @@ def _whole(
     names = {id(p): name for name, p in parameters.items()}
     whole: set[str] = set()
     unknown: set[str] = set()
-    for one in optimizers:
-        taken = {names[id(p)] for group in one.param_groups for p in group["params"]}
-        kind, own = type(one).__name__, type(one).__module__.split(".")[0] == "torch"
+    for optimizer in optimizers:
+        taken = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+        kind, own = type(optimizer).__name__, type(optimizer).__module__.split(".")[0] == "torch"
         if own and kind in WHOLE_TENSOR_OPTIMIZERS:
             whole |= taken
         elif not (own and kind in ELEMENTWISE):
@@ -193,10 +197,10 @@ def _not_elementwise(factory: Any, shapes: Shapes) -> set[str]:
 
 
 def _refuse_coupled(factory: Any, kind: str, names: list[str], shapes: Shapes) -> None:
-    some = set(names[::2])
-    if len(names) > len(some):
-        all_, few = _trained(factory, shapes), _trained(factory, shapes, only=some)
-        if not all(torch.allclose(all_[name], few[name], rtol=1e-9, atol=1e-12) for name in some):
+    every_second = set(names[::2])
+    if len(names) > len(every_second):
+        among_all, alone = _trained(factory, shapes), _trained(factory, shapes, only=every_second)
+        if not all(torch.allclose(among_all[name], alone[name], rtol=1e-9, atol=1e-12) for name in every_second):
             raise InputError(
                 f"{kind} lets the update of one parameter depend on others ({names[0]} moves differently without gradients of "
                 "the rest), which ranks that hold parts of the model cannot; use an optimizer that treats parameters apart"
@@ -209,12 +213,12 @@ def _trained(
     part: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     only: set[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Parameters after some steps, all or parts of them, with gradients on all or only some."""
+    """The parameters after some steps. part: what is trained of each. only: those that get a gradient (None: all)."""
     parameters = {name: nn.Parameter(part(p.detach()).clone()) for name, p in _random(shapes).items()}
     optimizers = make_optimizers(factory, list(parameters.items()))
     for step in range(STEPS):
         for name, grad in _random(shapes, 1 + step).items():
             parameters[name].grad = part(grad.detach()).clone() if only is None or name in only else None
-        for one in optimizers:
-            one.step()
+        for optimizer in optimizers:
+            optimizer.step()
     return {name: p.detach() for name, p in parameters.items()}

@@ -24,14 +24,14 @@ def update_rule(
     rule = as_rule(optimizer)
     clip = ClipNorm(float(clip_grad_norm)) if isinstance(clip_grad_norm, Real) else clip_grad_norm
     scaling = LossScaling() if loss_scaling is True else loss_scaling or None
-    given = {
+    arguments = {
         "scheduler": scheduler,
         "clip_norm": clip,
         "clip_value": clip_grad_value,
         "loss_scaling": scaling,
         "compensated": compensated or None,
     }
-    rule = replace(rule, **{name: value for name, value in given.items() if value is not None})
+    rule = replace(rule, **{name: value for name, value in arguments.items() if value is not None})
     if isinstance(rule.optimizer, torch.optim.Optimizer):
         raise InputError(
             "optimizer must be a factory, not an optimizer instance: each rank makes its own over its shards; pass "

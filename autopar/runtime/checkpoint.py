@@ -61,9 +61,9 @@ def load(directory: str | Path, session: Session) -> None:
             if optional and name not in own:
                 continue
             raise CheckpointError(f"{directory}: no tensor {name!r} in this checkpoint ({len(available)} entries)")
-        found = available[name]
-        if isinstance(entry.value, Tensor) and found is not None and found[0] != entry.shape:
-            raise CheckpointError(f"{directory}: {name} has shape {found[0]}, the program has {entry.shape}")
+        signature = available[name]
+        if isinstance(entry.value, Tensor) and signature is not None and signature[0] != entry.shape:
+            raise CheckpointError(f"{directory}: {name} has shape {signature[0]}, the program has {entry.shape}")
         wanted[name] = entry
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
     if isinstance(session.comm, TorchComm):

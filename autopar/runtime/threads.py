@@ -283,14 +283,7 @@ def run_threads(world_size: int, mesh: Mapping[str, int], fn: Callable[[Comm], T
     try:
         for thread in threads:
             thread.start()
-        for rank, thread in enumerate(threads):
-            while thread.is_alive():
-                failed = world.failure is not None
-                thread.join(1.0 if failed else max(0.0, world.deadline + 1.0 - time.monotonic()))
-                if thread.is_alive() and (failed or time.monotonic() > world.deadline):
-                    with world.lock:
-                        world.fail(rank, CollectiveTimeout(_overtime(world, threads)))
-                    break
+        _join_all(world, threads)
     except BaseException as error:
         with world.lock:
             world.fail(0, error)
@@ -303,6 +296,18 @@ def run_threads(world_size: int, mesh: Mapping[str, int], fn: Callable[[Comm], T
         failure.add_note(f"raised by rank {rank} of {world_size} ({place})")
         raise failure
     return [results[rank] for rank in range(world_size)]
+
+
+def _join_all(world: _World, threads: list[threading.Thread]) -> None:
+    """Wait for the threads: until the deadline, or for a second each once a rank has failed."""
+    for rank, thread in enumerate(threads):
+        while thread.is_alive():
+            failed = world.failure is not None
+            thread.join(1.0 if failed else max(0.0, world.deadline + 1.0 - time.monotonic()))
+            if thread.is_alive() and (failed or time.monotonic() > world.deadline):
+                with world.lock:
+                    world.fail(rank, CollectiveTimeout(_overtime(world, threads)))
+                break
 
 
 def _overtime(world: _World, threads: list[threading.Thread]) -> str:

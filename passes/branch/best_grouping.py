@@ -20,8 +20,8 @@ def solve_branches(
     """The grouping with the least predicted step time. Raises InfeasibleError, saying what is short, when none fits.
 
     known: groupings to start from, such as the best chain of stages; those that do not fit are left out. max_groups: at
-    most so many groups (default: as many as there are segments, up to 8). When the time runs out, the best of what was
-    found, of one group, and of the known groupings; `bound` says how far off it can be.
+    most so many groups (default: as many as there are segments, up to 8). When the time runs out, the answer is the best
+    of what the solver has found, of one group, and of the known groupings; `bound` says how far off it can be.
     """
     G = min(len(problem.segments), problem.devices, max_groups or 8)
     model = GroupingModel(problem, G)
@@ -38,15 +38,15 @@ def solve_branches(
 
 
 def _one_group(problem: BranchProblem) -> BranchSolution | None:
-    """Everything on the same devices, the fastest way that fits."""
+    """All segments in one group, on the number of devices that is fastest and fits; None where none fits."""
     best: BranchSolution | None = None
     for devices in {o.devices for o in problem.segments[0] if o.devices <= problem.devices}:
         options = problem.fastest_options(devices)
         if -1 in options:
             continue
-        found = evaluate(problem, [SegmentGroup(tuple(range(len(options))), devices, tuple(options))])
-        if found.memory[0] <= problem.limit_bytes and (best is None or found.total_s < best.total_s):
-            best = found
+        one_group = evaluate(problem, [SegmentGroup(tuple(range(len(options))), devices, tuple(options))])
+        if one_group.memory[0] <= problem.limit_bytes and (best is None or one_group.total_s < best.total_s):
+            best = one_group
     return best
 
 
@@ -55,15 +55,15 @@ def _shortage(problem: BranchProblem, G: int, time_limit_s: float) -> str:
         if all(o.devices > problem.devices for o in options):
             least = min(o.devices for o in options)
             return f"{problem.name(s)} needs at least {least} devices and there are {problem.devices}"
-    found, _ = GroupingModel(problem, G, memory=True).solve(time_limit_s)
-    if found is None:
+    leanest, _ = GroupingModel(problem, G, memory=True).solve(time_limit_s)
+    if leanest is None:
         return (
             f"no grouping of {len(problem.segments)} segments fits {problem.devices} devices in {G} groups; segments of one "
             "group need an option for the same number of devices"
         )
-    worst = max(range(len(found.groups)), key=lambda g: found.memory[g])
-    names = ", ".join(problem.name(s) for s in found.groups[worst].segments)
+    worst = max(range(len(leanest.groups)), key=lambda g: leanest.memory[g])
+    names = ", ".join(problem.name(s) for s in leanest.groups[worst].segments)
     return (
-        f"no grouping fits in memory: at the best one, the group of {names} on {found.groups[worst].devices} devices needs "
-        f"{found.memory[worst] / 2**30:.2f} GiB of {problem.limit_bytes / 2**30:.2f} GiB"
+        f"no grouping fits in memory: at the best one, the group of {names} on {leanest.groups[worst].devices} devices needs "
+        f"{leanest.memory[worst] / 2**30:.2f} GiB of {problem.limit_bytes / 2**30:.2f} GiB"
     )

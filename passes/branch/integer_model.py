@@ -74,7 +74,7 @@ class GroupingModel:
 
     def _crossings(self) -> dict[tuple[int, int], list[tuple[int, cp_model.IntVar]]]:
         """Per pair of groups (h < g) the edges between them: (edge, whether it runs there)."""
-        found: dict[tuple[int, int], list[tuple[int, cp_model.IntVar]]] = {}
+        edges_between: dict[tuple[int, int], list[tuple[int, cp_model.IntVar]]] = {}
         for e, (u, v, _) in enumerate(self.problem.edges):
             for h in range(self.G):
                 for g in range(h + 1, self.G):
@@ -82,8 +82,8 @@ class GroupingModel:
                     self.model.add(z >= self.y[u][h] + self.y[v][g] - 1)
                     self.model.add(z <= self.y[u][h])
                     self.model.add(z <= self.y[v][g])
-                    found.setdefault((h, g), []).append((e, z))
-        return found
+                    edges_between.setdefault((h, g), []).append((e, z))
+        return edges_between
 
     def _seconds(self, value: float) -> int:
         return round(value * self.scale)

@@ -1,6 +1,6 @@
-"""Which values of a template to keep and which to make again: exact at a price on bytes, exact within a budget.
+"""Which values of a template to keep for backward and which to make again: the optimum at a price on bytes, or in a budget.
 
-With h_i = item i is had in backward, r_i = it is made again (the others that are had are kept):
+h_i says that backward has item i, r_i that it makes the item again; what it has and does not make again is kept:
 
     minimise  sum c_i r_i + p * sum b_i (h_i - r_i)      c: seconds, b: bytes, p: seconds per byte
     r_i <= h_i;   r_i <= h_u for every operand u of i;   h_i = 1 for what backward's own ops read
@@ -21,14 +21,14 @@ from ortools.sat.python import cp_model
 
 from autopar.passes.recompute.problem import RecomputeProblem
 
-_UNIT = 10**9  # the whole of bytes and of seconds in the cut's integers
-_STEPS = 10**6  # finest ratio of prices
-_MOST = 64  # corners of the hull that are looked for
+_UNIT = 10**9  # all bytes, and all seconds, in the integers of the minimum cut
+_STEPS = 10**6  # the largest ratio between the prices of seconds and of bytes
+_MOST_CORNERS = 64  # the search for corners of the hull stops here
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Items kept and made again, what they cost, and the same as a plan says it."""
+    """The items that are kept and those that are made again, what this costs, and the choice in a plan's terms."""
 
     bytes_kept: float
     again_s: float
@@ -39,45 +39,45 @@ class Choice:
 
 def settle(problem: RecomputeProblem, again: Collection[int]) -> Choice | None:
     """The choice that makes exactly these items again where they are wanted; None where something cannot be had."""
-    wanted, kept, made = list(problem.needed), set[int](), set[int]()
+    wanted, kept, remade = list(problem.needed), set[int](), set[int]()
     while wanted:
         i = wanted.pop()
-        if i in kept or i in made:
+        if i in kept or i in remade:
             continue
         item = problem.items[i]
         if i in again and math.isfinite(item.again_s):
-            made.add(i)
+            remade.add(i)
             wanted += item.operands
         elif math.isfinite(item.bytes_kept):
             kept.add(i)
         else:
             return None
-    return Choice(*problem.cost(kept, made), frozenset(kept), frozenset(made), problem.recompute(made))
+    return Choice(*problem.cost(kept, remade), frozenset(kept), frozenset(remade), problem.recompute(remade))
 
 
 def at_price(problem: RecomputeProblem, seconds: int, nbytes: int) -> Choice:
-    """The least of seconds · (share of all seconds) + nbytes · (share of all bytes)."""
+    """The choice with the least seconds · (its share of all seconds) + nbytes · (its share of all bytes)."""
     scale_s, scale_b = _scales(problem)
     flow = max_flow.SimpleMaxFlow()
     count = len(problem.items)
     source, sink, never = 2 * count, 2 * count + 1, 2**60
     unary: dict[int, int] = {}
     for i, item in enumerate(problem.items):
-        had, made = i, count + i
-        flow.add_arc_with_capacity(made, had, never)
+        had, remade = i, count + i
+        flow.add_arc_with_capacity(remade, had, never)
         for u in item.operands:
-            flow.add_arc_with_capacity(made, u, never)
+            flow.add_arc_with_capacity(remade, u, never)
         if math.isinf(item.again_s):
-            flow.add_arc_with_capacity(made, sink, never)
-            unary[made] = 0
+            flow.add_arc_with_capacity(remade, sink, never)
+            unary[remade] = 0
         else:
-            unary[made] = seconds * round(item.again_s * scale_s)
+            unary[remade] = seconds * round(item.again_s * scale_s)
         if math.isinf(item.bytes_kept):
-            flow.add_arc_with_capacity(had, made, never)
+            flow.add_arc_with_capacity(had, remade, never)
         else:
             price = nbytes * round(item.bytes_kept * scale_b)
             unary[had] = price
-            unary[made] -= price
+            unary[remade] -= price
     for i in problem.needed:
         flow.add_arc_with_capacity(source, i, never)
     for node, weight in unary.items():
@@ -88,13 +88,13 @@ def at_price(problem: RecomputeProblem, seconds: int, nbytes: int) -> Choice:
     if flow.solve(source, sink) != flow.OPTIMAL:
         raise RuntimeError("the minimum cut of a recompute problem was not found")
     side = {int(n) for n in flow.get_source_side_min_cut()}
-    found = settle(problem, {i for i in range(count) if count + i in side})
-    assert found is not None, "backward reads what can neither be kept nor made again"
-    return found
+    cheapest = settle(problem, {i for i in range(count) if count + i in side})
+    assert cheapest is not None, "backward reads what can neither be kept nor made again"
+    return cheapest
 
 
 def at_byte_price(problem: RecomputeProblem, price: float) -> Choice:
-    """The least of seconds + price · bytes (price: seconds per byte)."""
+    """The choice with the least seconds + price · bytes (price: seconds per byte)."""
     if not problem.needed:
         return Choice(0.0, 0.0, frozenset(), frozenset(), ())
     scale_s, scale_b = _scales(problem)
@@ -111,7 +111,7 @@ def hull(problem: RecomputeProblem) -> list[Choice]:
     scale_s, scale_b = _scales(problem)
     corners = [most, least]
     pairs = [(most, least)]
-    while pairs and len(corners) < _MOST:
+    while pairs and len(corners) < _MOST_CORNERS:
         a, b = pairs.pop(0)
         ds, db = (b.again_s - a.again_s) * scale_s, (a.bytes_kept - b.bytes_kept) * scale_b
         if ds <= 0 or db <= 0:
@@ -130,31 +130,31 @@ def hull(problem: RecomputeProblem) -> list[Choice]:
 
 
 def within(problem: RecomputeProblem, budget: float, time_limit_s: float = 10.0) -> Choice | None:
-    """The fewest seconds with at most `budget` bytes kept; None where nothing fits."""
+    """The choice of the fewest seconds that keeps at most `budget` bytes; None where none does."""
     scale_s, _ = _scales(problem)
     model = cp_model.CpModel()
     had = [model.new_bool_var(f"h{i}") for i in range(len(problem.items))]
-    made = [model.new_bool_var(f"r{i}") for i in range(len(problem.items))]
+    remade = [model.new_bool_var(f"r{i}") for i in range(len(problem.items))]
     for i, item in enumerate(problem.items):
-        model.add_implication(made[i], had[i])
+        model.add_implication(remade[i], had[i])
         for u in item.operands:
-            model.add_implication(made[i], had[u])
+            model.add_implication(remade[i], had[u])
         if math.isinf(item.again_s):
-            model.add(made[i] == 0)
+            model.add(remade[i] == 0)
         if math.isinf(item.bytes_kept):
-            model.add(had[i] == made[i])
+            model.add(had[i] == remade[i])
         if i in problem.needed:
             model.add(had[i] == 1)
     sized = [(i, math.ceil(item.bytes_kept)) for i, item in enumerate(problem.items) if math.isfinite(item.bytes_kept)]
-    model.add(sum(b * (had[i] - made[i]) for i, b in sized) <= math.floor(budget))
+    model.add(sum(b * (had[i] - remade[i]) for i, b in sized) <= math.floor(budget))
     timed = [(i, round(item.again_s * scale_s)) for i, item in enumerate(problem.items) if math.isfinite(item.again_s)]
-    model.minimize(sum(s * made[i] for i, s in timed))
+    model.minimize(sum(s * remade[i] for i, s in timed))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = 1
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
-    return settle(problem, {i for i in range(len(made)) if solver.value(made[i])})
+    return settle(problem, {i for i in range(len(remade)) if solver.value(remade[i])})
 
 
 def _scales(problem: RecomputeProblem) -> tuple[float, float]:
@@ -164,8 +164,8 @@ def _scales(problem: RecomputeProblem) -> tuple[float, float]:
 
 
 def of_values(problem: RecomputeProblem, values: Collection[str]) -> Choice:
-    """The choice that a plan's set of values means. What is a view of something is never kept: what it shows is."""
+    """The choice that a plan's set of values means. A view is never kept: the value that it shows is."""
     again = {i for i, item in enumerate(problem.items) if item.value in values or not math.isfinite(item.bytes_kept)}
-    found = settle(problem, again)
-    assert found is not None, "backward reads what can neither be kept nor made again"
-    return found
+    choice = settle(problem, again)
+    assert choice is not None, "backward reads what can neither be kept nor made again"
+    return choice

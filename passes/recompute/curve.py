@@ -1,11 +1,13 @@
-"""What keeping less for backward would cost: the curve of a plan's recompute from bytes kept to seconds made again.
+"""What it would cost to keep less for backward: a curve per stage, from bytes kept to seconds of making values again.
 
 Per template the corners of its curve are exact (`passes.recompute.choose.hull`); one price per byte cuts the curves of all
-templates of a stage, so the stage's curve takes their corners in order of price. Named policies are points beside it.
+templates of a stage, so the stage's curve takes their corners in order of price. Named policies are points that need
+not lie on it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +20,7 @@ from autopar.passes.recompute.choose import Choice, hull, of_values
 from autopar.passes.recompute.problem import RecomputeProblem, recompute_problems
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.policies import policy_set
-from autopar.plan import Plan
+from autopar.plan import Plan, StagePlan
 
 Place = tuple[float, float]
 """(bytes that one microbatch keeps on a rank, seconds that backward spends making values again in a step)"""
@@ -26,7 +28,7 @@ Place = tuple[float, float]
 
 @dataclass(frozen=True)
 class Curve:
-    """corners: from most bytes to fewest. policies: what a named policy is on this sharding. chosen: the plan's own."""
+    """corners: from most bytes to fewest. policies: the place of each named policy. chosen: the place of the plan itself."""
 
     corners: tuple[Place, ...]
     policies: dict[str, Place]
@@ -35,39 +37,52 @@ class Curve:
 
 def curves(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> list[Curve]:
     """One per stage of a plan for training."""
-    found: list[Curve] = []
-    known: dict[Any, tuple[RecomputeProblem, list[Choice]]] = {}
+    hulls: dict[RecomputeProblem, list[Choice]] = {}
+    stage_curves: list[Curve] = []
     for part, stage in zip(cut(program, [s.calls for s in plan.stages]), plan.stages, strict=True):
-        times = {n: sum(part.calls[i].template == n for i in part.backward_calls) for n in part.templates}
-        parts: dict[str, tuple[RecomputeProblem, list[Choice]]] = {}
-        for name, problem in recompute_problems(part, stage, pricers[stage.mesh], rules).items():
-            if problem not in known:
-                known[problem] = problem, hull(problem)
-            parts[name] = known[problem]
-
-        def place(chosen: dict[str, Choice], times: dict[str, int] = times) -> Place:
-            kept = sum(times[n] * c.bytes_kept for n, c in chosen.items())
-            return kept, plan.microbatches * sum(times[n] * c.again_s for n, c in chosen.items())
-
-        now = {n: corners[0] for n, (_, corners) in parts.items()}
-        moves = sorted(
-            ((b.again_s - a.again_s) / (a.bytes_kept - b.bytes_kept), k, n)
-            for n, (_, corners) in parts.items()
-            for k, (a, b) in enumerate(pairwise(corners), 1)
-        )
-        corners = [place(now)]
-        for _, k, n in moves:
-            now = {**now, n: parts[n][1][k]}
-            corners.append(place(now))
-        policies = {
-            policy: place({n: of_values(p, policy_set(part.templates[n], policy)) for n, (p, _) in parts.items()})
-            for policy in RECOMPUTE_POLICIES
-        }
-        chosen = place({n: of_values(p, stage.templates[n].recompute) for n, (p, _) in parts.items()})
-        found.append(Curve(tuple(corners), policies, chosen))
-    return found
+        problems = recompute_problems(part, stage, pricers[stage.mesh], rules)
+        for problem in problems.values():
+            if problem not in hulls:
+                hulls[problem] = hull(problem)
+        corners = {name: hulls[problem] for name, problem in problems.items()}
+        stage_curves.append(_stage_curve(part, stage, problems, corners, plan.microbatches))
+    return stage_curves
 
 
-def as_data(found: list[Curve]) -> list[dict[str, Any]]:
+def _stage_curve(
+    part: Program,
+    stage: StagePlan,
+    problems: Mapping[str, RecomputeProblem],
+    corners: Mapping[str, list[Choice]],
+    microbatches: int,
+) -> Curve:
+    """The curve of one stage. part: its calls. problems, corners: what its templates may recompute, and their hulls."""
+    times = {name: sum(part.calls[i].template == name for i in part.backward_calls) for name in part.templates}
+
+    def place(choices: dict[str, Choice]) -> Place:
+        kept = sum(times[name] * choice.bytes_kept for name, choice in choices.items())
+        return kept, microbatches * sum(times[name] * choice.again_s for name, choice in choices.items())
+
+    def place_of(recompute: Mapping[str, Collection[str]]) -> Place:
+        return place({name: of_values(problem, recompute[name]) for name, problem in problems.items()})
+
+    moves = sorted(
+        ((b.again_s - a.again_s) / (a.bytes_kept - b.bytes_kept), k, name)
+        for name, template_corners in corners.items()
+        for k, (a, b) in enumerate(pairwise(template_corners), 1)
+    )
+    choices = {name: template_corners[0] for name, template_corners in corners.items()}
+    places = [place(choices)]
+    for _, k, name in moves:
+        choices = {**choices, name: corners[name][k]}
+        places.append(place(choices))
+    policies = {
+        policy: place_of({name: policy_set(part.templates[name], policy) for name in problems})
+        for policy in RECOMPUTE_POLICIES
+    }
+    return Curve(tuple(places), policies, place_of({name: stage.templates[name].recompute for name in problems}))
+
+
+def as_data(stage_curves: list[Curve]) -> list[dict[str, Any]]:
     """Plain data for JSON."""
-    return [asdict(curve) for curve in found]
+    return [asdict(curve) for curve in stage_curves]

@@ -1,4 +1,4 @@
-"""What keeping and recomputing cost in one template under one plan: the graph that `passes.recompute.choose` decides over.
+"""What it costs to keep and to recompute in one template under one plan: the problem that `passes.recompute.choose` solves.
 
 Items are what can be had in backward: every value of forward as its op leaves it, and every decision point of it
 (`v@save`, `v@use`), which is a conversion away from its source. An item is kept, made again, or neither:
@@ -7,7 +7,7 @@ Items are what can be had in backward: every value of forward as its op leaves i
     again(i) costs seconds_i (the op at the plan's strategy, and the conversions of its operands), and needs all of its
              operands to be kept or made again
 
-What must be had is what backward's own ops read. Views cost nothing to make again and are never kept: what they show is.
+Backward must have what its own ops read. Views cost nothing to make again and are never kept: the values they show are.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def recompute_problems(
     program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook
 ) -> dict[str, RecomputeProblem]:
     """The graphs of the templates that have a backward; program: the calls of the stage."""
-    found = {}
+    problems = {}
     for name in sorted({program.calls[i].template for i in program.backward_calls}):
         template, calls = program.templates[name], [call for call in program.calls if call.template == name]
-        stored = {p: stage.parameters[given] for p, given in zip(template.params, calls[0].params, strict=True)}
+        stored = {p: stage.parameters[parameter] for p, parameter in zip(template.params, calls[0].params, strict=True)}
         resting = [v for i, v in enumerate(template.inputs) if all(c.inputs[i].kind == "buffer" for c in calls)]
-        found[name] = recompute_problem(template, stage.templates[name], stored, pricer, rules, resting)
-    return found
+        problems[name] = recompute_problem(template, stage.templates[name], stored, pricer, rules, resting)
+    return problems
 
 
 class _Builder:
@@ -146,9 +146,9 @@ class _Builder:
         type_ = self.template.type_of(hub.value)
         if hub.value in self.template.params:
             storage = self.stored[hub.value].storage
-            late = f"{hub.value}@late"
-            alike = late in self.flow.hubs and self.plan.specs[late] == wanted
-            if alike:
+            late_point = f"{hub.value}@late"
+            gathered_anyway = late_point in self.flow.hubs and self.plan.specs[late_point] == wanted
+            if gathered_anyway:
                 return self._add(name, "", math.inf, 0.0, ())
             seconds = self.pricer.convert_s(type_, storage, wanted)
             stored = TensorType(type_.shape, self.template.nodes[hub.value].meta.get("stored") or type_.dtype)

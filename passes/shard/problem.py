@@ -180,8 +180,7 @@ class Problem:
     def _specs(self, template: Template, value: str, partial: bool) -> list[Spec]:
         wanted = self._wanted.get((template.name, value), {})
         rank = len(template.type_of(value).shape)
-        found = dict.fromkeys([Spec.replicated(rank), *(s for s in wanted if partial or not s.partial)])
-        return list(found)
+        return list(dict.fromkeys([Spec.replicated(rank), *(s for s in wanted if partial or not s.partial)]))
 
     # --- edges ----------------------------------------------------------------------------------------------------------
 
@@ -251,15 +250,15 @@ class Problem:
 
     def _end_s(self, kind: str, type_: TensorType, specs: list[Spec | None]) -> np.ndarray:
         """Seconds per spec of a value where it enters or leaves the program (kind: as of `call_edges`)."""
-        whole, given = Spec.replicated(len(type_.shape)), [s for s in specs if s is not None]
+        whole, present = Spec.replicated(len(type_.shape)), [s for s in specs if s is not None]
         if kind == "depart":
-            return np.array([self.pricer.departure(type_, s)[1] for s in given])
+            return np.array([self.pricer.departure(type_, s)[1] for s in present])
         if kind == "arrive":
-            return np.array([self.pricer.arrival(type_, s)[1] for s in given])
+            return np.array([self.pricer.arrival(type_, s)[1] for s in present])
         if kind == "read":
             return self._conversion(type_, [whole], specs)[0]
         if kind == "settled":
-            return np.array([self.pricer.convert_s(type_, s, s.without_partial()) for s in given])
+            return np.array([self.pricer.convert_s(type_, s, s.without_partial()) for s in present])
         return self._conversion(type_, specs, [whole], bucketed=kind == "loss")[:, 0]
 
     # --- parameters -----------------------------------------------------------------------------------------------------
@@ -340,8 +339,8 @@ class Problem:
 
     def _gathered_again(self, template: Template, slot: int) -> bool:
         """Whether what is recomputed needs a parameter that backward does not have anyway (taken to be wanted alike)."""
-        late = f"{template.params[slot]}@late" in self.flows[template.name].hubs
-        return slot in self.recomputations[template.name].params and not late
+        has_late_point = f"{template.params[slot]}@late" in self.flows[template.name].hubs
+        return slot in self.recomputations[template.name].params and not has_late_point
 
     def held_s(self, price: float) -> float:
         """Seconds that a byte held by a microbatch costs, per microbatch, where a byte of the device has this price."""

@@ -138,13 +138,13 @@ def _exact(r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[s
 
 def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int]:
     """The exact optimum over the few states that the bound likes best: nearly always the optimum of all."""
-    few = copy_of(r)
+    likely_states = copy_of(r)
     for v, extra in bounds.extra.items():
         order = np.argsort(extra, kind="stable")[:_FEW]
-        near = [s for s in order if extra[s] <= 1e-3 * abs(bounds.lower) + extra[order[0]]]
-        kept = sorted({*map(int, near), bounds.chosen[v]})
-        keep_states(few, v, np.array(kept))
-    exact, _, _ = _exact(reduce_graph(few), deadline)
+        best_states = [s for s in order if extra[s] <= 1e-3 * abs(bounds.lower) + extra[order[0]]]
+        kept = sorted({*map(int, best_states), bounds.chosen[v]})
+        keep_states(likely_states, v, np.array(kept))
+    exact, _, _ = _exact(reduce_graph(likely_states), deadline)
     return exact if exact is not None else restore(r, bounds.chosen)
 
 

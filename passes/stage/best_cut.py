@@ -89,8 +89,8 @@ def _mixed(
         cutoff = np.inf if best is None else best.total_s
         pieces = fastest_mixed(reduced, S, exactly, gap, cutoff)
         if pieces is not None:
-            found = evaluate(problem, _original(((i, j, usable[o]) for i, j, o in pieces), marks))
-            best = found if best is None or found.total_s < best.total_s else best
+            cut = evaluate(problem, _original(((i, j, usable[o]) for i, j, o in pieces), marks))
+            best = cut if best is None or cut.total_s < best.total_s else best
     if best is not None:
         return replace(best, bound_s=best.total_s * (1 - 2 * gap), method="mixed")
     tries = [Mixed(reduced, S, exactly).least_memory() for S, exactly in runs]
@@ -120,8 +120,8 @@ def _uniform(
             break
         pieces = fastest_uniform(small, i, counts[i], gap, np.inf if best is None else best.total_s)
         if pieces is not None:
-            found = evaluate(problem, _original(pieces, marks))
-            best = found if best is None or found.total_s < best.total_s else best
+            cut = evaluate(problem, _original(pieces, marks))
+            best = cut if best is None or cut.total_s < best.total_s else best
     if best is not None:
         return replace(best, bound_s=best.total_s * (1 - 2 * gap), method="uniform")
     least: StageShortage | None = None
@@ -129,8 +129,8 @@ def _uniform(
         limit = max(small.options[i].limit_bytes, 1.0)
         tight = Uniform(small, i, S, 0.0).least_memory(np.inf if least is None else least.ratio * limit)
         if tight is not None:
-            found_short = _shortage(evaluate(problem, _original(tight[1], marks)))
-            least = found_short if least is None or found_short.ratio < least.ratio else least
+            shortage = _shortage(evaluate(problem, _original(tight[1], marks)))
+            least = shortage if least is None or shortage.ratio < least.ratio else least
     assert least is not None, "without a cap the least memory is found"
     return least
 
@@ -156,18 +156,18 @@ def _chunked(
         S = fixed // V if fixed is not None else most
         if not 1 <= S <= most or small.units < S * V:
             continue
-        merged, groups = replace(small, options=(o,)), S
-        fits, tight = fastest_chunks(merged, 0, groups, V, shape, gap)
-        bound = min(bound, least_total(merged, 0, S))
-        for found, is_fit in ((fits, True), (tight, False)):
-            if found is None:
+        on_option = replace(small, options=(o,))
+        fits, tight = fastest_chunks(on_option, 0, S, V, shape, gap)
+        bound = min(bound, least_total(on_option, 0, S))
+        for cut, is_fit in ((fits, True), (tight, False)):
+            if cut is None:
                 continue
-            pieces = _original(((a, b, i) for a, b, _ in found.pieces), marks)
-            real = evaluate(problem, pieces, found.groups)
-            if is_fit and (best is None or real.total_s < best.total_s):
-                best = real
-            if not is_fit and (least is None or _shortage(real).ratio < _shortage(least).ratio):
-                least = real
+            pieces = _original(((a, b, i) for a, b, _ in cut.pieces), marks)
+            solution = evaluate(problem, pieces, cut.groups)
+            if is_fit and (best is None or solution.total_s < best.total_s):
+                best = solution
+            if not is_fit and (least is None or _shortage(solution).ratio < _shortage(least).ratio):
+                least = solution
     if best is not None:
         return replace(best, bound_s=bound, method="chunks")
     if least is None:

@@ -77,14 +77,14 @@ def minimise(
             growth = growth * 1.5
         if mid < hi:
             heapq.heappush(heap, (weight * float(xs[mid + 1]) + least, mid + 1, hi, least))
-        found = run(float(xs[mid]), value - weight * float(xs[lo]))
-        if found is None:
+        cut = run(float(xs[mid]), value - weight * float(xs[lo]))
+        if cut is None:
             continue
-        total = weight * found.x + found.cost
+        total = weight * cut.x + cut.cost
         if total < value:
-            best, value = CutWithin(total, found.x, found.pieces), total
-        end = min(mid, int(np.searchsorted(xs, found.x * (1 - 10 * NEAR)))) - 1
+            best, value = CutWithin(total, cut.x, cut.pieces), total
+        end = min(mid, int(np.searchsorted(xs, cut.x * (1 - 10 * NEAR)))) - 1
         if end >= lo:
-            least = max(least, found.cost - slack)
+            least = max(least, cut.cost - slack)
             heapq.heappush(heap, (weight * float(xs[lo]) + least, lo, end, least))
     return best

@@ -83,8 +83,8 @@ class Mixed:
                 values, start = cell(o, l), max(d, row.first)
                 if start > row.last or not len(values):
                     continue
-                mine = values[:, min(s - 1, values.shape[1] - 1), 0] if counted else values[:, 0, 0]
-                sums = join(F[l + 1 : l + 1 + len(values), s - 1 if counted else 0, start + row.devices], mine)
+                stage_values = values[:, min(s - 1, values.shape[1] - 1), 0] if counted else values[:, 0, 0]
+                sums = join(F[l + 1 : l + 1 + len(values), s - 1 if counted else 0, start + row.devices], stage_values)
                 k = int(sums.argmin())
                 if best is None or sums[k] < best[0]:
                     best = (float(sums[k]), o, k, start + row.devices)
@@ -102,9 +102,9 @@ class Mixed:
         counts = [np.minimum(t.counts(slowest_s, step_s), f.max(0)) for t, f in zip(self.tables, self.fit, strict=True)]
         differs = any((f.min(0) < c).any() for f, c in zip(self.fit, counts, strict=True))
         if not self.fixed:
-            found = self._cheapest(counts, False, cutoff)
-            if found is None or not differs or self._fits(found[1]):
-                return found
+            cheapest = self._cheapest(counts, False, cutoff)
+            if cheapest is None or not differs or self._fits(cheapest[1]):
+                return cheapest
         return self._cheapest(counts, True, cutoff)
 
     def _fits(self, pieces: tuple[Piece, ...]) -> bool:
@@ -159,10 +159,10 @@ def fastest_mixed(
 
     def at_most(t_max: float, beyond: float) -> CutWithin | None:
         def with_step(step_s: float, enough: float) -> CutWithin | None:
-            found = dp.fastest(t_max, step_s, enough)
-            if found is None:
+            cheapest = dp.fastest(t_max, step_s, enough)
+            if cheapest is None:
                 return None
-            cost, pieces = found
+            cost, pieces = cheapest
             return CutWithin(cost, max(float(tables[o].step[i, j - i - 1]) for i, j, o in pieces), pieces)
 
         best = minimise(steps, 1.0, with_step, floor, gap, cutoff=beyond, widest_first=True)

@@ -182,8 +182,11 @@ def fastest_uniform(
 
     def at_most(t_max: float, beyond: float) -> CutWithin | None:
         def with_step(step_s: float, enough: float) -> CutWithin | None:
-            found = dp.fastest(t_max, step_s, enough)
-            return None if found is None else CutWithin(found[0], real(found[1])[1], found[1])
+            fastest = dp.fastest(t_max, step_s, enough)
+            if fastest is None:
+                return None
+            cost, pieces = fastest
+            return CutWithin(cost, real(pieces)[1], pieces)
 
         best = minimise(steps, 1.0, with_step, floor, gap, cutoff=beyond, widest_first=True)
         return None if best is None else CutWithin(best.cost, real(best.pieces)[0], best.pieces)
@@ -193,12 +196,12 @@ def fastest_uniform(
 
 
 def _candidates(sums: np.ndarray, least: float, most: float, enter: np.ndarray | None) -> np.ndarray:
-    found = []
+    sums_in_range = []
     for l in range(len(sums) - 1):
         row = sums[l + 1 :] - sums[l] + (0.0 if enter is None else enter[l])
         a, b = np.searchsorted(row, [least * (1 - ROUND), most * (1 + ROUND)])
-        found.append(row[a : b + 1])
-    return distinct(np.concatenate(found))
+        sums_in_range.append(row[a : b + 1])
+    return distinct(np.concatenate(sums_in_range))
 
 
 def group_stages(S: int, V: int, shape: str) -> tuple[tuple[int, ...], ...]:
@@ -224,11 +227,11 @@ def fastest_chunks(
         pieces = tight[1] if budget <= 0 else fastest_uniform(problem, option, n, gap, np.inf, share)
         if pieces is None:
             continue
-        found = _improve(problem, evaluate(problem, pieces, groups))
-        if least is None or max(found.group_memory) < max(least.group_memory):
-            least = found
-        if found.fits and (fits is None or found.total_s < fits.total_s):
-            fits = found
+        cut = _improve(problem, evaluate(problem, pieces, groups))
+        if least is None or max(cut.group_memory) < max(least.group_memory):
+            least = cut
+        if cut.fits and (fits is None or cut.total_s < fits.total_s):
+            fits = cut
         if fits is not None and np.isinf(budget):
             break
     return fits, least
@@ -241,9 +244,9 @@ def _improve(problem: StageProblem, start: StageSolution) -> StageSolution:
         over = max(m / max(s.stages[g[0]].limit_bytes, 1.0) for g, m in zip(s.groups, s.group_memory, strict=True))
         return max(over, 1.0), s.total_s
 
-    best, moved = start, True
-    while moved:
-        moved = False
+    best, improved = start, True
+    while improved:
+        improved = False
         for at in range(1, len(best.stages)):
             for by in (-1, 1):
                 pieces = [list(p) for p in best.pieces]
@@ -251,7 +254,7 @@ def _improve(problem: StageProblem, start: StageSolution) -> StageSolution:
                 pieces[at][0] += by
                 if pieces[at - 1][0] >= pieces[at - 1][1] or pieces[at][0] >= pieces[at][1]:
                     continue
-                found = evaluate(problem, [(a, b, o) for a, b, o in pieces], best.groups)
-                if score(found) < score(best):
-                    best, moved = found, True
+                neighbour = evaluate(problem, [(a, b, o) for a, b, o in pieces], best.groups)
+                if score(neighbour) < score(best):
+                    best, improved = neighbour, True
     return best

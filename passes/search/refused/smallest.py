@@ -1,7 +1,7 @@
-"""The plans without a pipeline that need about the fewest bytes: whether a request can be met at all, soon known.
+"""The plans without a pipeline that need about the fewest bytes: they tell quickly whether a request can be met at all.
 
-On every mesh sharding and recompute are chosen for the fewest bytes, in the most microbatches that the options allow and
-in one, lowered and accounted for as any plan is.
+On every mesh, sharding and recompute are chosen for the fewest bytes, once in the most microbatches that the options
+allow and once in one. Each plan is then lowered and accounted for as any other.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ def _in_most_microbatches(task: Task, batch: int) -> list[Task]:
 
 def without_capture(task: Task) -> Capture:
     """Tasks for other microbatch counts, derived without capturing the model again."""
-    known = {task.setting.microbatches: task}
+    task_by_count = {task.setting.microbatches: task}
 
     def recapture(M: int) -> Task:
-        if M not in known:
-            known[M] = derived(task, M, _no_capture) or _no_capture(M)
-        return known[M]
+        if M not in task_by_count:
+            task_by_count[M] = derived(task, M, _no_capture) or _no_capture(M)
+        return task_by_count[M]
 
     return recapture
 

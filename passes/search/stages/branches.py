@@ -58,12 +58,12 @@ class BranchDraft(Draft):
     @property
     def step_s(self) -> float:
         """Estimated seconds of a step. total_s is that of 1F1B; other schedules fill a part of what it idles."""
-        found = self.solution
-        idle = found.total_s - self.microbatches * found.t_max_s - found.step_s
+        grouping = self.solution
+        idle = grouping.total_s - self.microbatches * grouping.t_max_s - grouping.step_s
         if not self.task.program.training or self.microbatches == 1:
-            return float(found.total_s)
+            return float(grouping.total_s)
         left = min(row.branch_idle_left for row in possible_schedules(self.task))
-        return float(found.total_s - (1 - left) * idle)
+        return float(grouping.total_s - (1 - left) * idle)
 
 
 def search_branches(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
@@ -158,11 +158,11 @@ class BranchSearch:
         try:
             problem = _problem(task, M, priced, limit)
             chain = best_chain(problem)
-            known = () if chain is None else (chain,)
-            found = solve_branches(problem, known=known, max_groups=MOST_GROUPS, time_limit_s=SOLVE_S)
+            starts = () if chain is None else (chain,)
+            grouping = solve_branches(problem, known=starts, max_groups=MOST_GROUPS, time_limit_s=SOLVE_S)
         except InfeasibleError:
             return None
-        return _draft(task, M, priced, found, limit) if found.side_by_side else None
+        return _draft(task, M, priced, grouping, limit) if grouping.side_by_side else None
 
 
 @dataclass(frozen=True)
@@ -253,36 +253,38 @@ def _link(task: Task, nbytes: float) -> tuple[float, float]:
     return least, nbytes / max(most - least, 1e-15)
 
 
-def _draft(task: Task, M: int, priced: PricedSegments, found: BranchSolution, limit: float) -> BranchDraft:
+def _draft(task: Task, M: int, priced: PricedSegments, grouping: BranchSolution, limit: float) -> BranchDraft:
     """The groups as stages: segments that follow each other in one group are one, on the mesh that suits them best."""
-    group_of = {s: g for g, group in enumerate(found.groups) for s in group.segments}
+    group_of = {s: g for g, group in enumerate(grouping.groups) for s in group.segments}
     runs: list[list[int]] = []
     for s in range(len(priced.ranges)):
         if runs and group_of[runs[-1][-1]] == group_of[s]:
             runs[-1].append(s)
         else:
             runs.append([s])
-    stages = tuple(_stage(M, priced, run, found, group_of[run[0]], limit) for run in runs)
-    largest_first = sorted(range(len(found.groups)), key=lambda g: -found.groups[g].devices)
+    stages = tuple(_stage(M, priced, run, grouping, group_of[run[0]], limit) for run in runs)
+    largest_first = sorted(range(len(grouping.groups)), key=lambda g: -grouping.groups[g].devices)
     groups = tuple(tuple(k for k, run in enumerate(runs) if group_of[run[0]] == g) for g in largest_first)
     solution = StageSolution(
         stages,
-        found.total_s,
-        found.busiest_s,
-        found.step_s,
+        grouping.total_s,
+        grouping.busiest_s,
+        grouping.step_s,
         groups,
-        tuple(found.memory[g] for g in largest_first),
-        found.bound,
+        tuple(grouping.memory[g] for g in largest_first),
+        grouping.bound,
         "branches",
     )
     return BranchDraft(task, M, max(map(len, groups)), "any", solution, tuple(priced.plans))
 
 
-def _stage(M: int, priced: PricedSegments, run: list[int], found: BranchSolution, g: int, limit: float) -> StageChoice:
+def _stage(
+    M: int, priced: PricedSegments, run: list[int], grouping: BranchSolution, g: int, limit: float
+) -> StageChoice:
     """A run of segments of group g as one stage, on whichever of their submeshes makes it fastest."""
-    group = found.groups[g]
+    group = grouping.groups[g]
     chosen = {priced.plan_of[s][o] for s, o in zip(group.segments, group.options, strict=True) if s in run}
     first, last = priced.ranges[run[0]][0], priced.ranges[run[-1]][1]
     costs = {p: _option(priced.plans[p], (first, last)) for p in chosen}
     best = min(costs, key=lambda p: (M * costs[p].time_s + costs[p].step_s, p))
-    return StageChoice(first, last, best, costs[best].time_s, costs[best].step_s, found.memory[g], limit)
+    return StageChoice(first, last, best, costs[best].time_s, costs[best].step_s, grouping.memory[g], limit)
