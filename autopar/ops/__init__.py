@@ -2,11 +2,42 @@
 
 A family states for each op its sharding rule, work, local block and facts (`autopar.ops.registry`), for an op of
 autopar's own also its schema, shape and gradient, and what ATen's ops become (`autopar.ops.dialect`). Importing this
-package imports every module of it, which fills the table.
+package imports every family, which fills the table.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
+from autopar.ops import (
+    attention,
+    contraction,
+    convolution,
+    creation,
+    embedding,
+    indexing,
+    loss,
+    normalization,
+    pointwise,
+    random,
+    recurrence,
+    reduction,
+    spatial,
+    transform,
+    view,
+)
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+FAMILIES = (
+    attention,
+    contraction,
+    convolution,
+    creation,
+    embedding,
+    indexing,
+    loss,
+    normalization,
+    pointwise,
+    random,
+    recurrence,
+    reduction,
+    spatial,
+    transform,
+    view,
+)
+"""Every family of ops that the compiler knows."""
