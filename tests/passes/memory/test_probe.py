@@ -1,0 +1,306 @@
+"""What one line and one gather make and need, against bytes counted by hand on small tensors of float32.
+
+A collective's result is counted with the buffer that it arrives in, which is another one wherever the dim that is joined
+is not the first.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.counter import ByteCounter
+from autopar.ir.lines import Compute, Convert, Ref, Site
+from autopar.ir.mesh import Mesh
+from autopar.ir.spec import Spec
+from autopar.ir.steps import RuntimeStep, Step
+from autopar.ir.types import TensorType
+from autopar.passes.memory import probe
+from autopar.passes.memory.probe import (
+    Effect,
+    GatheredShard,
+    Layout,
+    Out,
+    gather_effect,
+    line_effect,
+    local,
+    regather_peak,
+)
+from autopar.runtime import ops
+
+F32, BF16 = torch.float32, torch.bfloat16
+ALONE, TWO = Mesh.of(), Mesh.of(dp=2)
+X = Layout.dense((8, 6), F32)
+XB = 8 * 6 * 4
+"""Bytes of X."""
+SHARD = Layout.dense((4, 6), F32)
+B = 4 * 6 * 4
+"""Bytes of SHARD."""
+
+
+def compute(op: str, outs: tuple[str, ...] = ("y",), **kwargs: object) -> Compute:
+    return Compute(op, kwargs, outs=outs)
+
+
+def effect(line: Compute | Convert, mesh: Mesh = ALONE, **layouts: Layout | None) -> Effect:
+    return line_effect(line, layouts, mesh)[1]
+
+
+def made(one: Effect) -> tuple[tuple[int, ...], int]:
+    """Bytes of the storages that a line brings, and the most at once."""
+    return one.fresh, one.peak
+
+
+# --- layouts
+
+
+def test_a_dense_layout_is_the_one_of_a_new_tensor() -> None:
+    for shape in ((), (5,), (2, 3, 4), (3, 1, 2), (2, 0, 3)):
+        assert Layout.dense(shape, F32) == Layout.of(torch.empty(shape))
+
+
+def test_a_layout_gives_back_the_tensor_that_it_describes() -> None:
+    turned = Layout.of(torch.empty(8, 6, dtype=BF16).t())
+    assert (turned.shape, turned.stride, turned.nbytes) == ((6, 8), (1, 6), 96)
+    assert Layout.of(turned.tensor()) == turned
+    assert turned.tensor().is_meta
+
+
+def test_a_sharded_type_has_the_layout_of_its_block() -> None:
+    type_ = TensorType((8, 6), F32)
+    assert local(type_, Spec((("dp",), ())), TWO) == Layout.dense((4, 6), F32)
+    assert local(type_, Spec(((), ("dp",))), TWO) == Layout((8, 3), (3, 1), F32)
+
+
+# --- ops
+
+
+def test_a_view_makes_no_bytes() -> None:
+    assert effect(compute("aten.t.default", self=Ref("x")), x=X) == Effect(
+        (Out(0, -1, Layout((6, 8), (1, 6), F32)),), (), 0
+    )
+
+
+def test_a_copy_makes_the_bytes_of_its_result() -> None:
+    assert effect(compute("aten.clone.default", self=Ref("x")), x=X) == Effect((Out(-1, 0, X),), (XB,), XB)
+
+
+def test_a_reshape_is_a_view_of_what_is_dense_and_a_copy_of_what_is_turned() -> None:
+    line = compute("aten.reshape.default", self=Ref("x"), shape=[48])
+    assert made(effect(line, x=X)) == ((), 0)
+    assert made(effect(line, x=Layout((6, 8), (1, 6), F32))) == ((XB,), XB)
+
+
+def test_a_view_names_the_operand_that_it_is_of() -> None:
+    line = compute("aten.expand_as.default", self=Ref("small"), other=Ref("x"))
+    names, one = line_effect(line, {"x": X, "small": Layout.dense((8, 1), F32)}, ALONE)
+    assert names[one.outs[0].alias] == "small"
+    assert one.outs[0].layout == Layout((8, 6), (1, 0), F32)
+
+
+def test_the_parts_of_a_split_are_views_of_one_operand() -> None:
+    line = compute("aten.split.Tensor", ("a", "b", "c"), self=Ref("x"), split_size=2, dim=1)
+    one = effect(line, x=X)
+    assert made(one) == ((), 0)
+    assert [out.alias for out in one.outs] == [0, 0, 0]
+
+
+def test_every_fresh_result_has_its_own_storage() -> None:
+    one = effect(compute("aten.max.dim", ("values", "indices"), self=Ref("x"), dim=1), x=X)
+    assert made(one) == ((8 * 4, 8 * 8), 8 * 4 + 8 * 8)
+    assert [out.fresh for out in one.outs] == [0, 1]
+
+
+def test_dropout_needs_four_words_an_element_beside_its_operand() -> None:
+    """The hash of positions is in int64: positions, a product, its shift and the masked shift are alive at once."""
+    line = compute("autopar.dropout", x=Ref("x"), p=0.5, site=Site(0))
+    assert made(effect(line, x=X)) == ((XB,), 48 * 4 * 8)
+
+
+def test_scratch_on_meta_is_what_real_tensors_need() -> None:
+    x = torch.randn(8, 6)
+    with ByteCounter() as counter:
+        ops.dropout(x, 0.5, 1)
+    assert effect(compute("autopar.dropout", x=Ref("x"), p=0.5, site=Site(0)), x=X).peak == counter.peak
+
+
+def attention(p: float) -> Effect:
+    line = compute(
+        "autopar.attention", ("out", "lse"), q=Ref("q"), k=Ref("q"), v=Ref("q"), mask=None, p=p, causal=False, scale=1.0,
+        site=Site(0),
+    )  # fmt: skip
+    return effect(line, q=Layout.dense((2, 3, 8, 4), F32))
+
+
+def test_fused_attention_needs_nothing_beside_its_results() -> None:
+    out, lse = 2 * 3 * 8 * 4 * 4, 2 * 3 * 8 * 4
+    assert made(attention(0.0)) == ((out, lse), out + lse)
+
+
+def test_unfused_attention_needs_scores_weights_and_the_mask_of_dropout() -> None:
+    out, lse, scores = 2 * 3 * 8 * 4 * 4, 2 * 3 * 8 * 4, 2 * 3 * 8 * 8 * 4
+    hashing = 4 * 2 * scores  # four arrays of int64
+    assert made(attention(0.5)) == ((out, lse), 2 * scores + lse + hashing)
+
+
+def test_an_op_that_looks_at_data_is_believed_its_declared_type() -> None:
+    """`nonzero` has no meta form; the line states i64[8@dp, 2], of which a rank has half."""
+    type_, spec = TensorType((8, 2), torch.int64), Spec((("dp",), ()))
+    line = Compute("aten.nonzero.default", {"self": Ref("x")}, outs=("y",), types=(type_,), specs=(spec,))
+    assert effect(line, TWO, x=X) == Effect((Out(-1, 0, Layout.dense((4, 2), torch.int64)),), (64,), 64)
+
+
+@pytest.mark.parametrize("mode", ["lstm", "gru"])
+def test_a_long_recurrent_layer_is_measured_by_its_first_steps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What 16 steps foretell of 40 is what 40 make, counted as they run."""
+    time, batch, width, hidden, gates = 40, 3, 5, 7, {"lstm": 4, "gru": 3}[mode]
+    h0, c0 = Layout.dense((batch, hidden), F32), Layout.dense((batch, hidden), F32) if mode == "lstm" else None
+    operands: dict[str, Layout | None] = {
+        "x": Layout.dense((time, batch, width), F32),
+        "h0": h0,
+        "w_ih": Layout.dense((gates * hidden, width), F32),
+        "w_hh": Layout.dense((gates * hidden, hidden), F32),
+    } | ({"c0": c0} if c0 else {})
+    refs = {name: Ref(name) if name in operands else None for name in ("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh")}
+    line = compute("autopar.rnn", ("out", "h", "c"), mode=mode, **refs)
+    effects = []
+    for small in (probe.SMALL, 0):
+        monkeypatch.setattr(probe, "_EFFECTS", {})
+        monkeypatch.setattr(probe, "SMALL", small)
+        effects.append(effect(line, **operands))
+    run, foretold = effects
+    assert run.fresh[0] == time * batch * hidden * 4
+    assert foretold == run
+
+
+def test_the_same_line_of_other_names_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_EFFECTS", {})
+    asked: list[object] = []
+    real = probe._probe
+    monkeypatch.setattr(probe, "_probe", lambda *args: (asked.append(args), real(*args))[1])
+    for name in ("a", "b"):
+        names, _ = line_effect(compute("aten.relu.default", (f"{name}_relu",), self=Ref(name)), {name: X}, ALONE)
+        assert names == [name]
+    assert len(asked) == 1
+    line_effect(compute("aten.relu.default", self=Ref("a")), {"a": SHARD}, ALONE)
+    assert len(asked) == 2
+
+
+def test_a_number_among_the_arguments_tells_lines_apart() -> None:
+    repeats = [effect(compute("aten.repeat.default", self=Ref("x"), repeats=[n, 1]), x=X) for n in (2, 3)]
+    assert [one.fresh for one in repeats] == [(2 * XB,), (3 * XB,)]
+
+
+# --- conversions
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "peak"),
+    [
+        (Step("all_gather", "dp", 0), (16, 6), 2 * XB),
+        (Step("all_gather", "dp", 1), (8, 12), 4 * XB),  # the chunks, and these joined
+        (Step("reduce_scatter", "dp", 0), (4, 6), XB // 2),
+        (Step("reduce_scatter", "dp", 1), (8, 3), XB + XB // 2),  # what is sent is cut into chunks before
+        (Step("all_reduce", "dp"), (8, 6), XB),
+        (Step("slice", "dp", 1), (8, 3), XB // 2),
+        (Step("all_to_all", "dp", 0, 1), (16, 3), 2 * XB),
+    ],
+    ids=lambda value: f"{value.kind}{value.dim}" if isinstance(value, Step) else "",
+)
+def test_a_conversion_makes_its_result_and_the_buffers_of_its_message(
+    step: Step, shape: tuple[int, ...], peak: int
+) -> None:
+    result = Layout.dense(shape, F32)
+    assert effect(Convert("x", step, outs=("y",)), TWO, x=X) == Effect((Out(-1, 0, result),), (result.nbytes,), peak)
+
+
+def test_a_slice_of_the_first_dim_is_a_view() -> None:
+    one = effect(Convert("x", Step("slice", "dp", 0), outs=("y",)), TWO, x=X)
+    assert one == Effect((Out(0, -1, SHARD),), (), 0)
+
+
+def test_a_conversion_over_an_axis_of_one_is_its_operand() -> None:
+    one = effect(Convert("x", Step("all_gather", "dp", 1), outs=("y",)), Mesh.of(dp=1), x=X)
+    assert one == Effect((Out(0, -1, X),), (), 0)
+
+
+# --- gathers of parameters
+
+
+def gather(dim: int) -> tuple[RuntimeStep, ...]:
+    return (RuntimeStep("all_gather", ("dp",), (dim,)),)
+
+
+def gathered(n: int, *shards: GatheredShard) -> tuple[int, int, int, tuple[int, ...]]:
+    """started, starting_peak, ending_peak and what the results bring."""
+    one = gather_effect(shards, (("dp", n),))
+    return one.started, one.starting_peak, one.ending_peak, one.effect.fresh
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_parameter_is_gathered_straight_along_its_first_dim(n: int) -> None:
+    full = n * B
+    assert gathered(n, GatheredShard(SHARD, gather(0))) == (full, full, full, (full,))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_parameter_gathered_along_another_dim_is_there_twice_for_a_moment(n: int) -> None:
+    full = n * B
+    assert gathered(n, GatheredShard(SHARD, gather(1))) == (full, full, 2 * full, (full,))
+    (out,) = gather_effect((GatheredShard(SHARD, gather(1)),), (("dp", n),)).effect.outs
+    assert out == Out(-1, 0, Layout.dense((4, 6 * n), F32))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_gather_in_16_bits_holds_the_cast_shard_until_its_end(n: int) -> None:
+    cast, full = B // 2, n * B // 2
+    assert gathered(n, GatheredShard(SHARD, gather(0), BF16)) == (cast + full, cast + full, cast + full, (full,))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_shard_from_a_tier_is_on_the_device_until_the_gather_ends(n: int) -> None:
+    held = B + n * B
+    assert gathered(n, GatheredShard(SHARD, gather(0), tier="ddr")) == (held, held, held, (n * B,))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_small_parameters_travel_in_one_message_which_they_are_copied_to_and_from(n: int) -> None:
+    flat, arrived = 2 * B, n * 2 * B
+    both = gathered(n, GatheredShard(SHARD, gather(0)), GatheredShard(SHARD, gather(1)))
+    assert both == (flat + arrived, flat + arrived, arrived + 2 * n * B, (n * B, n * B))
+
+
+def test_a_parameter_that_rests_whole_is_used_where_it_lies() -> None:
+    assert gather_effect((GatheredShard(SHARD, ()),), TWO.axes).effect == Effect((Out(0, -1, SHARD),), (), 0)
+
+
+def test_a_whole_parameter_in_16_bits_is_cast_when_it_is_taken() -> None:
+    assert gathered(2, GatheredShard(SHARD, (), BF16)) == (0, 0, B // 2, (B // 2,))
+
+
+def test_a_gather_over_an_axis_of_one_makes_nothing() -> None:
+    assert gathered(1, GatheredShard(SHARD, gather(1))) == (0, 0, 0, ())
+
+
+# --- updated shards on their way back to storage
+
+
+def returning(n: int, dim: int) -> tuple[Layout, tuple[RuntimeStep, ...], Layout]:
+    shape = [4, 6]
+    shape[dim] *= n
+    return SHARD, gather(dim), Layout.dense(shape, F32)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_shard_of_the_first_dim_goes_back_without_a_byte_beside_storage(n: int) -> None:
+    assert regather_peak((returning(n, 0),), (("dp", n),)) == 0
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_shard_of_another_dim_arrives_beside_storage(n: int) -> None:
+    assert regather_peak((returning(n, 1),), (("dp", n),)) == n * B
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_shards_that_go_back_together_need_what_they_send_and_receive(n: int) -> None:
+    assert regather_peak((returning(n, 0), returning(n, 1)), (("dp", n),)) == 2 * B + n * 2 * B
