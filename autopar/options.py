@@ -72,7 +72,8 @@ class Options:
             value = getattr(self, name)
             if not right(value):
                 shown = dict(value) if isinstance(value, Mapping) else value
-                raise InputError(f"Options.{name} {wrong}".format(value=shown, kind=type(value).__name__))
+                words = wrong if isinstance(wrong, str) else wrong()
+                raise InputError(f"Options.{name} {words}".format(value=shown, kind=type(value).__name__))
         if self.solver_time_limit_s <= 0 or (self.memory_bytes is not None and self.memory_bytes <= 0):
             raise InputError("Options.solver_time_limit_s and Options.memory_bytes must be positive")
 
@@ -100,10 +101,14 @@ def _is_number(kind: type, optional: bool = False) -> Callable[[Any], bool]:
     return lambda value: (optional and value is None) or (isinstance(value, kind) and not isinstance(value, bool))
 
 
-def _one_of(choices: Sequence[str | None]) -> tuple[Callable[[Any], bool], str]:
-    named = ", ".join(choice for choice in choices if choice is not None)
-    wrong = f"{{value!r}} is unknown; choose one of {named}{', or None' if None in choices else ''}"
-    return lambda value: value in choices, wrong
+def _one_of(choices: Callable[[], Sequence[str | None]]) -> tuple[Callable[[Any], bool], Callable[[], str]]:
+    """choices: asked at every check, as tables may get rows."""
+
+    def wrong() -> str:
+        named = ", ".join(choice for choice in choices() if choice is not None)
+        return f"{{value!r}} is unknown; choose one of {named}{', or None' if None in choices() else ''}"
+
+    return lambda value: value in choices(), wrong
 
 
 def _are_paths(value: Any) -> bool:
@@ -111,7 +116,7 @@ def _are_paths(value: Any) -> bool:
 
 
 _COUNTS = ("microbatches", "pp", "chunks")
-_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] = (
     *(
         (name, lambda value: value is None or isinstance(value, Mapping), "must be a dict, it is a {kind}")
         for name in ("mesh", "constraints")
@@ -129,10 +134,10 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     *((name, lambda count: count is None or count >= 1, "must be at least 1, it is {value}") for name in _COUNTS),
     ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
-    ("strategy", *_one_of(STRATEGIES)),
-    ("recompute", *_one_of(("auto", *RECOMPUTE_POLICIES))),
-    ("offload", *_one_of((*OFFLOAD_KINDS, "auto"))),
-    ("precision", *_one_of((*PRECISIONS, None))),
+    ("strategy", *_one_of(lambda: STRATEGIES)),
+    ("recompute", *_one_of(lambda: ("auto", *RECOMPUTE_POLICIES))),
+    ("offload", *_one_of(lambda: (*OFFLOAD_KINDS, "auto"))),
+    ("precision", *_one_of(lambda: (*PRECISIONS, None))),
     ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
     ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),
 )
