@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | typecheck | bench. Each makes .venv first, once.
+# make demo | test-fast | test | test-all | lint | typecheck | bench. Each makes .venv first, once.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer)
 #   TORCH_INDEX=URL     an extra package index with CPU builds of torch (see the install page of pytorch.org); without
@@ -22,7 +22,7 @@ endif
 export OMP_NUM_THREADS = 1
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test test-all lint typecheck bench clean
+.PHONY: help demo test-fast test test-all lint typecheck bench clean
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
 
@@ -38,6 +38,18 @@ $(STAMP): pyproject.toml setup.py constraints.txt
 
 demo: $(READY)
 	$(PY) examples/train_gpt.py
+
+# The inner loop: the house, the nouns, the solvers and schedules on hand-made inputs, one small model end to end.
+FAST := tests/test_house.py tests/ir tests/cluster tests/costmodel/test_collective.py tests/costmodel/test_simulate.py \
+	tests/costmodel/textbook tests/passes/check tests/passes/rules tests/passes/stage tests/passes/branch tests/passes/place \
+	tests/passes/price tests/passes/memory tests/passes/shard/test_solver.py tests/passes/schedule/test_proof.py \
+	tests/passes/search/test_schedule_choice.py tests/passes/search/test_segment_chain.py tests/passes/search/test_submesh.py \
+	tests/passes/search/test_within_memory.py tests/runtime/test_threads.py tests/runtime/test_grads.py \
+	tests/runtime/test_order.py tests/runtime/test_transfer.py tests/capture/test_trees.py tests/capture/test_inputs.py \
+	tests/codegen/test_gantt.py
+SMALL := "tests/zoo/test_zoo.py::test_training_equals_one_device[4-mlp]" "tests/zoo/test_zoo.py::test_inference_equals_one_device[2-mlp]"
+test-fast: $(READY)
+	$(PYTEST) -m "not slow" $(FAST) $(SMALL)
 
 test: $(READY)
 	$(PYTEST) -m "not slow"
