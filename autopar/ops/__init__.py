@@ -5,7 +5,7 @@ autopar's own also its schema, shape and gradient, and what ATen's ops become (`
 package imports every family, which fills the table.
 """
 
-from autopar.ops import (
+from autopar.ops import (  # noqa: F401  each is imported for the ops that it registers
     attention,
     contraction,
     convolution,
@@ -22,22 +22,3 @@ from autopar.ops import (
     transform,
     view,
 )
-
-FAMILIES = (
-    attention,
-    contraction,
-    convolution,
-    creation,
-    embedding,
-    indexing,
-    loss,
-    normalization,
-    pointwise,
-    random,
-    recurrence,
-    reduction,
-    spatial,
-    transform,
-    view,
-)
-"""Every family of ops that the compiler knows."""
