@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.inputs import LossFunction
+from autopar.capture import capture_program
+from autopar.capture.inputs import LossFunction, microbatch
 from autopar.cluster import ClusterSpec
 from autopar.errors import NoRoomError
 from autopar.ir.memory_levers import forced_offload
@@ -20,7 +21,7 @@ from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine
 from autopar.optimizer.rule import update_rule
 from autopar.options import Options
-from autopar.passes.batch.captures import Captures
+from autopar.passes.batch.microbatches import Captured, Microbatches
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.placement import placed
@@ -62,7 +63,7 @@ def compile(
     clip_grad_value: clamps them instead. loss_scaling: dynamic, as torch.amp.GradScaler does it; a step whose gradients
     overflow on any rank is skipped on all.
 
-    Raises InputError, CaptureError, ClusterError, ConstraintError, PlanError, InfeasibleError.
+    Raises InputError, CaptureError, CoupledError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
     options = checked_options(options)
     update = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
@@ -73,55 +74,57 @@ def compile_request(request: Request) -> ParallelProgram:
     """What `compile` does once its arguments are checked."""
     started = time.perf_counter()
     rules = RuleBook()
-    captures = Captures(request, rules)
-    program = captures.at(request.options.microbatches or 1).program
+    captured = capture(request)
+    apart = functools.partial(capture, request) if request.options.coupled == "per-microbatch" else None
+    batches = Microbatches(captured.program, rules, apart)
+    program = batches.at(request.options.microbatches or 1)
+    capture_s = time.perf_counter() - started
     setting_for = functools.partial(_setting, request, program)
-    tasks = _Tasks(Task(program, request.cluster, rules, setting_for(request.cluster.size), request.options), captures)
+    task = Task(program, request.cluster, rules, setting_for(request.cluster.size), request.options, batches)
     if request.plan is not None:
-        plans = [(tasks.first, replayed(tasks.first, request.plan))]
+        plans = [(task, replayed(task, request.plan))]
     else:
-        plans = _searched(tasks, request.batch, setting_for)
+        plans = _searched(task, request.batch, setting_for)
     task, best = plans[0]
     if request.plan is None:
         best = _on_ranks(task, best)
-    lowering_s = tasks.lowering_s
+    lowering_s = sum({id(t): t.lowering_s for t, _ in plans}.values())
     seconds = {
-        "capture_s": captures.seconds,
-        "plan_s": time.perf_counter() - started - captures.seconds - lowering_s,
+        "capture_s": capture_s,
+        "plan_s": time.perf_counter() - started - capture_s - lowering_s,
         "lower_s": lowering_s,
     }
     candidates = [best, *(candidate for _, candidate in plans[1:])]
-    return emit(request, captures.at(task.setting.microbatches), task, candidates, seconds, compile_request)
+    exported = (batches.captured_apart(task.setting.microbatches) or captured).exported
+    return emit(request, Captured(task.program, exported), task, candidates, seconds, compile_request)
 
 
-class _Tasks:
-    """The first task, and that of the same request for every other microbatch count that is captured."""
-
-    def __init__(self, first: Task, captures: Captures) -> None:
-        self.first = first
-        self.captures = captures
-        self._by_count = {first.setting.microbatches: first}
-
-    def at(self, microbatches: int) -> Task:
-        """Raises CaptureError, InputError."""
-        if microbatches not in self._by_count:
-            self._by_count[microbatches] = self.first.smaller(self.captures.at(microbatches).program, microbatches)
-        return self._by_count[microbatches]
-
-    @property
-    def lowering_s(self) -> float:
-        """Seconds spent on lowering so far."""
-        return sum(task.lowering_s for task in self._by_count.values())
+def capture(request: Request, pieces: int = 1) -> Captured:
+    """The step of the whole batch; or of one of so many pieces of it that are batches of their own, the loss divided by
+    their number. Raises CaptureError, InputError."""
+    options = request.options
+    return Captured(
+        *capture_program(
+            request.model,
+            microbatch(request.inputs, options.batch_dims, pieces),
+            request.loss_fn,
+            request.targets,
+            options.batch_dims,
+            options.stage_boundaries or (),
+            options.precision,
+            pieces,
+        )
+    )
 
 
-def _searched(tasks: _Tasks, batch: int, setting_for: Callable[[int], Setting]) -> RankedPlans:
+def _searched(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> RankedPlans:
     """Plans with their tasks, best first. Raises InfeasibleError, which says what is short and what would do."""
     try:
-        plans = search_plans(tasks.first, batch, tasks.at)
+        plans = search_plans(task, batch)
     except NoRoomError as error:
-        raise explained(tasks.first, batch, setting_for, error) from None
+        raise explained(task, batch, setting_for, error) from None
     if not plans:
-        raise explained(tasks.first, batch, setting_for)
+        raise explained(task, batch, setting_for)
     return plans
 
 

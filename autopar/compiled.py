@@ -15,7 +15,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account
-from autopar.passes.batch.captures import Captured
+from autopar.passes.batch.microbatches import Captured
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import as_data, curves

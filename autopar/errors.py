@@ -30,6 +30,10 @@ class PlanError(AutoparError):
     """A plan is corrupt, or belongs to another model or cluster."""
 
 
+class CoupledError(AutoparError):
+    """Microbatches are asked of a program of which an op must see the whole batch; the message names the op."""
+
+
 class ConstraintError(AutoparError):
     """A constraint matches nothing, or cannot be met on this mesh."""
 

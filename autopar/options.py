@@ -11,6 +11,7 @@ from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import Mesh
 
+COUPLED = ("refuse", "per-microbatch")
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 
 
@@ -18,8 +19,10 @@ STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 class Options:
     """Choices of one compilation.
 
-    microbatches: pieces the global batch is cut into along its batch dim; gradients accumulate, synchronised once.
-        None: what the search finds best.
+    microbatches: pieces the global batch is cut into along its batch dim; gradients accumulate to those of the whole
+        batch, synchronised once. None: what the search finds best.
+    coupled: what microbatches of a program mean whose samples depend on each other (batch statistics, a contrastive loss):
+        "refuse" them, or "per-microbatch": each is a batch of its own, and their losses are averaged.
     pp: groups of ranks that the program is cut over as a pipeline (1: none). None: searched.
     schedule: of the pipeline, a name of autopar.passes.schedule ("1f1b", "zb-h1", …) or "auto": the fastest that fits.
     chunks: stages per group of ranks (interleaved schedules). None: searched.
@@ -49,6 +52,7 @@ class Options:
     """
 
     microbatches: int | None = None
+    coupled: str = "refuse"
     pp: int | None = None
     schedule: str = "auto"
     chunks: int | None = None
@@ -134,6 +138,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ),
     *((name, lambda count: count is None or count >= 1, "must be at least 1, it is {value}") for name in _COUNTS),
     ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
+    ("coupled", *_one_of(lambda: COUPLED)),
     ("strategy", *_one_of(lambda: STRATEGIES)),
     ("recompute", *_one_of(lambda: ("auto", *RECOMPUTE_POLICIES))),
     ("offload", *_one_of(lambda: (*OFFLOAD_KINDS, "auto"))),

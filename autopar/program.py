@@ -20,7 +20,7 @@ from autopar.compiled import Alternative, Compiled, Decision, Emitted, Predictio
 from autopar.errors import InputError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
-from autopar.passes.batch.captures import Captured
+from autopar.passes.batch.microbatches import Captured
 from autopar.passes.check.lines import check_program
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate

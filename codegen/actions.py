@@ -11,7 +11,7 @@ from autopar.ir.lowered import LoweredStage
 from autopar.ir.steps import rows
 
 WHAT = {
-    "prepare": "What forward must know of the whole batch, of one microbatch; the runtime takes the mean over all.",
+    "prepare": "What forward must know of the whole batch, of one microbatch; the runtime puts all of them together as PREPARED says.",
     "forward": "F: one microbatch forward. What backward needs is left in a list.",
     "backward": "B: one microbatch backward; gradients of parameters go to rt.grads.",
     "inputs": "B: gradients of what one microbatch reads; what those of parameters need is left in a list.",
@@ -107,8 +107,10 @@ def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
             return f"rt.ready({saved})"
         case ir.ReadBuffer(buffer, copy):
             return f"{line.outs[0]} = rt.buffers[{buffer!r}]" + (".clone()" if copy else "")
-        case ir.WriteBuffer(value, buffer):
+        case ir.WriteBuffer(value, buffer, "now"):
             return f"rt.buffers[{buffer!r}].copy_({value})"
+        case ir.WriteBuffer(value, buffer, when):
+            return f"rt.update_buffer({buffer!r}, {value}, {when!r})  # at the end of the step"
     return statement(line, printer)
 
 

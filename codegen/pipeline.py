@@ -39,7 +39,6 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
             f"dict(file='stages/stage_{s.index}.py', mesh={dict(s.mesh.axes)!r}, first_rank={s.mesh.offset})"
             for s in lowered.stages
         ],
-        loss="sum" if program.loss_kind == "sum" else "mean",
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],

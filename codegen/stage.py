@@ -42,8 +42,8 @@ def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) 
             (n, f"dict(shape={t.shape!r}, dtype={printer.dtype(t.dtype)!r}, spec={((),) * len(t.shape)!r})")
             for n, t in stage.buffers.items()
         ],
-        inputs=[_row(row, printer) for row in stage.inputs],
-        outputs=[_row(row, printer) for row in stage.outputs],
+        inputs=[_row(row, printer, f"batch_dim={row.batch_dim!r}") for row in stage.inputs],
+        outputs=[_row(row, printer, f"join={(row.join.how, row.join.dim, row.join.outer)!r}") for row in stage.outputs],
         gradients=[
             (p.name, f"dict(contributions={p.contributions}, steps={rows(p.reduce)!r})")
             for p in stage.parameters.values()
@@ -54,6 +54,7 @@ def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) 
             "SENDS": [p.name for p in stage.sent],
             "GRADIENT_RECEIVES": [p.name for p in stage.gradients_received],
             "GRADIENT_SENDS": [p.name for p in stage.gradients_sent],
+            "PREPARED": list(stage.prepared),
         },
         mesh=dict(stage.mesh.axes),
         user_ops=bool(registered_ops(stage)),
@@ -67,10 +68,10 @@ def registered_ops(stage: LoweredStage) -> frozenset[str]:
     return frozenset(name for namespace, name, *_ in ops if namespace == "autopar_ops")
 
 
-def _row(row: Row, printer: Printer) -> str:
+def _row(row: Row, printer: Printer, extra: str) -> str:
     return (
         f"dict(index={row.index}, name={row.name!r}, shape={row.type.shape!r}, dtype={printer.dtype(row.type.dtype)!r}, "
-        f"spec={row.spec.dims!r}, batch_dim={row.batch_dim!r})"
+        f"spec={row.spec.dims!r}, {extra})"
     )
 
 

@@ -34,13 +34,15 @@ def capture_program(
     batch_dims: Any = None,
     starts: Sequence[str] = (),
     precision: str | None = None,
+    pieces: int = 1,
 ) -> tuple[Program, Exported]:
-    """Capture, fold and differentiate. starts: modules at which a call must start. precision: see Options.
+    """Capture, fold and differentiate. starts: modules at which a call must start. precision: see Options. pieces: what the
+    loss is divided by.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
-    exported = export_step(model, inputs, loss_fn, targets, mode)
+    exported = export_step(model, inputs, loss_fn, targets, mode, pieces)
     if precision is not None:
         lower_precision(exported, PRECISIONS[precision], mode)
     with mode:

@@ -1,12 +1,13 @@
 """Canonicalize a traced template graph: fewer kinds of nodes, same values.
 
 Copies without effect vanish; every view that only regroups dims becomes `reshape`, every reordering `permute`, every
-full sum `sum.dim_IntList`; scalars lifted to tensors become `full`; equal nodes are merged; unused ones removed.
+full sum `sum.dim_IntList`; scalars lifted to tensors and constants made in the likeness of one become `full`; equal nodes are merged; unused ones removed.
 Nothing writes in place here, so dropping a copy changes no value.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ from autopar.ir.types import TensorType
 from autopar.ops.registry import OpDef, find
 
 aten = torch.ops.aten
+_FILLED: dict[Any, Callable[[fx.Node], Any]] = {
+    aten.new_zeros.default: lambda node: 0,
+    aten.zeros_like.default: lambda node: 0,
+    aten.new_ones.default: lambda node: 1,
+    aten.ones_like.default: lambda node: 1,
+    aten.new_full.default: lambda node: node.args[2],
+    aten.full_like.default: lambda node: node.args[1],
+}
+"""Ops that take shape, dtype and device from a tensor, and its values from none: what they fill theirs with."""
 
 
 def canonicalize(module: fx.GraphModule) -> None:
@@ -107,6 +117,11 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
     if not isinstance(source, fx.Node) or not isinstance(type_, TensorType):
         if node.target in (aten.scalar_tensor.default,):
             _replace(graph, node, aten.full.default, ([], node.args[0]), {"dtype": type_.dtype})
+        return
+    if node.target in _FILLED:
+        _replace(
+            graph, node, aten.full.default, (list(type_.shape), _FILLED[node.target](node)), {"dtype": type_.dtype}
+        )
         return
     before = source.meta["type"]
     same = before == type_

@@ -44,12 +44,15 @@ class Exported:
 class _Step(nn.Module):
     """The user's model and loss as one module over flat tensor leaves."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any], pieces: int
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
         self.targets = targets
+        self.pieces = pieces
         self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -62,16 +65,19 @@ class _Step(nn.Module):
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
             self._note({"training": True, "structure": None})
-            return (loss.reshape(()),)
+            return (self._piece(loss),)
         loss = own_loss(out)
         if loss is not None and loss.requires_grad:
             self._note({"training": True, "structure": None})
-            return (loss.reshape(()),)
+            return (self._piece(loss),)
         tensors, _, structure = flatten(out)
         if not tensors:
             raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
         self._note({"training": False, "structure": structure})
         return tuple(tensors)
+
+    def _piece(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
 
 
 @contextmanager
@@ -113,12 +119,14 @@ def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode: FakeTensorMode) -> Exported:
-    """Capture one step. Raises CaptureError or InputError."""
+def export_step(
+    model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode: FakeTensorMode, pieces: int = 1
+) -> Exported:
+    """Capture one step; the loss is divided by `pieces`. Raises CaptureError or InputError."""
     leaves, names, structure = flatten(inputs)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
     seen: dict[str, Any] = {}
-    step = _Step(model, loss_fn, structure, targets, seen)
+    step = _Step(model, loss_fn, structure, targets, seen, pieces)
     step.training = model.training
     with faked(step, mode) as fake_names:
         try:

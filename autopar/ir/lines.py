@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -227,9 +227,10 @@ class ReadBuffer(Line):
 
 @dataclass(frozen=True)
 class WriteBuffer(ValueLine):
-    """A buffer's new value."""
+    """A buffer's new value: written "now", or at the end of the step, where microbatches have the "same" one or "sum" it up."""
 
     buffer: str
+    when: Literal["now", "same", "sum"] = "now"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.lines import Function, Line
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Join
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
@@ -76,13 +77,15 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class Row:
-    """An input or output of a stage: index among the program's, type of one microbatch, batch dim (None: none)."""
+    """An input or output of a stage: index among the program's, type of one microbatch; of an input the batch dim (None: it
+    has none), of an output what becomes of its microbatches' values."""
 
     index: int
     name: str
     type: TensorType
     spec: Spec
-    batch_dim: int | None
+    batch_dim: int | None = None
+    join: Join = Join("same")
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class LoweredStage:
     gradients_sent: tuple[Port, ...]
     training: bool
     microbatches: int
+    prepared: tuple[str, ...] = ()
+    """What the microbatches' values of `prepare` are put together by."""
 
     @property
     def functions(self) -> tuple[Function, ...]:

@@ -148,12 +148,35 @@ class Boundary:
     foreign: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True)
+class Join:
+    """What becomes of the values that microbatches have of one output: "cat" along a dim (in each of its `outer` parts),
+    "same" (all have it), or "sum", "max", "min" of them."""
+
+    how: Literal["cat", "same", "sum", "max", "min"]
+    dim: int = 0
+    outer: int = 1
+
+
+@dataclass(frozen=True)
+class Microbatched:
+    """How the program of one microbatch hangs in the step (`autopar.passes.batch`).
+
+    outputs: per output. buffers: an update is the "sum" over microbatches, the "same" in all, or made by "each" in turn.
+    early: what the values of early calls are put together by. separate: each microbatch is a batch of its own, whose loss is
+    divided by their number, because the whole batch couples.
+    """
+
+    outputs: tuple[Join, ...]
+    buffers: dict[str, Literal["sum", "same", "each"]]
+    early: tuple[str, ...] = ()
+    separate: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A whole step, or a stage of one. Of a whole one outputs[0] is the loss when `training`.
-
-    loss_kind: how the losses of microbatches make that of the batch (`autopar.passes.batch.microbatch`).
-    """
+    """A whole step, one microbatch of it (then `microbatched` says how), or a stage of either. Of a whole one outputs[0] is
+    the loss when `training`."""
 
     templates: dict[str, Template]
     calls: tuple[Call, ...]
@@ -166,7 +189,7 @@ class Program:
     batch_dims: tuple[int | None, ...] = ()
     fingerprint: str = ""
     structure: Any = field(default=None, repr=False)
-    loss_kind: str = "mean"
+    microbatched: Microbatched | None = None
     boundary: Boundary | None = None
 
     @property

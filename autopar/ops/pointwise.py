@@ -31,6 +31,20 @@ define(*named("to _to_copy type_as copy"), precision="pass")
 define(*named("to _to_copy type_as"), canonical="cast")
 define("aten.clone", canonical="copy", view=True)
 define(*named("add neg _to_copy"), carries=True)
+define(*named("add sub rsub"), adds="other")
+define("aten.mul", linear=lambda call: [{0}, {1}] if len(call.operands) == 2 else [{0}])
+define(
+    "aten.div",
+    linear=lambda call: [{0}] if call.get("rounding_mode") is None and isinstance(call["self"], Operand) else [],
+)
+define(
+    *named(
+        "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward leaky_relu_backward elu_backward "
+        "hardtanh_backward hardswish_backward hardsigmoid_backward hardshrink_backward softshrink_backward softplus_backward "
+        "log_sigmoid_backward mish_backward _prelu_kernel_backward"
+    ),
+    linear=lambda call: [{0}],
+)
 
 
 def _linear_groups(call: OpCall) -> list[set[int]]:

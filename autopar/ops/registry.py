@@ -95,6 +95,8 @@ class OpDef:
         random: it draws random numbers, numbered by its argument `site`.
         fresh: its results are tensors that nobody else holds, so the gradient store may keep them as they are.
         dear: too dear to run a second time under selective recompute. None: if it has `work`.
+        linear(call): groups of operands in which it is linear, beside those of its rule (which ranks are offered).
+        adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
         hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
         result_names: names of several results in emitted text.
@@ -119,6 +121,8 @@ class OpDef:
     random: bool = False
     fresh: bool = False
     dear: bool | None = None
+    linear: Callable[[OpCall], list[set[int]]] | None = None
+    adds: str = ""
     carries: bool = False
     hidden_workspace: bool = False
     result_names: tuple[str, ...] = ()

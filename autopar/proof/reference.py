@@ -35,7 +35,7 @@ def eager_values(
     named = dict(reference.named_parameters())
     trained = {name: p for name, p in named.items() if p.requires_grad}
     update = EagerUpdate(program.request.update, list(trained.items()))
-    parts = program.plan.microbatches if program.ir.loss_kind == "coupled" else 1
+    parts = program.plan.microbatches if _apart(program) else 1
     for step in range(steps):
         for p in trained.values():
             p.grad = None
@@ -54,6 +54,11 @@ def eager_values(
     persistent = reference.state_dict().keys()
     values |= {f"buffer/{n}": b for n, b in reference.named_buffers() if n in persistent}
     return values
+
+
+def _apart(program: ParallelProgram) -> bool:
+    """Whether each microbatch is a batch of its own."""
+    return program.ir.microbatched is not None and program.ir.microbatched.separate
 
 
 def run_model(model: nn.Module, inputs: Any) -> Any:

@@ -61,7 +61,7 @@ def _masters(ir: Program) -> str:
 
 
 def _coupled(ir: Program) -> str:
-    if ir.loss_kind != "coupled":
+    if ir.microbatched is None or not ir.microbatched.separate:
         return ""
     return " (the model's statistics couple the batch: each microbatch counts as a batch of its own)"
 

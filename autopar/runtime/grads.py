@@ -55,18 +55,15 @@ class GradStore:
         table: Mapping[str, GradEntry],
         microbatches: int = 1,
         sizes: BucketSizes | None = None,
-        scale: float = 1.0,
         compensated: bool = False,
         tiers: Tiers | None = None,
         tier_of: Mapping[str, str] | None = None,
     ) -> None:
-        """scale multiplies every gradient (1/microbatches when the loss is the mean over microbatches). compensated: sums
-        of three and more addends carry what rounding loses. tier_of: memory tiers of `tiers` in which sums between
+        """compensated: sums of three and more addends carry what rounding loses. tier_of: memory tiers of `tiers` in which sums between
         microbatches, and reduced gradients, rest; their buckets are made anew each time and land early."""
         self.comm = comm
         self.table = dict(table)
         self.microbatches = microbatches
-        self.scale = scale
         self.compensated = compensated
         self.borrowed: set[str] = set()  # of the gradients that `finish` gave out: others may hold these tensors too
         self.tiers = tiers or Tiers(comm.device)
@@ -104,9 +101,6 @@ class GradStore:
             self._sums[name] = self._rested(name, total)
             return
         grad, owned = total.value, total.owned
-        if self.scale != 1.0:
-            grad = grad.mul_(self.scale) if owned else grad * self.scale
-            owned = True
         self._buckets.add(name, grad, owned, entry.steps)
 
     @torch.no_grad()

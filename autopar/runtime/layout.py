@@ -78,6 +78,7 @@ class TensorInfo:
         self.optimizer_tier = str(row.get("optimizer_tier", ""))
         self.index = int(row.get("index", 0))
         self.batch_dim: int | None = row.get("batch_dim")
+        self.join: tuple[str, int, int] = tuple(row.get("join", ("same", 0, 1)))
 
 
 class StateEntry:

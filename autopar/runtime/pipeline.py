@@ -190,7 +190,7 @@ class Executor:
     # ---- before the actions
 
     def _prepare(self, stage: Stage, batch: Sequence[Tensor]) -> list[Tensor]:
-        """What every forward of the step must know of the whole batch: the mean over its microbatches."""
+        """What every forward of the step must know of the whole batch: the sum of its microbatches' terms, or the maximum."""
         prepare = getattr(stage.module, "prepare", None)
         if prepare is None:
             return []
@@ -198,10 +198,10 @@ class Executor:
         for microbatch in range(self.microbatches):
             stage.rt.microbatch = microbatch
             rows.append(prepare(stage.rt, stage.inputs(batch, microbatch)))
-        if len(rows) == 1:
-            return list(rows[0])
-        totals = [torch.stack(values).sum(0) for values in zip(*rows, strict=True)]
-        return [(t if t.is_floating_point() else t.double()) / len(rows) for t in totals]
+        return [
+            put_together(values, how)
+            for values, how in zip(zip(*rows, strict=True), stage.module.PREPARED, strict=True)
+        ]
 
     def _bind(self, slot: Slot, k: int, slots: Sequence[Slot]) -> _Step:
         action, stage = slot.action, self.stages[slot.action.stage]
@@ -227,3 +227,9 @@ class Executor:
         if self.comm.device.type == "cuda":
             torch.cuda.synchronize(self.comm.device)
         return time.perf_counter()
+
+
+def put_together(values: Sequence[Tensor], how: str) -> Tensor:
+    """The microbatches' terms of a value as one: their "sum", "max" or "min"."""
+    stacked = torch.stack(list(values))
+    return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)

@@ -51,6 +51,7 @@ class Rank:
         self.loss_scale = 1.0
         self.device: torch.device = comm.device
         self._prefetched: dict[str, Handle[list[Tensor]]] = {}
+        self._updated: dict[str, Tensor] = {}
 
     def prefetch(self, key: str, items: Sequence[Wanted], site: str = "") -> None:
         """Start gathering parameters along their steps; `take(key)` gives them."""
@@ -82,8 +83,16 @@ class Rank:
         """Key of one random op: the same on every rank, and again when backward or recompute asks for it."""
         return make_key(self.seed, self.step, self.microbatch, call, site)
 
+    def update_buffer(self, name: str, value: Tensor, when: str) -> None:
+        """What a buffer holds after the step: the "same" value in every microbatch, or the "sum" of theirs."""
+        before = self._updated.get(name)
+        self._updated[name] = value if before is None or when == "same" else before + value
+
     def end_step(self) -> None:
-        """Check that the step took all it had prefetched."""
+        """Write the buffers that the step updated; check that it took all it had prefetched."""
+        for name, value in self._updated.items():
+            self.buffers[name].copy_(value)
+        self._updated.clear()
         if self._prefetched:
             raise RuntimeProgramError(f"prefetched and never taken: {', '.join(self._prefetched)}")
 

@@ -22,7 +22,7 @@ from .comm import Comm, Handle
 from .errors import RuntimeProgramError
 from .layout import TensorInfo, gather_full, local_shape
 from .parts import Parts
-from .pipeline import Executor, Record
+from .pipeline import Executor, Record, put_together
 from .rank import Rank
 from .shared import Shared, held_alike
 from .stage import SliceReader, Stage
@@ -175,7 +175,7 @@ class Session(State):
                 if not local:
                     what, own = f"output {info.name}", self.stages[index].comm
                     values = [gather_full(value, info.spec, own, what) for value in values]
-                output = values[0] if len(values) == 1 else _join(values, info.batch_dim)
+                output = values[0] if len(values) == 1 else _join(values, *info.join)
             results.append(output if local else self._tell(index, output, self._joined_shape(info), info))
         self._end_step(advance=False)
         return results
@@ -193,12 +193,12 @@ class Session(State):
             rt.step += advance
 
     def _start_loss(self, outputs: dict[int, list[list[Any]]]) -> Handle[Tensor]:
-        """The loss of the batch, of its microbatches' their mean or sum, from the stage that has it to every rank."""
+        """The loss of the batch, which its microbatches' add up to, from the stage that has it to every rank."""
         stage, info = self._loss
         loss: Tensor | None = None
         if stage in outputs:
             losses = [values[0].wait() if isinstance(values[0], Handle) else values[0] for values in outputs[stage]]
-            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum() * self.pipeline.loss_scale
+            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return self._start_tell(stage, loss, info.shape, info)
 
     def _check_batch(self, batch: Sequence[Tensor]) -> None:
@@ -263,7 +263,8 @@ class Session(State):
         return self.comm.start_broadcast(value, tuple(self.comm.mesh), first, site=f"{info.name} of stage {stage}")
 
     def _joined_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        return tuple(n * self.microbatches if dim == info.batch_dim else n for dim, n in enumerate(info.shape))
+        how, joined, _ = info.join
+        return tuple(n * self.microbatches if how == "cat" and dim == joined else n for dim, n in enumerate(info.shape))
 
     def _held(self, index: int) -> dict[str, Tensor]:
         """Parameters that an earlier stage of this rank stores just as this one does."""
@@ -324,8 +325,13 @@ class Session(State):
             warnings.warn(f"{kind} runs on shards of parameters: correct only if it is elementwise", stacklevel=4)
 
 
-def _join(values: list[Tensor], batch_dim: int | None) -> Tensor:
-    """The microbatches' outputs as one; what has no batch dim is the mean (of numbers that are no floats, the first)."""
-    if batch_dim is not None:
-        return torch.cat(values, batch_dim)
-    return torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
+def _join(values: list[Tensor], how: str, dim: int, outer: int) -> Tensor:
+    """The microbatches' values of an output as one: joined along a dim, in each of its `outer` parts."""
+    if how == "same":
+        return values[0]
+    if how != "cat":
+        return put_together(values, how)
+    if outer == 1:
+        return torch.cat(values, dim)
+    parts = [v.unflatten(dim, (outer, -1)) for v in values]
+    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)

@@ -55,7 +55,6 @@ class Stage:
                 tables.gradients,
                 pipeline.microbatches,
                 BucketSizes(bucket_bytes),
-                scale=pipeline.loss_scale,
                 compensated=compensated,
                 tiers=self.tiers,
                 tier_of={name: info.tier for name, info in tables.parameters.items() if info.tier},

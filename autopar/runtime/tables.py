@@ -73,7 +73,6 @@ class Pipeline:
         self.world = int(pipeline.WORLD)
         self.microbatches = int(pipeline.MICROBATCHES)
         self.training = bool(pipeline.TRAINING)
-        self.loss_scale = 1.0 if getattr(pipeline, "LOSS", "mean") == "sum" else 1.0 / self.microbatches
         self.dtype = dtype
         self.inputs = [dict(row, shape=tuple(row["shape"]), dtype=dtype_of(row["dtype"])) for row in pipeline.INPUTS]
         self.meshes = [(dict(row["mesh"]), int(row["first_rank"])) for row in pipeline.STAGES]

@@ -6,9 +6,11 @@ what they make comes to `forward` as arguments.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from autopar.ir.lines import CallForward, Function, ParkSaved, ReadBuffer, SumLoss, WriteBuffer
 from autopar.ir.lowered import Port, Row
-from autopar.ir.program import ValueRef
+from autopar.ir.program import Join, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.lower.builder import Builder, LocalValue
@@ -68,11 +70,18 @@ class Forward(Builder):
             self._call(index)
 
     def output_rows(self) -> tuple[Row, ...]:
-        """The stage's outputs, as its table says them; microbatches are joined along the first dim."""
+        """The stage's outputs, as its table says them."""
         boundary = self.program.boundary
         indices = boundary.outputs if boundary else range(len(self.program.outputs))
+        microbatched = self.program.microbatched
         return tuple(
-            Row(index, name, self.program.type_of(ref), spec, 0 if self.program.type_of(ref).shape else None)
+            Row(
+                index,
+                name,
+                self.program.type_of(ref),
+                spec,
+                join=microbatched.outputs[index] if microbatched else Join("same"),
+            )
             for index, (name, spec), ref in zip(indices, self.outputs, self.program.outputs, strict=True)
         )
 
@@ -180,7 +189,13 @@ class Forward(Builder):
         for buffer, ref in self.program.buffer_updates.items():
             type_ = self.program.type_of(ref)
             whole = Spec.replicated(len(type_.shape))
-            self.lines.append(WriteBuffer(self.convert(self._value(ref), type_, whole, "F", buffer), buffer))
+            value = self.convert(self._value(ref), type_, whole, "F", buffer)
+            self.lines.append(WriteBuffer(value, buffer, self._when(buffer)))
+
+    def _when(self, buffer: str) -> Literal["now", "same", "sum"]:
+        """When an update is written: every microbatch that is a part of the batch reads what was there before the step."""
+        how = self.program.microbatched.buffers[buffer] if self.program.microbatched else "each"
+        return "now" if how == "each" else how
 
 
 def _owes_sums_only(spec: Spec) -> bool:

@@ -47,4 +47,5 @@ def lower_stage(
         tuple(back.sent) if back is not None else (),
         program.training,
         microbatches,
+        program.microbatched.early if prepare is not None and program.microbatched is not None else (),
     )

@@ -17,20 +17,20 @@ from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options
 from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
-from autopar.passes.search.task import Capture, RankedPlans, Task
+from autopar.passes.search.task import RankedPlans, Task
 
 MANY_RANKS = 64
 """On larger clusters pipelines are looked for before microbatches and recompute on one mesh."""
 
 
-def search_plans(task: Task, batch: int, recapture: Capture) -> RankedPlans:
+def search_plans(task: Task, batch: int) -> RankedPlans:
     """Plans with the task that each is a plan of, best first; none where nothing fits.
 
-    batch: size of the global batch. recapture(M): the task of the program as captured in M microbatches. Raises InputError
+    batch: size of the global batch. Raises InputError
     for options that cannot be, InfeasibleError where the options ask for a pipeline and none fits.
     """
     check_pipeline_options(task)
-    submeshes = SubmeshPlans(TasksByCount(task, batch, recapture))
+    submeshes = SubmeshPlans(TasksByCount(task, batch))
     if asks_for_pipeline(task.options):
         return search_pipelines(submeshes, math.inf)
     candidates, memory_short = search_strategies(task)

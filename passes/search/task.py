@@ -7,7 +7,6 @@ them share their prices.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -19,6 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account, account
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.lower import lower
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
@@ -28,18 +28,25 @@ from autopar.plan import Plan
 
 @dataclass
 class Task:
-    """A program to be planned, with all that planning it depends on. lowering_s: seconds spent in `finish` so far."""
+    """A program to be planned, with all that planning it depends on.
+
+    batches: the program by number of microbatches; by default `program` is that of the whole batch. lowering_s: seconds
+    spent in `finish` so far.
+    """
 
     program: Program
     cluster: ClusterSpec
     rules: RuleBook
     setting: Setting
     options: Options
+    batches: Microbatches = None  # type: ignore[assignment]
     pricers: Pricers = field(init=False)
     lowering_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.pricers = Pricers(self.cluster)
+        if self.batches is None:
+            self.batches = Microbatches(self.program, self.rules)
 
     @cached_property
     def limit(self) -> float:
@@ -60,8 +67,11 @@ class Task:
             task.pricers = self.pricers
         return task
 
-    def smaller(self, program: Program, microbatches: int) -> Task:
-        """The task of one of so many microbatches, whose program is `program`."""
+    def at(self, microbatches: int) -> Task:
+        """The task of one of so many microbatches. Raises CoupledError, InputError where the batch cannot be cut so."""
+        if microbatches == self.setting.microbatches:
+            return self
+        program = self.batches.at(microbatches)
         return self.changed(program=program, setting=replace(self.setting, microbatches=microbatches))
 
     def offloading(self, kinds: frozenset[str]) -> Task:
@@ -87,8 +97,6 @@ class Task:
         return replace(candidate, lowered=lowered, account=counted)
 
 
-Capture = Callable[[int], Task]
-"""Captures the model in so many microbatches. Raises InputError where the batch cannot be cut so."""
 RankedPlans = list[tuple[Task, PricedPlan]]
 """Plans with the task that each is a plan of, best first; the first one is lowered."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.ir.mesh import Mesh
-from autopar.passes.search.adopted import DerivedPlan, adopted
 from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
@@ -28,7 +27,7 @@ _MOMENT = 0.8
 
 
 def search_short_memory(tasks: TasksByCount, best_s: float) -> RankedPlans:
-    """Plans that are predicted faster than best_s, best first, the first one of the program as captured."""
+    """Plans that are predicted faster than best_s, best first."""
     task = tasks.task
     counts = microbatch_counts(task, tasks.batch)
     if task.options.microbatches is None:
@@ -38,8 +37,7 @@ def search_short_memory(tasks: TasksByCount, best_s: float) -> RankedPlans:
     for offload in _offload_kinds(task):
         for mesh, bound_s in meshes:
             search.look_on(mesh, bound_s, offload)
-    search.faster.sort(key=lambda plan: plan.candidate.step_s)
-    return adopted(search.faster, tasks.captured, must_fit=True)
+    return sorted(search.faster, key=lambda plan: plan[1].step_s)
 
 
 class _FasterPlans:
@@ -52,17 +50,17 @@ class _FasterPlans:
     def __init__(self, tasks: TasksByCount, counts: list[int], best_s: float) -> None:
         self.tasks, self.counts, self.best_s = tasks, counts, best_s
         self.byte_price = self.moment_bytes = 0.0
-        self.faster: list[DerivedPlan] = []
+        self.faster: RankedPlans = []
 
     def look_on(self, mesh: Mesh, bound_s: float, offload: frozenset[str]) -> None:
         """Growing microbatch counts on one mesh. bound_s: no plan of the whole batch on this mesh takes less."""
         for M in self.counts:
-            priced = self.tasks.priced(M)
             if not self._may_win(bound_s):
                 return
-            if priced is None or not (offload or could_fit(priced, least_bytes(priced))):
+            task = self.tasks.at(M)
+            if not (offload or could_fit(task, least_bytes(task))):
                 continue
-            task = priced.offloading(offload)
+            task = task.offloading(offload)
             joint = joint_on(task, mesh)
             try:
                 bound_s = joint.fastest.seconds
@@ -76,7 +74,7 @@ class _FasterPlans:
             if candidate is None:
                 continue
             if candidate.step_s < self.best_s:
-                self._keep(task, mesh, joint, candidate)
+                self._keep(task, joint, candidate)
             if not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return
 
@@ -91,15 +89,10 @@ class _FasterPlans:
             return None
         return None if isinstance(result, Shortage) else result
 
-    def _keep(self, task: Task, mesh: Mesh, joint: JointSearch, candidate: PricedPlan) -> None:
+    def _keep(self, task: Task, joint: JointSearch, candidate: PricedPlan) -> None:
         self.best_s, self.byte_price = candidate.step_s, joint.price
         self.moment_bytes = _MOMENT * max(account_of(candidate).peak_bytes - candidate.solution.memory, 0.0)
-
-        def plan_again(captured: Task) -> PricedPlan | None:
-            result = fastest_within_limit(captured, joint_on(captured, mesh))
-            return None if isinstance(result, Shortage) else result
-
-        self.faster.append(DerivedPlan(task, candidate, plan_again))
+        self.faster.append((task, candidate))
 
 
 def _offload_kinds(task: Task) -> list[frozenset[str]]:

@@ -19,18 +19,15 @@ from dataclasses import dataclass, replace
 from autopar.cluster import ClusterSpec, scaled
 from autopar.errors import AutoparError, Change
 from autopar.ir.memory_levers import OFFLOAD_KINDS, forced_offload
-from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.ir.text import size_text, time_text
 from autopar.options import Options
 from autopar.passes.account.program import Account
-from autopar.passes.batch.microbatch import in_microbatches
-from autopar.passes.batch.rebatch import NoRebatch, rebatch
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.lower_bounds import could_fit, least_bytes
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.within_memory import fastest_within_limit
-from autopar.passes.search.refused.smallest import SOLVER_S, smallest_plans, without_capture
+from autopar.passes.search.refused.smallest import SOLVER_S, smallest_plans
 from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options
 from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
@@ -154,7 +151,7 @@ def _stages_are_open(task: Task) -> bool:
 def _pipeline(task: Task, batch: int, best_s: float) -> list[Account]:
     """Of the fastest pipeline that is predicted faster than best_s, if there is one."""
     check_pipeline_options(task)
-    submeshes = SubmeshPlans(TasksByCount(task, batch, without_capture(task)))
+    submeshes = SubmeshPlans(TasksByCount(task, batch))
     return [account_of(candidate) for _, candidate in search_pipelines(submeshes, best_s)[:1]]
 
 
@@ -172,11 +169,8 @@ def _microbatches(task: Task, batch: int) -> Iterator[_Attempt]:
     fixed = task.options.microbatches
     if fixed is None or not task.program.training:
         return
-    for times, program in _halved(task, batch, fixed):
-        if fixed == 1:
-            program = in_microbatches(program, task.rules, task.program)
-        options = replace(task.options, microbatches=fixed * times)
-        changed = task.smaller(program, fixed * times).changed(options=options)
+    for times in _divisions(task, batch, fixed):
+        changed = task.at(fixed * times).changed(options=replace(task.options, microbatches=fixed * times))
         yield _Attempt("microbatches", f"microbatches={fixed * times} instead of {fixed}", changed, batch)
 
 
@@ -201,20 +195,19 @@ def _offload(task: Task, batch: int) -> Iterator[_Attempt]:
 
 
 def _smaller_batch(task: Task, batch: int) -> Iterator[_Attempt]:
-    for times, program in _halved(task, batch, task.options.microbatches or 1):
-        changed = task.changed(program=program)
+    fixed = task.options.microbatches or 1
+    for times in _divisions(task, batch, fixed):
+        batches = task.batches.of_smaller_batch(times)
+        changed = task.changed(program=batches.at(fixed), batches=batches)
         if not _hopeless(changed, batch // times):
             yield _Attempt("batch", f"a batch of {batch // times} instead of {batch}", changed, batch // times)
 
 
-def _halved(task: Task, batch: int, microbatches: int) -> Iterator[tuple[int, Program]]:
-    """(2, 4, 8, …, the program of a batch that is so many times smaller), as far as the batch can be cut."""
+def _divisions(task: Task, batch: int, microbatches: int) -> Iterator[int]:
+    """2, 4, 8, …: as many times smaller as the batch, or what there is of it in a microbatch, can be."""
     times = 2
-    while batch % (microbatches * times) == 0:
-        try:
-            yield times, rebatch(task.program, times, task.rules)
-        except NoRebatch:
-            return
+    while batch % (microbatches * times) == 0 and task.batches.may_be(microbatches * times):
+        yield times
         times *= 2
 
 

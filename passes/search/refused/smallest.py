@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.errors import AutoparError, InputError
+from autopar.errors import AutoparError
 from autopar.passes.account.program import Account
-from autopar.passes.search.microbatches import derived, microbatch_counts
+from autopar.passes.search.microbatches import microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import candidate_at, joint_on
-from autopar.passes.search.task import Capture, Task, account_of
+from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.meshes import candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
 
@@ -57,22 +57,4 @@ def _in_most_microbatches(task: Task, batch: int) -> list[Task]:
     if task.options.microbatches is not None or not task.program.training:
         return []
     most = max(microbatch_counts(task, batch))
-    owner = derived(task, most, _no_capture) if most > 1 else None
-    return [owner] if owner is not None else []
-
-
-def without_capture(task: Task) -> Capture:
-    """Tasks for other microbatch counts, derived without capturing the model again."""
-    task_by_count = {task.setting.microbatches: task}
-
-    def recapture(M: int) -> Task:
-        if M not in task_by_count:
-            task_by_count[M] = derived(task, M, _no_capture) or _no_capture(M)
-        return task_by_count[M]
-
-    return recapture
-
-
-def _no_capture(M: int) -> Task:
-    """Raises InputError."""
-    raise InputError(f"{M} microbatches need the model to be captured again")
+    return [task.at(most)] if most > 1 else []

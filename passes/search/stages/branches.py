@@ -25,7 +25,7 @@ from autopar.passes.lower.cut import Range
 from autopar.passes.search.lower_bounds import least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, asks_for_pipeline
-from autopar.passes.search.stages.plan_of_draft import DraftPlan, adopted_drafts, best_plan
+from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan
 from autopar.passes.search.stages.segment_chain import best_chain
 from autopar.passes.search.stages.segments import branches, crossing_bytes, segments, work_shares
 from autopar.passes.search.stages.submesh import (
@@ -85,7 +85,7 @@ def search_branches(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
             named = replace(plan.candidate, plan=replace(plan.candidate.plan, origin="solver (branches)"))
             plans.append(DraftPlan(plan.draft, named))
             plans.sort(key=lambda plan: plan.cost_s)
-    return adopted_drafts(search.exact, plans, submeshes.tasks.captured)
+    return [(plan.draft.task, plan.candidate) for plan in plans]
 
 
 class BranchSearch:
@@ -106,8 +106,7 @@ class BranchSearch:
         plans = self._plans(*two_counts(counts))
         drafts: list[Draft] = []
         for M in counts if self.task.options.microbatches is not None or counts[0] == 1 else [1, *counts]:
-            task = self.submeshes.tasks.priced(M)
-            assert task is not None
+            task = self.submeshes.tasks.at(M)
             draft = self._grouped(task, M, self._plans_at(plans, M), math.inf)
             drafts += [draft] if draft is not None else []
         return sorted(drafts, key=lambda draft: draft.step_s)
@@ -128,8 +127,7 @@ class BranchSearch:
             return plans.at(M)
         if plans.low == plans.high:
             return [plan for a, _ in plans.pairs if (plan := self.submeshes.on(M, a.mesh)) is not None]
-        at_low = self.submeshes.tasks.priced(plans.low)
-        assert at_low is not None
+        at_low = self.submeshes.tasks.at(plans.low)
         early = [i for i, call in enumerate(at_low.program.calls) if call.early and M == 1]
         return [_in_larger_microbatches(a, plans.low, b, plans.high, M, early) for a, b in plans.pairs]
 

@@ -65,9 +65,7 @@ class CutSearch:
         chunks = task.options.chunks
         drafts: list[Draft] = []
         for M in counts:
-            priced = self.submeshes.tasks.priced(M)
-            assert priced is not None
-            cuts = self._cuts(priced, M, plans.at(M), math.inf, chunks or 1)
+            cuts = self._cuts(self.submeshes.tasks.at(M), M, plans.at(M), math.inf, chunks or 1)
             drafts += [cut for cut in cuts if isinstance(cut, Draft)]
         if chunks is None and task.options.schedule == "auto" and task.program.training:
             drafts += self._chunked(drafts)

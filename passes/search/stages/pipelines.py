@@ -17,7 +17,6 @@ from autopar.passes.search.stages.limits import asks_for_pipeline
 from autopar.passes.search.stages.plan_of_draft import (
     DraftInMemory,
     DraftPlan,
-    adopted_drafts,
     drafts_in_memory,
     plan_that_fits,
     with_less_recompute,
@@ -52,7 +51,7 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
             plans = [plan, *plans]
     if plans:
         plans[0] = with_less_recompute(plans[0])
-    ranked = adopted_drafts(search.exact, plans, submeshes.tasks.captured)
+    ranked = [(plan.draft.task, plan.candidate) for plan in plans]
     if asks_for_pipeline(task.options) and not ranked:
         raise NoRoomError(_no_pipeline(task, search.shortages))
     return ranked

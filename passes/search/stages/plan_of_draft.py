@@ -8,17 +8,15 @@ is then relieved of whatever recompute its stages do not need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import Account
 from autopar.passes.lower.cut import cut
-from autopar.passes.search.adopted import DerivedPlan, adopted
 from autopar.passes.search.stages.draft import Draft, Exact
 from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
-from autopar.passes.search.task import Capture, RankedPlans, Task
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, StagePlan
 
@@ -146,16 +144,3 @@ def with_less_recompute(found: DraftPlan) -> DraftPlan:
         return found
     candidate = candidate_under(plan.schedule, plan.table, result[0], draft)
     return found if isinstance(candidate, float) else DraftPlan(draft, candidate)
-
-
-def adopted_drafts(exact: Exact, plans: Sequence[DraftPlan], captured: Capture) -> RankedPlans:
-    """The best plan for the program as captured in its microbatches, and those of the others that have as many."""
-
-    def derived(plan: DraftPlan) -> DerivedPlan:
-        def plan_again(task: Task) -> PricedPlan | None:
-            again = best_plan(exact, replace(plan.draft, task=task), math.inf)
-            return again.candidate if again is not None else None
-
-        return DerivedPlan(plan.draft.task, plan.candidate, plan_again)
-
-    return adopted([derived(plan) for plan in plans], captured, must_fit=False)

@@ -77,11 +77,11 @@ class SubmeshPlans:
         policy: of recompute, "auto" to choose it together with the sharding; by default the one that the options force, or
         "none". None where nothing fits.
         """
-        task = self.tasks.priced(M)
+        task = self.tasks.at(M)
         forced = self.task.options.recompute
         policy = policy or (forced if forced != "auto" else "none")
         key = (M, mesh, share, policy)
-        if task is not None and key not in self._plans:
+        if key not in self._plans:
             budget = share * groups * task.limit_at(mesh.offset)
             joint = self._joint(task, M, mesh, groups) if policy == "auto" else None
             solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, mesh, budget, groups, policy)

@@ -1,0 +1,227 @@
+"""The program of one microbatch: every shard as large as one microbatch has it.
+
+An op is rewritten as it is for a rank: what its definition says of a block of the batch's factor (`OpDef.localize`) holds
+for a shard in time. A template whose calls differ in what they give only a share of, or in what they know beforehand,
+becomes several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import CoupledError, InputError
+from autopar.ir.call import OpCall, schema_arguments
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Call, Join, Microbatched, Program, Template, is_getitem, op_name, operand_nodes
+from autopar.ir.rule import Rule
+from autopar.ir.types import TensorType
+from autopar.ops.registry import Block, Offset, find
+from autopar.passes.batch.dims import Dims, Part
+from autopar.passes.batch.early import with_early_calls
+from autopar.passes.batch.states import Batched, Share, State
+from autopar.passes.rules.book import RuleBook
+
+_AXIS = "mb"
+
+
+def divides(batch: Batched, microbatches: int) -> bool:
+    """Whether the batch, and every piece of it that the program works with, can be cut into so many microbatches."""
+    return all(size % microbatches == 0 for size in batch.sizes)
+
+
+def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook) -> Program:
+    """The program for one of so many microbatches, which accumulate to the step of the whole program.
+
+    Raises InputError where the batch cannot be cut so, CoupledError for an op that must know where in the batch it is.
+    """
+    if not divides(batch, microbatches):
+        raise InputError(
+            f"a batch that the program works with in pieces of {', '.join(map(str, sorted(batch.sizes)))} cannot be cut into "
+            f"{microbatches} microbatches; choose a number that divides them all"
+        )
+    templates: dict[str, Template] = {}
+    calls: list[Call] = []
+    variants: dict[tuple[str, Any], str] = {}
+    for i, call in enumerate(program.calls):
+        own_early = i if any(c == i for c, _ in batch.early) else None
+        key = call.template, (batch.shares[i], own_early)
+        if key not in variants:
+            name = variants[key] = _fresh(call.template, templates)
+            divide = _Divide(program.template_of(call), batch, microbatches, batch.shares[i], rules)
+            templates[name] = replace(divide.template(), name=name)
+        calls.append(replace(call, template=variants[key]))
+    inputs = tuple(
+        (name, type_ if dim is None else _cut(type_, {dim: Part(1, type_.shape[dim])}, microbatches))
+        for (name, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
+    )
+    outputs = tuple(_join(program, batch, k, state) for k, state in enumerate(batch.outputs))
+    buffers = {name: "sum" if state == "sum" else "same" for name, state in batch.buffers.items()}
+    reductions = tuple(str(state) for state in batch.early.values())
+    hangs = Microbatched(outputs, buffers, reductions)
+    parts = replace(program, templates=templates, calls=tuple(calls), inputs=inputs, microbatched=hangs)
+    return with_early_calls(parts, list(batch.early))
+
+
+def _fresh(stem: str, taken: Iterable[str]) -> str:
+    names = set(taken)
+    return next(n for n in (stem, *(f"{stem}_v{k}" for k in range(2, 9999))) if n not in names)
+
+
+def _join(program: Program, batch: Batched, k: int, state: State) -> Join:
+    """What becomes of the microbatches' values of output k."""
+    ref = program.outputs[k]
+    if ref.kind == "input":
+        dim = program.batch_dims[ref.index]
+        return Join("same") if dim is None else Join("cat", dim)
+    if state != "shard":
+        return Join("same" if state == "whole" else state)
+    template = program.template_of(program.calls[ref.index])
+    value = template.outputs[ref.output]
+    ((dim, part),) = batch.dims[template.name][value].items()
+    size = template.type_of(value).shape[dim]
+    return Join("cat", dim, size // (part.inner * part.size))
+
+
+def _cut(type_: TensorType, places: dict[int, Part], parts: int) -> TensorType:
+    return TensorType(tuple(n // parts if d in places else n for d, n in enumerate(type_.shape)), type_.dtype)
+
+
+class _Divide:
+    """One template for one of so many microbatches. shares: whole values that it gives only its part of."""
+
+    def __init__(
+        self, template: Template, batch: Batched, parts: int, shares: frozenset[Share], rules: RuleBook
+    ) -> None:
+        self.whole, self.parts, self.shares, self.rules = template, parts, shares, rules
+        self.dims: Dims = batch.dims[template.name]
+        self.factors = batch.factors[template.name]
+        self.graph = fx.Graph()
+        self.copied: dict[fx.Node, fx.Node] = {}
+        self.shared: dict[tuple[str, str], fx.Node] = {}
+
+    def template(self) -> Template:
+        whole = self.whole
+        for node in whole.graph.nodes:
+            if node.op == "output":
+                break
+            self.copied[node] = self._copy(node)
+        given = {s.operand: self._given(whole.nodes[str(s.operand)]) for s in self.shares if not s.node}
+        output = whole.graph.output_node()
+        self.graph.output(fx.map_arg(output.args[0], lambda n: given.get(n.name, self.copied[n])))
+        renamed = {value: node.name for value, node in given.items()}
+        return replace(
+            whole,
+            graph=self.graph,
+            outputs=tuple(renamed.get(o, o) for o in whole.outputs),
+            input_grads=tuple(renamed.get(g, g) if g is not None else None for g in whole.input_grads),
+            param_grads=tuple(renamed.get(g, g) if g is not None else None for g in whole.param_grads),
+        )
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        operands = [self.copied[n] for n in operand_nodes(node)] if node.op == "call_function" else []
+        changes: dict[str, Any] = {}
+        for share in self.shares:
+            if share.node == node.name and isinstance(share.operand, int):
+                operands[share.operand] = self._share(operand_nodes(node)[share.operand], node.meta["phase"])
+        if node.op == "call_function" and not is_getitem(node):
+            changes = self._local(node)
+        order = iter(operands)
+        place = _placing(order)
+        copied = self.graph.create_node(
+            node.op, node.target, tuple(map(place, node.args)), {k: place(v) for k, v in node.kwargs.items()}, node.name
+        )
+        copied.name, copied.meta = node.name, dict(node.meta)
+        for name, value in changes.items():
+            _set_argument(copied, name, value)
+        if "type" in node.meta:
+            copied.meta["type"] = self._type(node)
+        return copied
+
+    def _type(self, node: fx.Node) -> TensorType | tuple[TensorType | None, ...]:
+        type_ = node.meta["type"]
+        if isinstance(type_, TensorType):
+            return _cut(type_, self.dims.get(node.name, {}), self.parts)
+        return self._results(node)
+
+    def _results(self, node: fx.Node) -> tuple[TensorType | None, ...]:
+        """Types of several results: a shard where the op's factor is."""
+        call = self.whole.op_calls[node.name]
+        rule = self.rules.rule(call)
+        factor = self.factors.get(node.name)
+        return tuple(
+            type_
+            if type_ is None or factor is None
+            else TensorType(
+                tuple(
+                    n // self.parts if factor in dim else n
+                    for n, dim in zip(type_.shape, rule.results[i] or (), strict=True)
+                ),
+                type_.dtype,
+            )
+            for i, type_ in enumerate(call.results)
+        )
+
+    def _local(self, node: fx.Node) -> dict[str, Any]:
+        """Arguments that are others for a microbatch."""
+        call = self.whole.op_calls[node.name]
+        scalars = {
+            s.operand: call[s.operand] / self.parts
+            for s in self.shares
+            if s.node == node.name and isinstance(s.operand, str)
+        }
+        factor = self.factors.get(node.name)
+        definition = find(call.op)
+        if factor is None or definition is None or definition.localize is None:
+            return scalars
+        changes = definition.localize(_block(call, self.rules.rule(call), factor, self.parts))
+        known = {name for name, _, _ in schema_arguments(node.target)}
+        if not definition.random and any(_has_offset(value) for value in changes.values()):
+            raise CoupledError(f"{op_name(node.target)} at {node.meta['source']} must know where in the batch it is")
+        return scalars | {name: value for name, value in changes.items() if name in known}
+
+    def _given(self, node: fx.Node) -> fx.Node:
+        """The share of a value that the template gives out."""
+        return self._share(node, node.meta.get("phase", "B"))
+
+    def _share(self, node: fx.Node, phase: str) -> fx.Node:
+        """1/M of a whole value."""
+        key = node.name, phase
+        if key not in self.shared:
+            new = self.graph.call_function(torch.ops.aten.div.Scalar, (self.copied[node], self.parts))
+            new.name = f"{node.name}_share" if phase == "F" else f"{node.name}_share_{phase.lower()}"
+            new.meta = {"type": self._type(node), "phase": phase, "source": node.meta.get("source", "")}
+            self.shared[key] = new
+        return self.shared[key]
+
+
+def _block(call: OpCall, rule: Rule, factor: str, parts: int) -> Block:
+    return Block(call, rule, (factor,), Mesh(((_AXIS, parts),)))
+
+
+def _has_offset(value: Any) -> bool:
+    return isinstance(value, Offset) or (isinstance(value, tuple) and any(map(_has_offset, value)))
+
+
+def _placing(order: Any) -> Any:
+    """Puts the next operand wherever an argument holds one."""
+
+    def place(arg: Any) -> Any:
+        if isinstance(arg, fx.Node):
+            return next(order)
+        return type(arg)(map(place, arg)) if isinstance(arg, (list, tuple)) else arg
+
+    return place
+
+
+def _set_argument(node: fx.Node, name: str, value: Any) -> None:
+    names = [n for n, _, _ in schema_arguments(node.target)]
+    at = names.index(name)
+    if at < len(node.args):
+        node.args = (*node.args[:at], value, *node.args[at + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, name: value}

@@ -1,0 +1,323 @@
+"""What microbatches hold of every value, by the rules that say what ranks may hold.
+
+Over the axis in time a value is a *shard* (its batch dim is cut), *partial* (each microbatch holds a term; the sum, or
+the maximum, is the value) or *whole* (the same in every microbatch). Inputs are shards, parameters whole. An op takes
+the one strategy that needs no conversion, so the constants of the program (a mean's 1/n) stay those of the whole batch,
+and what accumulates is a sum: of the loss, of gradients, of buffers that are updated by one. Two conversions are free:
+
+- whole to partial, where a term that all microbatches have is added to a sum of theirs: each adds 1/M of it;
+- partial to whole before the first forward, of a value that depends on inputs alone, such as a count of tokens that a
+  loss divides by: an early call computes it for every microbatch (`autopar.passes.batch.early`).
+
+Where an op would need any other one the batch *couples* (statistics over it, softmax, sorting, a root of a mean): that op
+must see all samples at once, and the program cannot run in microbatches.
+
+The gradient of a shard is a shard, that of a whole value is partial, that of a partial one is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from autopar.errors import CoupledError
+from autopar.ir.call import OpCall, Operand
+from autopar.ir.program import Program, Template, ValueRef, op_name, operand_values
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.registry import find
+from autopar.passes.batch.dims import Dims, Part, batch_dims, factor_of, part_in, result_values
+from autopar.passes.rules.book import RuleBook
+
+State = Literal["whole", "shard", "sum", "max", "min"]
+Place = tuple[int, str]
+"""A value of a call."""
+OF_GRADIENT: dict[State, State] = {"shard": "shard", "whole": "sum", "sum": "whole", "max": "whole", "min": "whole"}
+
+
+@dataclass(frozen=True)
+class Share:
+    """A whole value of which each microbatch adds its part to a sum: operand `operand` of an op, or its scalar argument of
+    that name; where `node` is empty, the value called `operand` as the template gives it out."""
+
+    node: str
+    operand: int | str
+
+
+@dataclass(frozen=True)
+class Batched:
+    """How the batch goes through a program.
+
+    dims: per template, value -> dim -> Part. factors: per template, op -> the factor that holds the batch. sizes: a number
+    of microbatches must divide each of them. shares: per call. early: values to be known beforehand, with what their terms
+    are put together by. outputs, buffers: what microbatches make of the program's outputs and updated buffers.
+    """
+
+    dims: dict[str, Dims]
+    factors: dict[str, dict[str, str]]
+    sizes: frozenset[int]
+    shares: tuple[frozenset[Share], ...]
+    early: dict[Place, State]
+    outputs: tuple[State, ...]
+    buffers: dict[str, State]
+
+
+def batched(program: Program, rules: RuleBook) -> Batched:
+    """Raises CoupledError, which names the op that must see the whole batch."""
+    dims = batch_dims(program, rules)
+    early: dict[Place, State] = {}
+    while True:
+        pass_ = _Pass(program, rules, dims, early)
+        pass_.run()
+        if not pass_.wanted:
+            return pass_.result()
+        early |= pass_.wanted
+
+
+class _Pass:
+    """One pass over the calls. early: values that are known beforehand; wanted: those that must be, found on the way."""
+
+    def __init__(self, program: Program, rules: RuleBook, dims: dict[str, Dims], early: dict[Place, State]) -> None:
+        self.program, self.rules, self.dims, self.early = program, rules, dims, early
+        self.wanted: dict[Place, State] = {}
+        self.states: dict[ValueRef, State] = {}
+        self.plain: dict[ValueRef, bool] = {}
+        self.factors: dict[str, dict[str, str]] = {name: {} for name in program.templates}
+        self.sizes: set[int] = set()
+        self.shares: list[frozenset[Share]] = []
+
+    def run(self) -> None:
+        for index in range(len(self.program.calls)):
+            call = _CallPass(self, index)
+            call.run()
+            self.shares.append(frozenset(call.shares))
+
+    def result(self) -> Batched:
+        program = self.program
+        shares = tuple(self.shares)
+        outputs = tuple(map(self.of, program.outputs))
+        loss = program.loss
+        if loss is not None and loss.kind == "call" and outputs[0] == "whole":
+            value = program.template_of(program.calls[loss.index]).outputs[loss.output]
+            own = shares[loss.index] | {Share("", value)}
+            shares = (*shares[: loss.index], own, *shares[loss.index + 1 :])
+            outputs = ("sum", *outputs[1:])
+        if program.training and outputs[0] != "sum":
+            raise CoupledError(
+                "the loss is not a sum over the samples of the batch"
+                + (f": it is the {outputs[0]}imum of theirs" if outputs[0] in ("max", "min") else "")
+            )
+        buffers = {name: self.of(ref) for name, ref in program.buffer_updates.items()}
+        for name, state in buffers.items():
+            if state not in ("whole", "sum"):
+                raise CoupledError(f"buffer {name} is updated with values of single samples of the batch")
+        return Batched(self.dims, self.factors, frozenset(self.sizes), shares, dict(self.early), outputs, buffers)
+
+    def of(self, ref: ValueRef) -> State:
+        """State of a value at program level."""
+        if ref.kind == "input":
+            return "whole" if self.program.batch_dims[ref.index] is None else "shard"
+        return "whole" if ref.kind == "buffer" else self.states[ref]
+
+    def depends_on_inputs_alone(self, ref: ValueRef) -> bool:
+        if ref.kind == "call":
+            return self.plain[ref]
+        return ref.kind == "input" or ref.name not in self.program.buffer_updates
+
+
+class _CallPass:
+    """The states of one call's values."""
+
+    def __init__(self, whole: _Pass, index: int) -> None:
+        self.whole, self.index = whole, index
+        self.call = whole.program.calls[index]
+        self.template: Template = whole.program.template_of(self.call)
+        self.dims = whole.dims[self.template.name]
+        self.states: dict[str, State] = dict.fromkeys(self.template.params, "whole")
+        self.plain: dict[str, bool] = dict.fromkeys(self.template.params, False)
+        self.shares: set[Share] = set()
+
+    def run(self) -> None:
+        template = self.template
+        for value, ref in zip(template.inputs, self.call.inputs, strict=True):
+            self.states[value] = self.whole.of(ref)
+            self.plain[value] = self.whole.depends_on_inputs_alone(ref)
+            if (self.states[value] == "shard") != (value in self.dims):
+                self._couples(f"takes {_described(self.whole.program, ref)} along the batch, which has no batch dim")
+        late = [n for n in template.ops if n.meta["phase"] != "F"]
+        for node in template.ops:
+            if node.meta["phase"] == "F":
+                self._op(node)
+        for o, value in enumerate(template.outputs):
+            ref = ValueRef("call", self.index, o)
+            self.whole.states[ref], self.whole.plain[ref] = self.states[value], self.plain[value]
+            tangent = template.tangents[o]
+            if tangent is not None:
+                is_loss = ref == self.whole.program.loss
+                self.states[tangent] = "whole" if is_loss else OF_GRADIENT[self.states[value]]
+                self.plain[tangent] = False
+        for node in late:
+            self._op(node)
+        for value, grad in zip(template.inputs, template.input_grads, strict=True):
+            self._gradient(grad, OF_GRADIENT[self.states[value]])
+        for grad in template.param_grads:
+            self._gradient(grad, "sum")
+
+    def _gradient(self, grad: str | None, wanted: State) -> None:
+        """What the call gives out as a gradient, as that of such a value must be."""
+        if grad is None or self.states[grad] == wanted:
+            return
+        if (self.states[grad], wanted) != ("whole", "sum"):
+            self._couples(f"has a gradient {grad} that is {self.states[grad]} where it should be {wanted}")
+        self.shares.add(Share("", grad))
+
+    def _op(self, node: fx.Node) -> None:
+        call = self.template.op_calls[node.name]
+        rule = self.whole.rules.rule(call)
+        reads, results = operand_values(node), result_values(node)
+        held = self._factor(node, rule, reads, results)
+        plain = node.meta["phase"] == "F" and not self.template.random and all(self.plain[v] for v in reads)
+        states = self._sharded(node, rule, reads, *held) if held else self._together(node, call, rule, reads)
+        for i, value in results.items():
+            state = states[i]
+            expected: dict[int, Part] = {}
+            if held is not None and rule.results[i] is not None:
+                expected = _places(rule.results[i], held[0], held[1], rule)
+            if _ends(expected) != _ends(self.dims.get(value, {})):
+                self._couples("makes all of its batch dim at once", node)
+            self.whole.sizes.update(part.size for part in expected.values())
+            early = (self.index, value) in self.whole.early
+            self.states[value] = "whole" if early else state
+            self.plain[value] = plain and not early
+
+    def _factor(self, node: fx.Node, rule: Rule, reads: list[str], results: dict[int, str]) -> tuple[str, Part] | None:
+        """The op's factor that holds the batch, and where in it."""
+        places = [(v, labels) for v, labels in zip(reads, rule.operands, strict=True) if self.states[v] == "shard"]
+        places += [(results[i], labels) for i, labels in enumerate(rule.results)]
+        factors: dict[str, Part] = {}
+        for value, labels in places:
+            for d, part in self.dims.get(value, {}).items():
+                held = factor_of(labels, d, part, rule)
+                if held is None:
+                    self._couples("works along the batch", node)
+                f, inside = held
+                if f in factors and _end(factors[f]) != _end(inside):
+                    self._couples("has the batch in one index in two ways", node)
+                factors[f] = min(inside, factors.get(f, inside), key=lambda p: p.size)
+        if len(factors) > 1:
+            self._couples("brings every sample of the batch together with every other", node)
+        for f, inside in factors.items():
+            if rule.factors[f].whole:
+                self._couples("works along the batch", node)
+            self.whole.sizes.add(inside.size)
+            self.whole.factors[self.template.name][node.name] = f
+            return f, inside
+        return None
+
+    def _sharded(self, node: fx.Node, rule: Rule, reads: list[str], factor: str, part: Part) -> list[State]:
+        """Results of an op on a shard: every operand that has the factor must be one along it."""
+        regroups = (definition := find(op_name(node.target))) is not None and definition.canonical == "regroup"
+        for k, (value, labels) in enumerate(zip(reads, rule.operands, strict=True)):
+            state = self.states[value]
+            if state not in ("shard", "whole"):
+                self._must_be_known(node, [value])
+            expected = _ends(_places(labels, factor, part, rule))
+            if expected != _ends(self.dims.get(value, {}) if state == "shard" else {}):
+                self._couples(f"takes {value} along the batch, which has no batch dim (operand {k})", node)
+        if not regroups and any(
+            _is_minor(dim, factor, rule) for s in (rule.operands, rule.results) for l in s for dim in l or ()
+        ):
+            self._couples("has the batch as the minor part of a dim", node)
+        states: list[State] = []
+        for labels in rule.results:
+            kept = labels is not None and any(factor in dim for dim in labels)
+            reduce = rule.factors[factor].reduce if factor in rule.contracted else None
+            states.append("shard" if kept else "whole" if reduce is None else reduce)  # type: ignore[arg-type]
+        return states
+
+    def _together(self, node: fx.Node, call: OpCall, rule: Rule, reads: list[str]) -> list[State]:
+        """Results of an op on whole values and terms of sums."""
+        if call.get("site", -1) != -1:
+            self._couples("draws random numbers without a batch dim, which all samples share", node)
+        terms = {k for k, v in enumerate(reads) if self.states[v] != "whole"}
+        if not terms:
+            return ["whole"] * len(call.results)
+        for k in terms:
+            if self.states[reads[k]] != "sum":
+                self._must_be_known(node, [reads[k]])
+                return ["whole"] * len(call.results)
+        for group in (*rule.linear, *_more_linear(call)):
+            rest = [reads[k] for k in terms - group]
+            if all(self.plain[v] for v in rest) and terms & group:
+                if rest:
+                    self._must_be_known(node, rest)
+                shared = {k for k in group - terms}
+                if all(call.operands[k].is_float for k in shared):
+                    self.shares |= {Share(node.name, k) for k in shared}
+                    return ["sum"] * len(call.results)
+        scalar = _affine(call)
+        if scalar is not None:
+            self.shares.add(Share(node.name, scalar))
+            return ["sum"] * len(call.results)
+        self._must_be_known(node, [reads[k] for k in terms])
+        return ["whole"] * len(call.results)
+
+    def _must_be_known(self, node: fx.Node, values: list[str]) -> None:
+        """These sums are needed before the op: beforehand, where they depend on inputs alone."""
+        for value in values:
+            if not self.plain[value] or self.states[value] == "shard":
+                self._couples("needs a sum over all samples of the batch first", node)
+            self.whole.wanted[self.index, value] = self.states[value]
+
+    def _couples(self, why: str, node: fx.Node | None = None) -> None:
+        """Raises CoupledError."""
+        where = (node.meta["source"] if node is not None else "") or self.call.path
+        what = op_name(node.target) if node is not None else self.template.name
+        raise CoupledError(f"{what}{f' at {where}' if where else ''} {why}")
+
+
+def _places(labels: Labels | None, factor: str, part: Part, rule: Rule) -> dict[int, Part]:
+    """Dims of a tensor with these labels that hold the batch."""
+    places = ((d, part_in(dim, factor, part, rule)) for d, dim in enumerate(labels or ()))
+    return {d: here for d, here in places if here is not None}
+
+
+def _end(part: Part) -> int:
+    """Elements from the start of the batch's stride to its end: parts with one end are cut alike."""
+    return part.inner * part.size
+
+
+def _ends(places: dict[int, Part]) -> dict[int, int]:
+    return {d: _end(part) for d, part in places.items()}
+
+
+def _is_minor(dim: tuple[str, ...], factor: str, rule: Rule) -> bool:
+    """Whether a dim has other factors before this one."""
+    return factor in dim and any(rule.factors[f].size > 1 for f in dim[: dim.index(factor)])
+
+
+def _more_linear(call: OpCall) -> tuple[frozenset[int], ...]:
+    """Operands in which an op is linear although ranks are not offered it (`OpDef.linear`)."""
+    definition = find(call.op)
+    if definition is None or definition.linear is None or not all(t is None or t.is_float for t in call.results):
+        return ()
+    return tuple(
+        group for group in map(frozenset, definition.linear(call)) if all(call.operands[k].is_float for k in group)
+    )
+
+
+def _affine(call: OpCall) -> str | None:
+    """The scalar argument that an op adds to its only tensor."""
+    definition = find(call.op)
+    scalar = definition.adds if definition is not None else ""
+    is_added = scalar and len(call.operands) == 1 and not isinstance(call.get(scalar), Operand)
+    floats = all(t.is_float for t in call.operands)
+    return scalar if is_added and floats else None
+
+
+def _described(program: Program, ref: ValueRef) -> str:
+    """A value at program level, for people."""
+    if ref.kind == "input":
+        return f"input {program.inputs[ref.index][0]}"
+    return f"buffer {ref.name}" if ref.kind == "buffer" else f"a value of {program.calls[ref.index].path}"
