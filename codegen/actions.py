@@ -11,7 +11,7 @@ from autopar.ir.lowered import LoweredStage
 from autopar.ir.steps import rows
 
 WHAT = {
-    "prepare": "What forward must know of the whole batch, of one microbatch; the runtime puts all of them together as PREPARED says.",
+    "prepare": "What forward must know of the whole batch, of one microbatch; PREPARED says how all are put together.",
     "forward": "F: one microbatch forward. What backward needs is left in a list.",
     "backward": "B: one microbatch backward; gradients of parameters go to rt.grads.",
     "inputs": "B: gradients of what one microbatch reads; what those of parameters need is left in a list.",

@@ -1,7 +1,8 @@
 """Canonicalize a traced template graph: fewer kinds of nodes, same values.
 
 Copies without effect vanish; every view that only regroups dims becomes `reshape`, every reordering `permute`, every
-full sum `sum.dim_IntList`; scalars lifted to tensors and constants made in the likeness of one become `full`; equal nodes are merged; unused ones removed.
+full sum `sum.dim_IntList`; scalars lifted to tensors, and constants made in the likeness of one, become `full`; equal
+nodes are merged; unused ones removed.
 Nothing writes in place here, so dropping a copy changes no value.
 """
 

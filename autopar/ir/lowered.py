@@ -6,7 +6,7 @@ every template that it calls, and one for every kind of action, which calls thes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.lines import Function, Line
@@ -85,7 +85,7 @@ class Row:
     type: TensorType
     spec: Spec
     batch_dim: int | None = None
-    join: Join = Join("same")
+    join: Join = field(default_factory=lambda: Join("same"))
 
 
 @dataclass(frozen=True)

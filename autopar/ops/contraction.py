@@ -238,3 +238,10 @@ def _einsum(equation: str, operands: Sequence[Tensor], *, path: Any = None) -> T
     if "..." in equation or len(operands) != 2:
         return torch.einsum(equation, *operands)
     return contract(equation, *operands)
+
+
+define(
+    *(f"autopar.{name}" for name in ("linear", "linear_dx", "linear_dw", "einsum")),
+    *named("mm bmm dot mv"),
+    linear=lambda call: [{0}, {1}],
+)

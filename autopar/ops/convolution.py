@@ -237,3 +237,9 @@ def _convolution(
     groups: int,
 ) -> Tensor:
     return _conv(x, weight, bias, stride, padding, dilation, groups, transposed, output_padding)
+
+
+define(
+    *(f"autopar.{name}" for name in ("conv", "conv_dx", "conv_dw")),
+    linear=lambda call: [{0}, {1}] if len(call.operands) == 2 else [],
+)

@@ -8,6 +8,7 @@ from autopar.ops.labels import Maker, leading
 from autopar.ops.registry import define, named, register
 
 define(*named("index index_select gather take_along_dim scatter index_put index_copy"), precision="follow")
+define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}])
 
 
 @register(*named("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill"))

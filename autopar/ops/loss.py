@@ -15,7 +15,7 @@ from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
-from autopar.ops.registry import Block
+from autopar.ops.registry import Block, define
 from autopar.runtime import ops as local
 
 Tensor = torch.Tensor
@@ -231,3 +231,6 @@ def bce(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = _ME
 def kl_div(x: Tensor, y: Tensor, reduction: int = _MEAN, *, log_target: bool = False) -> Tensor:
     """Kullback-Leibler divergence of log-probabilities x against y."""
     return _reduced(torch.exp(y) * (y - x) if log_target else torch.xlogy(y, y) - y * x, reduction)
+
+
+define("autopar.pick", linear=lambda call: [{0}])

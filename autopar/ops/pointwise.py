@@ -37,14 +37,6 @@ define(
     "aten.div",
     linear=lambda call: [{0}] if call.get("rounding_mode") is None and isinstance(call["self"], Operand) else [],
 )
-define(
-    *named(
-        "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward leaky_relu_backward elu_backward "
-        "hardtanh_backward hardswish_backward hardsigmoid_backward hardshrink_backward softshrink_backward softplus_backward "
-        "log_sigmoid_backward mish_backward _prelu_kernel_backward"
-    ),
-    linear=lambda call: [{0}],
-)
 
 
 def _linear_groups(call: OpCall) -> list[set[int]]:

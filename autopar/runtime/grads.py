@@ -59,8 +59,8 @@ class GradStore:
         tiers: Tiers | None = None,
         tier_of: Mapping[str, str] | None = None,
     ) -> None:
-        """compensated: sums of three and more addends carry what rounding loses. tier_of: memory tiers of `tiers` in which sums between
-        microbatches, and reduced gradients, rest; their buckets are made anew each time and land early."""
+        """compensated: sums of three and more addends carry what rounding loses. tier_of: memory tiers of `tiers` in which
+        sums between microbatches, and reduced gradients, rest; their buckets are made anew each time and land early."""
         self.comm = comm
         self.table = dict(table)
         self.microbatches = microbatches

@@ -86,7 +86,8 @@ class Microbatches:
         """A program whose microbatches are batches of their own. Raises CoupledError unless the user wants that."""
         if self.separate is None:
             raise CoupledError(
-                f"{microbatches} microbatches would not add up to the batch: {reason}, which couples the samples of a batch. Leave "
+                f"{microbatches} microbatches would not add up to the batch: {reason}, which couples "
+                "the samples of a batch. Leave "
                 "Options.microbatches at 1, or, to train on each microbatch as a batch of its own, whose losses are averaged "
                 '(as gradient accumulation by hand does), set Options(coupled="per-microbatch")'
             ) from reason

@@ -17,6 +17,7 @@ The gradient of a shard is a shard, that of a whole value is partial, that of a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,8 @@ from autopar.passes.rules.book import RuleBook
 State = Literal["whole", "shard", "sum", "max", "min"]
 Place = tuple[int, str]
 """A value of a call."""
+COTANGENTS = ("g", "grad", "grad_output")
+"""Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
 OF_GRADIENT: dict[State, State] = {"shard": "shard", "whole": "sum", "sum": "whole", "max": "whole", "min": "whole"}
 
 
@@ -225,9 +228,8 @@ class _CallPass:
             expected = _ends(_places(labels, factor, part, rule))
             if expected != _ends(self.dims.get(value, {}) if state == "shard" else {}):
                 self._couples(f"takes {value} along the batch, which has no batch dim (operand {k})", node)
-        if not regroups and any(
-            _is_minor(dim, factor, rule) for s in (rule.operands, rule.results) for l in s for dim in l or ()
-        ):
+        every_dim = (dim for labels in (*rule.operands, *rule.results) for dim in labels or ())
+        if not regroups and any(_is_minor(dim, factor, rule) for dim in every_dim):
             self._couples("has the batch as the minor part of a dim", node)
         states: list[State] = []
         for labels in rule.results:
@@ -252,7 +254,7 @@ class _CallPass:
             if all(self.plain[v] for v in rest) and terms & group:
                 if rest:
                     self._must_be_known(node, rest)
-                shared = {k for k in group - terms}
+                shared = group - terms
                 if all(call.operands[k].is_float for k in shared):
                     self.shares |= {Share(node.name, k) for k in shared}
                     return ["sum"] * len(call.results)
@@ -297,14 +299,15 @@ def _is_minor(dim: tuple[str, ...], factor: str, rule: Rule) -> bool:
     return factor in dim and any(rule.factors[f].size > 1 for f in dim[: dim.index(factor)])
 
 
-def _more_linear(call: OpCall) -> tuple[frozenset[int], ...]:
-    """Operands in which an op is linear although ranks are not offered it (`OpDef.linear`)."""
+def _more_linear(call: OpCall) -> Iterator[frozenset[int]]:
+    """Operands in which an op is linear although ranks are not offered it: what its definition says, and of the backward of
+    another op the gradient that comes in."""
     definition = find(call.op)
-    if definition is None or definition.linear is None or not all(t is None or t.is_float for t in call.results):
-        return ()
-    return tuple(
-        group for group in map(frozenset, definition.linear(call)) if all(call.operands[k].is_float for k in group)
-    )
+    groups = [{arg.index} for name in COTANGENTS if isinstance(arg := call.get(name), Operand)]
+    if definition is not None and definition.linear is not None:
+        groups += definition.linear(call)
+    if all(t is None or t.is_float for t in call.results):
+        yield from (frozenset(group) for group in groups if all(call.operands[k].is_float for k in group))
 
 
 def _affine(call: OpCall) -> str | None:

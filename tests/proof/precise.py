@@ -47,7 +47,7 @@ def eager(
     named = dict(model.named_parameters())
     trained = [p for p in named.values() if p.requires_grad]
     optimizer = program.optimizer(trained)
-    parts = program.plan.microbatches if program.ir.loss_kind == "coupled" else 1
+    parts = program.plan.microbatches if program.ir.microbatched and program.ir.microbatched.separate else 1
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()

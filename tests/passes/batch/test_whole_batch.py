@@ -1,8 +1,8 @@
-"""Losses in microbatches are those of the whole batch, whatever they divide by; or the program says that they are not.
+"""Losses in microbatches are those of the whole batch, whatever they divide by; or microbatches are refused.
 
 Batches count very unequally: the first samples count almost nothing, the last ones everything. `verify` compares with
-the eager model on the whole batch where the program claims to compute it, and with the mean over microbatches where it
-says "coupled"; that this is what verify does is checked with an eager loop written here.
+the eager model on the whole batch, or with the mean over microbatches where the user asked for these; that this is what
+verify does is checked with an eager loop written here.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ def eager(program: autopar.Program, batch: Any, loss: Loss, pieces: int = 1) -> 
 @pytest.mark.parametrize("loss", MEANS, ids=lambda f: f.__name__)
 def test_a_mean_over_what_counts_is_that_of_the_whole_batch(loss: Loss, m: int) -> None:
     program = compiled(loss, m)
-    assert program.ir.loss_kind == "mean"
     result = autopar.verify(program, program.model, ids_and_labels())
     assert result.ok, result.errors
     assert result.max_error <= 1e-9
@@ -162,15 +161,15 @@ def test_verify_says_so_because_it_is_so(loss: Loss) -> None:
 @pytest.mark.parametrize("m", [2, 4, BATCH])
 def test_a_sum_is_the_sum_of_the_microbatches(m: int) -> None:
     program = compiled(summed, m)
-    assert program.ir.loss_kind == "sum"
     result = autopar.verify(program, program.model, ids_and_labels())
     assert result.ok, result.errors
 
 
 @pytest.mark.parametrize("loss", [product_of_means, root_of_a_mean], ids=lambda f: f.__name__)
 def test_means_that_meet_in_something_that_is_not_linear_couple_the_batch(loss: Loss) -> None:
-    program = compiled(loss, 2, Tagger().double())
-    assert program.ir.loss_kind == "coupled"
+    with pytest.raises(autopar.CoupledError, match=r"(mul|sqrt).* needs a sum over all samples of the batch first"):
+        compiled(loss, 2, Tagger().double())
+    program = compiled(loss, 2, Tagger().double(), coupled="per-microbatch")
     assert autopar.verify(program, program.model, ids_and_labels()).ok
     assert "couple the batch" in program.report()
     got = program.run([ids_and_labels()]).losses[0]
@@ -181,8 +180,9 @@ def test_means_that_meet_in_something_that_is_not_linear_couple_the_batch(loss: 
 def test_batch_norm_couples_and_each_microbatch_is_a_batch_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
     batch = torch.randn(8, 6, dtype=torch.float64), torch.arange(8) % 4
-    program = compiled(F.cross_entropy, 2, model, batch)
-    assert program.ir.loss_kind == "coupled"
+    with pytest.raises(autopar.CoupledError, match=r"at 1 needs a sum over all samples"):
+        compiled(F.cross_entropy, 2, model, batch)
+    program = compiled(F.cross_entropy, 2, model, batch, coupled="per-microbatch")
     assert autopar.verify(program, model, batch).ok
     got = program.run([batch]).losses[0]
     parts, _ = eager(program, batch, F.cross_entropy, pieces=2)
@@ -199,7 +199,6 @@ def test_without_microbatches_nothing_couples() -> None:
 def test_a_plain_mean_needs_nothing_beforehand() -> None:
     batch = torch.randn(8, 6), torch.randn(8, 6)
     program = compiled(F.mse_loss, 4, nn.Linear(6, 6), batch)
-    assert program.ir.loss_kind == "mean"
     assert not any(call.early for call in program.ir.calls)
     assert autopar.verify(program, program.model, batch).ok
 
@@ -217,7 +216,6 @@ def test_sequence_first_batches_are_counted_too(loss: Loss, m: int) -> None:
     """(seq, batch) flattened: the batch is the minor part of the merged dim."""
     batch = tuple(map(sequence_first, ids_and_labels()))
     program = compiled(loss, m, batch=batch, batch_dims=[1, 1])
-    assert program.ir.loss_kind == ("sum" if loss is summed else "mean")
     result = autopar.verify(program, program.model, batch)
     assert result.ok, result.errors
 
@@ -244,7 +242,6 @@ def test_a_masked_mean_over_several_calls_of_a_model_of_ones_own() -> None:
     program = autopar.compile(
         Counting(), autopar.ClusterSpec.local(2), batch, optimizer=SGD, options=autopar.Options(microbatches=4, pp=1)
     )
-    assert program.ir.loss_kind == "mean"
     for seed in range(6):
         made = program.with_plan(autopar.random_plan(program, seed))
         assert autopar.verify(made, program.model, batch).ok, made.plan.show_meshes()

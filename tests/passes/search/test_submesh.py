@@ -20,7 +20,10 @@ from autopar.passes.search.stages.submesh import SubmeshPlan, between, option_of
 
 
 def task(ranks: int = 4, **options: Any) -> Any:
-    return SimpleNamespace(options=Options(**options), cluster=SimpleNamespace(size=ranks))
+    stub = SimpleNamespace(options=Options(**options), cluster=SimpleNamespace(size=ranks))
+    stub.batches = SimpleNamespace(may_be=lambda microbatches: True)
+    stub.at = lambda microbatches: stub
+    return stub
 
 
 @pytest.mark.parametrize(
@@ -45,21 +48,21 @@ def test_two_counts_are_planned_a_quarter_from_either_end() -> None:
     assert two_counts([3]) == (3, 3)
 
 
-def test_a_fixed_count_needs_no_derived_task() -> None:
+def test_a_fixed_count_needs_no_other_task() -> None:
     fixed = task(microbatches=4)
-    tasks = TasksByCount(fixed, 8, lambda M: pytest.fail("captured again"))
+    tasks = TasksByCount(fixed, 8)
     assert tasks.counts() == [4]
-    assert tasks.priced(4) is fixed
+    assert tasks.at(4) is fixed
 
 
 def test_what_a_copy_prices_with_does_not_matter_to_the_original() -> None:
     fixed, other = task(microbatches=4), task(microbatches=4)
-    tasks = TasksByCount(fixed, 8, lambda M: pytest.fail("captured again"))
-    assert tasks.priced(4) is fixed
+    tasks = TasksByCount(fixed, 8)
+    assert tasks.at(4) is fixed
     copy = tasks.copy()
     assert copy.replace(4, other)
     assert not copy.replace(4, other), "it is that task already"
-    assert (copy.priced(4), tasks.priced(4)) == (other, fixed)
+    assert (copy.at(4), tasks.at(4)) == (other, fixed)
 
 
 # --- places to cut ----------------------------------------------------------------------------------------------------
