@@ -8,6 +8,7 @@ Nothing writes in place here, so dropping a copy changes no value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -161,8 +162,21 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(graph, node, aten.expand.default, (source, list(type_.shape)), {})
     elif node.target is aten.copy.default:
         _copied(graph, node, type_)
+    elif node.target in (aten.mean.default, aten.mean.dim):
+        _mean(graph, node, before.shape, type_)
     elif node.target is aten.sum.default:
         _replace(graph, node, aten.sum.dim_IntList, (source, list(range(len(before.shape)))), dict(node.kwargs))
+
+
+def _mean(graph: fx.Graph, node: fx.Node, shape: tuple[int, ...], type_: TensorType) -> None:
+    """A mean is a sum divided by a number, so that what is summed can be sharded (composite losses hold means)."""
+    given: Any = node.args[1] if len(node.args) > 1 else None
+    dims = [d % len(shape) for d in given] if given else list(range(len(shape)))
+    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    with graph.inserting_before(node):
+        total = graph.call_function(aten.sum.dim_IntList, (node.args[0], dims, keep), {"dtype": type_.dtype})
+    total.meta = {**node.meta}
+    _replace(graph, node, aten.div.Scalar, (total, max(math.prod(shape[d] for d in dims), 1)), {})
 
 
 def _copied(graph: fx.Graph, node: fx.Node, type_: TensorType) -> None:
