@@ -24,6 +24,8 @@ aten = torch.ops.aten
 _FILLED: dict[Any, Callable[[fx.Node], Any]] = {
     aten.new_zeros.default: lambda node: 0,
     aten.zeros_like.default: lambda node: 0,
+    aten.new_empty.default: lambda node: 0,
+    aten.empty_like.default: lambda node: 0,
     aten.new_ones.default: lambda node: 1,
     aten.ones_like.default: lambda node: 1,
     aten.new_full.default: lambda node: node.args[2],

@@ -9,6 +9,10 @@ from autopar.ops.registry import define, named, register
 
 define(*named("index index_select gather take_along_dim scatter index_put index_copy"), precision="follow")
 define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}])
+define(
+    *named("index_put _unsafe_index_put index_add scatter_add"),
+    linear=lambda call: [{0, len(call.operands) - 1}] if call.get("accumulate", True) else [],
+)
 
 
 @register(*named("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_fill"))

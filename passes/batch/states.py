@@ -34,7 +34,7 @@ from autopar.passes.rules.book import RuleBook
 State = Literal["whole", "shard", "sum", "max", "min"]
 Place = tuple[int, str]
 """A value of a call."""
-COTANGENTS = ("g", "grad", "grad_output")
+COTANGENTS = ("g", "grad", "grad_out", "grad_output", "grad_w")
 """Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
 OF_GRADIENT: dict[State, State] = {"shard": "shard", "whole": "sum", "sum": "whole", "max": "whole", "min": "whole"}
 

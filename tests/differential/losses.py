@@ -151,8 +151,14 @@ def _features(seed: int) -> tuple[Tensor, Tensor]:
 
 def cases() -> list[Case]:
     """A case per loss."""
-    rows = [Case(f"loss/{n}", lambda: Mlp(CLASSES), lambda s: (draw(s, BATCH, 6), ints(s, CLASSES, BATCH)), f) for n, f in CLASSIFYING.items()]
+    rows = [
+        Case(f"loss/{n}", lambda: Mlp(CLASSES), lambda s: (draw(s, BATCH, 6), ints(s, CLASSES, BATCH)), f)
+        for n, f in CLASSIFYING.items()
+    ]
     rows += [Case(f"loss/{n}", lambda: Mlp(4), _features, f) for n, f in REGRESSING.items()]
     rows += [Case(f"loss/{n}", lambda: Mlp(4), _features, f, coupled=True) for n, f in COUPLED.items()]
-    rows += [Case(f"loss/{n}", Tagger, lambda s: (ints(s, 9, BATCH, SEQ), ints(s + 1, CLASSES, BATCH, SEQ)), f) for n, f in TAGGING.items()]
+    rows += [
+        Case(f"loss/{n}", Tagger, lambda s: (ints(s, 9, BATCH, SEQ), ints(s + 1, CLASSES, BATCH, SEQ)), f)
+        for n, f in TAGGING.items()
+    ]
     return rows

@@ -1,0 +1,42 @@
+"""Small models of every kind × sets of options: equal to eager, or refused by name; nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.differential import suite
+from tests.differential.suite import OPTION_SETS
+
+NAMES = list(suite.by_name())
+FAST = NAMES[::7]
+"""A case of every kind for the quick suite, each under one set of options."""
+
+REFUSED = {
+    "loss/multi_margin": "atomic in ATen, and its samples come out as one number",
+    "loss/soft_margin": "atomic in ATen, and its samples come out as one number",
+}
+
+
+def check(name: str, options: str) -> None:
+    case, got = suite.by_name()[name], suite.outcome(name, options)
+    assert got.kind != "differs", got.what
+    if case.coupled and options == "microbatches=4":
+        assert got.kind == "refused", "an op of it needs the whole batch"
+        assert got.what.startswith("CoupledError"), got.what
+
+
+@pytest.mark.parametrize(("name", "options"), [(n, [*OPTION_SETS][k % len(OPTION_SETS)]) for k, n in enumerate(FAST)])
+def test_a_selection_equals_eager_or_is_refused(name: str, options: str) -> None:
+    check(name, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTION_SETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_equals_eager_or_is_refused(name: str, options: str) -> None:
+    check(name, options)
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(NAMES) >= 250
+    assert len(OPTION_SETS) == 6
