@@ -102,7 +102,9 @@ def test_a_few_compositions_equal_eager_or_are_refused(row: tuple[list[str], str
 @pytest.mark.parametrize("part", range(20))
 def test_two_thousand_compositions_equal_eager_or_are_refused(part: int) -> None:
     @seed(part)
-    @settings(max_examples=100, deadline=None, derandomize=False, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=100, deadline=None, derandomize=False, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(models())
     def run(row: tuple[list[str], str, int, int, int]) -> None:
         check(*row)
