@@ -10,6 +10,7 @@ from torch.autograd import Function
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Factor, Labels, Rule
+from autopar.ops.contraction import conjugate
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, define, named, resized
@@ -144,8 +145,8 @@ class Conv(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         need, config = ctx.needs_input_grad, ctx.config
-        dx = conv_dx(g, w, list(x.shape), *config) if need[0] else None
-        dw = conv_dw(g, x, list(w.shape), *config) if need[1] else None
+        dx = conv_dx(g, conjugate(w), list(x.shape), *config) if need[0] else None
+        dw = conv_dw(g, conjugate(x), list(w.shape), *config) if need[1] else None
         db = g.sum([0, *range(2, g.ndim)]) if need[2] else None
         return dx, dw, db, *(None for _ in config)
 

@@ -17,6 +17,7 @@ class Maker:
         if size == 1:
             return ()
         factor = self.factors.get(name)
+        assert factor is None or factor.size == size, f"factor {name} is {factor and factor.size} and {size} at once"
         if factor is None:
             self.factors[name] = Factor(size, whole, reduce)
         elif whole and not factor.whole:

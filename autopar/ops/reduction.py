@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
@@ -118,7 +119,7 @@ def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
 def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Sum over everything · 1/n."""
     x = x if dtype is None else x.to(dtype)
-    return x.sum() / max(x.numel(), 1)
+    return x.sum() / x.numel()
 
 
 @lifts(aten.mean.dim)
@@ -128,15 +129,34 @@ def mean_dim(
     """Sum over dims · 1/n."""
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
-    return x.sum(dims, keepdim) / max(math.prod(x.shape[d] for d in dims), 1)
+    return x.sum(dims, keepdim) / math.prod(x.shape[d] for d in dims)
+
+
+class Root(Function):
+    """The square root of a sum of squares, whose gradient where it is zero is zero, as that of torch's norms is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        root = x.sqrt()
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return (g / (root * 2)).masked_fill(root == 0, 0)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """|x|² of every element."""
+    return x.real.square() + x.imag.square() if x.is_complex() else x * x
 
 
 def _variance(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
     dims = _dims(x, dim)
     n = math.prod(x.shape[d] for d in dims)
     mean = x.sum(dims, True) / n
-    centered = x - mean
-    var = (centered * centered).sum(dims, keepdim) / max(n - correction, 0.0)
+    var = _squares(x - mean).sum(dims, keepdim) / max(n - correction, 0.0)
     return var, (mean if keepdim else mean.sum(dims))
 
 
@@ -155,7 +175,7 @@ def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -
 @lifts(aten.std.correction)
 def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
     """Square root of the two-pass variance."""
-    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+    return Root.apply(var(x, dim, correction=correction, keepdim=keepdim))
 
 
 @lifts(aten.var_mean.correction)
@@ -174,7 +194,7 @@ def vector_norm(
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
     if ord == 2:
-        return (x * x).sum(dims, keepdim).sqrt()
+        return Root.apply(_squares(x).sum(dims, keepdim))
     if ord == 1:
         return x.abs().sum(dims, keepdim)
     if ord == math.inf:

@@ -175,11 +175,6 @@ def _like(draw: Draw, name: str) -> Case:
     return call(overload(name), draw.f(*draw.shape()), shapes_only=name == "aten.empty_like")
 
 
-@makes("aten._conj")
-def _conj(draw: Draw, _: str) -> Case:
-    return call(aten._conj.default, draw.c(*draw.shape()))
-
-
 @makes("aten.full_like")
 def _full_like(draw: Draw, _: str) -> Case:
     return call(aten.full_like.default, draw.f(*draw.shape()), 3)
