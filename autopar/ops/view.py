@@ -213,7 +213,6 @@ def select_scatter(call: OpCall) -> Rule:
 def join_or_split(call: OpCall) -> Rule:
     """The dim of a join or split stays whole, all others pass."""
     make = Maker()
-    first = call.shapes[0]
     result = next(t for t in call.results if t is not None).shape
     inside = call.op.split(".")[1] in ("stack",)
     rank = max(len(s) for s in call.shapes)
