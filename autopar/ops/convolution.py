@@ -10,7 +10,6 @@ from torch.autograd import Function
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Factor, Labels, Rule
-from autopar.ops.contraction import conjugate
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, define, named, resized
@@ -145,8 +144,8 @@ class Conv(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         need, config = ctx.needs_input_grad, ctx.config
-        dx = conv_dx(g, conjugate(w), list(x.shape), *config) if need[0] else None
-        dw = conv_dw(g, conjugate(x), list(w.shape), *config) if need[1] else None
+        dx = conv_dx(g, w, list(x.shape), *config) if need[0] else None
+        dw = conv_dw(g, x, list(w.shape), *config) if need[1] else None
         db = g.sum([0, *range(2, g.ndim)]) if need[2] else None
         return dx, dw, db, *(None for _ in config)
 
@@ -166,6 +165,16 @@ def _conv(
     output_padding: Any = 0,
 ) -> Tensor:
     n = weight.ndim - 2
+    if weight.is_complex():
+        real, imag = (
+            [
+                _conv(part, w, None, stride, padding, dilation, groups, transposed, output_padding)
+                for part in (x.real, x.imag)
+            ]
+            for w in (weight.real, weight.imag)
+        )
+        y = torch.complex(real[0] - imag[1], real[1] + imag[0])
+        return y if bias is None else y + bias.reshape([-1, *([1] * n)])
     unbatched = x.ndim == n + 1
     x = x.unsqueeze(0) if unbatched else x
     config = [_ntuple(v, n) for v in (stride, padding, dilation)]

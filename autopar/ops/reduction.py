@@ -152,29 +152,47 @@ def _squares(x: Tensor) -> Tensor:
     return x.real.square() + x.imag.square() if x.is_complex() else x * x
 
 
-def _variance(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
-    dims = _dims(x, dim)
-    n = math.prod(x.shape[d] for d in dims)
-    mean = x.sum(dims, True) / n
-    var = _squares(x - mean).sum(dims, keepdim) / max(n - correction, 0.0)
-    return var, (mean if keepdim else mean.sum(dims))
+class Variance(Function):
+    """Two passes over x: (x - mean)² summed. Its gradient, (x - mean) · 2 / (n - correction), sums nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int], correction: float, keepdim: bool) -> Tensor:
+        n = math.prod(x.shape[d] for d in dims)
+        ctx.freedom, ctx.dims, ctx.keepdim = max(n - correction, 0.0), dims, keepdim
+        mean = x.sum(dims, True) / n
+        ctx.save_for_backward(x, mean)
+        return _squares(x - mean).sum(dims, keepdim) / ctx.freedom
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean = ctx.saved_tensors
+        return (
+            (x - mean) * (g if ctx.keepdim else g.reshape(mean.shape)) * (2 * _inverse(ctx.freedom)),
+            None,
+            None,
+            None,
+        )
+
+
+def _inverse(n: float) -> float:
+    return 1 / n if n else math.inf
 
 
 @lifts(aten.var.correction)
 def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Two-pass variance."""
-    return _variance(x, dim, 1 if correction is None else correction, keepdim)[0]
+    """Variance."""
+    return Variance.apply(x, _dims(x, dim), 1 if correction is None else correction, keepdim)
 
 
 @lifts(aten.var.dim)
 def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    """Two-pass variance."""
-    return _variance(x, dim, int(unbiased), keepdim)[0]
+    """Variance over dims."""
+    return Variance.apply(x, _dims(x, dim), int(unbiased), keepdim)
 
 
 @lifts(aten.std.correction)
 def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Square root of the two-pass variance."""
+    """Square root of the variance."""
     return Root.apply(var(x, dim, correction=correction, keepdim=keepdim))
 
 
@@ -183,22 +201,20 @@ def var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean."""
-    return _variance(x, dim, 1 if correction is None else correction, keepdim)
+    return var(x, dim, correction=correction, keepdim=keepdim), mean_dim(x, dim, keepdim)
 
 
 @lifts(aten.linalg_vector_norm.default)
 def vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """p-norms by sums; max-norm by amax."""
+    """The 1-norm and the 2-norm are sums."""
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
     if ord == 2:
         return Root.apply(_squares(x).sum(dims, keepdim))
     if ord == 1:
         return x.abs().sum(dims, keepdim)
-    if ord == math.inf:
-        return x.abs().amax(dims, keepdim)
     return aten.linalg_vector_norm.default(x, ord, dims, keepdim)
 
 

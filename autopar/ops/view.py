@@ -219,7 +219,7 @@ def join_or_split(call: OpCall) -> Rule:
     dim = int(call.get("dim", 0) or 0) % max(len(result) if inside else rank, 1)
 
     def labels(shape: tuple[int, ...], has_dim: bool) -> Labels:
-        if len(shape) < rank and not inside:
+        if call.op.split(".")[1] == "cat" and len(shape) < rank:
             return ((),)  # `cat` leaves out empty operands of one dim, whatever the rank of the others
         dims: list[tuple[str, ...]] = []
         for i, n in enumerate(shape):
@@ -235,6 +235,22 @@ def join_or_split(call: OpCall) -> Rule:
     results: list[Labels | None] = [labels(t.shape, not unbinding) if t is not None else None for t in call.results]
     linear = [set(range(len(operands)))] if all_float(call) else []
     return make.rule(operands, results, linear)
+
+
+def _scatter(op: Any) -> None:
+    """On pairs of real numbers where they are complex, for which torch has no gradient."""
+
+    def scattered(x: Tensor, source: Tensor, dim: int = 0, *where: Any, **named_where: Any) -> Tensor:
+        if not x.is_complex():
+            return op(x, source, dim, *where, **named_where)
+        pairs = [torch.view_as_real(t.resolve_conj()) for t in (x, source.to(x.dtype))]
+        return torch.view_as_complex(op(*pairs, dim % x.ndim, *where, **named_where))
+
+    lifts(op)(scattered)
+
+
+_scatter(aten.slice_scatter.default)
+_scatter(aten.select_scatter.default)
 
 
 @lifts(aten.view.default, aten._unsafe_view.default)

@@ -10,13 +10,16 @@ Every tensor is measured against what the step makes of it (`_scales`):
   front of a normalization) consists of rounding alone, so scales are no smaller than a few roundings of the tensor
   itself, of how it began, and of the largest tensor of its kind.
 - What rounding becomes can be larger than that, where a step amplifies it: Adam makes an update of full size out of a
-  gradient that is zero. So, where a tensor is off, the reference is run again on tensors `nudged` by far less than the
-  tolerance, and how much each of its tensors moves bounds what rounding explains (`noise`). A tensor that is not
-  mathematically zero moves by no more than its share, so noise excuses nothing there; and beyond rounding of the largest of
-  its kind it excuses only parameters whose gradient is zero, whose gradients are compared themselves.
+  gradient that is zero, and a running mean follows. So, where a tensor is off, the reference is run again out of
+  parameters `nudged` by far less than the tolerance, and how far each of its tensors moves says how large rounding becomes
+  there (`noise`). What is not rounding moves by about its share of the nudge, a thousandth of the tolerance: noise excuses
+  nothing that is halved or missing. Gradients, losses and outputs, which no optimizer has amplified, are excused up to the
+  scale of the largest of their kind only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -31,13 +34,13 @@ def compare(
     ours: Values,
     reference: Values,
     start: Values | None = None,
-    noise: Values | None = None,
+    noise: Sequence[Values] = (),
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, float]:
     """Error per tensor relative to its scale.
 
-    start: parameters and buffers before the first step. noise: the reference of nudged tensors. dtype: in which all was
-    computed.
+    start: parameters and buffers before the first step. noise: the reference out of nudged parameters. dtype: in which all
+    was computed.
     """
     scales = _scales(reference, start or {}, noise, dtype)
     errors = {name: _error(ours.get(name), expected, scales[name]) for name, expected in reference.items()}
@@ -55,7 +58,7 @@ def _sort(x: torch.Tensor) -> tuple[bool, bool]:
     return x.is_complex(), x.is_floating_point()
 
 
-def _scales(reference: Values, start: Values, noise: Values | None, dtype: torch.dtype) -> dict[str, float]:
+def _scales(reference: Values, start: Values, noise: Sequence[Values], dtype: torch.dtype) -> dict[str, float]:
     rounding = min(_ROUNDINGS * torch.finfo(dtype).eps / TOLERANCE[dtype], 1.0)
     of_kind: dict[str, float] = {}
     for name, value in reference.items():
@@ -66,11 +69,9 @@ def _scales(reference: Values, start: Values, noise: Values | None, dtype: torch
         moved = difference(value, begun) if begun is not None and begun.shape == value.shape else largest(value)
         moved = moved if moved < float("inf") else largest(value)
         scale = max(moved, rounding * of_kind[_kind(name)])
-        if noise is not None and name in noise and noise[name].shape == value.shape:
-            explained = difference(value, noise[name]) / _nudge(dtype)
-            is_zero = _kind(name) == "param" and _is_zero(name, reference, of_kind, dtype)
-            scale = max(scale, explained if is_zero else min(explained, of_kind[_kind(name)]))
-        scales[name] = scale
+        explained = max((difference(value, other[name]) for other in noise), default=0.0) / _nudge(dtype)
+        updated = _kind(name) in ("param", "buffer")
+        scales[name] = max(scale, explained if updated else min(explained, of_kind[_kind(name)]))
     return scales
 
 
@@ -78,18 +79,13 @@ def _kind(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _is_zero(parameter: str, reference: Values, of_kind: dict[str, float], dtype: torch.dtype) -> bool:
-    """Whether the gradient of a parameter is zero but for rounding."""
-    gradient = reference.get(f"grad/{parameter.partition('/')[2]}")
-    return gradient is not None and largest(gradient) <= TOLERANCE[dtype] * of_kind["grad"]
-
-
-def nudged(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor with every entry a little larger or smaller, in turn; integers as they are."""
-    if not (x.is_floating_point() or x.is_complex()):
+def nudged(x: torch.Tensor, dtype: torch.dtype, nudge: int) -> torch.Tensor:
+    """The tensor with every entry a little larger or smaller, by chance (0: the tensor); integers as they are."""
+    if nudge == 0 or not (x.is_floating_point() or x.is_complex()):
         return x
-    signs = 1 - 2 * (torch.arange(x.numel(), device=x.device).reshape(x.shape) * 7 % 3 % 2)
-    return x * (1 + signs * _nudge(dtype))
+    generator = torch.Generator().manual_seed(nudge)
+    larger = torch.rand(x.shape, generator=generator).to(x.device) < 0.5
+    return torch.where(larger, x * (1 + _nudge(dtype)), x * (1 - _nudge(dtype)))
 
 
 def _nudge(dtype: torch.dtype) -> float:

@@ -18,17 +18,16 @@ from autopar.runtime.update_rule import Named, UpdateRule, make_optimizers
 
 
 def eager_values(
-    program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype, nudge: bool = False
+    program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype, nudge: int = 0
 ) -> dict[str, torch.Tensor]:
     """What the model computes in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
 
-    program: says what the loss and the optimizer's step are. nudge: out of parameters that are a little off.
+    program: says what the loss and the optimizer's step are. nudge: out of parameters that are a little off (`nudged`).
     """
     reference = cast_model(model, dtype)
-    if nudge:
-        with torch.no_grad():
-            for parameter in reference.parameters():
-                parameter.copy_(nudged(parameter, dtype))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(nudged(parameter, dtype, nudge))
     reference.train(model.training)
     loss_fn = program.request.loss_fn
     loss_fn = cast_model(loss_fn, dtype) if isinstance(loss_fn, nn.Module) else loss_fn

@@ -27,6 +27,8 @@ from autopar.proof.compare import TOLERANCE, Values, compare, nudged
 from autopar.proof.ranks import one_rank, values_on_ranks, without_dropout
 from autopar.proof.reference import eager_values
 
+_NUDGES = (1, 2, 3)
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -62,17 +64,16 @@ def verify(
     leaves = [cast(t, dtype) for t in given]
     weights = {k: cast(v, dtype) for k, v in _weights(program, model).items()}
 
-    def judge(ours: Values, reference: Callable[[bool], Values]) -> dict[str, float]:
+    def judge(ours: Values, reference: Callable[[int], Values]) -> dict[str, float]:
         """Errors; where there are any above the tolerance, rounding is told from mistakes by a nudged reference."""
-        expected = reference(False)
+        expected = reference(0)
         errors = compare(ours, expected, weights, dtype=dtype)
         if Verification(errors, TOLERANCE[dtype]).ok:
             return errors
-        return compare(ours, expected, weights, reference(True), dtype)
+        return compare(ours, expected, weights, [reference(nudge) for nudge in _NUDGES], dtype)
 
-    def on_one_rank(nudge: bool) -> Values:
-        names = program.ir.parameters if nudge else ()
-        nearby = weights | {name: nudged(weights[name], dtype) for name in names}
+    def on_one_rank(nudge: int) -> Values:
+        nearby = weights | {name: nudged(weights[name], dtype, nudge) for name in program.ir.parameters}
         return values_on_ranks(program, one, leaves, nearby, steps, dtype)
 
     ours = values_on_ranks(program, program.lowered, leaves, weights, steps, dtype)
