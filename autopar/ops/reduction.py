@@ -119,7 +119,7 @@ def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
 def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Sum over everything · 1/n."""
     x = x if dtype is None else x.to(dtype)
-    return x.sum() / x.numel()
+    return (_wide(x).sum() / x.numel()).to(x.dtype)
 
 
 @lifts(aten.mean.dim)
@@ -129,7 +129,7 @@ def mean_dim(
     """Sum over dims · 1/n."""
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
-    return x.sum(dims, keepdim) / math.prod(x.shape[d] for d in dims)
+    return (_wide(x).sum(dims, keepdim) / math.prod(x.shape[d] for d in dims)).to(x.dtype)
 
 
 class Root(Function):
@@ -147,6 +147,11 @@ class Root(Function):
         return (g / (root * 2)).masked_fill(root == 0, 0)
 
 
+def _wide(x: Tensor) -> Tensor:
+    """What is summed: float16 in float32, where squares and sums of it do not overflow."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
 def _squares(x: Tensor) -> Tensor:
     """|x|² of every element."""
     return x.real.square() + x.imag.square() if x.is_complex() else x * x
@@ -159,19 +164,15 @@ class Variance(Function):
     def forward(ctx: Any, x: Tensor, dims: list[int], correction: float, keepdim: bool) -> Tensor:
         n = math.prod(x.shape[d] for d in dims)
         ctx.freedom, ctx.dims, ctx.keepdim = max(n - correction, 0.0), dims, keepdim
-        mean = x.sum(dims, True) / n
+        mean = _wide(x).sum(dims, True) / n
         ctx.save_for_backward(x, mean)
-        return _squares(x - mean).sum(dims, keepdim) / ctx.freedom
+        return (_squares(_wide(x) - mean).sum(dims, keepdim) / ctx.freedom).to(x.dtype.to_real())
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, mean = ctx.saved_tensors
-        return (
-            (x - mean) * (g if ctx.keepdim else g.reshape(mean.shape)) * (2 * _inverse(ctx.freedom)),
-            None,
-            None,
-            None,
-        )
+        g = g if ctx.keepdim else g.reshape(mean.shape)
+        return ((_wide(x) - mean) * _wide(g) * (2 * _inverse(ctx.freedom))).to(x.dtype), None, None, None
 
 
 def _inverse(n: float) -> float:
@@ -212,9 +213,9 @@ def vector_norm(
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
     if ord == 2:
-        return Root.apply(_squares(x).sum(dims, keepdim))
+        return Root.apply(_squares(_wide(x)).sum(dims, keepdim)).to(x.dtype.to_real())
     if ord == 1:
-        return x.abs().sum(dims, keepdim)
+        return _wide(x).abs().sum(dims, keepdim).to(x.dtype.to_real())
     return aten.linalg_vector_norm.default(x, ord, dims, keepdim)
 
 
