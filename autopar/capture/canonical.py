@@ -157,6 +157,10 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(node)
         else:
             _replace(graph, node, aten.permute.default, (source, order), {})
+    elif node.target is aten._conj.default:  # a tensor that is to be conjugated later cannot be sent
+        _replace(graph, node, aten.conj_physical.default, (source,), {})
+    elif node.target is aten._neg_view.default:
+        _replace(graph, node, aten.neg.default, (source,), {})
     elif node.target is aten.expand.default and same:
         node.replace_all_uses_with(source)
         graph.erase_node(node)

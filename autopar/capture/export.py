@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.capture import functions
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
+from autopar.capture.fused import noted_padding, refuse_padding
 from autopar.capture.trees import flatten, rebuild
 from autopar.errors import CaptureError, InputError
 
@@ -130,7 +131,7 @@ def export_step(
     step.training = model.training
     with faked(step, mode) as fake_names:
         try:
-            with functions.recording(), quiet():
+            with functions.recording(), quiet(), noted_padding(model) as padded:
                 exported = torch.export.export(step, tuple(fakes), strict=False)
                 _inline_regions(exported.graph_module)
                 if _needs_functions(exported.graph_module.graph):
@@ -144,6 +145,7 @@ def export_step(
             except Exception as error:
                 raise explain(error, model) from error
             raise dynamic(node.target, model)
+        refuse_padding(padded, seen["training"])
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
         eager = _eager_grads(step, fakes, mode, fake_names) if seen["training"] else frozenset()

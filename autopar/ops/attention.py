@@ -181,6 +181,8 @@ def _attention(
         q, k, v = (t[None, None] for t in (q, k, v))
     elif q.ndim > 4:
         q, k, v = (t.flatten(0, -4) for t in (q, k, v))
+        if attn_mask is not None and attn_mask.ndim > 3:
+            attn_mask = attn_mask.expand(*lead[:-1], *attn_mask.shape[-3:]).flatten(0, -4)
     k, v = (t if t.shape[0] == q.shape[0] else t.expand(q.shape[0], -1, -1, -1) for t in (k, v))
     k, v = (t.expand(-1, q.shape[1], -1, -1) if t.shape[1] == 1 and q.shape[1] > 1 else t for t in (k, v))
     if attn_mask is not None:

@@ -111,6 +111,11 @@ def dot(call: OpCall) -> Rule:
     return parse_rule("k, k -> 1", call.shapes, call.out_shapes)
 
 
+def conjugate(x: Tensor) -> Tensor:
+    """What the gradient of a product multiplies by: the other operand, conjugated where it is complex."""
+    return torch.conj_physical(x) if x.is_complex() else x
+
+
 class Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -121,7 +126,8 @@ class Linear(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         need = ctx.needs_input_grad
-        return (linear_dx(g, w) if need[0] else None), (linear_dw(g, x) if need[1] else None)
+        dx = linear_dx(g, conjugate(w)) if need[0] else None
+        return dx, (linear_dw(g, conjugate(x)) if need[1] else None)
 
 
 class Einsum(Function):
@@ -138,8 +144,8 @@ class Einsum(Function):
         a, b = ctx.saved_tensors
         left, out = ctx.equation.split("->")
         la, lb = left.split(",")
-        da = einsum(f"{out},{lb}->{la}", g, b) if ctx.needs_input_grad[1] else None
-        db = einsum(f"{out},{la}->{lb}", g, a) if ctx.needs_input_grad[2] else None
+        da = einsum(f"{out},{lb}->{la}", g, conjugate(b)) if ctx.needs_input_grad[1] else None
+        db = einsum(f"{out},{la}->{lb}", g, conjugate(a)) if ctx.needs_input_grad[2] else None
         return None, da, db
 
 
@@ -204,7 +210,8 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 @lifts(aten.addmm.default)
 def _addmm(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = contract("xk,ky->xy", a, b)
-    return (c if beta == 1 else c * beta) + (product if alpha == 1 else product * alpha)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else (c if beta == 1 else c * beta) + product
 
 
 @lifts(aten.baddbmm.default)

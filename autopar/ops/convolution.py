@@ -165,6 +165,16 @@ def _conv(
     output_padding: Any = 0,
 ) -> Tensor:
     n = weight.ndim - 2
+    if weight.is_complex():
+        real, imag = (
+            [
+                _conv(part, w, None, stride, padding, dilation, groups, transposed, output_padding)
+                for part in (x.real, x.imag)
+            ]
+            for w in (weight.real, weight.imag)
+        )
+        y = torch.complex(real[0] - imag[1], real[1] + imag[0])
+        return y if bias is None else y + bias.reshape([-1, *([1] * n)])
     unbatched = x.ndim == n + 1
     x = x.unsqueeze(0) if unbatched else x
     config = [_ntuple(v, n) for v in (stride, padding, dilation)]

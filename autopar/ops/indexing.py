@@ -24,6 +24,8 @@ def index_along(call: OpCall) -> Rule:
         return make.rule([((),) * len(s) for s in call.shapes], [()])
     dim = int(call["dim"]) % len(x)
     packet = call.op.split(".")[1]
+    if not packet.startswith("index_") and any(s and len(s) != len(x) for s in call.shapes[1:]):
+        return leading(call, 0)  # an empty index may have any shape
     others = [s for s in call.shapes[1:] if len(s) == len(x)]
     same = [all(s[i] == n for s in others) for i, n in enumerate(x)]
     labels: Labels = tuple(() if i == dim else make.add(f"d{i}", n, whole=not same[i]) for i, n in enumerate(x))

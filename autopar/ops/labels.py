@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.errors import ShardingError
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Factor, Labels, Rule
 
@@ -13,10 +14,12 @@ class Maker:
         self.factors: dict[str, Factor] = {}
 
     def add(self, name: str, size: int, whole: bool = False, reduce: str = "sum") -> tuple[str, ...]:
-        """Labels of a dim that is one factor; dims of size one have none."""
+        """Labels of a dim that is one factor; dims of size one have none. Raises ShardingError where sizes differ."""
         if size == 1:
             return ()
         factor = self.factors.get(name)
+        if factor is not None and factor.size != size:
+            raise ShardingError(f"factor {name} of a rule is {factor.size} and {size} at once")
         if factor is None:
             self.factors[name] = Factor(size, whole, reduce)
         elif whole and not factor.whole:

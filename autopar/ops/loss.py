@@ -1,7 +1,8 @@
 """Losses, as compositions of sums, so that a sharded batch or a sharded vocabulary leaves only partial sums.
 
 Cross-entropy over a sharded class dim is three small reductions (maximum, sum of exponentials, the target's logit) and
-no gather. `v` is the class factor.
+no gather. `v` is the class factor. Losses that torch computes element by element are torch's own ops, with its guards
+where a probability is 0 or 1 and its choice at a kink; only their reduction is ours.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from torch.autograd import Function
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
-from autopar.ops.labels import Maker
-from autopar.ops.registry import Block, define
+from autopar.ops.labels import Maker, leading
+from autopar.ops.pointwise import pointwise
+from autopar.ops.reduction import mean_all
+from autopar.ops.registry import Block, define, named, register
 from autopar.runtime import ops as local
 
 Tensor = torch.Tensor
@@ -116,8 +119,7 @@ class Pick(Function):
 def _reduced(x: Tensor, reduction: int) -> Tensor:
     if reduction == _NONE:
         return x
-    total = x.sum()
-    return total / x.numel() if reduction == _MEAN else total
+    return mean_all(x) if reduction == _MEAN else x.sum()
 
 
 @lifts(aten.cross_entropy_loss.default)
@@ -140,14 +142,20 @@ def cross_entropy(
     class_scale = (
         scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
     )
-    loss = rows * class_scale
+    loss = rows if weight is None else rows * class_scale
     if label_smoothing:
         logp = aten.log_softmax.int(x, dim)
-        smooth = -(logp if weight is None else logp * _channel(weight, x, dim)).sum(dim) * scale
+        smooth = -(logp if weight is None else logp * _channel(weight, x, dim)).sum(dim)
         loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / x.shape[dim])
+    loss = _only(loss, counted)
     if reduction == _NONE:
         return loss
     return loss.sum() / class_scale.sum() if reduction == _MEAN else loss.sum()
+
+
+def _only(loss: Tensor, counted: Tensor) -> Tensor:
+    """Zero, with a zero gradient, where a target is ignored: also where its loss, or the number of all others, says nothing."""
+    return torch.where(counted, loss, torch.zeros_like(loss))
 
 
 def _channel(weight: Tensor, x: Tensor, dim: int) -> Tensor:
@@ -162,7 +170,7 @@ def _soft_cross_entropy(
     loss = -(logp if weight is None else logp * _channel(weight, x, dim)).sum(dim)
     if reduction == _NONE:
         return loss
-    return loss.sum() / max(x.numel() // x.shape[dim], 1) if reduction == _MEAN else loss.sum()
+    return loss.sum() / (x.numel() // x.shape[dim]) if reduction == _MEAN else loss.sum()
 
 
 @lifts(aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
@@ -175,7 +183,8 @@ def nll_loss(
     safe = torch.where(counted, target, torch.zeros_like(target))
     scale = counted.to(x.dtype)
     scale = scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
-    loss = -Pick.apply(x, safe, dim) * scale
+    loss = -Pick.apply(x, safe, dim)
+    loss = _only(loss if weight is None else loss * scale, counted)
     if reduction == _NONE:
         return loss
     return loss.sum() / scale.sum() if reduction == _MEAN else loss.sum()
@@ -193,20 +202,27 @@ def l1_loss(x: Tensor, y: Tensor, reduction: int = _MEAN) -> Tensor:
     return _reduced((x - y).abs(), reduction)
 
 
+@register(
+    *named(
+        "smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward binary_cross_entropy "
+        "binary_cross_entropy_backward binary_cross_entropy_with_logits"
+    )
+)
+def elementwise_loss(call: OpCall) -> Rule:
+    """Pointwise before it is reduced, which is what our programs have of it."""
+    return pointwise(call) if call["reduction"] == _NONE else leading(call, 0)
+
+
 @lifts(aten.smooth_l1_loss.default)
 def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> Tensor:
     """Quadratic below beta, linear above."""
-    if beta == 0:
-        return l1_loss(x, y, reduction)
-    e = (x - y).abs()
-    return _reduced(torch.where(e < beta, 0.5 * e * e / beta, e - 0.5 * beta), reduction)
+    return _reduced(aten.smooth_l1_loss.default(x, y, _NONE, beta), reduction)
 
 
 @lifts(aten.huber_loss.default)
 def huber_loss(x: Tensor, y: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
     """Quadratic below delta, linear above."""
-    e = (x - y).abs()
-    return _reduced(torch.where(e < delta, 0.5 * e * e, delta * (e - 0.5 * delta)), reduction)
+    return _reduced(aten.huber_loss.default(x, y, _NONE, delta), reduction)
 
 
 @lifts(aten.binary_cross_entropy_with_logits.default)
@@ -214,23 +230,19 @@ def bce_with_logits(
     x: Tensor, y: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = _MEAN
 ) -> Tensor:
     """Stable log-loss of logits."""
-    soft = torch.log1p(torch.exp(-x.abs())) + torch.clamp_min(-x, 0)
-    scale = 1 if pos_weight is None else (pos_weight - 1) * y + 1
-    loss = (1 - y) * x + scale * soft
-    return _reduced(loss if weight is None else loss * weight, reduction)
+    return _reduced(aten.binary_cross_entropy_with_logits.default(x, y, weight, pos_weight, _NONE), reduction)
 
 
 @lifts(aten.binary_cross_entropy.default)
 def bce(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Tensor:
-    """Log-loss of probabilities; logs are clamped at -100 as torch does."""
-    loss = -(y * torch.clamp_min(torch.log(x), -100) + (1 - y) * torch.clamp_min(torch.log1p(-x), -100))
-    return _reduced(loss if weight is None else loss * weight, reduction)
+    """Log-loss of probabilities, clamped as torch does."""
+    return _reduced(aten.binary_cross_entropy.default(x, y, weight, _NONE), reduction)
 
 
 @lifts(aten.kl_div.default)
 def kl_div(x: Tensor, y: Tensor, reduction: int = _MEAN, *, log_target: bool = False) -> Tensor:
     """Kullback-Leibler divergence of log-probabilities x against y."""
-    return _reduced(torch.exp(y) * (y - x) if log_target else torch.xlogy(y, y) - y * x, reduction)
+    return _reduced(aten.kl_div.default(x, y, _NONE, log_target=log_target), reduction)
 
 
 define("autopar.pick", linear=lambda call: [{0}])

@@ -17,7 +17,7 @@ from autopar.ops.registry import define, named, register
 Tensor = torch.Tensor
 aten = torch.ops.aten
 _LINEAR_IN_ALL = {"aten.add", "aten.sub"}
-_LINEAR_IN_FIRST = {"aten.neg", "aten.clone", "aten._conj", "aten.real", "aten.imag"}
+_LINEAR_IN_FIRST = {"aten.neg", "aten.clone", "aten.conj_physical", "aten.real", "aten.imag"}
 
 define(*named("masked_fill where prelu _prelu_kernel gelu silu relu glu hardswish clone"), precision="follow")
 define(
@@ -52,8 +52,8 @@ def _linear_groups(call: OpCall) -> list[set[int]]:
         first = isinstance(call["self"], Operand) and (tensors == 1 or call.shapes[1] == ())
         return [{0}] if first else []
     if packet == "aten._to_copy" and floats:
-        out = call.results[0]
-        return [{0}] if out is not None and out.dtype.itemsize >= call.operands[0].dtype.itemsize else []
+        out, before = call.results[0], call.operands[0].dtype
+        return [{0}] if out is not None and torch.promote_types(before, out.dtype) == out.dtype else []
     if call.op == "aten.where.self" and all(t.is_float for t in call.operands[1:]) and tensors == 3:
         return [{1, 2}]
     if packet == "aten.masked_fill" and call.get("value") == 0 and call.operands[0].is_float:
@@ -64,7 +64,7 @@ def _linear_groups(call: OpCall) -> list[set[int]]:
 @register(
     "pointwise",
     *named(
-        "_to_copy copy fill masked_fill where threshold_backward nan_to_num _conj clone lerp floor_divide polar hardswish "
+        "_to_copy copy fill masked_fill where threshold_backward nan_to_num clone lerp floor_divide polar hardswish "
         "_prelu_kernel log_sigmoid_forward softplus_backward leaky_relu_backward elu_backward hardtanh_backward "
         "hardswish_backward hardsigmoid_backward hardshrink_backward softshrink_backward mish_backward "
         "_prelu_kernel_backward log_sigmoid_backward zeros_like ones_like full_like empty_like"

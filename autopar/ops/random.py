@@ -150,14 +150,18 @@ def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
     slope = _uniform(x) * (upper - lower) + lower
-    return torch.where(x < 0, x * slope, x)
+    return torch.where(x <= 0, x * slope, x)
 
 
 # --- what ATen's draws become
 
 
 def _random(op: Any, size: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-    return op(list(size), dtype or torch.get_default_dtype(), next_site())
+    dtype = dtype or torch.get_default_dtype()
+    if not dtype.is_complex:
+        return op(list(size), dtype, next_site())
+    parts = [op(list(size), dtype.to_real(), next_site()) for _ in range(2)]
+    return torch.complex(*parts) * (math.sqrt(0.5) if op is random_normal else 1.0)
 
 
 @lifts(aten.rand.default)

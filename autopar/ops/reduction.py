@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import Function
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
@@ -118,7 +119,7 @@ def _dims(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
 def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Sum over everything · 1/n."""
     x = x if dtype is None else x.to(dtype)
-    return x.sum() / max(x.numel(), 1)
+    return (_wide(x).sum() / x.numel()).to(x.dtype)
 
 
 @lifts(aten.mean.dim)
@@ -128,34 +129,72 @@ def mean_dim(
     """Sum over dims · 1/n."""
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
-    return x.sum(dims, keepdim) / max(math.prod(x.shape[d] for d in dims), 1)
+    return (_wide(x).sum(dims, keepdim) / math.prod(x.shape[d] for d in dims)).to(x.dtype)
 
 
-def _variance(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
-    dims = _dims(x, dim)
-    n = math.prod(x.shape[d] for d in dims)
-    mean = x.sum(dims, True) / n
-    centered = x - mean
-    var = (centered * centered).sum(dims, keepdim) / max(n - correction, 0.0)
-    return var, (mean if keepdim else mean.sum(dims))
+class Root(Function):
+    """The square root of a sum of squares, whose gradient where it is zero is zero, as that of torch's norms is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        root = x.sqrt()
+        ctx.save_for_backward(root)
+        return root
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return (g / (root * 2)).masked_fill(root == 0, 0)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """What is summed: float16 in float32, where squares and sums of it do not overflow."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def _squares(x: Tensor) -> Tensor:
+    """|x|² of every element."""
+    return x.real.square() + x.imag.square() if x.is_complex() else x * x
+
+
+class Variance(Function):
+    """Two passes over x: (x - mean)² summed. Its gradient, (x - mean) · 2 / (n - correction), sums nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: list[int], correction: float, keepdim: bool) -> Tensor:
+        n = math.prod(x.shape[d] for d in dims)
+        ctx.freedom, ctx.dims, ctx.keepdim = max(n - correction, 0.0), dims, keepdim
+        mean = _wide(x).sum(dims, True) / n
+        ctx.save_for_backward(x, mean)
+        return (_squares(_wide(x) - mean).sum(dims, keepdim) / ctx.freedom).to(x.dtype.to_real())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean = ctx.saved_tensors
+        g = g if ctx.keepdim else g.reshape(mean.shape)
+        return ((_wide(x) - mean) * _wide(g) * (2 * _inverse(ctx.freedom))).to(x.dtype), None, None, None
+
+
+def _inverse(n: float) -> float:
+    return 1 / n if n else math.inf
 
 
 @lifts(aten.var.correction)
 def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Two-pass variance."""
-    return _variance(x, dim, 1 if correction is None else correction, keepdim)[0]
+    """Variance."""
+    return Variance.apply(x, _dims(x, dim), 1 if correction is None else correction, keepdim)
 
 
 @lifts(aten.var.dim)
 def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    """Two-pass variance."""
-    return _variance(x, dim, int(unbiased), keepdim)[0]
+    """Variance over dims."""
+    return Variance.apply(x, _dims(x, dim), int(unbiased), keepdim)
 
 
 @lifts(aten.std.correction)
 def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    """Square root of the two-pass variance."""
-    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+    """Square root of the variance."""
+    return Root.apply(var(x, dim, correction=correction, keepdim=keepdim))
 
 
 @lifts(aten.var_mean.correction)
@@ -163,22 +202,20 @@ def var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean."""
-    return _variance(x, dim, 1 if correction is None else correction, keepdim)
+    return var(x, dim, correction=correction, keepdim=keepdim), mean_dim(x, dim, keepdim)
 
 
 @lifts(aten.linalg_vector_norm.default)
 def vector_norm(
     x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """p-norms by sums; max-norm by amax."""
+    """The 1-norm and the 2-norm are sums."""
     x = x if dtype is None else x.to(dtype)
     dims = _dims(x, dim)
     if ord == 2:
-        return (x * x).sum(dims, keepdim).sqrt()
+        return Root.apply(_squares(_wide(x)).sum(dims, keepdim)).to(x.dtype.to_real())
     if ord == 1:
-        return x.abs().sum(dims, keepdim)
-    if ord == math.inf:
-        return x.abs().amax(dims, keepdim)
+        return _wide(x).abs().sum(dims, keepdim).to(x.dtype.to_real())
     return aten.linalg_vector_norm.default(x, ord, dims, keepdim)
 
 

@@ -37,7 +37,7 @@ define(
 define("aten.view.dtype", view=True, precision="follow")  # reads the bytes as another dtype: no regrouping
 define("aten.broadcast_tensors", precision="pass")
 define(*named("cat stack slice_backward select_backward constant_pad_nd slice_scatter select_scatter"), carries=True)
-define(*named("detach alias lift_fresh_copy contiguous lift_fresh lift"), canonical="copy")
+define(*named("detach alias lift_fresh_copy contiguous lift_fresh lift resolve_conj resolve_neg"), canonical="copy")
 define(
     *named("view _unsafe_view reshape squeeze unsqueeze flatten unflatten _reshape_alias view_as reshape_as"),
     canonical="regroup",
@@ -133,6 +133,17 @@ def expand(call: OpCall) -> Rule:
     return make.rule([broadcast_labels(call.shapes[0], out, labels)], [labels], [{0}] if all_float(call) else [])
 
 
+def _touched(call: OpCall) -> set[int]:
+    """Dims whose elements an op of `resize` moves, which its arguments say: a size may stay as it was by chance."""
+    rank = len(call.shapes[0])
+    if "pad" in call.arguments or "padding" in call.arguments:
+        sides = list(call.get("pad") or call.get("padding") or [])
+        return {rank - 1 - k for k in range(len(sides) // 2) if sides[2 * k] != 0 or sides[2 * k + 1] != 0}
+    if "repeats" in call.arguments:
+        return {i for i, n in enumerate(call["repeats"][len(call["repeats"]) - rank :]) if n != 1}
+    return {int(call["dim" if "dim" in call.arguments else "dimension"]) % max(rank, 1)}
+
+
 @register(
     *named(
         "slice constant_pad_nd unfold repeat reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
@@ -140,23 +151,19 @@ def expand(call: OpCall) -> Rule:
     )
 )
 def resize(call: OpCall) -> Rule:
-    """Dims that keep their size pass; dims that change stay whole."""
+    """Dims that the op leaves alone pass; the others stay whole."""
     make = Maker()
     out = call.out_shape
     shape = call.shapes[0]
     lead = len(out) - len(shape) if call.op.startswith("aten.repeat") else 0
-    changed = {i for i, n in enumerate(shape) if i + lead >= len(out) or out[i + lead] != n}
-    if "dim" in call.arguments:
-        changed.add(int(call["dim"]) % len(shape))
-    if "dimension" in call.arguments:
-        changed.add(int(call["dimension"]) % len(shape))
+    changed = _touched(call)
     labels = tuple(make.add(f"d{i}", n, whole=i in changed) for i, n in enumerate(shape))
     result: Labels = tuple(
         labels[i - lead] if 0 <= i - lead < len(shape) and i - lead not in changed else () for i in range(len(out))
     )
     operands: list[Labels | None] = [labels]
     for other in call.shapes[1:]:
-        operands.append(tuple(labels[i] if n == shape[i] and i not in changed else () for i, n in enumerate(other)))
+        operands.append(tuple(labels[i] if i not in changed else () for i in range(len(other))))
     linear = [set(range(len(operands)))] if call.get("value") in (None, 0, 0.0) and all_float(call) else []
     return make.rule(operands, [result], linear)
 
@@ -206,12 +213,14 @@ def select_scatter(call: OpCall) -> Rule:
 def join_or_split(call: OpCall) -> Rule:
     """The dim of a join or split stays whole, all others pass."""
     make = Maker()
-    first = call.shapes[0]
     result = next(t for t in call.results if t is not None).shape
     inside = call.op.split(".")[1] in ("stack",)
-    dim = int(call.get("dim", 0) or 0) % max(len(result) if inside else len(first), 1)
+    rank = max(len(s) for s in call.shapes)
+    dim = int(call.get("dim", 0) or 0) % max(len(result) if inside else rank, 1)
 
     def labels(shape: tuple[int, ...], has_dim: bool) -> Labels:
+        if call.op.split(".")[1] == "cat" and len(shape) < rank:
+            return ((),)  # `cat` leaves out empty operands of one dim, whatever the rank of the others
         dims: list[tuple[str, ...]] = []
         for i, n in enumerate(shape):
             if has_dim and i == dim:
@@ -226,6 +235,22 @@ def join_or_split(call: OpCall) -> Rule:
     results: list[Labels | None] = [labels(t.shape, not unbinding) if t is not None else None for t in call.results]
     linear = [set(range(len(operands)))] if all_float(call) else []
     return make.rule(operands, results, linear)
+
+
+def _scatter(op: Any) -> None:
+    """On pairs of real numbers where they are complex, for which torch has no gradient."""
+
+    def scattered(x: Tensor, source: Tensor, dim: int = 0, *where: Any, **named_where: Any) -> Tensor:
+        if not x.is_complex():
+            return op(x, source, dim, *where, **named_where)
+        pairs = [torch.view_as_real(t.resolve_conj()) for t in (x, source.to(x.dtype))]
+        return torch.view_as_complex(op(*pairs, dim % x.ndim, *where, **named_where))
+
+    lifts(op)(scattered)
+
+
+_scatter(aten.slice_scatter.default)
+_scatter(aten.select_scatter.default)
 
 
 @lifts(aten.view.default, aten._unsafe_view.default)

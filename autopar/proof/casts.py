@@ -14,11 +14,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
+
+
+def replaced(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What every float dtype, and every complex one, becomes when `dtype` is computed in: complex numbers have two of it (two
+    of float32 where it has 16 bits)."""
+    pair = torch.complex128 if dtype == torch.float64 else torch.complex64
+    return {**dict.fromkeys(FLOATS, dtype), **dict.fromkeys(COMPLEX, pair)}
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor, floats in `dtype`, without its history."""
-    return x.detach().to(dtype) if x.dtype in FLOATS else x.detach()
+    """The tensor in the dtype that replaces its own, without its history."""
+    return x.detach().to(replaced(dtype).get(x.dtype, x.dtype))
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy whose parameters and buffers are cast (`Module.to` would drop imaginary parts)."""
+    return copy_of(model)._apply(lambda t: cast(t, dtype))
 
 
 def map_tensors(value: Any, f: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -50,10 +63,26 @@ def promoted(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _Promote(dtype), _KeepEps(_eps(model)):
+        with _Promote(dtype), _KeepEps(_eps(model)), _finfo_as(dtype, _dtype_of(model)):
             yield
     finally:
         torch.set_default_dtype(previous)
+
+
+@contextmanager
+def _finfo_as(dtype: torch.dtype, own: torch.dtype) -> Iterator[None]:
+    """`torch.finfo` of the promoted dtype says what it says of the model's own: constants made of it are the model's."""
+    real = torch.finfo
+
+    def finfo(of: torch.dtype | None = None) -> torch.finfo:
+        of = of or dtype
+        return real(own if of == dtype else of)
+
+    torch.finfo = finfo  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.finfo = real  # type: ignore[misc]
 
 
 class _Promote(TorchDispatchMode):
@@ -61,20 +90,22 @@ class _Promote(TorchDispatchMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.replaced = dtype, replaced(dtype)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in FLOATS:
-            kwargs["dtype"] = self.dtype
-        written = {i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None}
-        return func(*(self._argument(a) if i not in written else a for i, a in enumerate(args)), **kwargs)
+        aliased = [a.alias_info is not None for a in func._schema.arguments]
+        named = {a.name for a, alias in zip(func._schema.arguments, aliased, strict=True) if alias}
+        kwargs = {k: a if k in named else self._argument(a) for k, a in (kwargs or {}).items()}
+        return func(*(a if alias else self._argument(a) for a, alias in zip(args, aliased, strict=False)), **kwargs)
 
     def _argument(self, a: Any) -> Any:
         """Also tensors that the model does not own, such as class weights inside a loss function."""
-        if isinstance(a, torch.dtype) and a in FLOATS:
-            return self.dtype
-        return cast(a, self.dtype) if isinstance(a, torch.Tensor) and a.dtype in FLOATS else a
+        if isinstance(a, torch.dtype):
+            return self.replaced.get(a, a)
+        if isinstance(a, (list, tuple)):
+            return type(a)(map(self._argument, a))
+        foreign = isinstance(a, torch.Tensor) and self.replaced.get(a.dtype, a.dtype) != a.dtype
+        return cast(a, self.dtype) if foreign else a
 
 
 class _KeepEps(TorchFunctionMode):
@@ -92,9 +123,12 @@ class _KeepEps(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def _eps(model: nn.Module) -> float:
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return torch.finfo(dtype).eps
+    return torch.finfo(_dtype_of(model)).eps
 
 
 @contextmanager

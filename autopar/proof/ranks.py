@@ -19,7 +19,7 @@ from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
-from autopar.proof.casts import FLOATS
+from autopar.proof.casts import replaced
 from autopar.proof.compare import Values, difference, largest
 from autopar.runtime.session import Session
 
@@ -37,7 +37,7 @@ def values_on_ranks(
     lowered: of the program, or of the same on other ranks. What ranks disagree about is NaN (of integers: what one of the
     ranks after the first says).
     """
-    source_dtypes = dict.fromkeys(FLOATS, dtype)
+    source_dtypes = replaced(dtype)
     sources = [stage_source(stage, "verification", source_dtypes) for stage in lowered.stages]
     modules = load(lowered, sources, pipeline_source(lowered, program.ir, "verification", source_dtypes))
 

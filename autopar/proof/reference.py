@@ -12,21 +12,25 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from autopar.capture.export import own_loss, split_inputs
 from autopar.capture.trees import flatten
 from autopar.program import ParallelProgram
-from autopar.proof.casts import cast, copy_of, map_tensors, promoted
+from autopar.proof.casts import cast, cast_model, map_tensors, promoted
+from autopar.proof.compare import nudged
 from autopar.runtime.update_rule import Named, UpdateRule, make_optimizers
 
 
 def eager_values(
-    program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype
+    program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype, nudge: int = 0
 ) -> dict[str, torch.Tensor]:
     """What the model computes in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
 
-    program: says what the loss and the optimizer's step are.
+    program: says what the loss and the optimizer's step are. nudge: out of parameters that are a little off (`nudged`).
     """
-    reference = copy_of(model).to(dtype)
+    reference = cast_model(model, dtype)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(nudged(parameter, dtype, nudge))
     reference.train(model.training)
     loss_fn = program.request.loss_fn
-    loss_fn = copy_of(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
+    loss_fn = cast_model(loss_fn, dtype) if isinstance(loss_fn, nn.Module) else loss_fn
     inputs = map_tensors(batch, lambda t: cast(t, dtype))
     if not program.training:
         with promoted(dtype, model), torch.no_grad():

@@ -10,6 +10,7 @@ one rank; that one is compared with the eager model with dropout switched off on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +23,17 @@ from autopar.ir.program import op_name
 from autopar.ops.registry import find
 from autopar.program import ParallelProgram, model_tensors
 from autopar.proof.casts import cast, no_dropout
-from autopar.proof.compare import Values, compare
+from autopar.proof.compare import TOLERANCE, Values, compare, nudged
 from autopar.proof.ranks import one_rank, values_on_ranks, without_dropout
 from autopar.proof.reference import eager_values
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+_NUDGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """errors: relative error per tensor ("loss/0", "grad/…", "param/…", "buffer/…", "output/…")."""
+    """errors: per tensor ("loss/0", "grad/…", "param/…", "buffer/…", "output/…"), relative to its scale
+    (`autopar.proof.compare`)."""
 
     errors: dict[str, float]
     tolerance: float
@@ -61,16 +63,29 @@ def verify(
     batch = rebuild(program.captured.exported.input_structure, given)
     leaves = [cast(t, dtype) for t in given]
     weights = {k: cast(v, dtype) for k, v in _weights(program, model).items()}
-    if not _random(program):
-        ours = values_on_ranks(program, program.lowered, leaves, weights, steps, dtype)
-        return Verification(compare(ours, eager_values(program, model, batch, steps, dtype)), TOLERANCE[dtype])
-    one = one_rank(program)
+
+    def judge(ours: Values, reference: Callable[[int], Values]) -> dict[str, float]:
+        """Errors; where there are any above the tolerance, rounding is told from mistakes by a nudged reference."""
+        expected = reference(0)
+        errors = compare(ours, expected, weights, dtype=dtype)
+        if Verification(errors, TOLERANCE[dtype]).ok:
+            return errors
+        return compare(ours, expected, weights, [reference(nudge) for nudge in _NUDGES], dtype)
+
+    def on_one_rank(nudge: int) -> Values:
+        nearby = weights | {name: nudged(weights[name], dtype, nudge) for name in program.ir.parameters}
+        return values_on_ranks(program, one, leaves, nearby, steps, dtype)
+
     ours = values_on_ranks(program, program.lowered, leaves, weights, steps, dtype)
-    errors = compare(ours, values_on_ranks(program, one, leaves, weights, steps, dtype))
+    if not _random(program):
+        errors = judge(ours, lambda nudge: eager_values(program, model, batch, steps, dtype, nudge))
+        return Verification(errors, TOLERANCE[dtype])
+    one = one_rank(program)
+    errors = judge(ours, on_one_rank)
     if _only_dropout(program):
         still = values_on_ranks(program, without_dropout(one), leaves, weights, steps, dtype)
         with no_dropout(model) as quiet:
-            against = compare(still, eager_values(program, quiet, batch, steps, dtype))
+            against = judge(still, lambda nudge: eager_values(program, quiet, batch, steps, dtype, nudge))
         errors |= {f"without dropout/{k}": v for k, v in against.items()}
     return Verification(errors, TOLERANCE[dtype])
 

@@ -84,8 +84,7 @@ def layer_norm_dx(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | 
 
 
 def sumexp(x: Tensor, m: Tensor, dim: int) -> Tensor:
-    """sum over `dim` of exp(x - m); m has `dim` removed."""
-    m = torch.where(m.isinf(), torch.zeros_like(m), m)
+    """sum over `dim` of exp(x - m); m, the maximum of the whole dim, has `dim` removed."""
     return (x - m.unsqueeze(dim)).exp_().sum(dim)
 
 
@@ -132,7 +131,7 @@ def embedding(w: Tensor, index: Tensor, offset: int | None = None) -> Tensor:
     local = index - offset
     inside = (local >= 0) & (local < w.shape[0])
     rows = F.embedding(local.where(inside, torch.zeros_like(local)), w)
-    return rows * inside.unsqueeze(-1).to(rows.dtype)
+    return rows.masked_fill(~inside.unsqueeze(-1), 0)
 
 
 def embedding_grad(g: Tensor, index: Tensor, rows: int, padding: int, offset: int | None = None) -> Tensor:
@@ -143,7 +142,7 @@ def embedding_grad(g: Tensor, index: Tensor, rows: int, padding: int, offset: in
         where = where - offset
         keep = keep & (where >= 0) & (where < rows)
     where = where.where(keep, torch.zeros_like(where))
-    flat = flat * keep.unsqueeze(-1).to(flat.dtype)
+    flat = flat.masked_fill(~keep.unsqueeze(-1), 0)
     if g.dtype in (torch.bfloat16, torch.float16):  # a row is the sum of many: summed in float32
         return g.new_zeros(rows, g.shape[-1], dtype=torch.float32).index_add_(0, where, flat.float()).to(g.dtype)
     return g.new_zeros(rows, g.shape[-1]).index_add_(0, where, flat)

@@ -30,7 +30,9 @@ class Draw:
         return self.pick(4, 2, 6, 3, 1, 12)
 
     def shape(self, least: int = 1, most: int = 3) -> list[int]:
-        return [self.size() for _ in range(self.pick(*range(least, most + 1)))]
+        """Of any sizes, or of one size, which no rule may take for a sign that dims belong together."""
+        rank = self.pick(*range(least, most + 1))
+        return [self.size()] * rank if self.pick(False, False, True) else [self.size() for _ in range(rank)]
 
     def f(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
@@ -173,11 +175,6 @@ def _fill(draw: Draw, _: str) -> Case:
 )
 def _like(draw: Draw, name: str) -> Case:
     return call(overload(name), draw.f(*draw.shape()), shapes_only=name == "aten.empty_like")
-
-
-@makes("aten._conj")
-def _conj(draw: Draw, _: str) -> Case:
-    return call(aten._conj.default, draw.c(*draw.shape()))
 
 
 @makes("aten.full_like")

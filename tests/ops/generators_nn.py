@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.ops import attention, contraction, convolution, embedding, loss, normalization, recurrence
+from autopar.ops import attention, contraction, convolution, embedding, normalization, recurrence
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, call, makes, overload
 
@@ -95,7 +95,7 @@ def _rnn(draw: Draw, name: str) -> Case:
     return call(recurrence.rnn_grad, *args, draw.f(t, b, h), draw.f(b, h), draw.f(b, h))
 
 
-# --- norms, loss, embedding ----------------------------------------------------------------------------------------------
+# --- norms, embedding ----------------------------------------------------------------------------------------------
 
 
 @makes("autopar.rms_norm", "autopar.rms_norm_dx", "autopar.layer_norm", "autopar.layer_norm_dx", "autopar.norm_dw")
@@ -115,21 +115,6 @@ def _norm(draw: Draw, name: str) -> Case:
     if name == "autopar.layer_norm_dx":
         return call(normalization.layer_norm_dx, g, x, mean, rstd, w, ndim)
     return call(normalization.norm_dw, g, x, draw.pick(mean, None), rstd, ndim)
-
-
-@makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad")
-def _loss(draw: Draw, name: str) -> Case:
-    x = draw.f(*draw.shape(1, 3))
-    dim = draw.pick(*range(x.ndim))
-    row = x.amax(dim)
-    index = draw.i(x.shape[dim], *row.shape)
-    if name == "autopar.sumexp":
-        return call(loss.sumexp, x, row, dim)
-    if name == "autopar.pick":
-        return call(loss.pick, x, index, dim)
-    if name == "autopar.pick_grad":
-        return call(loss.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
-    return call(loss.cross_entropy_grad, x, x.logsumexp(dim), index, draw.f(*row.shape), dim)
 
 
 @makes("autopar.embedding", "autopar.embedding_grad")

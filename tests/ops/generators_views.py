@@ -68,7 +68,7 @@ def _slice_backward(draw: Draw, _: str) -> Case:
 def _pad(draw: Draw, name: str) -> Case:
     rank = 2 if name.endswith("2d") else 1
     x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
-    pads = [draw.pick(0, 1, 2) for _ in range(2 * rank)]
+    pads = [n for _ in range(rank) for n in draw.pick((0, 0), (1, 0), (2, 1), (-1, 1), (1, -1), (-1, -1))]
     return call(overload(name), x, pads, *((draw.pick(0, 1.5),) if name == "aten.constant_pad_nd" else ()))
 
 
@@ -132,6 +132,8 @@ def _join(draw: Draw, name: str) -> Case:
         if name == "aten.cat":
             own[dim] = draw.size()
         parts.append(draw.f(*own) if draw.pick(True, True, False) else draw.i(5, *own))
+    if name == "aten.cat" and draw.pick(True, False, False):
+        parts.insert(draw.pick(0, len(parts)), draw.f(0))
     return call(overload(name), parts, dim)
 
 

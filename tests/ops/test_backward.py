@@ -127,6 +127,25 @@ def test_batch_and_group_norm(shape: tuple[int, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (LIFT[aten.mean.default], torch.mean),
+        (LIFT[aten.linalg_vector_norm.default], torch.linalg.vector_norm),
+        (lambda x: LIFT[aten.mean.dim](x, [0]), lambda x: x.mean(0)),
+        (lambda x: LIFT[aten.std.correction](x, None), torch.std),
+        (lambda x: LIFT[aten.var.correction](x, [0]) / 300, lambda x: x.var(0) / 300),
+    ],
+)
+def test_sums_of_halves_do_not_overflow(ours: Callable[..., Any], theirs: Callable[..., Any]) -> None:
+    x = (torch.rand(64, 16) * 100 + 300).half().requires_grad_()
+    got, expected = ours(x), theirs(x)
+    assert got.isfinite().all()
+    torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
+    grads = (torch.autograd.grad(y.sum(), x)[0] for y in (got, expected))
+    torch.testing.assert_close(*grads, rtol=4e-3, atol=4e-3)
+
+
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 

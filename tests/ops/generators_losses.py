@@ -1,0 +1,44 @@
+"""Random small calls of losses: over a class dim, and those that are torch's own ops."""
+
+from __future__ import annotations
+
+from autopar.ops import loss
+from tests.ops.execution import Case
+from tests.ops.generators import Draw, call, makes, overload
+
+
+@makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad")
+def _loss(draw: Draw, name: str) -> Case:
+    x = draw.f(*draw.shape(1, 3))
+    dim = draw.pick(*range(x.ndim))
+    row = x.amax(dim)
+    index = draw.i(x.shape[dim], *row.shape)
+    if name == "autopar.sumexp":
+        return call(loss.sumexp, x, row, dim)
+    if name == "autopar.pick":
+        return call(loss.pick, x, index, dim)
+    if name == "autopar.pick_grad":
+        return call(loss.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
+    return call(loss.cross_entropy_grad, x, x.logsumexp(dim), index, draw.f(*row.shape), dim)
+
+
+@makes(
+    "aten.smooth_l1_loss",
+    "aten.smooth_l1_loss_backward",
+    "aten.huber_loss",
+    "aten.huber_loss_backward",
+    "aten.binary_cross_entropy",
+    "aten.binary_cross_entropy_backward",
+    "aten.binary_cross_entropy_with_logits",
+)
+def _elementwise_loss(draw: Draw, name: str) -> Case:
+    shape = draw.shape(1, 3)
+    x, y, g = (draw.f(*shape).sigmoid() for _ in range(3))
+    backward, reduction = (g,) if name.endswith("_backward") else (), draw.pick(0, 0, 0, 1, 2)
+    if backward and reduction:
+        backward = (draw.f(),)
+    if "cross_entropy" not in name:
+        return call(overload(name), *backward, x, y, reduction, 0.3)
+    weights = [draw.f(*shape).sigmoid() if draw.pick(True, False) else None]
+    weights += [None] * name.endswith("with_logits")
+    return call(overload(name), *backward, x, y, *weights, reduction)
