@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture import functions
+from autopar.capture.carried import check_inputs, check_model
+from autopar.capture.changed import check_changes, kept
+from autopar.capture.clocks import clocks_read, same_graph
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
+from autopar.capture.reached import parameters_reached
+from autopar.capture.state import State, state_of
 from autopar.capture.trees import flatten, rebuild
+from autopar.capture.watch import memory_of, watched
 from autopar.errors import CaptureError, InputError
 
 
@@ -46,6 +52,7 @@ class _Step(nn.Module):
 
     def __init__(self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any]) -> None:
         super().__init__()
+        self.owned = memory_of(model)
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
@@ -53,25 +60,24 @@ class _Step(nn.Module):
         self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        value = rebuild(self.structure, list(leaves))
-        args, kwargs, targets = split_inputs(value, self.targets, self.model)
-        with _assigned_buffers_written(self.model):
-            out = self.model(*args, **kwargs)
-        if self.loss_fn is not None:
-            loss = self.loss_fn(out, *targets)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
-            self._note({"training": True, "structure": None})
-            return (loss.reshape(()),)
-        loss = own_loss(out)
-        if loss is not None and loss.requires_grad:
-            self._note({"training": True, "structure": None})
-            return (loss.reshape(()),)
-        tensors, _, structure = flatten(out)
-        if not tensors:
-            raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
-        self._note({"training": False, "structure": structure})
-        return tuple(tensors)
+        args, kwargs, targets = split_inputs(rebuild(self.structure, list(leaves)), self.targets, self.model)
+        state = state_of(self.model, self.loss_fn)
+        with watched(self.model, self.owned):
+            with _assigned_buffers_written(self.model):
+                out = self.model(*args, **kwargs)
+            loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
+        self._note({"changes": state.changes()})
+        training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        if not training:
+            tensors, _, structure = flatten(out)
+            if not tensors:
+                raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
+            self._note({"training": False, "structure": structure})
+            return tuple(tensors)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
+            raise InputError(f"loss_fn must return a real scalar tensor, it returned {_describe(loss)}")
+        self._note({"training": True, "structure": None, "reached": parameters_reached(loss, self)})
+        return (loss.reshape(()),)
 
 
 @contextmanager
@@ -116,29 +122,33 @@ def _describe(value: Any) -> str:
 def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode: FakeTensorMode) -> Exported:
     """Capture one step. Raises CaptureError or InputError."""
     leaves, names, structure = flatten(inputs)
+    check_inputs(leaves, names)
+    check_model(model, loss_fn)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
     seen: dict[str, Any] = {}
     step = _Step(model, loss_fn, structure, targets, seen)
     step.training = model.training
-    with faked(step, mode) as fake_names:
+    with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
             with functions.recording(), quiet():
-                exported = torch.export.export(step, tuple(fakes), strict=False)
-                _inline_regions(exported.graph_module)
-                if _needs_functions(exported.graph_module.graph):
+                exported = _traced(step, fakes)
+                writes = _needs_functions(exported.graph_module.graph)
+                if writes:
                     exported = exported.run_decompositions({})
         except Exception as error:
+            check_changes(seen.get("changes", []), state, lambda: step(*fakes), mode)
             raise explain(error, model) from error
-        if (node := dynamic_node(exported.graph)) is not None:
-            try:
-                with mode:
-                    step(*fakes)  # stops at the user's line, which the graph does not know
-            except Exception as error:
-                raise explain(error, model) from error
-            raise dynamic(node.target, model)
+        check_changes(seen["changes"], state, lambda: step(*fakes), mode)
+        _check_dynamic(exported.graph, step, fakes, mode)
+        _check_clocks(exported.graph, step, fakes, state)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
-        eager = _eager_grads(step, fakes, mode, fake_names) if seen["training"] else frozenset()
+        eager = frozenset(first[n] for n in seen.get("reached", ()))
+        if seen["training"] and not eager:
+            raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
+        if seen["training"] and (writes or any(n.target is functions.OP for n in exported.graph.nodes)):
+            state.restore()
+            eager = _eager_grads(step, fakes, mode, fake_names)
     signature = exported.graph_signature
     _check_writes(signature, names)
     kinds = _kinds(signature, first)
@@ -146,6 +156,7 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
     updates = {_strip(buffer): n for n, buffer in signature.buffers_to_mutate.items()}
     users = tuple(signature.user_outputs)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    _check_constants({name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants})
     if isinstance(loss_fn, nn.Module):
         own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
         constants |= {name: tensor.detach() for name, tensor in own}
@@ -163,6 +174,54 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
         {_strip(k): _strip(v) for k, v in first.items()},
         tuple(n.name for n in outputs),
     )
+
+
+def _traced(step: _Step, fakes: list[torch.Tensor]) -> Any:
+    with torch.compiler.set_stance("force_eager"):  # functions under torch.compile are traced like any other
+        exported = torch.export.export(step, tuple(fakes), strict=False)
+    _inline_regions(exported.graph_module)
+    return exported
+
+
+def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode) -> None:
+    node = dynamic_node(graph)
+    if node is None:
+        return
+    try:
+        with mode:
+            step(*fakes)  # stops at the user's line, which the graph does not know
+    except Exception as error:
+        raise explain(error, step.model) from error
+    raise dynamic(node.target, step.model)
+
+
+def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state: State) -> None:
+    """A model that names a clock is traced again: both traces must compute the same."""
+    clocks = clocks_read(state.functions)
+    if not clocks:
+        return
+    state.restore()
+    with functions.recording(), quiet():
+        again = _traced(step, fakes)
+        if _needs_functions(again.graph_module.graph):
+            again = again.run_decompositions({})
+    if not same_graph(graph, again.graph):
+        raise CaptureError(
+            f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
+            "of the program; pass the value as an input, or draw with torch"
+        )
+
+
+def _check_constants(constants: dict[str, torch.Tensor]) -> None:
+    """Raises CaptureError for a value that was computed while tracing and is no part of the graph."""
+    for name, tensor in constants.items():
+        if tensor.layout is not torch.strided:
+            raise CaptureError(f"{name} is a sparse tensor ({tensor.layout}); a program holds dense tensors: convert it (to_dense)")
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                f"a value of shape {tuple(tensor.shape)} ({name}) was computed outside the graph, so it would be lost; compute it "
+                "with torch ops from the inputs (not through .data, numpy or a second derivative)"
+            )
 
 
 def _strip(name: str) -> str:
@@ -209,15 +268,12 @@ def _eager_grads(
     try:
         with mode, torch.enable_grad():
             (loss,) = step(*fakes)
-            if loss.requires_grad:
-                loss.backward()
+            loss.backward()
     except Exception as error:
         where = user_frame(error)
         raise CaptureError(
             f"the model itself cannot be trained{f' ({where})' if where else ''}: {first_line(str(error))}"
         ) from error
-    if not loss.requires_grad:
-        raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
     return frozenset(names[id(p)] for p in parameters if p.grad is not None)
 
 
@@ -230,6 +286,8 @@ def _needs_functions(graph: fx.Graph) -> bool:
                     "InstanceNorm(track_running_stats=True) in training: export loses the update of its statistics; use "
                     "track_running_stats=False, or GroupNorm"
                 )
+            if node.target is torch.ops.aten.set_.source_Tensor:
+                raise CaptureError("forward gives a tensor the memory of another one (set_); assign the tensor itself instead")
             if node.target._schema.is_mutable:
                 return True
             if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
