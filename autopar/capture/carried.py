@@ -7,7 +7,7 @@ does and leave no mark in a graph. Forward hooks do: they are traced like the re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -17,13 +17,14 @@ from torch.nn.parameter import UninitializedTensorMixin
 
 from autopar.errors import CaptureError, InputError
 
+Sharing = tuple[str, str, bool]
+"""Names of two tensors over the same bytes; whether one of them is a parameter."""
 _WRAPPERS = {
     "DataParallel": "pass model.module: the parallel program takes the place of the wrapper",
     "DistributedDataParallel": "pass model.module: the parallel program takes the place of the wrapper",
     "FullyShardedDataParallel": "pass the module before it is wrapped: the parallel program takes the place of the wrapper",
     "ScriptModule": "pass the nn.Module that it was made of; TorchScript has no graph that export can read",
     "OptimizedModule": "pass the module before torch.compile (model._orig_mod)",
-    "GraphModule of torch.export": "pass the module that was exported",
 }
 
 
@@ -51,7 +52,9 @@ def check_inputs(leaves: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         if what is not None:
             raise InputError(f"input {name or 0} is {what}; pass a dense tensor (to_dense, or padded with a mask)")
         if not leaf.numel():
-            raise InputError(f"input {name or 0} of shape {tuple(leaf.shape)} is empty; pass a batch with samples in it")
+            raise InputError(
+                f"input {name or 0} of shape {tuple(leaf.shape)} is empty; pass a batch with samples in it"
+            )
 
 
 def _check_global_hooks() -> None:
@@ -68,7 +71,9 @@ def _check_module(path: str, module: nn.Module) -> None:
         foreign = cls.__module__.startswith(("torch.nn.parallel", "torch.distributed", "torch.jit", "torch._dynamo"))
         if foreign and cls.__name__ in _WRAPPERS:
             raise CaptureError(f"{place} is a {cls.__name__}; {_WRAPPERS[cls.__name__]}")
-    if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.nn.quantized", "torch.ao.nn.intrinsic.quant")):
+    if type(module).__module__.startswith(
+        ("torch.ao.nn.quantized", "torch.nn.quantized", "torch.ao.nn.intrinsic.quant")
+    ):
         raise CaptureError(f"{place} is a quantized {type(module).__name__}; compile the float model")
     if module._backward_hooks or module._backward_pre_hooks:
         raise CaptureError(
@@ -76,7 +81,7 @@ def _check_module(path: str, module: nn.Module) -> None:
             "it, or write what it does as a torch.autograd.Function"
         )
     for name in (*module._modules, *module._parameters, *module._buffers):
-        if not name.isprintable() or "\\" in name:
+        if not name.isprintable() or set(name) & set("\\\"'"):
             raise CaptureError(f"{name!r} in {place} cannot be the name of a module or tensor in a program; rename it")
 
 
@@ -87,10 +92,19 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
     what = _unusual(tensor)
     if what is not None:
-        raise CaptureError(f"{name} is {what}; a program holds dense tensors: convert it, or pass the model before it became so")
+        raise CaptureError(
+            f"{name} is {what}; a program holds dense tensors: convert it, or pass the model before it became so"
+        )
+    if tensor.is_complex() and isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"the parameter {name} is complex ({tensor.dtype}); keep its real view as the parameter (torch.view_as_real) and use "
+            "torch.view_as_complex of it in forward"
+        )
     if not tensor.numel() and isinstance(tensor, nn.Parameter):
         raise CaptureError(f"the parameter {name} of shape {tuple(tensor.shape)} has no elements; remove it")
-    if isinstance(tensor, nn.Parameter) and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+    if isinstance(tensor, nn.Parameter) and any(
+        n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         raise CaptureError(
             f"the elements of the parameter {name} share memory (it was expanded), so no optimizer can step it; make it "
             "contiguous, or expand a smaller parameter in forward"
@@ -137,24 +151,42 @@ def _check_loss(model: nn.Module, loss_fn: nn.Module) -> None:
             )
 
 
+def check_written_buffers(sharing: Sequence[Sharing], written: Collection[str]) -> None:
+    """Raises CaptureError where forward writes to a buffer that shares memory with another tensor of the model. sharing: of the
+    model with its own tensors; written: names of buffers."""
+    for first, second, _ in sharing:
+        if first in written or second in written:
+            raise CaptureError(
+                f"forward writes to {first if first in written else second}, and {first} and {second} are the same memory; keep the "
+                "buffer in one module that both use, or give each memory of its own (clone)"
+            )
+
+
+def shared_memory(model: nn.Module) -> list[Sharing]:
+    """Pairs of tensors over the same bytes that are neither one parameter nor one tensor of a module that is used twice."""
+    spans: list[tuple[int, int, int, str, torch.Tensor]] = []
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.numel() and tensor.layout is torch.strided:
+                start = tensor.storage_offset() * tensor.element_size()
+                full = f"{path}.{name}" if path else name
+                spans.append((tensor.untyped_storage()._cdata, start, start + _bytes(tensor), full, tensor))
+    spans.sort(key=lambda span: span[:3])
+    return [
+        (first, second, isinstance(one, nn.Parameter) or isinstance(other, nn.Parameter))
+        for (storage, _, end, first, one), (same, start, _, second, other) in pairwise(spans)
+        if storage == same and start < end and not (one is other and isinstance(one, nn.Parameter))
+    ]
+
+
 def _check_shared_memory(model: nn.Module) -> None:
     """Two parameters over the same bytes change together in eager, and would be two parameters of the program."""
-    spans: list[tuple[int, int, int, str, bool]] = []
-    for name, tensor in _tensors(model):
-        if tensor.device.type != "meta" and tensor.numel():
-            start = tensor.storage_offset() * tensor.element_size()
-            spans.append((tensor.untyped_storage()._cdata, start, start + _bytes(tensor), name, isinstance(tensor, nn.Parameter)))
-    for (storage, _, end, first, trained), (other, start, _, second, too) in pairwise(sorted(spans)):
-        if storage == other and start < end and (trained or too):
+    for first, second, with_parameter in shared_memory(model):
+        if with_parameter:
             raise CaptureError(
                 f"{first} and {second} share memory but are not the same parameter; tie them ({second} = {first}), or give one "
                 "of them memory of its own (clone)"
             )
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture import functions
-from autopar.capture.carried import check_inputs, check_model
+from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import clocks_read, same_graph
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
@@ -26,7 +26,7 @@ from autopar.capture.reached import parameters_reached
 from autopar.capture.state import State, state_of
 from autopar.capture.trees import flatten, rebuild
 from autopar.capture.watch import memory_of, watched
-from autopar.errors import CaptureError, InputError
+from autopar.errors import AutoparError, CaptureError, InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +62,15 @@ class _Step(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, targets = split_inputs(rebuild(self.structure, list(leaves)), self.targets, self.model)
         state = state_of(self.model, self.loss_fn)
-        with watched(self.model, self.owned):
+        with watched(self.model, self.owned) as watch:
             with _assigned_buffers_written(self.model):
                 out = self.model(*args, **kwargs)
             loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
         self._note({"changes": state.changes()})
         training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
         if not training:
+            if watch.in_inference:
+                raise watch.in_inference[0]
             tensors, _, structure = flatten(out)
             if not tensors:
                 raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
@@ -128,15 +130,19 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
     seen: dict[str, Any] = {}
     step = _Step(model, loss_fn, structure, targets, seen)
     step.training = model.training
+    sharing = shared_memory(model)
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
             with functions.recording(), quiet():
                 exported = _traced(step, fakes)
                 writes = _needs_functions(exported.graph_module.graph)
                 if writes:
+                    _merge_tied_buffers(exported)
                     exported = exported.run_decompositions({})
         except Exception as error:
             check_changes(seen.get("changes", []), state, lambda: step(*fakes), mode)
+            if seen.get("training") and not isinstance(error, AutoparError):
+                _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
         check_changes(seen["changes"], state, lambda: step(*fakes), mode)
         _check_dynamic(exported.graph, step, fakes, mode)
@@ -153,10 +159,14 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
     _check_writes(signature, names)
     kinds = _kinds(signature, first)
     outputs = exported.graph.output_node().args[0]
-    updates = {_strip(buffer): n for n, buffer in signature.buffers_to_mutate.items()}
-    users = tuple(signature.user_outputs)
+    ends = [(spec.kind.name, spec.target, n.name) for spec, n in zip(signature.output_specs, outputs, strict=True)]
+    updates = {_strip(buffer): name for kind, buffer, name in ends if kind == "BUFFER_MUTATION"}
+    check_written_buffers(sharing, updates)
+    users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
-    _check_constants({name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants})
+    _check_constants(
+        {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
+    )
     if isinstance(loss_fn, nn.Module):
         own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
         constants |= {name: tensor.detach() for name, tensor in own}
@@ -183,6 +193,20 @@ def _traced(step: _Step, fakes: list[torch.Tensor]) -> Any:
     return exported
 
 
+def _merge_tied_buffers(exported: Any) -> None:
+    """A buffer of several names is read and written under the first: functionalization takes no tensor twice."""
+    first: dict[int, fx.Node] = {}
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for spec, node in zip(exported.graph_signature.input_specs, placeholders, strict=True):
+        table = exported.state_dict if spec.target in exported.state_dict else exported.constants
+        if spec.kind.name != "BUFFER" or spec.target not in table:
+            continue
+        buffer = table[spec.target]
+        if (same := first.setdefault(id(buffer), node)) is not node:
+            node.replace_all_uses_with(same)
+            table[spec.target] = torch.empty_like(buffer)
+
+
 def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode) -> None:
     node = dynamic_node(graph)
     if node is None:
@@ -204,6 +228,7 @@ def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state
     with functions.recording(), quiet():
         again = _traced(step, fakes)
         if _needs_functions(again.graph_module.graph):
+            _merge_tied_buffers(again)
             again = again.run_decompositions({})
     if not same_graph(graph, again.graph):
         raise CaptureError(
@@ -216,7 +241,9 @@ def _check_constants(constants: dict[str, torch.Tensor]) -> None:
     """Raises CaptureError for a value that was computed while tracing and is no part of the graph."""
     for name, tensor in constants.items():
         if tensor.layout is not torch.strided:
-            raise CaptureError(f"{name} is a sparse tensor ({tensor.layout}); a program holds dense tensors: convert it (to_dense)")
+            raise CaptureError(
+                f"{name} is a sparse tensor ({tensor.layout}); a program holds dense tensors: convert it (to_dense)"
+            )
         if isinstance(tensor, FakeTensor):
             raise CaptureError(
                 f"a value of shape {tuple(tensor.shape)} ({name}) was computed outside the graph, so it would be lost; compute it "
@@ -277,6 +304,14 @@ def _eager_grads(
     return frozenset(names[id(p)] for p in parameters if p.grad is not None)
 
 
+_SPARSE = {
+    torch.ops.aten.embedding.default: 4,
+    torch.ops.aten.embedding_bag.padding_idx: 5,
+    torch.ops.aten.embedding_bag.default: 5,
+}
+"""Which argument of an op asks for sparse gradients."""
+
+
 def _needs_functions(graph: fx.Graph) -> bool:
     """Whether any op writes to its arguments or to buffers."""
     for node in graph.nodes:
@@ -286,8 +321,16 @@ def _needs_functions(graph: fx.Graph) -> bool:
                     "InstanceNorm(track_running_stats=True) in training: export loses the update of its statistics; use "
                     "track_running_stats=False, or GroupNorm"
                 )
+            sparse = _SPARSE.get(node.target)
+            if sparse is not None and len(node.args) > sparse and node.args[sparse]:
+                raise CaptureError(
+                    "an embedding with sparse=True has sparse gradients, which programs do not: leave sparse=True out (the values "
+                    "are the same)"
+                )
             if node.target is torch.ops.aten.set_.source_Tensor:
-                raise CaptureError("forward gives a tensor the memory of another one (set_); assign the tensor itself instead")
+                raise CaptureError(
+                    "forward gives a tensor the memory of another one (set_); assign the tensor itself instead"
+                )
             if node.target._schema.is_mutable:
                 return True
             if node.target is torch.ops.aten.batch_norm.default and node.args[5]:

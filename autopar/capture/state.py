@@ -245,7 +245,11 @@ class _Finder:
         """What a function may change in another file of its package."""
         held = [n for n in names if n in vars(module) and not callable(vars(module)[n])]
         scope = vars(module)
-        self._add(Place(module.__name__, module, {n: scope[n] for n in held}, lambda: {n: scope[n] for n in held}, scope.update))  # type: ignore[arg-type]
+        self._add(
+            Place(
+                module.__name__, module, {n: scope[n] for n in held}, lambda: {n: scope[n] for n in held}, scope.update
+            )
+        )  # type: ignore[arg-type]
         for name in held:
             self.visit(name, scope[name])
 
@@ -258,7 +262,13 @@ class _Finder:
         except ValueError:
             return
         self._add(
-            Place("", cell, {name: value}, lambda: {name: cell.cell_contents}, lambda old: setattr(cell, "cell_contents", old[name]))
+            Place(
+                "",
+                cell,
+                {name: value},
+                lambda: {name: cell.cell_contents},
+                lambda old: setattr(cell, "cell_contents", old[name]),
+            )
         )
         self.visit(name, value)
 
