@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from autopar.errors import CaptureError, InputError
 
@@ -86,7 +86,7 @@ def _check_module(path: str, module: nn.Module) -> None:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         raise CaptureError(
             f"{name} is not initialized: its module is lazy; run the model once on a batch, so that it takes its shape"
         )

@@ -9,7 +9,7 @@ from torch import nn
 def parameters_reached(loss: torch.Tensor, step: nn.Module) -> frozenset[str]:
     """Names (of tied parameters all) whose gradient `loss.backward()` would fill."""
     with torch._C.DisableTorchFunction():
-        root = torch.Tensor.grad_fn.__get__(loss)  # type: ignore[attr-defined]
+        root = loss.grad_fn
         leaves = {id(loss)} if root is None and loss.requires_grad else set()
         stack, seen = [root], {root}
         while stack:

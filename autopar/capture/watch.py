@@ -24,6 +24,8 @@ from autopar.capture.explain import current_user_line
 from autopar.errors import CaptureError
 
 Tensor = torch.Tensor
+_FIELDS: Any = torch.Tensor
+"""The class, for the getters and setters of its fields, by which torch calls them."""
 _HOOK = "hooks on gradients are not part of a program; write what it does as a torch.autograd.Function"
 _GRADIENT = (
     "a program has no gradients inside forward; write the derivative as torch ops, or as a torch.autograd.Function with its "
@@ -32,19 +34,19 @@ _GRADIENT = (
 _REFUSED: dict[Any, tuple[str, str]] = {
     Tensor.register_hook: ("registers a hook on the gradient of a tensor", _HOOK),
     Tensor.register_post_accumulate_grad_hook: ("registers a hook on the gradient of a parameter", _HOOK),
-    Tensor.grad_fn.__get__: ("reads grad_fn", _HOOK),
+    _FIELDS.grad_fn.__get__: ("reads grad_fn", _HOOK),
     Tensor.backward: ("calls backward", _GRADIENT),
     torch.autograd.backward: ("calls torch.autograd.backward", _GRADIENT),
     torch.autograd.grad: ("calls torch.autograd.grad", _GRADIENT),
-    Tensor.grad.__get__: (
+    _FIELDS.grad.__get__: (
         "reads .grad",
         "gradients belong to the step, not to forward; clip or scale them by options of compile",
     ),
-    Tensor.grad.__set__: (
+    _FIELDS.grad.__set__: (
         "writes .grad",
         "gradients belong to the step, not to forward; clip or scale them by options of compile",
     ),
-    Tensor.data.__set__: ("assigns .data", "only the optimizer may change parameters; compute a new tensor instead"),
+    _FIELDS.data.__set__: ("assigns .data", "only the optimizer may change parameters; compute a new tensor instead"),
     Tensor.detach_: ("detaches a tensor in place (detach_)", "use x = x.detach()"),
 }
 """Function → what it is that forward does, and what to do instead."""
@@ -89,7 +91,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (
-            func == Tensor.data.__set__
+            func == _FIELDS.data.__set__
             and any(b is args[0] for b in self.model.buffers())
             and args[0].shape == args[1].shape
         ):
@@ -102,11 +104,11 @@ class _Watch(TorchFunctionMode):
                 "draws random numbers from a torch.Generator",
                 "leave generator= out: a program draws by position in the tensor, from the seed of the run",
             )
-        if func == Tensor.data.__get__:
+        if func == _FIELDS.data.__get__:
             func = Tensor.detach
         if func in (Tensor.detach, torch.detach) and (args[0].requires_grad or isinstance(args[0], nn.Parameter)):
             self.detached.add(_memory(args[0]))
-        if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):
+        if func in (Tensor.requires_grad_, _FIELDS.requires_grad.__set__):
             self._check_frozen(args, kwargs)
         elif _writes(func, kwargs):
             self._check_written(
@@ -133,9 +135,9 @@ class _Watch(TorchFunctionMode):
 
     def _harmless(self, func: Any, tensor: object) -> bool:
         """A gradient that no parameter has yet, and what torch's modules look at when a parameter is set."""
-        if func == Tensor.grad.__get__:
+        if func == _FIELDS.grad.__get__:
             return self._name(tensor) is None
-        return func == Tensor.grad_fn.__get__ and "/torch/nn/" in sys._getframe(2).f_code.co_filename
+        return func == _FIELDS.grad_fn.__get__ and "/torch/nn/" in sys._getframe(2).f_code.co_filename
 
     def _check_frozen(self, args: Any, kwargs: Any) -> None:
         wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
