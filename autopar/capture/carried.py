@@ -157,8 +157,8 @@ def check_written_buffers(sharing: Sequence[Sharing], written: Collection[str]) 
     for first, second, _ in sharing:
         if first in written or second in written:
             raise CaptureError(
-                f"forward writes to {first if first in written else second}, and {first} and {second} are the same memory; keep the "
-                "buffer in one module that both use, or give each memory of its own (clone)"
+                f"forward writes to {first if first in written else second}, and {first} and {second} are the same memory; keep "
+                "the buffer in one module that both use, or give each memory of its own (clone)"
             )
 
 

@@ -35,8 +35,8 @@ def check_changes(changes: Sequence[Change], state: State, run: Callable[[], obj
         lasting = [attributes[key] for key in attributes if key in read_first]
     if lasting:
         raise CaptureError(
-            f"forward changes {', '.join(dict.fromkeys(c.name for c in lasting[:4]))}, which a program traced once cannot follow; "
-            f"{_instead(lasting[0])}"
+            f"forward changes {', '.join(dict.fromkeys(c.name for c in lasting[:4]))}, which a program traced once cannot "
+            f"follow; {_instead(lasting[0])}"
         )
 
 

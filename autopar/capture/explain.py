@@ -8,6 +8,7 @@ import logging
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
@@ -128,7 +129,10 @@ def quiet() -> Iterator[None]:
     for one in loggers:
         one.setLevel(logging.CRITICAL)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*assigned during export", UserWarning
+            )  # what outlives a step is refused
             yield
     finally:
         for one, level in levels:

@@ -246,8 +246,8 @@ def _check_constants(constants: dict[str, torch.Tensor]) -> None:
             )
         if isinstance(tensor, FakeTensor):
             raise CaptureError(
-                f"a value of shape {tuple(tensor.shape)} ({name}) was computed outside the graph, so it would be lost; compute it "
-                "with torch ops from the inputs (not through .data, numpy or a second derivative)"
+                f"a value of shape {tuple(tensor.shape)} ({name}) was computed outside the graph, so it would be lost; compute "
+                "it with torch ops from the inputs (not through .data, numpy or a second derivative)"
             )
 
 
@@ -324,8 +324,8 @@ def _needs_functions(graph: fx.Graph) -> bool:
             sparse = _SPARSE.get(node.target)
             if sparse is not None and len(node.args) > sparse and node.args[sparse]:
                 raise CaptureError(
-                    "an embedding with sparse=True has sparse gradients, which programs do not: leave sparse=True out (the values "
-                    "are the same)"
+                    "an embedding with sparse=True has sparse gradients, which programs do not: leave sparse=True out (the "
+                    "values are the same)"
                 )
             if node.target is torch.ops.aten.set_.source_Tensor:
                 raise CaptureError(

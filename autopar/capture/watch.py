@@ -128,8 +128,8 @@ class _Watch(TorchFunctionMode):
             )
         if name := self.owned.get(_memory(tensor)):
             raise refusal(
-                f"uses the parameter {name} by another way than its module (a list, a closure, .data of it), where its gradient and "
-                "its changes would be lost",
+                f"uses the parameter {name} by another way than its module (a list, a closure, .data of it), where its gradient "
+                "and its changes would be lost",
                 f"take it from the module while forward runs, or register it: self.{name.rsplit('.', 1)[-1]} = module.{name}",
             )
 
@@ -155,8 +155,8 @@ class _Watch(TorchFunctionMode):
             if _memory(tensor) in self.detached or _hides_gradient(tensor):
                 parameter = next((n for n, p in self.model.named_parameters() if _memory(p) == _memory(tensor)), None)
                 raise refusal(
-                    f"writes to {f'the parameter {parameter}' if parameter else 'a tensor that carries a gradient'} behind autograd's "
-                    "back (through .data or detach, or under no_grad)",
+                    f"writes to {f'the parameter {parameter}' if parameter else 'a tensor that carries a gradient'} behind "
+                    "autograd's back (through .data or detach, or under no_grad)",
                     "only the optimizer may change parameters; compute a new tensor instead (w = self.weight.clamp(…))"
                     if parameter
                     else "compute a new tensor instead",
@@ -215,8 +215,8 @@ def _padded(forward: Callable[..., Any], in_inference: list[CaptureError]) -> Ca
         nested = self.use_nested_tensor and not self.training and torch.backends.mha.get_fastpath_enabled()
         if nested and src_key_padding_mask is not None and mask is None:
             error = refusal(
-                "runs a TransformerEncoder in eval mode with src_key_padding_mask, where eager's nested tensors make padded positions "
-                "0 or not as the data fall",
+                "runs a TransformerEncoder in eval mode with src_key_padding_mask, where eager's nested tensors make padded "
+                "positions 0 or not as the data fall",
                 "build it with enable_nested_tensor=False (positions that are not padded keep their values)",
             )
             if not trained:

@@ -103,7 +103,10 @@ def _view_of_weight() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(8)), r"0\.weight is not initialized.*run the model once"),
-    "script": (lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8))), r"module 0 is a ScriptModule; pass the nn\.Module"),
+    "script": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8))),
+        r"module 0 is a ScriptModule; pass the nn\.Module",
+    ),
     "compiled": (lambda: torch.compile(nn.Linear(8, 8)), r"the model is a OptimizedModule.*_orig_mod"),  # type: ignore[dict-item,return-value]
     "data parallel": (lambda: nn.DataParallel(nn.Linear(8, 8)), r"the model is a DataParallel; pass model\.module"),
     "backslash": (lambda: _named("a\\b"), r"cannot be the name .* rename it"),
@@ -113,7 +116,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "empty": (lambda: plain(w=nn.Parameter(torch.zeros(0, 8))), r"w of shape \(0, 8\) has no elements"),
     "expanded": (lambda: plain(w=nn.Parameter(torch.zeros(1).expand(8))), r"w share memory \(it was expanded\)"),
     "shared memory": (_shared, r"first\.weight and last\.weight share memory.*tie them"),
-    "buffer over a weight": (_view_of_weight, r"view and first\.weight share memory|first\.weight and view share memory"),
+    "buffer over a weight": (
+        _view_of_weight,
+        r"view and first\.weight share memory|first\.weight and view share memory",
+    ),
 }
 
 
@@ -429,7 +435,7 @@ STATES: dict[Forward, tuple[Callable[[], dict[str, Any]], str]] = {
     _global: (dict, "changes COUNTS"),
     _meter: (lambda: {"meter": Meter()}, r"changes meter\.steps,"),
     _iterator: (lambda: {"numbers": itertools.count(1)}, "changes numbers,"),
-    _plain_tensor: (lambda: {"table": torch.ones(8)}, "writes to a plain tensor .* register_buffer"),
+    _plain_tensor: (lambda: {"table": torch.ones(8)}, "writes to a plain tensor.*register_buffer"),
     _new_parameter: (dict, r"changes first\.weight,"),
     _new_module: (dict, "changes extra,"),
     _new_buffer: (dict, "changes extra"),
@@ -440,7 +446,7 @@ STATES: dict[Forward, tuple[Callable[[], dict[str, Any]], str]] = {
     _clock: (dict, r"time\.time in _clock"),
     _default_dtype: (dict, "default dtype"),
     _mode: (lambda: {"drop": nn.Dropout(0.5)}, r"changes drop\.training,"),
-    _fails: (lambda: {"n": 0, "cache": []}, ""),
+    _fails: (lambda: {"n": 0, "cache": []}, "in _fails"),
 }
 
 
@@ -451,7 +457,10 @@ def everything(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items():
             seen[f"{path}:{name}"] = value
             if isinstance(value, (dict, list)):
-                seen |= {f"{path}:{name}[{k}]": v for k, v in (value.items() if isinstance(value, dict) else enumerate(value))}
+                seen |= {
+                    f"{path}:{name}[{k}]": v
+                    for k, v in (value.items() if isinstance(value, dict) else enumerate(value))
+                }
     seen |= {f"grad of {name}": p.grad for name, p in model.named_parameters()}
     seen |= {f"{name} is trained": p.requires_grad for name, p in model.named_parameters()}
     return seen
@@ -576,7 +585,9 @@ def test_attributes_that_cannot_be_copied_do_not_stand_in_the_way() -> None:
     def held_tanh(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x) * scale
 
-    model = with_attributes(lambda net, x: net.last(net.op(net.first(x), net.last.bias)), op=held_tanh, lock=threading.Lock())
+    model = with_attributes(
+        lambda net, x: net.last(net.op(net.first(x), net.last.bias)), op=held_tanh, lock=threading.Lock()
+    )
     assert_equal_to_eager(model, (X,), squares, seeds=())
 
 
