@@ -76,8 +76,10 @@ class _Step(nn.Module):
                 raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
             self._note({"training": False, "structure": structure})
             return tuple(tensors)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
-            raise InputError(f"loss_fn must return a real scalar tensor, it returned {_describe(loss)}")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
+        if loss.is_complex():
+            raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
         self._note({"training": True, "structure": None, "reached": parameters_reached(loss, self)})
         return (loss.reshape(()),)
 

@@ -38,7 +38,7 @@ def reads_before_writes(attributes: Set[Attribute]) -> Iterator[set[Attribute]]:
             read_first.add(key)
         delete(self, name)
 
-    nn.Module.__getattribute__ = watching_get  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = watching_get  # type: ignore[method-assign,assignment]
     nn.Module.__setattr__ = watching_put  # type: ignore[method-assign]
     nn.Module.__delattr__ = watching_delete  # type: ignore[method-assign]
     try:

@@ -62,7 +62,10 @@ def attributes(name: str, owner: object, table: dict[str, object]) -> Place:
         table.clear()
         table.update({str(key): value for key, value in old.items()})
 
-    return place(name, owner, lambda: dict(table), write)
+    def read() -> Values:
+        return {key: table[key] for key in table}
+
+    return place(name, owner, read, write)
 
 
 def is_container(value: object) -> bool:
@@ -105,8 +108,8 @@ def class_values(cls: type) -> Place:
         return {k: v for k, v in vars(cls).items() if not k.startswith("__") and not callable(v)}
 
     def write(old: Values) -> None:
-        for key in [str(k) for k in read() if k not in old]:
-            delattr(cls, key)
+        for added in [str(k) for k in read() if k not in old]:
+            delattr(cls, added)
         for key, value in old.items():
             setattr(cls, str(key), value)
 

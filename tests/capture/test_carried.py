@@ -161,6 +161,10 @@ def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
     assert "parameter scale" in refusal(plain(), loss_fn=Scaled())
 
 
+def test_a_complex_loss_is_refused() -> None:
+    assert "the loss is complex" in refusal(plain(), loss_fn=lambda out: out.sum() * 1j, kind=InputError)
+
+
 # --- while forward runs --------------------------------------------------------------------------------------------------
 
 
