@@ -8,6 +8,8 @@ with depth. After differentiation the parameters that receive a gradient are com
 from __future__ import annotations
 
 import hashlib
+import keyword
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,7 +145,9 @@ class _Builder:
     def _name(self, segment: Segment) -> str:
         path = segment.path.split("@")[0]
         parts = [p for p in path.split(".") if not p.isdigit()]
-        stem = "_".join(parts) or ("step" if not self.templates else "part")
+        stem = re.sub(r"\W", "_", "_".join(parts)) or ("step" if not self.templates else "part")
+        if not stem.isidentifier() or keyword.iskeyword(stem):
+            stem = f"block_{stem}"
         name, k = stem, 1
         while name in self.templates:
             name, k = f"{stem}_{k}", k + 1

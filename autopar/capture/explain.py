@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import linecache
 import logging
+import sys
 import traceback
+import types
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
@@ -35,6 +38,10 @@ _FIXES = (
     (
         (".numpy() is not supported", "can't convert", "numpy"),
         "it leaves torch for numpy, which has no graph and no gradient. Use the torch op of the same name",
+    ),
+    (
+        ("functorch", "vmap", "tensorwrapper", "batchedtensor"),
+        "it transforms a function (torch.func.grad, vmap, jvp), which has no graph of its own. Write it with batched torch ops",
     ),
 )
 
@@ -93,6 +100,17 @@ def user_frame(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
 
 
+def current_user_line() -> str:
+    """As `user_frame`, of the code that runs now."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if _is_user(frame.f_code.co_filename):
+            code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}: `{code}`"
+        frame = frame.f_back
+    return ""
+
+
 def _is_user(filename: str) -> bool:
     path = filename.replace("\\", "/")
     own = any(f"/autopar/{part}" in path for part in ("capture/", "api", "ops/"))
@@ -111,7 +129,10 @@ def quiet() -> Iterator[None]:
     for one in loggers:
         one.setLevel(logging.CRITICAL)
     try:
-        with redirect_stderr(io.StringIO()):
+        with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*assigned during export", UserWarning
+            )  # what outlives a step is refused
             yield
     finally:
         for one, level in levels:

@@ -14,14 +14,19 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture import functions
+from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
+from autopar.capture.changed import check_changes, kept
+from autopar.capture.clocks import clocks_read, same_graph
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
-from autopar.capture.fused import noted_padding, refuse_padding
+from autopar.capture.reached import parameters_reached
+from autopar.capture.state import State, state_of
 from autopar.capture.trees import flatten, rebuild
-from autopar.errors import CaptureError, InputError
+from autopar.capture.watch import memory_of, watched
+from autopar.errors import AutoparError, CaptureError, InputError
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +54,7 @@ class _Step(nn.Module):
         self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any], pieces: int
     ) -> None:
         super().__init__()
+        self.owned = memory_of(model)
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
@@ -57,25 +63,28 @@ class _Step(nn.Module):
         self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        value = rebuild(self.structure, list(leaves))
-        args, kwargs, targets = split_inputs(value, self.targets, self.model)
-        with _assigned_buffers_written(self.model):
-            out = self.model(*args, **kwargs)
-        if self.loss_fn is not None:
-            loss = self.loss_fn(out, *targets)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
-            self._note({"training": True, "structure": None})
-            return (self._piece(loss),)
-        loss = own_loss(out)
-        if loss is not None and loss.requires_grad:
-            self._note({"training": True, "structure": None})
-            return (self._piece(loss),)
-        tensors, _, structure = flatten(out)
-        if not tensors:
-            raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
-        self._note({"training": False, "structure": structure})
-        return tuple(tensors)
+        args, kwargs, targets = split_inputs(rebuild(self.structure, list(leaves)), self.targets, self.model)
+        state = state_of(self.model, self.loss_fn)
+        with watched(self.model, self.owned) as watch:
+            with _assigned_buffers_written(self.model):
+                out = self.model(*args, **kwargs)
+            loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
+        self._note({"changes": state.changes()})
+        training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        if not training:
+            if watch.in_inference:
+                raise watch.in_inference[0]
+            tensors, _, structure = flatten(out)
+            if not tensors:
+                raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
+            self._note({"training": False, "structure": structure})
+            return tuple(tensors)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
+        if loss.is_complex():
+            raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
+        self._note({"training": True, "structure": None, "reached": parameters_reached(loss, self)})
+        return (self._piece(loss),)
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
@@ -125,37 +134,49 @@ def export_step(
 ) -> Exported:
     """Capture one step; the loss is divided by `pieces`. Raises CaptureError or InputError."""
     leaves, names, structure = flatten(inputs)
+    check_inputs(leaves, names)
+    check_model(model, loss_fn)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
     seen: dict[str, Any] = {}
     step = _Step(model, loss_fn, structure, targets, seen, pieces)
     step.training = model.training
-    with faked(step, mode) as fake_names:
+    sharing = shared_memory(model)
+    with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
-            with functions.recording(), quiet(), noted_padding(model) as padded:
-                exported = torch.export.export(step, tuple(fakes), strict=False)
-                _inline_regions(exported.graph_module)
-                if _needs_functions(exported.graph_module.graph):
+            with functions.recording(), quiet():
+                exported = _traced(step, fakes)
+                writes = _needs_functions(exported.graph_module.graph)
+                if writes:
+                    _merge_tied_buffers(exported)
                     exported = exported.run_decompositions({})
         except Exception as error:
+            check_changes(seen.get("changes", []), state, lambda: step(*fakes), mode)
+            if seen.get("training") and not isinstance(error, AutoparError):
+                _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
-        if (node := dynamic_node(exported.graph)) is not None:
-            try:
-                with mode:
-                    step(*fakes)  # stops at the user's line, which the graph does not know
-            except Exception as error:
-                raise explain(error, model) from error
-            raise dynamic(node.target, model)
-        refuse_padding(padded, seen["training"])
+        check_changes(seen["changes"], state, lambda: step(*fakes), mode)
+        _check_dynamic(exported.graph, step, fakes, mode)
+        _check_clocks(exported.graph, step, fakes, state)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
-        eager = _eager_grads(step, fakes, mode, fake_names) if seen["training"] else frozenset()
+        eager = frozenset(first[n] for n in seen.get("reached", ()))
+        if seen["training"] and not eager:
+            raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
+        if seen["training"] and (writes or any(n.target is functions.OP for n in exported.graph.nodes)):
+            state.restore()
+            eager = _eager_grads(step, fakes, mode, fake_names)
     signature = exported.graph_signature
     _check_writes(signature, names)
     kinds = _kinds(signature, first)
     outputs = exported.graph.output_node().args[0]
-    updates = {_strip(buffer): n for n, buffer in signature.buffers_to_mutate.items()}
-    users = tuple(signature.user_outputs)
+    ends = [(spec.kind.name, spec.target, n.name) for spec, n in zip(signature.output_specs, outputs, strict=True)]
+    updates = {_strip(buffer): name for kind, buffer, name in ends if kind == "BUFFER_MUTATION"}
+    check_written_buffers(sharing, updates)
+    users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    _check_constants(
+        {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
+    )
     if isinstance(loss_fn, nn.Module):
         own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
         constants |= {name: tensor.detach() for name, tensor in own}
@@ -173,6 +194,71 @@ def export_step(
         {_strip(k): _strip(v) for k, v in first.items()},
         tuple(n.name for n in outputs),
     )
+
+
+def _traced(step: _Step, fakes: list[torch.Tensor]) -> Any:
+    with torch.compiler.set_stance("force_eager"):  # functions under torch.compile are traced like any other
+        exported = torch.export.export(step, tuple(fakes), strict=False)
+    _inline_regions(exported.graph_module)
+    return exported
+
+
+def _merge_tied_buffers(exported: Any) -> None:
+    """A buffer of several names is read and written under the first: functionalization takes no tensor twice."""
+    first: dict[int, fx.Node] = {}
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for spec, node in zip(exported.graph_signature.input_specs, placeholders, strict=True):
+        table = exported.state_dict if spec.target in exported.state_dict else exported.constants
+        if spec.kind.name != "BUFFER" or spec.target not in table:
+            continue
+        buffer = table[spec.target]
+        if (same := first.setdefault(id(buffer), node)) is not node:
+            node.replace_all_uses_with(same)
+            table[spec.target] = torch.empty_like(buffer)
+
+
+def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode) -> None:
+    node = dynamic_node(graph)
+    if node is None:
+        return
+    try:
+        with mode:
+            step(*fakes)  # stops at the user's line, which the graph does not know
+    except Exception as error:
+        raise explain(error, step.model) from error
+    raise dynamic(node.target, step.model)
+
+
+def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state: State) -> None:
+    """A model that names a clock is traced again: both traces must compute the same."""
+    clocks = clocks_read(state.functions)
+    if not clocks:
+        return
+    state.restore()
+    with functions.recording(), quiet():
+        again = _traced(step, fakes)
+        if _needs_functions(again.graph_module.graph):
+            _merge_tied_buffers(again)
+            again = again.run_decompositions({})
+    if not same_graph(graph, again.graph):
+        raise CaptureError(
+            f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
+            "of the program; pass the value as an input, or draw with torch"
+        )
+
+
+def _check_constants(constants: dict[str, torch.Tensor]) -> None:
+    """Raises CaptureError for a value that was computed while tracing and is no part of the graph."""
+    for name, tensor in constants.items():
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"{name} is a sparse tensor ({tensor.layout}); a program holds dense tensors: convert it (to_dense)"
+            )
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                f"a value of shape {tuple(tensor.shape)} ({name}) was computed outside the graph, so it would be lost; compute "
+                "it with torch ops from the inputs (not through .data, numpy or a second derivative)"
+            )
 
 
 def _strip(name: str) -> str:
@@ -219,16 +305,21 @@ def _eager_grads(
     try:
         with mode, torch.enable_grad():
             (loss,) = step(*fakes)
-            if loss.requires_grad:
-                loss.backward()
+            loss.backward()
     except Exception as error:
         where = user_frame(error)
         raise CaptureError(
             f"the model itself cannot be trained{f' ({where})' if where else ''}: {first_line(str(error))}"
         ) from error
-    if not loss.requires_grad:
-        raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
     return frozenset(names[id(p)] for p in parameters if p.grad is not None)
+
+
+_SPARSE = {
+    torch.ops.aten.embedding.default: 4,
+    torch.ops.aten.embedding_bag.padding_idx: 5,
+    torch.ops.aten.embedding_bag.default: 5,
+}
+"""Which argument of an op asks for sparse gradients."""
 
 
 def _needs_functions(graph: fx.Graph) -> bool:
@@ -239,6 +330,16 @@ def _needs_functions(graph: fx.Graph) -> bool:
                 raise CaptureError(
                     "InstanceNorm(track_running_stats=True) in training: export loses the update of its statistics; use "
                     "track_running_stats=False, or GroupNorm"
+                )
+            sparse = _SPARSE.get(node.target)
+            if sparse is not None and len(node.args) > sparse and node.args[sparse]:
+                raise CaptureError(
+                    "an embedding with sparse=True has sparse gradients, which programs do not: leave sparse=True out (the "
+                    "values are the same)"
+                )
+            if node.target is torch.ops.aten.set_.source_Tensor:
+                raise CaptureError(
+                    "forward gives a tensor the memory of another one (set_); assign the tensor itself instead"
                 )
             if node.target._schema.is_mutable:
                 return True

@@ -96,6 +96,11 @@ def _refuse(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[0] == "torch" and kind in REFUSED_OPTIMIZERS:
         raise InputError(f"{kind} cannot train a compiled program: {REFUSED_OPTIMIZERS[kind]}")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise InputError(
+            f"the factory's {kind} has a step hook (register_step_pre_hook, register_step_post_hook), which would see the shards "
+            "of a rank; leave it out: clipping is an option of compile, and what is looked at goes after program.step"
+        )
 
 
 def _check_schedulers(scheduler: Callable[[Any], Any], optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -48,13 +48,24 @@ def map_tensors(value: Any, f: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy; tensors that a module computed from its parameters (old weight_norm) are copied as values."""
-    computed: dict[int, Any] = {}
+    """A deep copy; tensors that a module computed from its parameters (old weight_norm) are copied as values, and what cannot
+    be copied (a registered op, a lock) is shared."""
+    memo: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                computed[id(value)] = value.detach().clone()
-    return copy.deepcopy(model, computed)
+                memo[id(value)] = value.detach().clone()
+            elif not isinstance(value, (torch.Tensor, nn.Module, dict)) and not _can_be_copied(value):
+                memo[id(value)] = value
+    return copy.deepcopy(model, memo)
+
+
+def _can_be_copied(value: object) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:  # whatever a class raises that is not made to be copied
+        return False
+    return True
 
 
 @contextmanager

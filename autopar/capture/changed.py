@@ -1,0 +1,49 @@
+"""Python state that a step changes: put back after capture, and refused where the next step would read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture.first_read import reads_before_writes
+from autopar.capture.state import Change, State, state_of
+from autopar.errors import CaptureError
+
+
+@contextmanager
+def kept(model: nn.Module, loss_fn: object) -> Iterator[State]:
+    """Whatever happens within the context, the Python state of model and loss is afterwards what it was."""
+    state = state_of(model, loss_fn)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def check_changes(changes: Sequence[Change], state: State, run: Callable[[], object], mode: FakeTensorMode) -> None:
+    """Raises CaptureError for a change that outlives the step. run: the step under fake tensors, run again only where
+    attributes of modules were bound anew, to see which of them are read before they are written."""
+    lasting = [c for c in changes if not c.is_attribute]
+    attributes = {(id(c.owner), str(c.key)): c for c in changes if c.is_attribute}
+    if attributes and not lasting:
+        state.restore()
+        with mode, reads_before_writes(attributes.keys()) as read_first:
+            run()
+        lasting = [attributes[key] for key in attributes if key in read_first]
+    if lasting:
+        raise CaptureError(
+            f"forward changes {', '.join(dict.fromkeys(c.name for c in lasting[:4]))}, which a program traced once cannot "
+            f"follow; {_instead(lasting[0])}"
+        )
+
+
+def _instead(change: Change) -> str:
+    if "random" in change.name or "generator" in change.name or "rng" in change.name.lower():
+        return "draw random numbers with torch (torch.rand, dropout), which every step draws anew"
+    return (
+        "keep numbers and tensors that live from step to step as buffers (register_buffer), make lists and dicts anew in each "
+        "forward, and fill caches before compile (run the model once)"
+    )
