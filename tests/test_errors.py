@@ -259,11 +259,11 @@ def _weight(storage: str, optimizer: str) -> Callable[[dict], None]:
         (lambda d: d.update(stages=3), "must be a JSON object with a list of stages"),
         (lambda d: d.update(stages=[]), "must be a JSON object with a list of stages"),
         (lambda d: d.update(autopar_plan=99), "of format 99, this autopar reads"),
-        (lambda d: d.update(ranks="two"), "corrupt (ValueError"),
+        (lambda d: d.update(ranks="two"), "ranks must be a whole number from 1 to 1048576, got 'two'"),
         (_set("strategies", "zz=b"), "uses zz, the mesh has dp"),
         (_set("strategies", "dp=zz"), "does not fit the rule"),
         (_set("strategies", "everything"), "'everything' is no strategy; write axis=factor"),
-        (_set("strategies", 5), "5 is no strategy"),
+        (_set("strategies", 5), "must be printable text on one line, of at most 4096 characters, got 5"),
         (_set("specs", "[@zz, .]"), "does not fit a tensor of shape"),
         (_set("specs", "[@dp]"), "does not fit a tensor of shape"),
         (_set("specs", "@@"), "is no spec; write for example"),
@@ -273,7 +273,7 @@ def _weight(storage: str, optimizer: str) -> Callable[[dict], None]:
         (_weight("[@dp, .]", "[., .]"), "parameter 0.weight: the optimizer state [., .] must be sharded at least like"),
         (_stage(mesh={"dp": 3}), "its meshes have 3 ranks in all, it says 2"),
         (_stage(calls=[0, 7]), "must hold each of the program's 5 once"),
-        (_stage(calls=[0]), "the plan is corrupt"),
+        (_stage(calls=[0]), "the plan is corrupt: stages[0].calls must be a list of 2 entries, got [0]"),
     ],
 )
 def test_a_corrupt_plan_names_what_is_wrong_in_it(change: Callable[[dict], Any], says: str, tmp_path: Path) -> None:
