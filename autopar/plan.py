@@ -136,7 +136,11 @@ class Plan:
     @staticmethod
     def from_dict(data: Any) -> Plan:
         """Inverse of `to_dict`. Raises PlanError where anything is missing or malformed."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("stages", [0]), list) or not data.get("stages", [0]):
+        if (
+            not isinstance(data, Mapping)
+            or not isinstance(data.get("stages", [0]), list)
+            or not data.get("stages", [0])
+        ):
             raise PlanError(
                 "the plan is corrupt: it must be a JSON object with a list of stages; compile again to write a new one"
             )

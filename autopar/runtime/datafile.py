@@ -65,7 +65,9 @@ def _constant(name: str) -> NoReturn:
 
 def _integer(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
-        raise SchemaError(f"a number of {len(digits)} digits ({digits[:12]}…); whole numbers have at most {MOST_DIGITS}")
+        raise SchemaError(
+            f"a number of {len(digits)} digits ({digits[:12]}…); whole numbers have at most {MOST_DIGITS}"
+        )
     return int(digits)
 
 

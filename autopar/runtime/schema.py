@@ -83,6 +83,11 @@ def where(right: Callable[[Any], bool], what: str) -> Schema[Any]:
     return check
 
 
+def anything(value: object, path: str) -> Any:
+    """What another schema checks, that of the place where the value is used."""
+    return value
+
+
 def integer(least: int = 0, most: int = MOST_COUNT) -> Schema[int]:
     return where(lambda value: is_integer(value, least, most), f"a whole number from {least} to {most}")
 
@@ -113,7 +118,7 @@ def identifier() -> Schema[str]:
 def choice(choices: Sequence[str]) -> Schema[str]:
     return where(
         lambda value: isinstance(value, str) and value in choices,
-        f"one of {', '.join(repr(one) if not one else one for one in choices)}",
+        f"one of {', '.join(one if one else repr(one) for one in choices)}",
     )
 
 
@@ -170,7 +175,9 @@ def row(*schemas: Schema[Any]) -> Schema[tuple[Any, ...]]:
     def check(value: object, path: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple) or len(value) != len(schemas):
             raise must_be(path, f"a list of {len(schemas)} entries", value)
-        return tuple(schema(entry, f"{path}[{i}]") for i, (schema, entry) in enumerate(zip(schemas, value, strict=True)))
+        return tuple(
+            schema(entry, f"{path}[{i}]") for i, (schema, entry) in enumerate(zip(schemas, value, strict=True))
+        )
 
     return check
 
