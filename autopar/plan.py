@@ -152,10 +152,14 @@ class Plan:
         except SchemaError as error:
             raise PlanError(f"the plan is corrupt: {error}; compile again to write a new one") from error
 
+    def to_json(self) -> str:
+        """The text of plan.json."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
     def save(self, path: str | Path) -> None:
         """Write JSON. Raises PlanError where the file cannot be written."""
         try:
-            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+            Path(path).write_text(self.to_json())
         except OSError as error:
             raise PlanError(f"cannot write the plan {path}: {error.strerror}") from error
 
