@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -31,8 +32,18 @@ def digest(content: bytes) -> str:
 
 def facts_text(facts: Mapping[str, Any], files: Mapping[str, str]) -> str:
     """program.json with the list of files, itself included."""
-    own = {**files, FACTS: _facts_digest(facts)}
-    return json.dumps({**facts, "files": dict(sorted(own.items()))}, indent=1, allow_nan=False) + "\n"
+    finite = _finite(facts)
+    own = {**files, FACTS: _facts_digest(finite)}
+    return json.dumps({**finite, "files": dict(sorted(own.items()))}, indent=1, allow_nan=False) + "\n"
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no infinities and no NaN: nothing stands in their place."""
+    if isinstance(data, Mapping):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _facts_digest(facts: Mapping[str, Any]) -> str:

@@ -111,6 +111,14 @@ def text(most: int = MOST_TEXT) -> Schema[str]:
     )
 
 
+def paragraph(most: int = 1 << 16) -> Schema[str]:
+    """Text that is printable once white space is made a space."""
+    return where(
+        lambda value: isinstance(value, str) and len(value) <= most and is_line(" ".join(value.split())),
+        f"printable text of at most {most} characters",
+    )
+
+
 def identifier() -> Schema[str]:
     return where(is_identifier, "a name of letters, digits and _ that starts with no digit and is no keyword")
 
@@ -194,20 +202,22 @@ def table(key: Schema[K], schema: Schema[T], least: int = 0, most: int = MOST_CO
 
 
 def record(
-    required: Mapping[str, Schema[Any]], possible: Mapping[str, Schema[Any]] | None = None
+    required: Mapping[str, Schema[Any]], possible: Mapping[str, Schema[Any]] | None = None, *, others: bool = False
 ) -> Schema[dict[str, Any]]:
-    """A mapping with the required keys, and perhaps the possible ones, but no other; a schema each."""
+    """A mapping with the required keys, and perhaps the possible ones, a schema each. others: keys beside these are left
+    out, instead of being refused."""
     schemas = {**required, **(possible or {})}
     what = f"a mapping with the keys {', '.join(required)}" if required else "a mapping"
 
     def check(value: object, path: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise must_be(path, what, value)
-        known(value, schemas, path)
+        if not others:
+            known(value, schemas, path)
         for key in required:
             if key not in value:
                 raise SchemaError(f"{path + ': ' if path else ''}{key!r} is missing")
-        return {k: schemas[k](v, inside(path, k)) for k, v in value.items()}
+        return {k: schemas[k](value[k], inside(path, k)) for k in schemas if k in value}
 
     return check
 
