@@ -175,6 +175,18 @@ class Plan:
         return Plan.from_dict(data)
 
 
+def checked_plan(plan: Plan | str | Path) -> Plan:
+    """A plan that the user made or changed, or the path of one. Raises PlanError where it could not come from a file."""
+    if not isinstance(plan, Plan):
+        return Plan.load(plan)
+    try:
+        data = plan.to_dict()
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise PlanError(f"the plan is corrupt: {error}; change plans with dataclasses.replace") from error
+    Plan.from_dict(data)
+    return plan
+
+
 def check_plan(plan: Plan, program: Program) -> None:
     """Raises PlanError where stages, calls and parameters of a plan for `program` do not add up."""
     ranks = sum(size for _, size in {(s.mesh.offset, s.mesh.size) for s in plan.stages})

@@ -25,7 +25,7 @@ from autopar.passes.check.lines import check_program
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
-from autopar.plan import Plan, check_plan
+from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.request import Request
 from autopar.runtime.schema import is_integer, shown
@@ -152,7 +152,10 @@ class ParallelProgram(Compiled):
         return self.in_process.run(self.weights(), self.request.update, self.options.seed, body)
 
     def with_plan(self, plan: Plan) -> ParallelProgram:
-        """The same program under another plan (no solving)."""
+        """The same program under another plan (no solving). Raises PlanError, InputError."""
+        if not isinstance(plan, Plan):
+            raise InputError(f"with_plan takes an autopar.Plan, such as Plan.load(…), not {type(plan).__name__}")
+        plan = checked_plan(plan)
         request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
         if plan.microbatches != self.plan.microbatches:
             return self.compile_again(request.replaying(plan))
