@@ -347,5 +347,18 @@ def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
         name: ParameterPlan(p["storage"], p["optimizer"], p.get("tier", ""), p.get("optimizer_tier", ""))
         for name, p in read["parameters"].items()
     }
+    for name, template in templates.items():
+        for value, spec in template.specs.items():
+            _check_axes(spec, mesh, f"{path}.templates.{name}.specs.{value}")
+    for name, parameter in parameters.items():
+        _check_axes(parameter.storage, mesh, f"{path}.parameters.{name}.storage")
+        _check_axes(parameter.optimizer, mesh, f"{path}.parameters.{name}.optimizer")
     first, last = read["calls"]
     return StagePlan((first, last), mesh, templates, parameters)
+
+
+def _check_axes(spec: Spec, mesh: Mesh, path: str) -> None:
+    """Raises SchemaError for a spec over axes that the mesh does not have."""
+    unknown = sorted(spec.axes - set(mesh.names))
+    if unknown:
+        raise SchemaError(f"{path}: {spec} uses axis {', '.join(unknown)}, the mesh is {mesh}")

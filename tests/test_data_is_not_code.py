@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import os
+import pickle
 import random
 import shutil
 from collections import Counter
@@ -29,7 +30,7 @@ from autopar.runtime import RuntimeProgramError, checkpoint
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.threads import run_threads
 
-from .mutations import CANARY, mutants, mutated_bytes
+from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes
 from .runtime import stages
 from .runtime.scenarios import session_of
 
@@ -74,10 +75,11 @@ def outcome(attempt: Callable[[], Any]) -> str:
     try:
         attempt()
     except NAMED as error:
-        assert str(error)
-        assert len(str(error)) < 4000
-        return type(error).__name__
-    return "accepted"
+        said = error
+    else:
+        return "accepted"
+    assert 0 < len(str(said)) < 4000
+    return type(said).__name__
 
 
 def every(data: Any, seeds: range, path: Path, attempt: Callable[[Path], Any]) -> Counter[str]:
@@ -91,6 +93,20 @@ def every(data: Any, seeds: range, path: Path, attempt: Callable[[Path], Any]) -
             raise AssertionError(f"mutant {seed} of {path.name}: {type(error).__name__}: {error}") from error
         assert CANARY not in os.environ, f"mutant {seed} of {path.name} ran code"
     return said
+
+
+def test_the_payloads_do_run_where_they_are_taken_for_code() -> None:
+    """So that the canary's silence elsewhere says something."""
+    ran = 0
+    for payload in PAYLOADS:
+        with contextlib.suppress(Exception):
+            exec(f'"""{payload}"""')
+        ran += os.environ.pop(CANARY, "") == "1"
+    for data in pickles()[:9]:
+        with contextlib.suppress(Exception):
+            pickle.loads(data)
+        ran += os.environ.pop(CANARY, "") == "1"
+    assert ran >= 4
 
 
 # --- mutated files -----------------------------------------------------------------------------------------------------

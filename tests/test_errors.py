@@ -264,7 +264,7 @@ def _weight(storage: str, optimizer: str) -> Callable[[dict], None]:
         (_set("strategies", "dp=zz"), "does not fit the rule"),
         (_set("strategies", "everything"), "'everything' is no strategy; write axis=factor"),
         (_set("strategies", 5), "must be printable text on one line, of at most 4096 characters, got 5"),
-        (_set("specs", "[@zz, .]"), "does not fit a tensor of shape"),
+        (_set("specs", "[@zz, .]"), "[@zz, .] uses axis zz, the mesh is dp=2"),
         (_set("specs", "[@dp]"), "does not fit a tensor of shape"),
         (_set("specs", "@@"), "is no spec; write for example"),
         (_drop("specs"), "the plan says nothing about"),
