@@ -82,7 +82,7 @@ def hostile(pick: random.Random) -> Any:
             lambda: pick.choice(([], {}, [[]], [{}], {"": {}}, [None], [1, "two", 3.0])),
             lambda: {pick.choice(PAYLOADS): pick.choice(PAYLOADS)},
             lambda: [pick.choice(PAYLOADS)] * pick.choice((1, 2, 5)),
-            lambda: deep(pick.choice((3, 50, 400))),
+            lambda: deep(pick.choice((3, 20, 90))),
             lambda: list(range(20_000)),
         )
     )()

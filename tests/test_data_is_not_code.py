@@ -30,7 +30,7 @@ from autopar.runtime import RuntimeProgramError, checkpoint
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.threads import run_threads
 
-from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes
+from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes, pickles
 from .runtime import stages
 from .runtime.scenarios import session_of
 

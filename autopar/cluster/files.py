@@ -27,9 +27,9 @@ from autopar.errors import ClusterError
 from autopar.runtime.datafile import parse_json, read_text
 from autopar.runtime.schema import Schema, anything, either, flag, listed, number, record, shown, table, text, where
 
-MOST_BYTES = {"JSON": 1 << 26, "YAML": 1 << 18}
+MOST_BYTES = {"JSON": 1 << 26, "YAML": 1 << 16}
 """Of a cluster file."""
-_MOST_RUNS = 1 << 12
+_MOST_RUNS = 1 << 10
 """Entries of `nodes:` and runs of alike devices."""
 
 _DEVICE: Schema[Any] = either(
