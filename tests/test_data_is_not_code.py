@@ -25,9 +25,11 @@ from torch import nn
 import autopar
 from autopar import ClusterSpec, Plan
 from autopar.cli import dump
+from autopar.cluster.yaml_text import parse_yaml
 from autopar.errors import AutoparError
 from autopar.runtime import RuntimeProgramError, checkpoint
 from autopar.runtime.manifest import Manifest
+from autopar.runtime.schema import SchemaError
 from autopar.runtime.threads import run_threads
 
 from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes, pickles
@@ -254,3 +256,65 @@ def test_checkpoints(trained: Path, seeds: range, tmp_path: Path) -> None:
             assert CANARY not in os.environ, f"mutant {seed} of {file} ran code"
         (path / file).write_bytes(whole)
     assert said["CheckpointError"] > said.total() // 3
+
+
+# --- crafted files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(len(pickles())))
+def test_metadata_that_calls_something(trained: Path, number: int, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    shutil.copytree(trained, path)
+    (path / ".metadata").write_bytes(pickles()[number])
+    assert outcome(lambda: resume(path)) == "CheckpointError"
+
+
+def test_a_value_that_calls_something(trained: Path, tmp_path: Path) -> None:
+    names = checkpoint.read_signatures(trained)
+    state = {name: torch.zeros(row[0], dtype=row[1]) for name, row in names.items() if row is not None}
+    checkpoint.write_full(tmp_path / "crafted", {**state, "optim_groups": Called()})
+    os.environ.pop(CANARY, None)
+    assert "optim_groups" in names
+    with pytest.raises(RuntimeProgramError, match="the checkpoint is damaged"):
+        resume(tmp_path / "crafted")
+
+
+class Called:
+    """Sets the canary when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.environ.__setitem__, (CANARY, "1")
+
+
+def test_names_of_classes_and_axes_do_not_reach_the_text_as_code() -> None:
+    for payload in PAYLOADS:
+        if "\x00" in payload or "\ud800" in payload or len(payload) > 1000:
+            continue
+        kind = type(payload, (nn.Linear,), {})
+        made = autopar.compile(kind(8, 8), ClusterSpec.local(1), (X, Y), loss_fn=F.cross_entropy)
+        assert made.in_process.stages
+        assert {"os", "__import__"}.isdisjoint(name for source in made.sources for name in shape(source))
+        with pytest.raises(AutoparError):
+            autopar.Options(mesh={payload or "\n": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: &a [1]\nb: *a", "anchors and aliases"),
+        ("a: {<<: {b: 1}}", "no plain value"),
+        ("a: 1\na: 2", "is given twice"),
+        ("a: !!python/object/apply:os.system [x]", "no plain value"),
+        ("a: 2020-01-01", "no plain value"),
+        ("a: .inf", "too large, or none"),
+        ("[" * 5000, "levels"),
+        ("a: " + "9" * 6000, "integer"),
+    ],
+)
+def test_yaml_that_is_more_than_data(text: str, says: str) -> None:
+    with pytest.raises(SchemaError, match=says):
+        parse_yaml(text)
+
+
+def test_yaml_numbers_with_exponents_are_numbers() -> None:
+    assert parse_yaml("a: 80e9\nb: 1.5e3\nc: -2E+2") == {"a": 80e9, "b": 1500.0, "c": -200.0}
