@@ -33,6 +33,7 @@ from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
+from autopar.runtime.errors import CheckpointError
 from autopar.runtime.manifest import factory_modules
 from autopar.runtime.schema import is_identifier
 from autopar.runtime.update_rule import ClipNorm, UpdateRule
@@ -86,8 +87,9 @@ def write_directory(contents: Contents, directory: Path) -> Path:
         if manifest["weights"] is not None:
             hashes |= _write_weights(contents.weights, directory)
         (directory / FACTS).write_text(facts_text(contents.facts, hashes))
-    except OSError as error:
-        raise EmitError(f"cannot write to {directory}: {error.strerror or error}; save to another directory") from error
+    except (OSError, CheckpointError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
     return directory
 
 

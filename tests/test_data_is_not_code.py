@@ -29,7 +29,7 @@ from autopar.cluster.yaml_text import parse_yaml
 from autopar.errors import AutoparError
 from autopar.runtime import RuntimeProgramError, checkpoint
 from autopar.runtime.manifest import Manifest
-from autopar.runtime.schema import SchemaError
+from autopar.runtime.schema import SchemaError, is_identifier
 from autopar.runtime.threads import run_threads
 
 from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes, pickles
@@ -283,7 +283,7 @@ class Called:
     """Sets the canary when it is unpickled."""
 
     def __reduce__(self) -> Any:
-        return os.environ.__setitem__, (CANARY, "1")
+        return eval, (f"__import__('os').environ.__setitem__({CANARY!r}, '1')",)
 
 
 def test_names_of_classes_and_axes_do_not_reach_the_text_as_code() -> None:
@@ -294,8 +294,9 @@ def test_names_of_classes_and_axes_do_not_reach_the_text_as_code() -> None:
         made = autopar.compile(kind(8, 8), ClusterSpec.local(1), (X, Y), loss_fn=F.cross_entropy)
         assert made.in_process.stages
         assert {"os", "__import__"}.isdisjoint(name for source in made.sources for name in shape(source))
-        with pytest.raises(AutoparError):
-            autopar.Options(mesh={payload or "\n": 2})
+        if not is_identifier(payload):
+            with pytest.raises(AutoparError, match="mesh has an axis whose name"):
+                autopar.Options(mesh={payload: 2})
 
 
 @pytest.mark.parametrize(

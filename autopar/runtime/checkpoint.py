@@ -28,6 +28,7 @@ from .session import Session
 
 Signature = tuple[tuple[int, ...], torch.dtype] | None
 Signatures = dict[str, Signature]
+_UNWRITABLE = ("cannot be written", "choose another directory")
 _lock = threading.Lock()
 
 
@@ -42,7 +43,8 @@ def save(directory: str | Path, session: Session) -> None:
             f"{directory} cannot be a checkpoint directory: {error.strerror}; choose another"
         ) from error
     if isinstance(session.comm, TorchComm):
-        dcp.save(state, checkpoint_id=str(directory))
+        with named(directory, *_UNWRITABLE):
+            dcp.save(state, checkpoint_id=str(directory))
     else:
         if session.comm.rank == 0:
             write_full(directory, state)
@@ -51,7 +53,7 @@ def save(directory: str | Path, session: Session) -> None:
 
 def write_full(directory: str | Path, state: Mapping[str, Any]) -> None:
     """Write full tensors from this process alone, process group or not."""
-    with _alone():
+    with named(directory, *_UNWRITABLE), _alone():
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(str(directory)), no_dist=True)
 
 

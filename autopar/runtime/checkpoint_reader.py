@@ -46,7 +46,7 @@ class DataPlanner(DefaultLoadPlanner):
 
 
 @contextlib.contextmanager
-def named(directory: str | Path) -> Iterator[None]:
+def named(directory: str | Path, problem: str = "is damaged", instead: str = "take another one") -> Iterator[None]:
     """Inside, what torch raises about the files of a checkpoint is a CheckpointError."""
     try:
         yield
@@ -54,6 +54,5 @@ def named(directory: str | Path) -> Iterator[None]:
         causes = [failure for failure, _ in error.failures.values()] or [error]
         said = next((text for text in (str(cause).strip() for cause in causes) if text), type(causes[0]).__name__)
         raise CheckpointError(
-            f"{directory}: the checkpoint is damaged ({type(causes[0]).__name__}: {said.splitlines()[0][:300]}); take "
-            "another one"
+            f"{directory}: the checkpoint {problem} ({type(causes[0]).__name__}: {said.splitlines()[0][:300]}); {instead}"
         ) from error
