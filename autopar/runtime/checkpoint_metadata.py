@@ -80,7 +80,7 @@ class _StandIn:
         self.state = state
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[misc,name-defined]
+class _Unpickler(pickle._Unpickler):
     """Makes stand-ins. The classes are this unpickler's own, so that a file can change none that others use."""
 
     def __init__(self, data: bytes) -> None:
@@ -149,8 +149,9 @@ def _value(value: Any, path: str) -> TensorStorageMetadata | BytesStorageMetadat
         return BytesStorageMetadata()
     fields = _fields(value, _KINDS + "TensorStorageMetadata", path)
     properties = fields.get("properties")
-    described = isinstance(properties, _StandIn) and properties.name == _KINDS + "TensorProperties"
-    state = properties.state if described and isinstance(properties.state, tuple) else ()
+    state: Any = ()
+    if isinstance(properties, _StandIn) and properties.name == _KINDS + "TensorProperties":
+        state = properties.state if isinstance(properties.state, tuple) else ()
     dtype = state[0] if state else None
     if not isinstance(dtype, torch.dtype):
         raise must_be(f"{path}.properties", "TensorProperties with a dtype", dtype)

@@ -34,7 +34,7 @@ from .schema import (
 )
 
 _PLAIN = (int, float, bool, str, tuple, list, type(None))
-_LEAF = either((bool, anything), (int | float, number()), (str, text()), (type(None), anything), what="plain data")
+_LEAF = either((bool, anything), ((int, float), number()), (str, text()), (type(None), anything), what="plain data")
 _VALUE = either(((list, tuple), listed(_LEAF, most=64)), (object, _LEAF), what="plain data")
 _GROUPS = record({"optimizer": text(), "groups": listed(table(text(), _VALUE))})
 _SCALING = record({"scale": positive(3.5e38), "growth_tracker": integer()})
