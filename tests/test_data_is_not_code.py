@@ -36,7 +36,7 @@ from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes, pickles
 from .runtime import stages
 from .runtime.scenarios import session_of
 
-FAST, ALL = range(200), range(200, 2400)
+FAST, ALL = range(80), range(80, 2280)
 X, Y = torch.randn(8, 8), torch.arange(8)
 NAMED = (AutoparError, RuntimeProgramError)
 counts = pytest.mark.parametrize("seeds", [FAST, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
