@@ -10,8 +10,10 @@ from typing import Any
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import Mesh
+from autopar.runtime.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
 
 COUPLED = ("refuse", "per-microbatch")
+MOST_SECONDS = 1e9
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 
 
@@ -75,7 +77,7 @@ class Options:
         for name, right, wrong in _CHECKS:
             value = getattr(self, name)
             if not right(value):
-                shown = dict(value) if isinstance(value, Mapping) else value
+                shown = _Shown(dict(value) if isinstance(value, Mapping) else value)
                 words = wrong if isinstance(wrong, str) else wrong()
                 raise InputError(f"Options.{name} {words}".format(value=shown, kind=type(value).__name__))
         if self.solver_time_limit_s <= 0 or (self.memory_bytes is not None and self.memory_bytes <= 0):
@@ -101,6 +103,18 @@ class Options:
         return int((self.mesh or {}).get("dp", 1))
 
 
+class _Shown:
+    """A value in a message: one short line, whatever it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return shown(self.value)
+
+    __str__ = __repr__
+
+
 def _is_number(kind: type, optional: bool = False) -> Callable[[Any], bool]:
     return lambda value: (optional and value is None) or (isinstance(value, kind) and not isinstance(value, bool))
 
@@ -115,8 +129,21 @@ def _one_of(choices: Callable[[], Sequence[str | None]]) -> tuple[Callable[[Any]
     return lambda value: value in choices(), wrong
 
 
+def _is_finite(optional: bool = False) -> Callable[[Any], bool]:
+    number = _is_number(Real, optional)
+    return lambda value: number(value) and (value is None or abs(float(value)) <= MOST_NUMBER)
+
+
+def _are_batch_dims(value: Any) -> bool:
+    """None, or a dim or None per input, by name or in order."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) for name in value) and _are_batch_dims(list(value.values()))
+    dim = _is_number(int, optional=True)
+    return value is None or (isinstance(value, (list, tuple)) and all(map(dim, value)))
+
+
 def _are_paths(value: Any) -> bool:
-    return not isinstance(value, str) and all(isinstance(path, str) for path in value or ())
+    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(path, str) for path in value))
 
 
 _COUNTS = ("microbatches", "pp", "chunks")
@@ -127,16 +154,41 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ),
     *((name, _is_number(int, optional=True), "must be a number, it is {value!r}") for name in _COUNTS),
     *(
-        (name, _is_number(Real), "must be a number, it is {value!r}")
+        (name, _is_finite(), "must be a number, it is {value!r}")
         for name in ("memory_fraction", "solver_time_limit_s", "explain_s")
     ),
+    ("memory_bytes", _is_finite(optional=True), "must be a number, it is {value!r}"),
+    ("explain_s", lambda seconds: 0 <= seconds <= MOST_SECONDS, "must lie in [0, 1e9], it is {value}"),
+    ("solver_time_limit_s", lambda seconds: seconds <= MOST_SECONDS, "must be at most 1e9, it is {value}"),
     ("seed", _is_number(int), "must be a number, it is {value!r}"),
+    ("seed", lambda seed: is_integer(seed, -(1 << 63), (1 << 63) - 1), "must fit into 64 bits, it is {value}"),
+    ("compensated_sums", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),
+    ("schedule", lambda value: isinstance(value, str), "must be the name of a schedule or 'auto', it is {value!r}"),
+    (
+        "batch_dims",
+        _are_batch_dims,
+        "maps inputs to their batch dims, such as {{'x': 0, 'mask': None}}, or lists these; it is {value!r}",
+    ),
+    (
+        "constraints",
+        lambda value: all(isinstance(part, str) for pair in value.items() for part in pair) if value else True,
+        "maps patterns to specs, such as {{'*.weight': '[@tp, .]'}}; it is {value}",
+    ),
     (
         "mesh",
-        lambda mesh: all(isinstance(size, int) for size in (mesh or {}).values()),
+        lambda mesh: all(map(is_identifier, mesh or ())),
+        "has an axis whose name is not made of letters, digits and _: {value}",
+    ),
+    (
+        "mesh",
+        lambda mesh: all(isinstance(size, int) and not isinstance(size, bool) for size in (mesh or {}).values()),
         "maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {value}",
     ),
     *((name, lambda count: count is None or count >= 1, "must be at least 1, it is {value}") for name in _COUNTS),
+    *(
+        (name, lambda count: count is None or count <= MOST_COUNT, f"must be at most {MOST_COUNT}, it is {{value}}")
+        for name in _COUNTS
+    ),
     ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
     ("coupled", *_one_of(lambda: COUPLED)),
     ("strategy", *_one_of(lambda: STRATEGIES)),

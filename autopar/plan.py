@@ -9,16 +9,38 @@ nothing else.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autopar.cluster.tiers import TIER_NAMES
-from autopar.errors import PlanError, ShardingError
+from autopar.errors import PlanError
+from autopar.ir.actions import parse_row, show_row
+from autopar.ir.memory_levers import PRECISIONS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.rule import Strategy
 from autopar.ir.spec import Spec, parse_spec
+from autopar.runtime.datafile import read_json
+from autopar.runtime.schema import (
+    MOST_RANKS,
+    Schema,
+    SchemaError,
+    choice,
+    identifier,
+    integer,
+    listed,
+    must_be,
+    number,
+    parsed,
+    record,
+    row,
+    shown,
+    table,
+    text,
+    where,
+)
 
 VERSION = 1
 
@@ -114,49 +136,55 @@ class Plan:
     @staticmethod
     def from_dict(data: Any) -> Plan:
         """Inverse of `to_dict`. Raises PlanError where anything is missing or malformed."""
-        if not isinstance(data, dict) or not isinstance(data.get("stages", [0]), list) or not data.get("stages", [0]):
+        if (
+            not isinstance(data, Mapping)
+            or not isinstance(data.get("stages", [0]), list)
+            or not data.get("stages", [0])
+        ):
             raise PlanError(
                 "the plan is corrupt: it must be a JSON object with a list of stages; compile again to write a new one"
             )
+        version = data.get("autopar_plan", VERSION)
+        if version != VERSION:
+            raise PlanError(f"this plan is of format {shown(version)}, this autopar reads {VERSION}; plan again")
         try:
-            if data["autopar_plan"] != VERSION:
-                raise PlanError(
-                    f"this plan is of format {data['autopar_plan']}, this autopar reads {VERSION}; plan again"
-                )
-            return Plan(
-                str(data["program"]),
-                str(data["cluster"]),
-                int(data["ranks"]),
-                tuple(_stage_in(s) for s in data["stages"]),
-                int(data["microbatches"]),
-                str(data["schedule"]),
-                str(data["origin"]),
-                dict(data["predicted"]),
-                tuple(map(str, data.get("table", ()))),
-                tuple(map(int, data.get("placement", ()))),
-                str(data.get("precision", "")),
-            )
-        except KeyError as error:
-            raise PlanError(f"the plan is corrupt: {error} is missing; compile again to write a new one") from error
-        except (TypeError, ValueError, AttributeError, ShardingError) as error:
-            raise PlanError(
-                f"the plan is corrupt ({type(error).__name__}: {error}); compile again to write a new one"
-            ) from error
+            return _plan_in(data)
+        except SchemaError as error:
+            raise PlanError(f"the plan is corrupt: {error}; compile again to write a new one") from error
+
+    def to_json(self) -> str:
+        """The text of plan.json."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        """Write JSON. Raises PlanError where the file cannot be written."""
+        try:
+            Path(path).write_text(self.to_json())
+        except OSError as error:
+            raise PlanError(f"cannot write the plan {path}: {error.strerror}") from error
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read JSON. Raises PlanError when the file is missing or corrupt."""
         try:
-            data = json.loads(Path(path).read_text())
+            data = read_json(Path(path))
         except OSError as error:
             raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
         except ValueError as error:
-            raise PlanError(f"{path} is no JSON ({error}); compile again to write a new plan") from error
+            raise PlanError(f"{path} is no JSON of a plan ({error}); compile again to write a new plan") from error
         return Plan.from_dict(data)
+
+
+def checked_plan(plan: Plan | str | Path) -> Plan:
+    """A plan that the user made or changed, or the path of one. Raises PlanError where it could not come from a file."""
+    if not isinstance(plan, Plan):
+        return Plan.load(plan)
+    try:
+        data = plan.to_dict()
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise PlanError(f"the plan is corrupt: {error}; change plans with dataclasses.replace") from error
+    Plan.from_dict(data)
+    return plan
 
 
 def check_plan(plan: Plan, program: Program) -> None:
@@ -164,7 +192,8 @@ def check_plan(plan: Plan, program: Program) -> None:
     ranks = sum(size for _, size in {(s.mesh.offset, s.mesh.size) for s in plan.stages})
     if ranks != plan.ranks:
         raise PlanError(f"the plan is corrupt: its meshes have {ranks} ranks in all, it says {plan.ranks}")
-    if [c for s in plan.stages for c in range(*s.calls)] != list(range(len(program.calls))):
+    ends = [0, *(s.calls[1] for s in plan.stages)]
+    if [s.calls[0] for s in plan.stages] != ends[:-1] or ends[-1] != len(program.calls) or ends != sorted(ends):
         held = ", ".join(f"{first} to {last}" for first, last in (s.calls for s in plan.stages))
         raise PlanError(
             f"the plan is corrupt: its stages hold calls {held}; in order they must hold each of the program's "
@@ -187,14 +216,16 @@ def show_strategy(strategy: Strategy, mesh: Mesh) -> str:
     return " ".join(f"{axis}={choice}" for axis, choice in zip(mesh.names, strategy, strict=True) if choice)
 
 
-def parse_strategy(text: str, mesh: Mesh) -> Strategy:
+def parse_strategy(words: str, mesh: Mesh) -> Strategy:
     """Inverse of `show_strategy`. Raises PlanError on an axis that the mesh does not have."""
-    if not isinstance(text, str) or not all("=" in part for part in text.split()):
-        raise PlanError(f"{text!r} is no strategy; write axis=factor per mesh axis, such as 'dp=b tp=o', or ''")
-    choices = dict(part.split("=", 1) for part in text.split())
+    if not isinstance(words, str) or not all("=" in part for part in words.split()):
+        raise PlanError(f"{words!r} is no strategy; write axis=factor per mesh axis, such as 'dp=b tp=o', or ''")
+    choices = dict(part.split("=", 1) for part in words.split())
+    if len(choices) < len(words.split()):
+        raise PlanError(f"strategy {words!r} has a mesh axis twice; give each axis one factor")
     unknown = set(choices) - set(mesh.names)
     if unknown:
-        raise PlanError(f"strategy {text!r} uses {', '.join(sorted(unknown))}, the mesh has {', '.join(mesh.names)}")
+        raise PlanError(f"strategy {words!r} uses {', '.join(sorted(unknown))}, the mesh has {', '.join(mesh.names)}")
     return tuple(choices.get(axis, "") for axis in mesh.names)
 
 
@@ -224,38 +255,110 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _names(values: Any, what: str) -> tuple[str, ...]:
-    if not isinstance(values, (list, tuple)) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{what} must be a list of value names, it is {values!r}")
-    return tuple(values)
+# --- what a plan's data may hold --------------------------------------------------------------------------------------------
 
 
-def _tier(name: Any) -> str:
-    if name not in ("", *TIER_NAMES):
-        raise ValueError(f"{name!r} is no memory tier; tiers are {', '.join(TIER_NAMES)}")
-    return str(name)
+def _tier(names: tuple[str, ...]) -> Schema[str]:
+    return where(
+        lambda value: isinstance(value, str) and value in names,
+        f"a memory tier, of {', '.join(TIER_NAMES)}{' (or empty: on the device)' if '' in names else ''}",
+    )
 
 
-def _stage_in(data: Any) -> StagePlan:
-    mesh = Mesh(tuple((str(k), int(v)) for k, v in data["mesh"].items()), int(data["first_rank"]))
+_NAMES = listed(text())
+_SPEC = parsed(parse_spec)
+_AXES = table(identifier(), integer(1, MOST_RANKS), most=16)
+
+_PARAMETER = record(
+    {"storage": _SPEC, "optimizer": _SPEC},
+    {"tier": _tier(("", *TIER_NAMES)), "optimizer_tier": _tier(("", *TIER_NAMES))},
+)
+_TEMPLATE = record(
+    {"strategies": table(text(), text()), "specs": table(text(), _SPEC)},
+    {"recompute": _NAMES, "offload": _NAMES, "offload_tier": _tier(TIER_NAMES)},
+)
+_STAGE = record(
+    {
+        "calls": row(integer(), integer()),
+        "mesh": _AXES,
+        "first_rank": integer(0, MOST_RANKS),
+        "templates": table(text(), _TEMPLATE),
+        "parameters": table(text(), _PARAMETER),
+    }
+)
+_PLAN = record(
+    {
+        "autopar_plan": integer(VERSION, VERSION),
+        "program": text(),
+        "cluster": text(),
+        "ranks": integer(1, MOST_RANKS),
+        "microbatches": integer(1),
+        "schedule": text(),
+        "origin": text(),
+        "predicted": table(text(), number()),
+        "stages": listed(_STAGE, least=1),
+    },
+    {
+        "table": listed(parsed(lambda row: show_row(parse_row(row)), text(1 << 24))),
+        "placement": listed(integer(0, MOST_RANKS)),
+        "precision": choice(("", *PRECISIONS)),
+    },
+)
+
+
+def _plan_in(data: object) -> Plan:
+    """Raises SchemaError."""
+    read = _PLAN(data, "")
+    placement = tuple(read.get("placement", ()))
+    if placement and sorted(placement) != list(range(read["ranks"])):
+        raise must_be("placement", f"every rank from 0 to {read['ranks'] - 1} once", placement)
+    return Plan(
+        read["program"],
+        read["cluster"],
+        read["ranks"],
+        tuple(_stage_in(stage, f"stages[{i}]") for i, stage in enumerate(read["stages"])),
+        read["microbatches"],
+        read["schedule"],
+        read["origin"],
+        read["predicted"],
+        tuple(read.get("table", ())),
+        placement,
+        read.get("precision", ""),
+    )
+
+
+def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
+    """Raises SchemaError."""
+    mesh = Mesh(tuple(read["mesh"].items()), read["first_rank"])
+    if mesh.size > MOST_RANKS:
+        raise must_be(f"{path}.mesh", f"of at most {MOST_RANKS} ranks", read["mesh"])
+    strategy = parsed(lambda words: parse_strategy(words, mesh))
     templates = {
         name: TemplatePlan(
-            {n: parse_strategy(s, mesh) for n, s in t["strategies"].items()},
-            {n: parse_spec(s) for n, s in t["specs"].items()},
-            _names(t.get("recompute", ()), "recompute"),
-            _names(t.get("offload", ()), "offload"),
-            _tier(t.get("offload_tier", "ddr")),
+            {n: strategy(s, f"{path}.templates.{name}.strategies.{n}") for n, s in t["strategies"].items()},
+            t["specs"],
+            tuple(t.get("recompute", ())),
+            tuple(t.get("offload", ())),
+            t.get("offload_tier", "ddr"),
         )
-        for name, t in data["templates"].items()
+        for name, t in read["templates"].items()
     }
     parameters = {
-        name: ParameterPlan(
-            parse_spec(p["storage"]),
-            parse_spec(p["optimizer"]),
-            _tier(p.get("tier", "")),
-            _tier(p.get("optimizer_tier", "")),
-        )
-        for name, p in data["parameters"].items()
+        name: ParameterPlan(p["storage"], p["optimizer"], p.get("tier", ""), p.get("optimizer_tier", ""))
+        for name, p in read["parameters"].items()
     }
-    first, last = data["calls"]
-    return StagePlan((int(first), int(last)), mesh, templates, parameters)
+    for name, template in templates.items():
+        for value, spec in template.specs.items():
+            _check_axes(spec, mesh, f"{path}.templates.{name}.specs.{value}")
+    for name, parameter in parameters.items():
+        _check_axes(parameter.storage, mesh, f"{path}.parameters.{name}.storage")
+        _check_axes(parameter.optimizer, mesh, f"{path}.parameters.{name}.optimizer")
+    first, last = read["calls"]
+    return StagePlan((first, last), mesh, templates, parameters)
+
+
+def _check_axes(spec: Spec, mesh: Mesh, path: str) -> None:
+    """Raises SchemaError for a spec over axes that the mesh does not have."""
+    unknown = sorted(spec.axes - set(mesh.names))
+    if unknown:
+        raise SchemaError(f"{path}: {spec} uses axis {', '.join(unknown)}, the mesh is {mesh}")

@@ -17,7 +17,7 @@ from autopar.codegen.in_process import InProcess, load, train
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_source
 from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
-from autopar.errors import InputError
+from autopar.errors import EmitError, InputError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 from autopar.passes.batch.microbatches import Captured
@@ -25,9 +25,10 @@ from autopar.passes.check.lines import check_program
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
-from autopar.plan import Plan, check_plan
+from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.request import Request
+from autopar.runtime.schema import is_integer, shown
 from autopar.runtime.session import Session
 
 T = TypeVar("T")
@@ -73,7 +74,13 @@ class ParallelProgram(Compiled):
         return report(self)
 
     def save(self, directory: str | Path) -> Path:
-        """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights."""
+        """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights.
+
+        The directory is a program: who runs it runs its code. What autopar wrote there before is replaced; where a file of
+        anybody else is in the way nothing is touched. Raises EmitError.
+        """
+        if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
+            raise EmitError(f"save takes the path of a directory, not {shown(directory)}")
         contents = Contents(
             self.plan,
             self.lowered,
@@ -122,6 +129,8 @@ class ParallelProgram(Compiled):
         steps (default: one per batch), batches taken again from the first when they run out; losses come back.
         Inference: one output per batch.
         """
+        if steps is not None and not is_integer(steps, 0, 1 << 53):
+            raise InputError(f"steps must be a whole number from 0 on, got {shown(steps)}")
         prepared = [self.leaves(b) for b in _batches(batches)]
         if not prepared:
             raise InputError("run needs at least one batch")
@@ -143,7 +152,10 @@ class ParallelProgram(Compiled):
         return self.in_process.run(self.weights(), self.request.update, self.options.seed, body)
 
     def with_plan(self, plan: Plan) -> ParallelProgram:
-        """The same program under another plan (no solving)."""
+        """The same program under another plan (no solving). Raises PlanError, InputError."""
+        if not isinstance(plan, Plan):
+            raise InputError(f"with_plan takes an autopar.Plan, such as Plan.load(…), not {type(plan).__name__}")
+        plan = checked_plan(plan)
         request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
         if plan.microbatches != self.plan.microbatches:
             return self.compile_again(request.replaying(plan))

@@ -15,7 +15,7 @@ from autopar.cluster.device import dtype_name
 from autopar.errors import InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
-from autopar.plan import Plan
+from autopar.plan import Plan, checked_plan
 from autopar.runtime.update_rule import UpdateRule
 
 
@@ -76,7 +76,7 @@ def make_request(
     inputs, targets = split_example(model, example_inputs, loss_fn)
     request = Request(model, as_cluster(cluster), inputs, targets, loss_fn, update, options)
     if plan is not None:
-        return request.replaying(plan if isinstance(plan, Plan) else Plan.load(plan))
+        return request.replaying(checked_plan(plan))
     _check(request)
     return request
 

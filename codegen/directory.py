@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import shutil
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -27,12 +27,16 @@ import torch
 
 from autopar import runtime
 from autopar.capture.trees import flatten
+from autopar.codegen.owned_files import FACTS, WEIGHTS, digest, facts_text, make_room
 from autopar.codegen.stage import render
 from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
-from autopar.runtime.update_rule import UpdateRule
+from autopar.runtime.errors import CheckpointError
+from autopar.runtime.manifest import factory_modules
+from autopar.runtime.schema import is_identifier
+from autopar.runtime.update_rule import ClipNorm, UpdateRule
 
 MOST_RANK_FILES = 1024
 LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
@@ -57,59 +61,62 @@ class Contents:
 
 
 def write_directory(contents: Contents, directory: Path) -> Path:
-    """Write everything; returns the directory. Raises EmitError when a part cannot be written."""
-    update = update_entry(contents.update) if contents.update is not None else None
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_plan(contents, directory)
-    _write_runtime(contents, directory)
+    """Write everything; returns the directory. Raises EmitError when a part cannot be written, and, before anything is
+    touched, where a file is in the way that autopar did not write."""
     manifest = {
         "world_size": contents.plan.ranks,
         "pipeline": "pipeline.py",
         "training": contents.update is not None,
-        "update": update,
+        "update": update_entry(contents.update) if contents.update is not None else None,
         "seed": contents.seed,
-        "weights": _write_weights(contents.weights, directory),
+        "weights": None if any(w.is_meta for w in contents.weights.values()) else WEIGHTS,
         "inputs": _inputs(contents.inputs),
         "placement": list(contents.plan.placement) or None,
     }
-    (directory / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    (directory / "program.json").write_text(json.dumps(contents.facts, indent=1) + "\n")
-    _write_launchers(contents.plan.ranks, contents.ranks_per_node, directory)
+    texts = {**_texts(contents), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
+    files = {name: content.encode() for name, content in texts.items()} | _runtime_files()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        make_room(directory, [*files, FACTS], contents.plan)
+        for name, content in files.items():
+            path = directory / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        (directory / "launch.sh").chmod(0o755)
+        hashes = {name: digest(content) for name, content in files.items()}
+        if manifest["weights"] is not None:
+            hashes |= _write_weights(contents.weights, directory)
+        (directory / FACTS).write_text(facts_text(contents.facts, hashes))
+    except (OSError, CheckpointError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
     return directory
 
 
-def _write_plan(contents: Contents, directory: Path) -> None:
-    """plan.json, pipeline.py, and the files of stages and ranks."""
-    contents.plan.save(directory / "plan.json")
-    (directory / "pipeline.py").write_text(contents.pipeline)
-    for name in ("stages", "ranks", "weights"):
-        shutil.rmtree(directory / name, ignore_errors=True)
-    for name in ("stages", "ranks"):
-        (directory / name).mkdir()
-    for i, source in enumerate(contents.sources):
-        (directory / "stages" / f"stage_{i}.py").write_text(source)
-    for rank, place in _places(contents.lowered):
+def _texts(contents: Contents) -> dict[str, str]:
+    """The files that are generated, by name."""
+    lowered, ranks = contents.lowered, contents.plan.ranks
+    texts = {"plan.json": contents.plan.to_json(), "pipeline.py": contents.pipeline}
+    texts |= {f"stages/stage_{i}.py": source for i, source in enumerate(contents.sources)}
+    for rank, place in _places(lowered):
         if rank < MOST_RANK_FILES:
-            (directory / "ranks" / f"rank_{rank}.py").write_text(render("rank.py.j2", rank=rank, **place))
-
-
-def _write_runtime(contents: Contents, directory: Path) -> None:
-    """What the files import: the runtime, and the user's ops."""
-    target = directory / "autopar_runtime"
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(Path(inspect.getfile(runtime)).parent, target, ignore=shutil.ignore_patterns("__pycache__"))
-    (directory / "user_ops.py").unlink(missing_ok=True)
-    names = used_ops(contents.lowered)
+            texts[f"ranks/rank_{rank}.py"] = render("rank.py.j2", rank=rank, **place)
+    names = used_ops(lowered)
     if names:
-        (directory / "user_ops.py").write_text(user_ops_source(names))
-
-
-def _write_launchers(ranks: int, ranks_per_node: int, directory: Path) -> None:
-    per_node = min(ranks_per_node, ranks)
+        texts["user_ops.py"] = user_ops_source(names)
+    per_node = min(contents.ranks_per_node, ranks)
+    modules = factory_modules(contents.update) if contents.update is not None else []
     for name in LAUNCHERS:
-        text = render(f"{name}.j2", ranks=ranks, nodes=max(ranks // per_node, 1), per_node=per_node)
-        (directory / name).write_text(text)
-    (directory / "launch.sh").chmod(0o755)
+        values = {"ranks": ranks, "nodes": max(ranks // per_node, 1), "per_node": per_node, "modules": modules}
+        texts[name] = render(f"{name}.j2", **values)
+    return texts
+
+
+def _runtime_files() -> dict[str, bytes]:
+    """What the files import, by name."""
+    folder = Path(inspect.getfile(runtime)).parent
+    sources = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {f"autopar_runtime/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in sources}
 
 
 def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -135,11 +142,18 @@ def update_entry(rule: UpdateRule) -> dict[str, Any] | None:
     return {
         "optimizer": factory_entry(rule.optimizer, "optimizer", "torch.optim.AdamW, lr=…"),
         "scheduler": factory_entry(rule.scheduler, "scheduler", "torch.optim.lr_scheduler.StepLR, step_size=…"),
-        "clip_norm": asdict(rule.clip_norm) if rule.clip_norm is not None else None,
+        "clip_norm": _clip_entry(rule.clip_norm),
         "clip_value": rule.clip_value,
         "loss_scaling": asdict(rule.loss_scaling) if rule.loss_scaling is not None else None,
         "compensated": rule.compensated,
     }
+
+
+def _clip_entry(clip: ClipNorm | None) -> dict[str, Any] | None:
+    """JSON has no infinity."""
+    if clip is None:
+        return None
+    return {"max_norm": clip.max_norm, "norm_type": "inf" if math.isinf(clip.norm_type) else clip.norm_type}
 
 
 def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | None:
@@ -153,30 +167,29 @@ def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | Non
         kwargs = {**factory.keywords, **kwargs}
         factory = factory.func
     name, module = getattr(factory, "__qualname__", ""), getattr(factory, "__module__", None)
-    if not name.isidentifier() or module in (None, "__main__"):
+    if not is_identifier(name) or module in (None, "__main__"):
         raise EmitError(
             f"the {what} factory {name or factory} cannot be written to a program; use functools.partial({example}), or a "
             "class or function of a module that can be imported where the program runs"
         )
     try:
-        json.dumps(kwargs)
-    except TypeError as error:
+        json.dumps(kwargs, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise EmitError(
             f"an argument of the {what} cannot be written to a program ({error}); use plain numbers"
         ) from error
     return {"module": module, "name": name, "kwargs": kwargs}
 
 
-def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> str | None:
-    """The folder of the weights; None where the model has none."""
-    if any(w.is_meta for w in weights.values()):
-        return None
+def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, str]:
+    """Write the folder of the weights; its files for the manifest's list."""
     from autopar.runtime.checkpoint import write_full  # takes as long to import as all of autopar
 
+    folder = directory / WEIGHTS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_full(directory / "weights", {name: w.detach().cpu() for name, w in weights.items()})
-    return "weights"
+        write_full(folder, {name: w.detach().cpu() for name, w in weights.items()})
+    return {f"{WEIGHTS}/{p.name}": digest(p.read_bytes()) if p.name == ".metadata" else "" for p in folder.iterdir()}
 
 
 def _inputs(batch: Any) -> list[dict[str, Any]]:

@@ -8,12 +8,12 @@ following lines come from.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from autopar.codegen.text import comment
 from autopar.ir.call import schema_arguments
 from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Site
 from autopar.ops.discover import target_of
@@ -165,16 +165,12 @@ def body(function: Function, text_of: Callable[[Line], str], returned: set[str])
     for i, line in enumerate(function.lines):
         if line.source and line.source != source:
             source = line.source
-            statements.append(f"# {_one_line(source)}")
+            statements.append(f"# {comment(source, 110)}")
         statements += text_of(line).splitlines()
         dead = dict.fromkeys(n for n in (*line.reads(), *line.outs) if last[n] == i and n not in returned and n != "_")
         if dead:
             statements.append(f"del {', '.join(dead)}")
     return statements
-
-
-def _one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text)[:110]
 
 
 def statement(line: Line, printer: Printer) -> str:
@@ -186,7 +182,7 @@ def statement(line: Line, printer: Printer) -> str:
 
 def show_types(line: Line) -> str:
     """`f32[8@dp, 128] ~sum(tp)` of what a line makes, for comments."""
-    return ", ".join(s.show(t) for _, t, s in line.made() if t is not None and s is not None)
+    return comment(", ".join(s.show(t) for _, t, s in line.made() if t is not None and s is not None))
 
 
 def _returns_list(line: Compute | Convert) -> bool:

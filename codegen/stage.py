@@ -9,6 +9,7 @@ import jinja2
 
 from autopar.codegen.actions import stage_functions
 from autopar.codegen.printer import Dtypes, Printer, body, statement
+from autopar.codegen.text import docstring, identifier
 from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Compute, Function
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, Row, StoredParameter
@@ -21,6 +22,7 @@ _ENVIRONMENT = jinja2.Environment(
     keep_trailing_newline=True,
     undefined=jinja2.StrictUndefined,
 )
+_ENVIRONMENT.filters |= {"docstring": docstring, "identifier": identifier}
 
 
 def render(template: str, **values: Any) -> str:

@@ -20,7 +20,8 @@ def plan_lines(saved: Saved) -> Iterator[str]:
     kind = "training" if program["training"] else "inference"
     pieces = f", {program['microbatches']} microbatches" if program["microbatches"] > 1 else ""
     yield f"{program['model']}, {kind} on {program['ranks']} ranks of {program['cluster']}{pieces}"
-    yield f"chosen by {program['origin']} ({solver['method']}, gap {solver['gap']:.2%})"
+    gap = "unknown" if solver["gap"] is None else f"{solver['gap']:.2%}"
+    yield f"chosen by {program['origin']} ({solver['method']}, gap {gap})"
     yield (
         f"predicted: step {time_text(predicted['step_time_s'])}, communication {time_text(predicted['comm_time_s'])}, "
         f"peak {size_text(predicted['peak_bytes'])} per rank"
@@ -31,14 +32,27 @@ def plan_lines(saved: Saved) -> Iterator[str]:
         mesh = Mesh(tuple(stage["mesh"].items()), stage["first_rank"])
         yield f"mesh {mesh}"
         for axis, size in mesh.axes:
-            groups = sorted({mesh.group((axis,), rank) for rank in range(mesh.offset, mesh.offset + mesh.size)})
-            shown = " | ".join(" ".join(map(str, ranks)) for ranks in groups[:8]) + (" | …" if len(groups) > 8 else "")
-            yield f"  {axis}={size}: ranks {shown}"
+            groups = _first_groups(mesh, axis, 8)
+            more = " | …" if len(groups) * size < mesh.size else ""
+            yield f"  {axis}={size}: ranks {' | '.join(' '.join(map(str, ranks)) for ranks in groups)}{more}"
         for name, template in stage["templates"].items():
             chosen = {op: strategy for op, strategy in template["strategies"].items() if strategy}
             yield f"strategies of {name} (axis=index of the op; {len(template['strategies']) - len(chosen)} ops run whole)"
             width = max(map(len, chosen), default=0)
             yield from (f"  {op:{width}}  {strategy}" for op, strategy in chosen.items())
+
+
+def _first_groups(mesh: Mesh, axis: str, most: int) -> list[tuple[int, ...]]:
+    """The first groups of ranks along an axis, in the order of their ranks."""
+    groups: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for rank in range(mesh.offset, mesh.offset + mesh.size):
+        if len(groups) == most:
+            break
+        if rank not in seen:
+            groups.append(mesh.group((axis,), rank))
+            seen.update(groups[-1])
+    return groups
 
 
 def call_lines(saved: Saved) -> Iterator[str]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.saved_schema import VERSION, check_facts
 from autopar.costmodel.simulate import Timeline, simulate
-from autopar.errors import InputError
+from autopar.errors import InputError, PlanError
 from autopar.ir.actions import StageGraph, parse_row
+from autopar.plan import Plan
+from autopar.runtime.datafile import read_json, read_text
+from autopar.runtime.schema import SchemaError
 
 Facts = dict[str, Any]
-VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -53,24 +55,38 @@ class Saved:
             for i, stage in enumerate(self.stages)
             if stage["first_rank"] <= rank < stage["first_rank"] + math.prod(stage["mesh"].values())
         ]
-        return "\n".join(f"# --- {f.relative_to(self.directory)}\n{f.read_text()}" for f in files)
+        try:
+            return "\n".join(f"# --- {f.relative_to(self.directory)}\n{read_text(f)}" for f in files)
+        except (OSError, SchemaError) as error:
+            raise InputError(f"the code of rank {rank} is damaged ({error}); save the program again") from None
 
 
 def read(directory: Path) -> Saved:
     """Raises InputError when the directory is none that this version of autopar wrote."""
     if not directory.is_dir():
         raise InputError(f"{directory} is no directory; give one that program.save(…) wrote")
-    contents = []
-    for name in ("program.json", "plan.json"):
-        try:
-            contents.append(json.loads((directory / name).read_text()))
-        except FileNotFoundError:
-            raise InputError(
-                f"{directory} is not an autopar directory: it has no {name}; write one with program.save({str(directory)!r})"
-            ) from None
-        except ValueError as error:
-            raise InputError(f"{directory / name} is damaged ({error}); save the program again") from None
-    program, plan = contents
-    if not isinstance(program, dict) or program.get("autopar_program") != VERSION or "stages" not in plan:
+    program, plan = (_contents(directory, name) for name in ("program.json", "plan.json"))
+    if not isinstance(program, dict) or program.get("autopar_program") != VERSION or not isinstance(plan, dict):
         raise InputError(f"{directory} was written by another version of autopar; save the program again")
+    try:
+        check_facts(program)
+        stages = Plan.from_dict(plan).stages
+    except (SchemaError, PlanError) as error:
+        name = "plan.json" if isinstance(error, PlanError) else "program.json"
+        raise InputError(f"{directory / name} is damaged: {error}; save the program again") from None
+    if len(stages) != len(program["stages"]):
+        raise InputError(f"plan.json and program.json in {directory} are of different programs; save the program again")
     return Saved(directory, program, plan)
+
+
+def _contents(directory: Path, name: str) -> object:
+    try:
+        return read_json(directory / name)
+    except FileNotFoundError:
+        raise InputError(
+            f"{directory} is not an autopar directory: it has no {name}; write one with program.save({str(directory)!r})"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{directory / name} cannot be read ({error.strerror})") from None
+    except SchemaError as error:
+        raise InputError(f"{directory / name} is damaged ({error}); save the program again") from None

@@ -14,8 +14,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from autopar.cluster.checks import RATE, SECONDS, check_fields, checked, name_text
 from autopar.cluster.tiers import Tier, tiers_from_dict
 from autopar.errors import ClusterError
+from autopar.runtime.schema import Schema, either, listed, number, parsed, positive, record, shown, table, text, where
 
 DTYPE_BYTES: dict[str, float] = {
     "float64": 8,
@@ -69,6 +71,12 @@ def dtype_bytes(dtype: str) -> float:
     return DTYPE_BYTES[name]
 
 
+def _known_dtype(name: str) -> str:
+    """The canonical name of a dtype that is known. Raises ClusterError."""
+    dtype_bytes(name)
+    return dtype_name(name)
+
+
 @dataclass(frozen=True)
 class EfficiencyCurve:
     """Share of the peak that an operation reaches.
@@ -87,11 +95,18 @@ class EfficiencyCurve:
     memory: float = 0.85
     half_dim: float = 64.0
 
+    def __post_init__(self) -> None:
+        check_fields(_CURVE, self, "efficiency curve")
+
     def to_dict(self) -> dict[str, float]:
         """Plain numbers for JSON."""
         return dict(self.__dict__)
 
 
+_CURVE: dict[str, Schema[float]] = {
+    **{name: positive(100) for name in EfficiencyCurve.__dataclass_fields__},
+    "half_dim": number(0, 1e9),
+}
 NO_TIERS = "describe tiers in the cluster file (`tiers: usual`, or their figures), or use cluster.with_tiers()"
 
 
@@ -111,13 +126,10 @@ class DeviceSpec:
     tiers: tuple[Tier, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.peak_flops:
-            raise ClusterError(f"device {self.name}: peak_flops is empty; give at least {{float32: FLOP/s}}")
-        for what in ("memory_bytes", "memory_bandwidth_Bps"):
-            if not getattr(self, what) > 0:
-                raise ClusterError(f"device {self.name}: {what} must be positive, got {getattr(self, what)}")
-        if any(not v > 0 for v in self.peak_flops.values()):
-            raise ClusterError(f"device {self.name}: every peak_flops entry must be positive")
+        what = f"device {name_text(self.name, 'device')}"
+        if self.peak_flops == {}:
+            raise ClusterError(f"{what}: peak_flops is empty; give at least {{float32: FLOP/s}}")
+        check_fields(_FIGURES, self, what)
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise ClusterError(f"device {self.name}: a memory tier is given twice")
         key = (
@@ -170,6 +182,18 @@ class DeviceSpec:
         }
 
 
+_FIGURES: dict[str, Schema[Any]] = {
+    "peak_flops": table(where(lambda name: name in DTYPE_BYTES, f"a dtype of {', '.join(DTYPE_BYTES)}"), RATE),
+    "memory_bytes": RATE,
+    "memory_bandwidth_Bps": RATE,
+    "launch_overhead_s": SECONDS,
+    "host_bandwidth_Bps": RATE,
+    "kind": text(),
+    "curve": where(lambda curve: isinstance(curve, EfficiencyCurve), "an EfficiencyCurve"),
+    "tiers": listed(where(lambda tier: isinstance(tier, Tier), "a Tier")),
+}
+
+
 @cache
 def load_data(name: str, room: str = "autopar.cluster") -> dict[str, Any]:
     """One of the constant files in the `data` folder of a room."""
@@ -179,8 +203,11 @@ def load_data(name: str, room: str = "autopar.cluster") -> dict[str, Any]:
 
 
 def curve_named(name: str) -> EfficiencyCurve:
-    """The fitted efficiency curves of a device family."""
-    return EfficiencyCurve(**load_data("efficiency.json")["curves"][name])
+    """The fitted efficiency curves of a device family. Raises ClusterError for an unknown one."""
+    curves = load_data("efficiency.json")["curves"]
+    if name not in curves:
+        raise ClusterError(f"unknown efficiency curve {shown(name)}; known: {', '.join(curves)}, or give its figures")
+    return EfficiencyCurve(**curves[name])
 
 
 _GPU_ALIASES = {
@@ -223,7 +250,7 @@ def device_preset(name: str) -> DeviceSpec:
     """A known device by preset or product name. Raises ClusterError for an unknown one."""
     key = preset_key(name)
     if key is None:
-        raise ClusterError(f"unknown device {name!r}; known: {', '.join(device_names())}, or describe it in full")
+        raise ClusterError(f"unknown device {shown(name)}; known: {', '.join(device_names())}, or describe it in full")
     entry = load_data("devices.json")["devices"][key]
     return DeviceSpec(
         name=key,
@@ -237,39 +264,33 @@ def device_preset(name: str) -> DeviceSpec:
     )
 
 
-_DEVICE_KEYS = {
-    "name",
-    "kind",
-    "host_bandwidth_Bps",
-    "peak_flops",
-    "memory_bytes",
-    "memory_bandwidth_Bps",
-    "launch_overhead_s",
-    "curve",
-    "tiers",
-}
+_DEVICE = record(
+    {},
+    {
+        "preset": text(),
+        **_FIGURES,
+        "name": text(),
+        "peak_flops": table(parsed(_known_dtype), RATE),
+        "curve": either(
+            (str, text()), (Mapping, record({}, _CURVE)), what="the name of a curve, or a mapping of figures"
+        ),
+        "tiers": where(lambda tiers: isinstance(tiers, Mapping), "a mapping such as {ddr: {capacity_GB: 2000, …}}"),
+    },
+)
 
 
-def device_from_dict(data: str | Mapping[str, Any]) -> DeviceSpec:
-    """A preset's name, or `{preset: h100, memory_bytes: ...}` with overrides, or all fields."""
+def device_from_dict(data: str | Mapping[str, Any], path: str = "device") -> DeviceSpec:
+    """A preset's name, or `{preset: h100, memory_bytes: ...}` with overrides, or all fields. Raises ClusterError."""
     if isinstance(data, str):
         return device_preset(data)
-    fields = dict(data)
+    fields = checked(_DEVICE, data, "", path)
     base = device_preset(fields.pop("preset")) if "preset" in fields else None
-    unknown = sorted(set(fields) - _DEVICE_KEYS)
-    if unknown:
-        raise ClusterError(f"device: unknown key {unknown[0]!r}; allowed: preset, {', '.join(sorted(_DEVICE_KEYS))}")
     if isinstance(fields.get("curve"), str):
         fields["curve"] = curve_named(fields["curve"])
-    elif isinstance(fields.get("curve"), Mapping):
+    elif "curve" in fields:
         fields["curve"] = EfficiencyCurve(**fields["curve"])
-    if "peak_flops" in fields:
-        fields["peak_flops"] = {dtype_name(k): float(v) for k, v in fields["peak_flops"].items()}
     if "tiers" in fields:
         fields["tiers"] = tiers_from_dict(fields["tiers"])
-    for key in ("memory_bytes", "memory_bandwidth_Bps", "launch_overhead_s", "host_bandwidth_Bps"):
-        if key in fields:
-            fields[key] = float(fields[key])
     if base is not None:
         return replace(base, **fields)
     missing = [k for k in ("name", "peak_flops", "memory_bytes", "memory_bandwidth_Bps") if k not in fields]

@@ -11,21 +11,67 @@ device or machine is data: a row of `data/devices.json`, or of `data/machines.js
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from autopar.cluster.checks import MOST_SECONDS, OVERSUBSCRIPTION, RANKS, RATE, SHARE, checked
 from autopar.cluster.device import DeviceSpec, device_from_dict, load_data, usual_tiers
 from autopar.cluster.family import add_rack, link_family, usual_link
-from autopar.cluster.link import LinkLevel, link_from_dict
+from autopar.cluster.link import LINK, LinkLevel, link_from_dict
 from autopar.cluster.tiers import tiers_from_dict
+from autopar.cluster.yaml_text import parse_yaml
 from autopar.errors import ClusterError
+from autopar.runtime.datafile import parse_json, read_text
+from autopar.runtime.schema import Schema, anything, either, flag, listed, number, record, shown, table, text, where
 
-_NODE_KEYS = {"count", "devices_per_node", "bandwidth_GBps", "latency_us", "efficiency", "in_switch", "tiers"}
-_NETWORK_KEYS = {"bandwidth_GBps", "latency_us", "efficiency", "oversubscription"}
+MOST_BYTES = {"JSON": 1 << 26, "YAML": 1 << 16}
+"""Of a cluster file."""
+_MOST_RUNS = 1 << 10
+"""Entries of `nodes:` and runs of alike devices."""
+
+_DEVICE: Schema[Any] = either(
+    (str, text()), (Mapping, table(text(), anything)), what="a preset such as h100, or a mapping of its figures"
+)
+_TIERS: Schema[Any] = where(
+    lambda value: value == "usual" or isinstance(value, Mapping),
+    "`usual`, or a mapping such as {ddr: {capacity_GB: 2000, bandwidth_GBps: 50}}",
+)
+_LINKS: dict[str, Schema[Any]] = {
+    "bandwidth_GBps": RATE,
+    "latency_us": number(0, MOST_SECONDS * 1e6),
+    "efficiency": SHARE,
+}
+_NETWORK: dict[str, Schema[Any]] = {**_LINKS, "oversubscription": OVERSUBSCRIPTION}
+_NODE: dict[str, Schema[Any]] = {
+    **_LINKS,
+    "count": RANKS,
+    "devices_per_node": RANKS,
+    "in_switch": flag(),
+    "tiers": _TIERS,
+}
+_CLUSTER = record(
+    {},
+    {
+        **_NODE,
+        "name": text(),
+        "preset": text(),
+        "nodes": anything,
+        "device": _DEVICE,
+        "network": record({}, _NETWORK),
+        "rack": record({"nodes": RANKS}, _NETWORK),
+        "profile": text(),
+    },
+)
+_FULL = record(
+    {
+        "devices": listed(record({"count": RANKS, "device": _DEVICE}), least=1, most=_MOST_RUNS),
+        "levels": listed(LINK, least=1, most=16),
+    },
+    {"name": text(), "profile": text()},
+)
 
 
 @dataclass(frozen=True)
@@ -39,14 +85,14 @@ class Description:
 
 def read_cluster_file(path: Path) -> Mapping[str, Any]:
     """What a YAML or JSON cluster file holds. Raises ClusterError, naming the file, where it holds no description."""
+    kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
-        text = path.read_text()
+        content = read_text(path, MOST_BYTES[kind])
+        data = parse_json(content) if kind == "JSON" else parse_yaml(content)
     except OSError as err:
         raise ClusterError(f"{path}: cannot read the cluster file ({err.strerror})") from err
-    try:
-        data = json.loads(text) if path.suffix == ".json" else _yaml(text)
     except ValueError as err:
-        raise ClusterError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {err}") from err
+        raise ClusterError(f"{path}: not valid {kind}: {err}") from err
     if not isinstance(data, Mapping):
         raise ClusterError(f"{path}: a cluster file is a mapping with `preset:` or `nodes:`, got {type(data).__name__}")
     return data
@@ -54,32 +100,38 @@ def read_cluster_file(path: Path) -> Mapping[str, Any]:
 
 def described(data: Mapping[str, Any]) -> Description:
     """Reads `ClusterSpec.to_dict`'s form, `{preset, nodes}`, or `{nodes: [...], network: {...}}`. Raises ClusterError."""
+    if not isinstance(data, Mapping):
+        raise ClusterError(f"a cluster is described by a mapping with `preset:` or `nodes:`, got {shown(data)}")
     if "levels" in data:
-        runs = tuple((int(run["count"]), device_from_dict(run["device"])) for run in data["devices"])
-        return Description(str(data.get("name", "cluster")), runs, tuple(map(link_from_dict, data["levels"])))
-    _known(data, {"name", "preset", "nodes", "network", "rack", "profile", "device", *_NODE_KEYS}, "cluster")
-    if "tiers" in data:
-        rest = {key: value for key, value in data.items() if key != "tiers"}
-        return _tiered(described(rest), data["tiers"])
-    if "preset" in data:
-        return _preset(str(data["preset"]), int(data.get("nodes", 1)))
-    nodes = data.get("nodes")
-    if isinstance(nodes, int) and "device" in data:
-        nodes = [{"count": nodes, **{k: v for k, v in data.items() if k in _NODE_KEYS or k == "device"}}]
-    if not isinstance(nodes, Sequence) or isinstance(nodes, str) or not nodes:
+        full = checked(_FULL, data, "")
+        runs = tuple(
+            (run["count"], device_from_dict(run["device"], f"devices[{i}].device"))
+            for i, run in enumerate(full["devices"])
+        )
+        return Description(full.get("name", "cluster"), runs, tuple(map(link_from_dict, full["levels"])))
+    given = checked(_CLUSTER, data, "")
+    if "tiers" in given:
+        return _tiered(described({key: value for key, value in data.items() if key != "tiers"}), given["tiers"])
+    if "preset" in given:
+        return _preset(given["preset"], checked(RANKS, given.get("nodes", 1), "", "nodes"))
+    nodes = given.get("nodes")
+    if isinstance(nodes, int) and "device" in given:
+        count = checked(RANKS, nodes, "", "nodes")
+        nodes = [{**{k: v for k, v in given.items() if k in _NODE or k == "device"}, "count": count}]
+    if not isinstance(nodes, list | tuple) or not nodes or len(nodes) > _MOST_RUNS:
         raise ClusterError(
             "needs `preset: <name>` with `nodes: <count>`, or `nodes:` as a list of "
-            "{count, device, devices_per_node, bandwidth_GBps}"
+            f"{{count, device, devices_per_node, bandwidth_GBps}} with at most {_MOST_RUNS} entries"
         )
-    return _from_nodes(str(data.get("name", "cluster")), nodes, data.get("network", {}), data.get("rack"))
+    return _from_nodes(given.get("name", "cluster"), nodes, given.get("network", {}), given.get("rack"))
 
 
 def _preset(name: str, nodes: int) -> Description:
     """So many nodes of a known machine (data/machines.json)."""
-    table = load_data("machines.json")["machines"]
-    if name not in table:
-        raise ClusterError(f"unknown cluster preset {name!r}; known: {', '.join(sorted(table))}")
-    return described({"name": f"{name}-x{nodes}", **table[name], "nodes": nodes})
+    machines = load_data("machines.json")["machines"]
+    if name not in machines:
+        raise ClusterError(f"unknown cluster preset {name!r}; known: {', '.join(sorted(machines))}")
+    return described({"name": f"{name}-x{nodes}", **machines[name], "nodes": nodes})
 
 
 @dataclass(frozen=True)
@@ -99,38 +151,34 @@ class _Nodes:
 def _from_nodes(
     name: str, entries: Sequence[Any], network: Mapping[str, Any], rack: Mapping[str, Any] | None
 ) -> Description:
-    nodes = [_nodes(entry) for entry in entries]
-    total = sum(run.count * run.per_node for run in nodes)
-    _known(network, _NETWORK_KEYS, "network")
+    nodes = [_nodes(entry, f"nodes[{i}]") for i, entry in enumerate(entries)]
+    total = checked(RANKS, sum(run.count * run.per_node for run in nodes), "", "the number of devices")
     node = _node_level(nodes)
     levels = [node]
     family = link_family(nodes[0].device)
     if rack:
-        _known(rack, {"nodes", *_NETWORK_KEYS}, "rack")
-        size = min(int(rack["nodes"]) * node.group_size, total)
+        size = min(rack["nodes"] * node.group_size, total)
         if size > node.group_size:
-            rate = _positive(rack, "bandwidth_GBps", node.bandwidth_Bps / 1e9) * 1e9
+            rate = rack.get("bandwidth_GBps", node.bandwidth_Bps / 1e9) * 1e9
             add_rack(levels, _described_link(replace(node, name="rack", group_size=size, bandwidth_Bps=rate), rack))
     if total > levels[-1].group_size:
-        rate = _positive(network, "bandwidth_GBps", family["inter_bandwidth_Bps"] / 1e9) * 1e9
+        rate = network.get("bandwidth_GBps", family["inter_bandwidth_Bps"] / 1e9) * 1e9
         levels.append(_described_link(usual_link(family, "cluster", total, rate), network))
     return Description(name, tuple((run.count * run.per_node, run.device) for run in nodes), tuple(levels))
 
 
-def _nodes(entry: Any) -> _Nodes:
+def _nodes(data: Any, path: str) -> _Nodes:
     """One entry of `nodes:`, what it leaves out from its device's family."""
-    if not isinstance(entry, Mapping) or "device" not in entry:
+    if not isinstance(data, Mapping) or "device" not in data:
         raise ClusterError("nodes: every entry needs `device:` (a preset such as h100, or its figures)")
-    _known(entry, _NODE_KEYS | {"device"}, "nodes")
-    device = device_from_dict(entry["device"])
+    entry = checked(record({"device": _DEVICE}, _NODE), data, "", path)
+    device = device_from_dict(entry["device"], f"{path}.device")
     family = link_family(device)
-    count, per_node = int(entry.get("count", 1)), int(entry.get("devices_per_node", family["devices_per_node"]))
-    if count < 1 or per_node < 1:
-        raise ClusterError(f"nodes: count and devices_per_node must be at least 1, got {count} and {per_node}")
+    count, per_node = entry.get("count", 1), entry.get("devices_per_node", family["devices_per_node"])
     if "tiers" in entry:
         usual = entry["tiers"] == "usual"
         device = replace(device, tiers=usual_tiers(device) if usual else tiers_from_dict(entry["tiers"], per_node))
-    rate = _positive(entry, "bandwidth_GBps", family["intra_bandwidth_Bps"] / 1e9) * 1e9
+    rate = entry.get("bandwidth_GBps", family["intra_bandwidth_Bps"] / 1e9) * 1e9
     return _Nodes(count, device, _described_link(usual_link(family, "node", per_node, rate), entry), rate)
 
 
@@ -159,13 +207,13 @@ def _node_level(nodes: Sequence[_Nodes]) -> LinkLevel:
 def _described_link(link: LinkLevel, entry: Mapping[str, Any]) -> LinkLevel:
     """`link` with what a cluster file says about it; a given latency replaces launch, hop and ramp times."""
     if "latency_us" in entry:
-        link = replace(link, latency_s=float(entry["latency_us"]) * 1e-6, base_s=0.0, ramp_s=0.0)
+        link = replace(link, latency_s=entry["latency_us"] * 1e-6, base_s=0.0, ramp_s=0.0)
     if "efficiency" in entry:
-        link = replace(link, efficiency=float(entry["efficiency"]), in_switch_efficiency=float(entry["efficiency"]))
+        link = replace(link, efficiency=entry["efficiency"], in_switch_efficiency=entry["efficiency"])
     if "oversubscription" in entry:
-        link = replace(link, oversubscription=float(entry["oversubscription"]))
+        link = replace(link, oversubscription=entry["oversubscription"])
     if "in_switch" in entry:
-        link = replace(link, in_switch=bool(entry["in_switch"]))
+        link = replace(link, in_switch=entry["in_switch"])
     return link
 
 
@@ -180,25 +228,3 @@ def _tiered(cluster: Description, tiers: Any) -> Description:
     return replace(
         cluster, devices=tuple((n, replace(d, tiers=node_tiers or usual_tiers(d))) for n, d in cluster.devices)
     )
-
-
-def _known(data: Mapping[str, Any], allowed: set[str], where: str) -> None:
-    for key in data:
-        if key not in allowed:
-            raise ClusterError(f"{where}: unknown key {key!r}; allowed: {', '.join(sorted(allowed))}")
-
-
-def _positive(data: Mapping[str, Any], key: str, default: float) -> float:
-    value = data.get(key, default)
-    if not isinstance(value, int | float) or value <= 0:
-        raise ClusterError(f"{key} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as err:
-        raise ValueError(err) from err

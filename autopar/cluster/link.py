@@ -10,9 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+from autopar.cluster.checks import OVERSUBSCRIPTION, RANKS, RATE, SECONDS, SHARE, check_fields, checked, name_text
 from autopar.errors import ClusterError
+from autopar.runtime.schema import MOST_RANKS, Schema, flag, integer, listed, record, shown, text
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,9 @@ class LinkLevel:
     group_bandwidths: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ClusterError(f"link level {self.name}: group_size must be at least 1, got {self.group_size}")
-        if not self.bandwidth_Bps > 0:
-            raise ClusterError(f"link level {self.name}: bandwidth must be positive, got {self.bandwidth_Bps}")
-        if self.latency_s < 0:
-            raise ClusterError(f"link level {self.name}: latency must not be negative, got {self.latency_s}")
-        if self.base_s < 0 or self.ramp_s < 0:
-            raise ClusterError(f"link level {self.name}: base_s and ramp_s must not be negative")
-        if not 0 < self.efficiency <= 1:
-            raise ClusterError(f"link level {self.name}: efficiency must be in (0, 1], got {self.efficiency}")
-        if self.oversubscription < 1:
-            raise ClusterError(f"link level {self.name}: oversubscription is at least 1, got {self.oversubscription}")
+        check_fields(_SCHEMAS, self, f"link level {name_text(self.name, 'link level')}")
+        if self.starts and (self.starts[0] != 0 or any(a >= b for a, b in pairwise(self.starts))):
+            raise ClusterError(f"link level {self.name}: starts must begin with 0 and grow, got {shown(self.starts)}")
 
     def group_of(self, rank: int) -> int:
         """Which group of this level a rank belongs to."""
@@ -73,16 +67,28 @@ class LinkLevel:
         return data
 
 
+_SCHEMAS: dict[str, Schema[Any]] = {
+    "name": text(),
+    "group_size": RANKS,
+    "bandwidth_Bps": RATE,
+    "latency_s": SECONDS,
+    "efficiency": SHARE,
+    "oversubscription": OVERSUBSCRIPTION,
+    "in_switch": flag(),
+    "in_switch_efficiency": SHARE,
+    "base_s": SECONDS,
+    "ramp_s": SECONDS,
+    "mesh_links": integer(0, MOST_RANKS),
+    "starts": listed(integer(0, MOST_RANKS)),
+    "group_bandwidths": listed(RATE),
+}
+_REQUIRED = ("name", "group_size", "bandwidth_Bps")
+LINK = record({name: _SCHEMAS[name] for name in _REQUIRED}, {n: s for n, s in _SCHEMAS.items() if n not in _REQUIRED})
+"""`LinkLevel.to_dict`'s form."""
+
+
 def link_from_dict(data: Mapping[str, Any]) -> LinkLevel:
     """Reads `to_dict`'s form. Raises ClusterError for unknown or missing keys."""
-    fields = dict(data)
-    allowed = LinkLevel.__dataclass_fields__
-    for key in fields:
-        if key not in allowed:
-            raise ClusterError(f"link level: unknown key {key!r}; allowed: {', '.join(allowed)}")
-    for key in ("name", "group_size", "bandwidth_Bps"):
-        if key not in fields:
-            raise ClusterError(f"link level: {key} is missing")
-    fields["starts"] = tuple(fields.get("starts", ()))
-    fields["group_bandwidths"] = tuple(fields.get("group_bandwidths", ()))
-    return LinkLevel(**fields)
+    fields = checked(LINK, data, "link level")
+    lists = {key: tuple(fields.get(key, ())) for key in ("starts", "group_bandwidths")}
+    return LinkLevel(**{**fields, **lists})

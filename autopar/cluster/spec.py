@@ -16,12 +16,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autopar.cluster.checks import OVERSUBSCRIPTION, RANKS, RATE, SECONDS, SHARE, checked, name_text
 from autopar.cluster.device import DeviceSpec, EfficiencyCurve, device_from_dict, device_preset, usual_tiers
 from autopar.cluster.family import add_rack, link_family, usual_link
 from autopar.cluster.files import described, read_cluster_file
 from autopar.cluster.link import LinkLevel
 from autopar.cluster.tiers import Tier
 from autopar.errors import ClusterError
+from autopar.runtime.datafile import read_json
+from autopar.runtime.schema import (
+    Schema,
+    anything,
+    choice,
+    flag,
+    listed,
+    number,
+    optional,
+    record,
+    row,
+    shown,
+    table,
+    text,
+    where,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,9 @@ class ClusterSpec:
     levels: tuple[LinkLevel, ...]
 
     def __post_init__(self) -> None:
+        checked(_RUNS, self.devices, f"cluster {name_text(self.name, 'cluster')}", "devices")
+        checked(_LEVELS, self.levels, f"cluster {self.name}", "levels")
+        checked(RANKS, self.size, f"cluster {self.name}", "the number of devices")
         if not self.devices or any(count < 1 for count, _ in self.devices):
             raise ClusterError(f"cluster {self.name}: needs at least one device in every run")
         sizes = [level.group_size for level in self.levels]
@@ -40,6 +60,13 @@ class ClusterSpec:
             raise ClusterError(f"cluster {self.name}: levels must go from the innermost outwards, got sizes {sizes}")
         if not self.levels or (self.levels[-1].group_size < self.size):
             raise ClusterError(f"cluster {self.name}: the last level must join all {self.size} devices, got {sizes}")
+        for level in self.levels:
+            groups = len(level.starts) or -(-self.size // level.group_size)
+            if len(level.group_bandwidths) not in (0, groups) or any(start >= self.size for start in level.starts):
+                raise ClusterError(
+                    f"cluster {self.name}: level {level.name} has starts {shown(level.starts)} and "
+                    f"{len(level.group_bandwidths)} group_bandwidths; its {groups} groups need one each, or none at all"
+                )
 
     @cached_property
     def size(self) -> int:
@@ -55,7 +82,7 @@ class ClusterSpec:
         return starts
 
     def device(self, rank: int) -> DeviceSpec:
-        """The device of a rank."""
+        """The device of a rank. Raises ClusterError where there is no such rank."""
         if not 0 <= rank < self.size:
             raise ClusterError(f"rank {rank} is outside the cluster of {self.size} devices")
         return self.devices[bisect_right(self._starts, rank) - 1][1]
@@ -85,21 +112,26 @@ class ClusterSpec:
         }
 
     def with_profile(self, profile: Mapping[str, Any]) -> ClusterSpec:
-        """The same cluster with what `autopar-calibrate` measured in place of the presets' constants."""
-        devices = tuple((n, _profiled_device(d, profile.get("device", {}))) for n, d in self.devices)
-        measured = profile.get("links", {})
-        levels = tuple(replace(lv, **measured[lv.name]) if lv.name in measured else lv for lv in self.levels)
+        """The same cluster with what `autopar-calibrate` measured in place of the presets' constants. Raises ClusterError."""
+        measured = checked(_PROFILE, profile, "profile")
+        devices = tuple((n, _profiled_device(d, measured.get("device", {}))) for n, d in self.devices)
+        links = measured.get("links", {})
+        levels = tuple(replace(level, **links.get(level.name, {})) for level in self.levels)
         return replace(self, devices=devices, levels=levels)
 
     def with_tiers(self, *tiers: Tier) -> ClusterSpec:
-        """The same cluster with memory tiers on every rank: the given ones, else those usual for each device."""
+        """The same cluster with memory tiers on every rank: the given ones, else those usual for each device. Raises
+        ClusterError."""
+        checked(listed(where(lambda tier: isinstance(tier, Tier), "a Tier")), tiers, "with_tiers", "tiers")
         ordered = tuple(sorted(tiers, key=lambda tier: tier.name))  # ddr before nvme
         devices = tuple((n, replace(d, tiers=ordered or usual_tiers(d))) for n, d in self.devices)
         return replace(self, devices=devices)
 
     @staticmethod
     def local(n: int = 1, *, memory_bytes: float | None = None) -> ClusterSpec:
-        """n processes (or threads) of this machine's CPU: what tests and laptops use."""
+        """n processes (or threads) of this machine's CPU: what tests and laptops use. Raises ClusterError."""
+        checked(RANKS, n, "ClusterSpec.local", "n")
+        checked(optional(RATE), memory_bytes, "ClusterSpec.local", "memory_bytes")
         device = device_preset("cpu")
         if memory_bytes is not None:
             device = replace(device, memory_bytes=float(memory_bytes))
@@ -132,8 +164,11 @@ class ClusterSpec:
         """`devices` alike devices in nodes of `devices_per_node`; what is left out comes from the device's family.
 
         With `nodes_per_rack`, nodes of one rack are joined by `rack_bandwidth_Bps` (NVL72: as fast as inside). A given
-        latency replaces the family's fitted launch, hop and ramp times: the textbook formulas with that alpha.
+        latency replaces the family's fitted launch, hop and ramp times: the textbook formulas with that alpha. Raises
+        ClusterError.
         """
+        given = {name: value for name, value in locals().items() if name in _HOMOGENEOUS}
+        checked(record(_HOMOGENEOUS), given, "ClusterSpec.homogeneous")
         spec = device if isinstance(device, DeviceSpec) else device_from_dict(device)
         family = link_family(spec)
         per_node = min(devices_per_node or family["devices_per_node"], devices)
@@ -166,14 +201,13 @@ class ClusterSpec:
     @staticmethod
     def from_file(path: str | Path) -> ClusterSpec:
         """Reads a YAML or JSON cluster file. Raises ClusterError, naming the file, for anything wrong in it."""
+        if not isinstance(path, str | Path):
+            raise ClusterError(f"ClusterSpec.from_file takes the path of a file, not {type(path).__name__}")
         path = Path(path)
         data = read_cluster_file(path)
         try:
             cluster = ClusterSpec.from_dict(data)
-            profile = data.get("profile")
-            if isinstance(profile, str):
-                cluster = cluster.with_profile(json.loads((path.parent / profile).read_text()))
-            return cluster
+            return cluster.with_profile(_read_profile(path.parent / data["profile"])) if "profile" in data else cluster
         except ClusterError as err:
             raise ClusterError(f"{path}: {err}") from err
 
@@ -205,10 +239,64 @@ def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
     return ClusterSpec(f"{cluster.name}-times-{times}", grown, levels)
 
 
+_LATENCY, _RATE, _EFFICIENCY, _COUNT = optional(SECONDS), optional(RATE), optional(SHARE), optional(RANKS)
+_HOMOGENEOUS: dict[str, Schema[Any]] = {
+    "devices": RANKS,
+    "device": where(lambda d: isinstance(d, str | Mapping | DeviceSpec), "a preset, a DeviceSpec or its figures"),
+    "devices_per_node": _COUNT,
+    "intra_bandwidth_Bps": _RATE,
+    "inter_bandwidth_Bps": _RATE,
+    "intra_latency_s": _LATENCY,
+    "inter_latency_s": _LATENCY,
+    "intra_efficiency": _EFFICIENCY,
+    "inter_efficiency": _EFFICIENCY,
+    "nodes_per_rack": _COUNT,
+    "rack_bandwidth_Bps": _RATE,
+    "oversubscription": OVERSUBSCRIPTION,
+    "in_switch": optional(flag()),
+    "name": optional(text()),
+}
+_RUNS = listed(row(RANKS, where(lambda device: isinstance(device, DeviceSpec), "a DeviceSpec")), least=1)
+_LEVELS = listed(where(lambda level: isinstance(level, LinkLevel), "a LinkLevel"), least=1)
+_FIGURES = ("bandwidth_Bps", "base_s", "latency_s", "ramp_s", "efficiency", "in_switch_efficiency")
+_PROFILE = record(
+    {},
+    {
+        "device": record(
+            {},
+            {
+                "memory_bandwidth_Bps": RATE,
+                "launch_overhead_s": SECONDS,
+                "memory_bytes": RATE,
+                "peak_flops": table(text(), RATE),
+                "curve": table(text(), number()),
+            },
+        ),
+        "links": table(text(), table(choice(_FIGURES), number())),
+        "base": anything,
+        "residuals": anything,
+        "samples": anything,
+    },
+)
+
+
+def _read_profile(path: Path) -> Mapping[str, Any]:
+    """What `autopar-calibrate` wrote. Raises ClusterError."""
+    try:
+        return checked(_PROFILE, read_json(path), "")
+    except OSError as error:
+        raise ClusterError(
+            f"profile {path}: cannot read it ({error.strerror}); write it with autopar-calibrate"
+        ) from error
+    except (ValueError, ClusterError) as error:
+        raise ClusterError(f"profile {path}: {error}; measure again with autopar-calibrate") from error
+
+
 def _profiled_device(device: DeviceSpec, measured: Mapping[str, Any]) -> DeviceSpec:
     fields = {k: v for k, v in measured.items() if k in ("memory_bandwidth_Bps", "launch_overhead_s", "memory_bytes")}
     if "peak_flops" in measured:
         fields["peak_flops"] = {**device.peak_flops, **measured["peak_flops"]}
     if "curve" in measured:
-        fields["curve"] = EfficiencyCurve(**{**device.curve.to_dict(), **measured["curve"]})
+        curve = checked(table(choice(tuple(device.curve.to_dict())), number()), measured["curve"], "profile", "curve")
+        fields["curve"] = EfficiencyCurve(**{**device.curve.to_dict(), **curve})
     return replace(device, **fields)

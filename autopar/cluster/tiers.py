@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.cluster.checks import RATE, SECONDS, check_fields
 from autopar.errors import ClusterError, NoRoomError
+from autopar.runtime.schema import Schema, is_number, shown
 
 TIER_NAMES = ("ddr", "nvme")
 """Fastest first."""
-_FIELDS = ("capacity_bytes", "bandwidth_Bps", "latency_s")
+_FIELDS: dict[str, Schema[float]] = {"capacity_bytes": RATE, "bandwidth_Bps": RATE, "latency_s": SECONDS}
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,8 @@ class Tier:
 
     def __post_init__(self) -> None:
         if self.name not in TIER_NAMES:
-            raise ClusterError(f"unknown memory tier {self.name!r}; tiers are {', '.join(TIER_NAMES)}")
-        for what in _FIELDS:
-            value = getattr(self, what)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-                raise ClusterError(f"tier {self.name}: {what} must be a number, got {value!r}")
-        if not self.capacity_bytes > 0 or not self.bandwidth_Bps > 0:
-            raise ClusterError(
-                f"tier {self.name}: capacity_bytes and bandwidth_Bps must be positive, got {self.capacity_bytes} and "
-                f"{self.bandwidth_Bps}; leave the tier out where there is none"
-            )
+            raise ClusterError(f"unknown memory tier {shown(self.name)}; tiers are {', '.join(TIER_NAMES)}")
+        check_fields(_FIELDS, self, f"tier {self.name}")
 
     def move_s(self, nbytes: float, pieces: int = 1) -> float:
         """Seconds to move bytes to the tier, or back, in so many transfers one after another."""
@@ -121,10 +115,12 @@ def tiers_from_dict(data: Any, devices_per_node: int = 1) -> tuple[Tier, ...]:
     """`{ddr: {capacity_GB, bandwidth_GBps, latency_us}, nvme: …}` as in a cluster file (capacity of a node, shared by its
     devices; bandwidth of each), or `to_dict`'s numbers per rank. Fastest tier first. Raises ClusterError."""
     if not isinstance(data, Mapping):
-        raise ClusterError(f"tiers: a mapping such as {{ddr: {{capacity_GB: 2000, bandwidth_GBps: 50}}}}, got {data!r}")
+        raise ClusterError(
+            f"tiers: a mapping such as {{ddr: {{capacity_GB: 2000, bandwidth_GBps: 50}}}}, got {shown(data)}"
+        )
     unknown = [name for name in data if name not in TIER_NAMES]
     if unknown:
-        raise ClusterError(f"unknown memory tier {unknown[0]!r}; tiers are {', '.join(TIER_NAMES)}")
+        raise ClusterError(f"unknown memory tier {shown(unknown[0])}; tiers are {', '.join(TIER_NAMES)}")
     return tuple(_tier(name, data[name], devices_per_node) for name in TIER_NAMES if name in data)
 
 
@@ -137,14 +133,14 @@ _SCALES = {
 
 def _tier(name: str, row: Any, devices_per_node: int) -> Tier:
     if not isinstance(row, Mapping):
-        raise ClusterError(f"tier {name}: a mapping with capacity_GB and bandwidth_GBps, got {row!r}")
+        raise ClusterError(f"tier {name}: a mapping with capacity_GB and bandwidth_GBps, got {shown(row)}")
     fields: dict[str, float] = {}
     for key, value in row.items():
-        target, scale = _SCALES.get(key, (key, 1.0))
+        target, scale = _SCALES.get(str(key), (str(key), 1.0))
         if target not in _FIELDS:
-            raise ClusterError(f"tier {name}: unknown key {key!r}; allowed: {', '.join((*_SCALES, *_FIELDS))}")
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ClusterError(f"tier {name}: {key} must be a number, got {value!r}")
+            raise ClusterError(f"tier {name}: unknown key {shown(key)}; allowed: {', '.join((*_SCALES, *_FIELDS))}")
+        if not is_number(value):
+            raise ClusterError(f"tier {name}: {key} must be a number, got {shown(value)}")
         fields[target] = float(value) * scale / (devices_per_node if key == "capacity_GB" else 1)
     for short, (target, _) in _SCALES.items():
         if target not in fields and target != "latency_s":

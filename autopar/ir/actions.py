@@ -13,6 +13,7 @@ are not part of a table; `autopar.costmodel.simulate` adds them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,8 @@ class Action:
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}.{self.stage}"
 
+
+_NUMBER = re.compile("[0-9]{1,7}")
 
 Table = tuple[tuple[Action, ...], ...]
 """One row of actions per group."""
@@ -105,7 +108,7 @@ def parse_row(text: str) -> tuple[Action, ...]:
     row = []
     for word in text.split():
         microbatch, _, stage = word[1:].partition(".")
-        if word[0] not in "FBW" or not microbatch.isdigit() or not stage.isdigit():
+        if word[0] not in "FBW" or not _NUMBER.fullmatch(microbatch) or not _NUMBER.fullmatch(stage):
             raise ValueError(f"{word!r} is no action; write F, B or W, a microbatch, a dot and a stage, such as F3.1")
         row.append(Action(word[0], int(microbatch), int(stage)))
     return tuple(row)

@@ -11,13 +11,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.errors import ShardingError
+from autopar.runtime.schema import is_identifier, shown
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ordered axis names and sizes; `offset` is the first physical rank (stages own consecutive rank ranges)."""
+    """Ordered axis names and sizes; `offset` is the first physical rank (stages own consecutive rank ranges).
+
+    Raises ShardingError for an axis whose name is no identifier."""
 
     axes: tuple[tuple[str, int], ...]
     offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name, _ in self.axes:  # they become names in emitted programs
+            if not is_identifier(name):
+                raise ShardingError(
+                    f"a mesh axis is named {shown(name)}; use a name of letters, digits and _, such as dp or tp"
+                )
 
     @staticmethod
     def of(**sizes: int) -> Mesh:

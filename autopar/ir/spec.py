@@ -17,6 +17,7 @@ from functools import cached_property
 from autopar.errors import ShardingError
 from autopar.ir.mesh import Mesh
 from autopar.ir.types import TensorType
+from autopar.runtime.schema import is_identifier
 
 REDUCTIONS = ("sum", "max", "min")
 
@@ -93,21 +94,28 @@ class Spec:
         return self.show()
 
 
-_FORM = re.compile(r"^\w*\[(?P<dims>[^\]]*)\](?P<partial>( ~\w+\([\w,]+\))*)$")
+_FORM = re.compile(r"\w*\[(?P<dims>[^\]]*)\](?P<partial>( ~\w+\([\w,]+\))*)", re.ASCII)
+_DIM = re.compile(r" *(?:\.|\d+)? *(?:@(?P<axes>[\w.]+))? *", re.ASCII)
 
 
 def parse_spec(text: str) -> Spec:
     """Inverse of `Spec.show`, sizes and dtype ignored. Raises ShardingError on anything else."""
-    match = _FORM.match(text.strip())
-    if match is None:
+    match = _FORM.fullmatch(text.strip())
+    parts = (match["dims"].split(",") if match["dims"].strip() else []) if match else []
+    entries = [_DIM.fullmatch(part) for part in parts]
+    if match is None or not all(entries):
         raise ShardingError(f"{text!r} is no spec; write for example '[@dp, ., @tp] ~sum(cp)'")
-    body = match["dims"].strip()
-    dims = tuple(
-        tuple(part.split("@", 1)[1].split(".")) if "@" in part else () for part in (body.split(",") if body else ())
-    )
+    dims = tuple(tuple(entry["axes"].split(".")) if entry and entry["axes"] else () for entry in entries)
     partial = []
     for op, axes in re.findall(r"~(\w+)\(([\w,]+)\)", match["partial"]):
         if op not in REDUCTIONS:
             raise ShardingError(f"{text!r}: unknown reduction {op!r}; known are {', '.join(REDUCTIONS)}")
         partial += [(axis, op) for axis in axes.split(",")]
-    return Spec(tuple(tuple(a.strip() for a in d) for d in dims), tuple(sorted(partial)))
+    spec = Spec(dims, tuple(sorted(partial)))
+    wrong = [axis for axis in spec.axes if not is_identifier(axis)]
+    if wrong:
+        raise ShardingError(f"{text!r}: {wrong[0]!r} is no name of a mesh axis; write for example '[@dp.tp, .]'")
+    used = [*(axis for dim in dims for axis in dim), *(axis for axis, _ in partial)]
+    if len(used) > len(spec.axes):
+        raise ShardingError(f"{text!r} uses a mesh axis twice; an axis shards one dim, or owes one sum")
+    return spec

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
+from autopar.runtime.schema import is_integer, is_number, shown
 from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule, as_rule
 
 
@@ -22,7 +23,8 @@ def update_rule(
 ) -> UpdateRule:
     """The arguments of `compile` as one rule. Raises InputError where they are wrong, or do not go together."""
     rule = as_rule(optimizer)
-    clip = ClipNorm(float(clip_grad_norm)) if isinstance(clip_grad_norm, Real) else clip_grad_norm
+    is_norm = isinstance(clip_grad_norm, Real) and not isinstance(clip_grad_norm, bool)
+    clip = ClipNorm(float(clip_grad_norm)) if is_norm else clip_grad_norm
     scaling = LossScaling() if loss_scaling is True else loss_scaling or None
     arguments = {
         "scheduler": scheduler,
@@ -48,24 +50,34 @@ def update_rule(
     if rule.scheduler is not None and rule.optimizer is None:
         raise InputError("a scheduler without an optimizer has nothing to schedule; give optimizer= too")
     norm = rule.clip_norm
-    if norm is not None and not (isinstance(norm, ClipNorm) and norm.max_norm > 0 and norm.norm_type > 0):
+    if norm is not None and not (
+        isinstance(norm, ClipNorm) and _above_zero(norm.max_norm) and _above_zero(norm.norm_type)
+    ):
         raise InputError(
-            f"clip_grad_norm must be a positive number or autopar.ClipNorm(max_norm, norm_type), not {norm!r}"
+            f"clip_grad_norm must be a positive number or autopar.ClipNorm(max_norm, norm_type), not {shown(norm)}"
         )
     value = rule.clip_value
-    if value is not None and not (isinstance(value, Real) and float(value) > 0):
-        raise InputError(f"clip_grad_value must be a positive number, not {value!r}")
+    if value is not None and not (_above_zero(value) and is_number(float(value))):
+        raise InputError(f"clip_grad_value must be a positive number, not {shown(value)}")
     if norm is not None and value is not None:
         raise InputError("choose one of clip_grad_norm and clip_grad_value")
     _check_scaling(rule.loss_scaling)
     return rule
 
 
+def _above_zero(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
+
+
 def _check_scaling(scaling: Any) -> None:
     if scaling is None:
         return
     if not isinstance(scaling, LossScaling):
-        raise InputError(f"loss_scaling must be True or autopar.LossScaling(…), not {scaling!r}")
-    finite = 0 < scaling.initial <= torch.finfo(torch.float32).max
-    if not (finite and scaling.growth > 1 and 0 < scaling.backoff < 1 and scaling.interval >= 1):
-        raise InputError(f"{scaling}: initial must be a positive float32, growth > 1, 0 < backoff < 1, interval >= 1")
+        raise InputError(f"loss_scaling must be True or autopar.LossScaling(…), not {shown(scaling)}")
+    numbers = all(map(_above_zero, (scaling.initial, scaling.growth, scaling.backoff, scaling.interval)))
+    finite = numbers and max(scaling.initial, scaling.growth) <= torch.finfo(torch.float32).max
+    whole = is_integer(scaling.interval, 1, 1 << 53)
+    if not (finite and scaling.growth > 1 and 0 < scaling.backoff < 1 and whole):
+        raise InputError(
+            f"{shown(scaling)}: initial must be a positive float32, growth > 1, 0 < backoff < 1, interval >= 1"
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,15 +86,44 @@ def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
     function: Callable[[], Iterable[Any]] | None = getattr(module, name, None)
     if function is None:
         raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
+    _check_callable(source, function)
     step = 0
     while True:
         before = step
-        for batch in function():
+        for batch in _started(source, function()):
             if step >= first_step:
                 yield batch
             step += 1
         if step == before:
-            raise RuntimeProgramError(f"--data {source!r} gave no batch")
+            ended = f"ended after {step} batches" if step else "gave no batch"
+            raise RuntimeProgramError(
+                f"--data {source!r} {ended}: it is called again when its batches run out, so let it return a new list or "
+                "generator each time"
+            )
+
+
+def _check_callable(source: str, function: Any) -> None:
+    """Raises RuntimeProgramError for what cannot be called without arguments."""
+    if not callable(function):
+        raise RuntimeProgramError(
+            f"--data {source!r} is {type(function).__name__}, no function; name one that returns batches"
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise RuntimeProgramError(f"--data {source!r} is called without arguments: {error}") from error
+    except ValueError:
+        return  # a function without a signature
+
+
+def _started(source: str, batches: Any) -> Iterator[Any]:
+    """An iterator over what a data function returned. Raises RuntimeProgramError for what has none."""
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise RuntimeProgramError(
+            f"--data {source!r} returned {type(batches).__name__}; return an iterable of global batches, such as a list of "
+            "tuples of tensors, or yield them"
+        )
+    return iter(batches)
 
 
 def module_of(path: Path, name: str) -> ModuleType:

@@ -19,20 +19,32 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from .checkpoint_reader import DataPlanner, DataReader, named
 from .dtensors import pack, unpack
 from .errors import CheckpointError
 from .layout import StateEntry
 from .process import TorchComm
 from .session import Session
 
+Signature = tuple[tuple[int, ...], torch.dtype] | None
+Signatures = dict[str, Signature]
+_UNWRITABLE = ("cannot be written", "choose another directory")
 _lock = threading.Lock()
 
 
 def save(directory: str | Path, session: Session) -> None:
-    """Write the session's state; every rank calls it. An existing checkpoint in the directory is replaced."""
+    """Write the session's state; every rank calls it. An existing checkpoint in the directory is replaced. Raises
+    CheckpointError where `directory` is no directory and cannot be made one."""
     state = session.state_dict()
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be a checkpoint directory: {error.strerror}; choose another"
+        ) from error
     if isinstance(session.comm, TorchComm):
-        dcp.save(state, checkpoint_id=str(directory))
+        with named(directory, *_UNWRITABLE):
+            dcp.save(state, checkpoint_id=str(directory))
     else:
         if session.comm.rank == 0:
             write_full(directory, state)
@@ -41,7 +53,7 @@ def save(directory: str | Path, session: Session) -> None:
 
 def write_full(directory: str | Path, state: Mapping[str, Any]) -> None:
     """Write full tensors from this process alone, process group or not."""
-    with _alone():
+    with named(directory, *_UNWRITABLE), _alone():
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(str(directory)), no_dist=True)
 
 
@@ -51,7 +63,8 @@ def load(directory: str | Path, session: Session) -> None:
     Parameters and buffers must be in it. Optimizer state and step are taken when they are (a checkpoint of weights
     alone starts at step 0). Raises CheckpointError naming what is missing or has another shape.
     """
-    available = read_signatures(directory)
+    reader = DataReader(directory)
+    available = signatures(reader)
     session.prepare_optimizer_state(available)
     entries, own = session.state_entries(), session.names()
     wanted = {}
@@ -61,41 +74,57 @@ def load(directory: str | Path, session: Session) -> None:
             if optional and name not in own:
                 continue
             raise CheckpointError(f"{directory}: no tensor {name!r} in this checkpoint ({len(available)} entries)")
-        signature = available[name]
-        if isinstance(entry.value, Tensor) and signature is not None and signature[0] != entry.shape:
-            raise CheckpointError(f"{directory}: {name} has shape {signature[0]}, the program has {entry.shape}")
+        _check_kind(f"{directory}: {name}", entry, available[name])
         wanted[name] = entry
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
     if isinstance(session.comm, TorchComm):
         target = {name: pack(entry) for name, entry in wanted.items()}
-        dcp.load(target, checkpoint_id=str(directory))
+        with named(directory):
+            dcp.load(target, storage_reader=reader, planner=DataPlanner())
         values |= {name: unpack(target[name], entry) for name, entry in wanted.items()}
     else:
         for name, entry in wanted.items():
-            values[name] = unpack(_read_alone(directory, name, entry, available[name]), entry)
+            with named(directory):
+                values[name] = unpack(_read_alone(reader, name, entry, available[name]), entry)
     session.accept(values)
 
 
-def read_signatures(directory: str | Path) -> dict[str, tuple[tuple[int, ...], torch.dtype] | None]:
-    """Names in a checkpoint with shape and dtype; None for values that are no tensors."""
-    try:
-        metadata = dcp.FileSystemReader(str(directory)).read_metadata()
-    except OSError as error:
-        raise CheckpointError(f"{directory} is no checkpoint directory: {error}") from error
+def read_signatures(directory: str | Path) -> Signatures:
+    """Names in a checkpoint with shape and dtype; None for values that are no tensors. Raises CheckpointError."""
+    return signatures(DataReader(directory))
+
+
+def signatures(reader: DataReader) -> Signatures:
+    """The same of a checkpoint that is being read."""
     return {
         name: (tuple(item.size), item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None
-        for name, item in metadata.state_dict_metadata.items()
+        for name, item in reader.metadata.state_dict_metadata.items()
     }
 
 
-def _read_alone(
-    directory: str | Path, name: str, entry: StateEntry, signature: tuple[tuple[int, ...], torch.dtype] | None
-) -> Any:
+def _check_kind(what: str, entry: StateEntry, signature: Signature) -> None:
+    """Raises CheckpointError where the checkpoint has another kind of value than the program, or another shape."""
+    value = entry.value
+    if value is not None and isinstance(value, Tensor) != (signature is not None):
+        raise CheckpointError(
+            f"{what} is {'no tensor' if signature is None else 'a tensor'} in the checkpoint, in the program it is "
+            f"{'one' if signature is None else 'none'}; take a checkpoint of this model"
+        )
+    if not isinstance(value, Tensor) or signature is None:
+        return
+    shape, dtype = signature
+    if shape != entry.shape:
+        raise CheckpointError(f"{what} has shape {shape}, the program has {entry.shape}")
+    if (dtype.is_floating_point, dtype.is_complex) != (value.is_floating_point(), value.is_complex()):
+        raise CheckpointError(f"{what} has dtype {dtype}, the program has {value.dtype}")
+
+
+def _read_alone(reader: DataReader, name: str, entry: StateEntry, signature: Signature) -> Any:
     """One value, full, without a process group."""
     value = entry.value if signature is None else torch.empty(signature[0], dtype=signature[1])
     target = {name: value}
     with _alone():
-        dcp.load(target, storage_reader=dcp.FileSystemReader(str(directory)), no_dist=True)
+        dcp.load(target, storage_reader=reader, planner=DataPlanner(), no_dist=True)
     return target[name]
 
 

@@ -9,15 +9,11 @@ stage files each of them runs. `load(directory)` gives the same program as an ob
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
-import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -28,86 +24,12 @@ import torch.distributed as dist
 
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
+from .manifest import Manifest, WrongWorldSize
 from .process import TorchComm
 from .session import Session
-from .tables import show_meshes, world_mesh
-from .update_rule import ClipNorm, LossScaling, UpdateRule
+from .tables import world_mesh
 
 USAGE_ERROR = 2
-
-
-class WrongWorldSize(RuntimeProgramError):
-    """The program was compiled for another number of ranks."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """manifest.json of an emitted directory."""
-
-    directory: Path
-    world_size: int
-    pipeline: str
-    training: bool
-    inputs: tuple[dict[str, Any], ...]
-    update: dict[str, Any] | None = None
-    seed: int = 0
-    weights: str | None = None
-    placement: tuple[int, ...] = ()
-
-    @classmethod
-    def read(cls, directory: str | Path) -> Manifest:
-        path = Path(directory) / "manifest.json"
-        try:
-            raw = json.loads(path.read_text())
-            manifest = cls(
-                directory=Path(directory),
-                world_size=int(raw["world_size"]),
-                pipeline=str(raw["pipeline"]),
-                training=bool(raw["training"]),
-                inputs=tuple(raw["inputs"]),
-                update=raw.get("update"),
-                seed=int(raw.get("seed", 0)),
-                weights=raw.get("weights"),
-                placement=tuple(int(rank) for rank in raw.get("placement") or ()),
-            )
-            if manifest.placement and sorted(manifest.placement) != list(range(manifest.world_size)):
-                raise ValueError(f"the placement {list(manifest.placement)} does not name every rank once")
-            return manifest
-        except FileNotFoundError as error:
-            raise RuntimeProgramError(f"{path} is missing: is {directory} a directory that autopar wrote?") from error
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise RuntimeProgramError(f"{path} is damaged ({type(error).__name__}: {error}); emit it again") from error
-
-    def check_world_size(self) -> None:
-        """Before any process group exists, so that all ranks say the same and none waits."""
-        actual = int(os.environ.get("WORLD_SIZE", "1"))
-        if actual != self.world_size:
-            raise WrongWorldSize(
-                f"this program was compiled for {self.world_size} ranks ({self.show()}), but WORLD_SIZE is {actual}; "
-                f"start it with: torchrun --nproc-per-node {self.world_size} {self.directory / 'run.py'}"
-            )
-
-    def load_pipeline(self) -> ModuleType:
-        """The module of pipeline.py. Raises RuntimeProgramError when it is not there."""
-        return module_of(self.directory / self.pipeline, "autopar_pipeline")
-
-    def show(self) -> str:
-        """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""
-        return show_meshes([stage["mesh"] for stage in self.load_pipeline().STAGES])
-
-    def update_rule(self) -> UpdateRule:
-        """How parameters follow from gradients; nothing without `update`."""
-        row = self.update if self.training else None
-        if row is None:
-            return UpdateRule()
-        return UpdateRule(
-            optimizer=_factory(row.get("optimizer")),
-            scheduler=_factory(row.get("scheduler")),
-            clip_norm=ClipNorm(**row["clip_norm"]) if row.get("clip_norm") else None,
-            clip_value=row.get("clip_value"),
-            loss_scaling=LossScaling(**row["loss_scaling"]) if row.get("loss_scaling") else None,
-            compensated=bool(row.get("compensated", False)),
-        )
 
 
 class LoadedProgram:
@@ -163,11 +85,13 @@ def load(
     Joins the default process group, or makes it (nccl when there is a GPU per local rank, else gloo). Weights come
     from `weights`, else from those emitted with the program; without either they are uninitialized until
     load_state_dict or resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of
-    temporary files). Raises WrongWorldSize before any process group is made.
+    temporary files). An optimizer that is not of torch.optim comes from a module that run.py or the calling script
+    imports (manifest.py). Raises RuntimeProgramError, and WrongWorldSize before any process group is made.
     """
     from . import checkpoint  # its import takes most of a second
 
     manifest = Manifest.read(directory)
+    rule = manifest.update_rule()
     if dist.is_initialized():
         store = None
         if dist.get_world_size() != manifest.world_size:
@@ -180,7 +104,6 @@ def load(
         store = _join(backend or _pick_backend(), timeout_s, manifest.placement)
     pipeline = manifest.load_pipeline()
     comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
-    rule = manifest.update_rule()
 
     def stage(index: int) -> ModuleType:
         return load_stage(manifest.directory / pipeline.STAGES[index]["file"])
@@ -192,20 +115,6 @@ def load(
     if source is not None:
         checkpoint.load(source, session)
     return LoadedProgram(manifest, session)
-
-
-def _factory(row: Mapping[str, Any] | None) -> Any:
-    """A class or function by module and name, with its keyword arguments."""
-    if row is None:
-        return None
-    try:
-        kind = getattr(importlib.import_module(row["module"]), row["name"])
-    except (ImportError, AttributeError) as error:
-        raise RuntimeProgramError(
-            f"{row['name']} of module {row['module']}, which this program trains with, cannot be imported here ({error}); "
-            "install it, or put it on PYTHONPATH"
-        ) from error
-    return functools.partial(kind, **row.get("kwargs", {}))
 
 
 def load_stage(path: Path) -> ModuleType:
@@ -227,6 +136,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     try:
         manifest = Manifest.read(directory)
         manifest.check_world_size()
+        manifest.update_rule()
     except RuntimeProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
@@ -249,7 +159,9 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
 
 
 def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
-    """Train (or infer) for `--steps` steps, rank 0 reporting."""
+    """Train (or infer) for `--steps` steps, rank 0 reporting. Raises RuntimeProgramError."""
+    if arguments.save and Path(arguments.save).exists() and not Path(arguments.save).is_dir():
+        raise RuntimeProgramError(f"--save {arguments.save}: this is a file; give the name of a directory")
     session, manifest = program.session, program.manifest
     if not (arguments.resume or arguments.weights or manifest.weights):
         raise RuntimeProgramError(
@@ -283,18 +195,41 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="run.py", description="Run this program on the ranks torchrun started.")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
+    count = whole_number(0)
+    parser.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
     parser.add_argument("--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches; default: random")
     parser.add_argument("--weights", help="checkpoint directory to start from, instead of the emitted weights")
     parser.add_argument("--save", help="checkpoint directory to write at the end")
-    parser.add_argument("--save-every", type=int, default=0, help="also write it every so many steps")
+    parser.add_argument("--save-every", type=count, default=0, help="also write it every so many steps")
     parser.add_argument("--resume", help="checkpoint directory to continue from, of any mesh")
-    parser.add_argument("--seed", type=int, default=None, help="seed of random data and dropout")
+    parser.add_argument("--seed", type=whole_number(-(1 << 63)), default=None, help="seed of random data and dropout")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl with GPUs, else gloo")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a collective may take (default: 600)")
+    parser.add_argument(
+        "--timeout", type=above_zero, default=600.0, help="seconds a collective may take (default: 600)"
+    )
     parser.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
     parser.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return parser
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A type of arguments: whole numbers from `least` on that fit into 64 bits."""
+
+    def parse(words: str) -> int:
+        value = int(words) if len(words) <= 20 else 1 << 63
+        if not least <= value < 1 << 63:
+            raise argparse.ArgumentTypeError(f"{words[:24]} is out of range; give a whole number from {least} on")
+        return value
+
+    return parse
+
+
+def above_zero(words: str) -> float:
+    """A type of arguments: seconds."""
+    value = float(words)
+    if not 0 < value <= 1e8:
+        raise argparse.ArgumentTypeError(f"{words} is out of range; give seconds above 0, of at most 1e8")
+    return value
 
 
 def _pick_backend() -> str:

@@ -49,10 +49,6 @@ class Scaler:
     def dump(self) -> str:
         return json.dumps({"scale": self.scale, "growth_tracker": self.growth_tracker})
 
-    def restore(self, dumped: str) -> None:
-        state = json.loads(dumped)
-        self.scale, self.growth_tracker = float(state["scale"]), int(state["growth_tracker"])
-
 
 def _float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))

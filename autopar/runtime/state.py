@@ -6,6 +6,7 @@ global shape and spec, so checkpoint.py can move it between meshes and pipelines
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from .shared import Shared
 from .stage import Stage
 from .tables import Pipeline
 from .update import Updater
+from .update_state import check_plain, step_number
 
 
 class State:
@@ -85,6 +87,10 @@ class State:
                 state[key] = None
                 continue
             shape, dtype = signature
+            if math.prod(shape) > max(math.prod(shapes[name]), *(n * n for n in shapes[name]), 1):
+                raise CheckpointError(
+                    f"{full_name} has shape {shape}, more than the state of a parameter of shape {shapes[name]} can have"
+                )
             local = parameter.shape if shape == shapes[name] else shape
             device = parameter.device if local else torch.device("cpu")
             state[key] = torch.zeros(local, dtype=dtype, device=device)
@@ -92,21 +98,23 @@ class State:
     @torch.no_grad()
     def accept(self, local: Mapping[str, Any]) -> None:
         """Take local values for the names of state_entries (those in the entry's own memory stay put)."""
+        step = step_number(local["step"])
+        self.updater.restore({name: local[name] for name in self.updater.dump()})
         for _, info, target in self._owned():
             value = local[info.name]
             if value.data_ptr() != target.data_ptr():
                 target.copy_(value)
         for stage in self.stages.values():
-            stage.rt.step = int(local["step"])
+            stage.rt.step = step
         for name in self.opt_params:
             state = self.updater.state_of(name)
             for key in state:
                 value = local[f"optim.{name}.{key}"]
                 if not isinstance(state[key], Tensor):
+                    check_plain(f"optim.{name}.{key}", value)
                     state[key] = value
                 elif value.data_ptr() != state[key].data_ptr():
                     state[key].copy_(value)
-        self.updater.restore({name: local[name] for name in self.updater.dump()})
         if self.parts is not None:
             self.parts.park()
         for stage in self.stages.values():

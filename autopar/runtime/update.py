@@ -10,9 +10,6 @@ brought in and taken away (`bring`).
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,9 +20,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .clipping import clip_factor, joined_norm, powered_norm
 from .comm import Comm, Handle
-from .errors import CheckpointError
 from .scaling import Scaler
 from .update_rule import UpdateRule, make_optimizers, norm_power, stand_in
+from .update_state import groups_text, plain_text, read_groups, read_scaling, read_schedulers, restore_groups
 
 Kind = tuple[int, torch.dtype]  # of a parameter: number of dims, dtype
 Bring = Callable[[Sequence[str]], AbstractContextManager[Any]]
@@ -158,65 +155,22 @@ class Updater:
         """What a checkpoint holds beside the state of parameters, as text by entry name: the same on every rank."""
         if not self.optimizers:
             return {}
-        dumped = {"optim_groups": json.dumps([_groups(one) for one in self.optimizers])}
+        dumped = {"optim_groups": groups_text(self.optimizers)}
         if self.schedulers:
-            dumped["optim_schedulers"] = _text([one.state_dict() for one in self.schedulers])
+            dumped["optim_schedulers"] = plain_text([one.state_dict() for one in self.schedulers])
         if self.scaler is not None:
             dumped["optim_scaling"] = self.scaler.dump()
         return dumped
 
     def restore(self, dumped: Mapping[str, str]) -> None:
-        """The inverse of dump; what is missing stays as it is."""
-        if "optim_groups" in dumped:
-            saved = json.loads(dumped["optim_groups"])
-            saved = [saved] if isinstance(saved, dict) else saved
-            kinds = [type(one).__name__ for one in self.optimizers]
-            if [one["optimizer"] for one in saved] != kinds:
-                raise CheckpointError(
-                    f"the checkpoint was written with {' and '.join(one['optimizer'] for one in saved)}, this program "
-                    f"trains with {' and '.join(kinds)}"
-                )
-            for one, state in zip(self.optimizers, saved, strict=True):
-                _restore_groups(one, state["groups"])
-        if "optim_schedulers" in dumped and self.schedulers:
-            for scheduler, state in zip(self.schedulers, _value(dumped["optim_schedulers"]), strict=True):
-                scheduler.load_state_dict(state)
-        if "optim_scaling" in dumped and self.scaler is not None:
-            self.scaler.restore(dumped["optim_scaling"])
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Learning rates and the like (a nested value would be taken apart by the checkpoint writer)."""
-    plain = (int, float, bool, str, tuple, list, type(None))
-    groups = []
-    for group in optimizer.param_groups:
-        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()}
-        own = {k: v for k, v in values.items() if k not in ("params", "param_names") and isinstance(v, plain)}
-        groups.append(own)
-    return {"optimizer": type(optimizer).__name__, "groups": groups}
-
-
-def _restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint's {type(optimizer).__name__} has {len(groups)} parameter groups, this program's "
-            f"{len(optimizer.param_groups)}; make the optimizer with the same groups"
-        )
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            current = group.get(key)
-            if isinstance(current, Tensor):
-                current.fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _text(value: Any) -> str:
-    """Plain Python data as text; JSON would lose tuples, counters and keys that are numbers."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _value(text: str) -> Any:
-    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True)
+        """The inverse of dump; what is missing stays as it is. Raises CheckpointError, before anything changes."""
+        groups = read_groups(dumped["optim_groups"], self.optimizers) if "optim_groups" in dumped else None
+        scheduled = "optim_schedulers" in dumped and self.schedulers
+        states = read_schedulers(dumped["optim_schedulers"], self.schedulers) if scheduled else []
+        scaling = read_scaling(dumped["optim_scaling"]) if "optim_scaling" in dumped else None
+        for one, saved in zip(self.optimizers, groups or (), strict=groups is not None):
+            restore_groups(one, saved)
+        for scheduler, state in zip(self.schedulers, states, strict=bool(scheduled)):
+            scheduler.load_state_dict(state)
+        if scaling is not None and self.scaler is not None:
+            self.scaler.scale, self.scaler.growth_tracker = scaling

@@ -104,8 +104,8 @@ def test_capacity_of_a_node_in_a_rack_of_one_fabric() -> None:
         ({"ddr": {"capacity_GB": 5}}, "tier ddr: bandwidth_GBps is missing"),
         ({"ddr": {"bandwidth_GBps": 5}}, "tier ddr: capacity_GB is missing"),
         ({"ddr": {"capacity_GB": "much", "bandwidth_GBps": 5}}, "capacity_GB must be a number, got 'much'"),
-        ({"ddr": {"capacity_GB": 0, "bandwidth_GBps": 5}}, "must be positive"),
-        ({"ddr": {"capacity_GB": 1, "bandwidth_GBps": -5}}, "bandwidth_Bps must be a number"),
+        ({"ddr": {"capacity_GB": 0, "bandwidth_GBps": 5}}, "must be a positive number"),
+        ({"ddr": {"capacity_GB": 1, "bandwidth_GBps": -5}}, "bandwidth_Bps must be a positive number, got -5"),
         ({"ddr": {"capacity_GB": 1, "bandwidth_GBps": 5, "speed": 1}}, "unknown key 'speed'"),
     ],
 )

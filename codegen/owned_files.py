@@ -1,0 +1,112 @@
+"""The files of an output directory that autopar wrote: what may be replaced there, and what belongs to somebody else.
+
+program.json lists every file with a hash of its content. A file that is not on the list, or whose content has changed
+since, is the user's: it is neither overwritten nor deleted. Of a folder of weights the hash of `.metadata`, which has
+an id of its own in every checkpoint, stands for all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from importlib.util import cache_from_source
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import EmitError, PlanError
+from autopar.plan import Plan
+from autopar.runtime.datafile import path_inside, read_bytes, read_json
+from autopar.runtime.schema import SchemaError, table, text
+
+FACTS, WEIGHTS = "program.json", "weights"
+_METADATA = f"{WEIGHTS}/.metadata"
+_FILES = table(path_inside, text())
+
+
+def digest(content: bytes) -> str:
+    """What the list holds of a file's content."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def facts_text(facts: Mapping[str, Any], files: Mapping[str, str]) -> str:
+    """program.json with the list of files, itself included."""
+    finite = _finite(facts)
+    own = {**files, FACTS: _facts_digest(finite)}
+    return json.dumps({**finite, "files": dict(sorted(own.items()))}, indent=1, allow_nan=False) + "\n"
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no infinities and no NaN: nothing stands in their place."""
+    if isinstance(data, Mapping):
+        return {str(key): _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _facts_digest(facts: Mapping[str, Any]) -> str:
+    return digest(json.dumps({k: v for k, v in facts.items() if k != "files"}, sort_keys=True).encode())
+
+
+def written_before(directory: Path) -> dict[str, str]:
+    """The list of files that the directory's program.json holds; empty where there is none of autopar."""
+    try:
+        facts = read_json(directory / FACTS)
+        files = _FILES(facts.get("files") if isinstance(facts, dict) else None, "files")
+    except (OSError, SchemaError):
+        return {}
+    return files if isinstance(facts, dict) and files.get(FACTS) == _facts_digest(facts) else {}
+
+
+def make_room(directory: Path, names: Iterable[str], plan: Plan) -> None:
+    """Delete what autopar wrote into the directory before, so that these files and a folder of weights can be written.
+
+    Raises EmitError, before anything is deleted, where one of them is there already and not autopar's, and where a folder
+    leads out of the directory. plan: what is about to be written; a plan.json that was edited to it may be replaced.
+    """
+    before = written_before(directory)
+    present = [name for name in dict.fromkeys((*before, *names)) if _there(directory / name)]
+    foreign = [name for name in present if not _ours(directory, name, before, plan)]
+    weights = directory / WEIGHTS
+    if weights.is_dir():
+        foreign += [f"{WEIGHTS}/{path.name}" for path in weights.iterdir() if f"{WEIGHTS}/{path.name}" not in before]
+    folders = {parent for name in (*names, _METADATA) for parent in Path(name).parents if parent.name}
+    foreign += [str(folder) for folder in sorted(folders) if _no_folder(directory / folder)]
+    if foreign:
+        shown = ", ".join(sorted(set(foreign))[:5]) + (", …" if len(set(foreign)) > 5 else "")
+        raise EmitError(
+            f"{directory} holds files that autopar did not write, or that were changed since: {shown}; move them away, or "
+            "save to another directory"
+        )
+    for name in present:
+        path = directory / name
+        path.unlink()
+        if path.suffix == ".py":  # what Python kept of it may look newer than the next file of this name
+            Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def _there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _no_folder(path: Path) -> bool:
+    return path.is_symlink() or (path.exists() and not path.is_dir())
+
+
+def _ours(directory: Path, name: str, before: Mapping[str, str], plan: Plan) -> bool:
+    """Whether a file is as autopar wrote it."""
+    path = directory / name
+    if name not in before or not path.is_file() or path.is_symlink():
+        return False
+    if name == FACTS:
+        return True  # the list was taken from it
+    if name.startswith(f"{WEIGHTS}/"):
+        path, name = directory / _METADATA, _METADATA
+    try:
+        if digest(read_bytes(path)) == before.get(name):
+            return True
+        return name == "plan.json" and Plan.load(path) == plan
+    except (OSError, SchemaError, PlanError):
+        return False
