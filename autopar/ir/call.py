@@ -27,6 +27,11 @@ class OpCall:
     operands: tuple[TensorType, ...]
     results: tuple[TensorType | None, ...]
 
+    @functools.cached_property
+    def signature(self) -> tuple[object, ...]:
+        """All that the op is, as a key: calls of the same signature have the same rule, work and price."""
+        return self.op, repr(self.arguments), self.operands, self.results
+
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 

@@ -20,10 +20,9 @@ class RuleBook:
 
     def rule(self, call: OpCall) -> Rule:
         """The rule of one op on these shapes."""
-        key = (call.op, repr(call.arguments), call.operands, call.results)
-        if key not in self._rules:
-            self._rules[key] = self._find(call)
-        return self._rules[key]
+        if call.signature not in self._rules:
+            self._rules[call.signature] = self._find(call)
+        return self._rules[call.signature]
 
     def _find(self, call: OpCall) -> Rule:
         definition = find(call.op)

@@ -20,6 +20,7 @@ from autopar.ir.steps import Step
 from autopar.ir.types import TensorType
 
 CollectiveCost = Callable[[str, float, str], float]
+Specs = tuple[Spec, ...]
 
 
 def neighbours(spec: Spec, shape: tuple[int, ...], mesh: Mesh, ordered: bool = True) -> Iterable[tuple[Step, Spec]]:
@@ -93,6 +94,7 @@ class Lattice:
         np.fill_diagonal(self.costs, 0.0)
         self._next = np.tile(np.arange(n), (n, 1))
         self._steps: dict[tuple[int, int], Step] = {}
+        self._between: dict[tuple[Specs, Specs], np.ndarray] = {}
         for i, spec in enumerate(self.specs):
             for step, after in neighbours(spec, type_.shape, mesh):
                 j = self.index.get(after)
@@ -114,6 +116,15 @@ class Lattice:
 
     def cost(self, before: Spec, after: Spec) -> float:
         return float(self.costs[self.index[before], self.index[after]])
+
+    def between(self, before: Specs, after: Specs) -> np.ndarray:
+        """Cost of every conversion from one of these specs to one of those. Raises KeyError for a spec that is none of the
+        lattice's."""
+        key = (before, after)
+        if key not in self._between:
+            rows, columns = [self.index[s] for s in before], [self.index[s] for s in after]
+            self._between[key] = self.costs[rows][:, columns]
+        return self._between[key]
 
     def path(self, before: Spec, after: Spec) -> list[tuple[Step, Spec]]:
         """(step, spec after it) from `before` to `after`."""

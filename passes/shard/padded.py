@@ -45,7 +45,9 @@ class Edges:
     def of(r: Reduced, order: Sequence[int]) -> Edges:
         """The edges of a graph whose variables are numbered in this order."""
         number = {v: i for i, v in enumerate(order)}
-        ends, matrices, message = [], [], dict[tuple[int, int], int]()
+        ends: list[tuple[int, int]] = []
+        matrices: list[np.ndarray] = []
+        message: dict[tuple[int, int], int] = {}
         for u, near in r.near.items():
             for v, matrix in near.items():
                 if u < v:
