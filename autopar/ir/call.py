@@ -28,9 +28,11 @@ class OpCall:
     results: tuple[TensorType | None, ...]
 
     @functools.cached_property
-    def signature(self) -> tuple[object, ...]:
+    def signature(self) -> str:
         """All that the op is, as a key: calls of the same signature have the same rule, work and price."""
-        return self.op, repr(self.arguments), self.operands, self.results
+        return (
+            f"{self.op}({self.arguments}; {', '.join(map(str, self.operands))}) -> {', '.join(map(str, self.results))}"
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -63,7 +63,7 @@ class Pricer:
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
-        self._choices: dict[tuple[object, ...], OpChoices] = {}
+        self._choices: dict[str, OpChoices] = {}
         self._specs: dict[Spec, Spec] = {}
         self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
 

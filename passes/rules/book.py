@@ -14,7 +14,7 @@ class RuleBook:
     """Rules by op call; `unknown` lists ops that run whole, `discovered` those found by experiment."""
 
     def __init__(self) -> None:
-        self._rules: dict[tuple[object, ...], Rule] = {}
+        self._rules: dict[str, Rule] = {}
         self.unknown: list[str] = []
         self.discovered: dict[str, str] = {}
 
