@@ -16,7 +16,7 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.core.python import solver
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.python.result import parse_solve_result
-from pybind11_abseil.status import StatusNotOk
+from ortools.math_opt.python.solve import StatusNotOk
 
 from autopar.passes.shard.reduce import Reduced
 
