@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from tests.zoo.models import ORIGIN
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -42,6 +44,7 @@ class Driving(nn.Module):
         self.fusion = nn.Sequential(nn.Linear(3 * width, 8 * width), nn.ReLU(), nn.Linear(8 * width, 4 * width))
         self.boxes = nn.Sequential(nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 4))
         self.kinds = nn.Sequential(nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 8))
+        ORIGIN[self] = Driving, width, blocks, tied
         self.tied = tied
         if tied:
             self.lidar.blocks[0] = self.camera.blocks[0]

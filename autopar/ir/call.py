@@ -27,6 +27,13 @@ class OpCall:
     operands: tuple[TensorType, ...]
     results: tuple[TensorType | None, ...]
 
+    @functools.cached_property
+    def signature(self) -> str:
+        """All that the op is, as a key: calls of the same signature have the same rule, work and price."""
+        return (
+            f"{self.op}({self.arguments}; {', '.join(map(str, self.operands))}) -> {', '.join(map(str, self.results))}"
+        )
+
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 

@@ -54,7 +54,10 @@ class Mesh:
 
     def product(self, axes: Iterable[str]) -> int:
         """Number of ranks spanned by `axes`."""
-        return math.prod(self.sizes[a] for a in axes)
+        sizes, ranks = self.sizes, 1
+        for axis in axes:
+            ranks *= sizes[axis]
+        return ranks
 
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along `axis`."""

@@ -67,18 +67,21 @@ class Rule:
 
     def allows(self, strategy: Strategy, mesh: Mesh) -> bool:
         """Whether every choice exists and every sharded factor divides."""
+        choices = self.choices()
+        return all(choice in choices for choice in strategy) and self._divides(strategy, mesh)
+
+    def _divides(self, strategy: Strategy, mesh: Mesh) -> bool:
         parts: dict[str, int] = {}
         for (_, size), choice in zip(mesh.axes, strategy, strict=True):
-            if choice not in self.choices():
-                return False
             if choice and choice[0] != "~":
                 parts[choice] = parts.get(choice, 1) * size
         return all(self.factors[f].size % n == 0 for f, n in parts.items())
 
     def strategies(self, mesh: Mesh) -> list[Strategy]:
         """Every valid strategy on `mesh` (axes of size one take no choice)."""
-        per_axis = [self.choices() if size > 1 else ("",) for _, size in mesh.axes]
-        return [s for s in itertools.product(*per_axis) if self.allows(s, mesh)]
+        choices = self.choices()
+        per_axis = [choices if size > 1 else ("",) for _, size in mesh.axes]
+        return [s for s in itertools.product(*per_axis) if self._divides(s, mesh)]
 
     def operand_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
         """The spec in which operand `index` must arrive."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar.cluster import ClusterSpec
@@ -24,6 +27,32 @@ from autopar.passes.rules.lattice import Lattice
 BUCKET_BYTES = 25 << 20  # of gradients that the runtime reduces in one message
 
 
+@dataclass(frozen=True)
+class OpChoices:
+    """An op under some strategies, with an entry for each: seconds on a block, the specs of every operand and result, and
+    the bytes of every result's block. index: of every strategy."""
+
+    strategies: tuple[Strategy, ...]
+    index: dict[Strategy, int]
+    seconds: np.ndarray
+    operands: tuple[tuple[Spec | None, ...], ...]
+    results: tuple[tuple[Spec | None, ...], ...]
+    result_bytes: tuple[np.ndarray, ...]
+
+    def only(self, allowed: Callable[[Strategy], bool]) -> OpChoices:
+        """Those under the strategies that are allowed."""
+        kept = [i for i, strategy in enumerate(self.strategies) if allowed(strategy)]
+        if len(kept) == len(self.strategies):
+            return self
+        operands, results = (
+            tuple(tuple(specs[i] for i in kept) for specs in values) for values in (self.operands, self.results)
+        )
+        strategies = tuple(self.strategies[i] for i in kept)
+        index = {strategy: i for i, strategy in enumerate(strategies)}
+        nbytes = tuple(of_result[kept] for of_result in self.result_bytes)
+        return OpChoices(strategies, index, self.seconds[kept], operands, results, nbytes)
+
+
 class Pricer:
     """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only."""
 
@@ -34,7 +63,8 @@ class Pricer:
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
-        self._ops: dict[tuple[object, ...], float] = {}
+        self._choices: dict[str, OpChoices] = {}
+        self._specs: dict[Spec, Spec] = {}
         self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
 
     def collective_s(self, kind: str, nbytes: float, axis: str) -> float:
@@ -118,39 +148,75 @@ class Pricer:
 
     def op_s(self, call: OpCall, rule: Rule, strategy: Strategy) -> float:
         """Seconds of one op on its block under `strategy`."""
+        choices = self._choices.get(call.signature)
+        if choices is not None and strategy in choices.index:
+            return float(choices.seconds[choices.index[strategy]])
+        return self._op_seconds(call, rule, (strategy,))[0]
+
+    def op_choices(self, call: OpCall, rule: Rule) -> OpChoices:
+        """Every strategy that an op may take on the mesh; made once for all ops of this signature."""
+        if call.signature not in self._choices:
+            self._choices[call.signature] = self.op_under(call, rule, rule.strategies(self.mesh))
+        return self._choices[call.signature]
+
+    def op_under(self, call: OpCall, rule: Rule, strategies: Sequence[Strategy]) -> OpChoices:
+        """What an op does under these strategies."""
+        mesh, one = self.mesh, self._specs.setdefault
+        operands, results = (
+            tuple(
+                tuple(None if spec is None else one(spec, spec) for spec in (of(i, s, mesh) for s in strategies))
+                for i in range(len(types))
+            )
+            for types, of in ((call.operands, rule.operand_spec), (call.results, rule.result_spec))
+        )
+        nbytes = tuple(
+            np.array([spec.local_bytes(type_, mesh) if spec is not None and type_ is not None else 0 for spec in specs])
+            for type_, specs in zip(call.results, results, strict=True)
+        )
+        seconds = np.array(self._op_seconds(call, rule, strategies))
+        index = {strategy: i for i, strategy in enumerate(strategies)}
+        return OpChoices(tuple(strategies), index, seconds, operands, results, nbytes)
+
+    def _op_seconds(self, call: OpCall, rule: Rule, strategies: Sequence[Strategy]) -> list[float]:
         definition = find(call.op)
         if definition is not None and definition.free:
-            return 0.0
-        parts = dict.fromkeys(rule.factors, 1)
-        for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
-            if choice in parts:
-                parts[choice] *= size
-        nbytes = 0.0
-        for type_, labels in zip((*call.operands, *call.results), (*rule.operands, *rule.results), strict=True):
-            if type_ is not None and labels is not None:
-                split = 1
-                for dim in labels:
-                    for f in dim:
-                        split *= parts[f]
-                nbytes += type_.nbytes / split
-        dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
-        flops, kind, shape = 0.0, "pointwise", None
+            return [0.0] * len(strategies)
+        flops, kind = 0.0, "pointwise"
+        groups: tuple[tuple[str, ...], ...] = ()
         if definition is not None and definition.work is not None:
             flops, kind, groups = definition.work(call, rule)
-            whole = 1
-            for n in parts.values():
-                whole *= n
-            flops /= whole
-            shape = _shape(kind, groups, rule, parts)
-        key = (flops, nbytes, dtype, kind, shape)
-        if key not in self._ops:
-            self._ops[key] = compute.op_time_s(
-                self.device, flops=flops, nbytes=nbytes, dtype=_computable(dtype), kind=kind, shape=shape
+        dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
+        blocks = [
+            (type_.nbytes, [f for dim in labels for f in dim])
+            for type_, labels in zip((*call.operands, *call.results), (*rule.operands, *rule.results), strict=True)
+            if type_ is not None and labels is not None
+        ]
+        seconds = []
+        for strategy in strategies:
+            parts = dict.fromkeys(rule.factors, 1)
+            for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
+                if choice in parts:
+                    parts[choice] *= size
+            nbytes = 0.0
+            for whole_bytes, factors in blocks:
+                split = 1
+                for f in factors:
+                    split *= parts[f]
+                nbytes += whole_bytes / split
+            seconds.append(
+                compute.op_time_s(
+                    self.device,
+                    flops=flops / math.prod(parts.values()),
+                    nbytes=nbytes,
+                    dtype=_computable(dtype),
+                    kind=kind,
+                    shape=_shape(groups, rule, parts),
+                )
             )
-        return self._ops[key]
+        return seconds
 
 
-def _shape(kind: str, groups: tuple[tuple[str, ...], ...], rule: Rule, parts: dict[str, int]) -> tuple[int, ...] | None:
+def _shape(groups: tuple[tuple[str, ...], ...], rule: Rule, parts: dict[str, int]) -> tuple[int, ...] | None:
     if not groups:
         return None
     sizes = []

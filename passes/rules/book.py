@@ -14,16 +14,15 @@ class RuleBook:
     """Rules by op call; `unknown` lists ops that run whole, `discovered` those found by experiment."""
 
     def __init__(self) -> None:
-        self._rules: dict[tuple[object, ...], Rule] = {}
+        self._rules: dict[str, Rule] = {}
         self.unknown: list[str] = []
         self.discovered: dict[str, str] = {}
 
     def rule(self, call: OpCall) -> Rule:
         """The rule of one op on these shapes."""
-        key = (call.op, repr(call.arguments), call.operands, call.results)
-        if key not in self._rules:
-            self._rules[key] = self._find(call)
-        return self._rules[key]
+        if call.signature not in self._rules:
+            self._rules[call.signature] = self._find(call)
+        return self._rules[call.signature]
 
     def _find(self, call: OpCall) -> Rule:
         definition = find(call.op)

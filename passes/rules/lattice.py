@@ -10,7 +10,10 @@ rvd search does the same over device lists).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from autopar.ir.steps import Step
 from autopar.ir.types import TensorType
 
 CollectiveCost = Callable[[str, float, str], float]
+Specs = tuple[Spec, ...]
 
 
 def neighbours(spec: Spec, shape: tuple[int, ...], mesh: Mesh, ordered: bool = True) -> Iterable[tuple[Step, Spec]]:
@@ -79,6 +83,36 @@ def step_cost(step: Step, before: Spec, type_: TensorType, mesh: Mesh, cost: Col
     return cost(step.kind, held, step.axis) + (0.1 * copy_s * held if apart else 0.0)
 
 
+@dataclass(frozen=True)
+class Steps:
+    """The specs that tensors may have, and every step between them as (from, to, step, kind): steps of one kind cost the
+    same. kinds: per kind one of its steps and the spec before it."""
+
+    specs: tuple[Spec, ...]
+    index: dict[Spec, int]
+    steps: tuple[tuple[int, int, Step, int], ...]
+    kinds: tuple[tuple[Step, Spec], ...]
+
+
+@lru_cache(maxsize=4096)
+def steps_between(parts: tuple[int, ...], mesh: Mesh, ops: tuple[str, ...]) -> Steps:
+    """Specs and steps of all tensors alike. parts: per dim the largest divisor of the mesh's size that divides the dim."""
+    specs = tuple(_canonical(parts, mesh, ops))
+    index = {spec: i for i, spec in enumerate(specs)}
+    steps: list[tuple[int, int, Step, int]] = []
+    kinds: dict[tuple[str, str, bool, int], int] = {}
+    examples: list[tuple[Step, Spec]] = []
+    for i, spec in enumerate(specs):
+        split = math.prod(mesh.product(axes) for axes in spec.dims)
+        for step, after in neighbours(spec, parts, mesh):
+            if after in index:
+                kind = kinds.setdefault((step.kind, step.axis, bool(step.dim), split), len(kinds))
+                if kind == len(examples):
+                    examples.append((step, spec))
+                steps.append((i, index[after], step, kind))
+    return Steps(specs, index, tuple(steps), tuple(examples))
+
+
 class Lattice:
     """All specs of one tensor type on one mesh, the cost of every conversion and its path."""
 
@@ -86,22 +120,19 @@ class Lattice:
         self, type_: TensorType, mesh: Mesh, cost: CollectiveCost, copy_s: float, ops: tuple[str, ...]
     ) -> None:
         self.type, self.mesh = type_, mesh
-        self.specs = _canonical(type_.shape, mesh, ops)
-        self.index = {spec: i for i, spec in enumerate(self.specs)}
+        possible = steps_between(tuple(math.gcd(n, mesh.size) for n in type_.shape), mesh, ops)
+        self.specs, self.index = possible.specs, possible.index
         n = len(self.specs)
         self.costs = np.full((n, n), np.inf)
         np.fill_diagonal(self.costs, 0.0)
         self._next = np.tile(np.arange(n), (n, 1))
         self._steps: dict[tuple[int, int], Step] = {}
-        for i, spec in enumerate(self.specs):
-            for step, after in neighbours(spec, type_.shape, mesh):
-                j = self.index.get(after)
-                if j is None:
-                    continue
-                seconds = step_cost(step, spec, type_, mesh, cost, copy_s)
-                if seconds < self.costs[i, j]:
-                    self.costs[i, j] = seconds
-                    self._steps[i, j] = step
+        self._between: dict[tuple[Specs, Specs], np.ndarray] = {}
+        seconds = [step_cost(step, before, type_, mesh, cost, copy_s) for step, before in possible.kinds]
+        for i, j, step, kind in possible.steps:
+            if seconds[kind] < self.costs[i, j]:
+                self.costs[i, j] = seconds[kind]
+                self._steps[i, j] = step
         self._shortest()
 
     def _shortest(self) -> None:
@@ -114,6 +145,15 @@ class Lattice:
 
     def cost(self, before: Spec, after: Spec) -> float:
         return float(self.costs[self.index[before], self.index[after]])
+
+    def between(self, before: Specs, after: Specs) -> np.ndarray:
+        """Cost of every conversion from one of these specs to one of those. Raises KeyError for a spec that is none of the
+        lattice's."""
+        key = (before, after)
+        if key not in self._between:
+            rows, columns = [self.index[s] for s in before], [self.index[s] for s in after]
+            self._between[key] = self.costs[rows][:, columns]
+        return self._between[key]
 
     def path(self, before: Spec, after: Spec) -> list[tuple[Step, Spec]]:
         """(step, spec after it) from `before` to `after`."""

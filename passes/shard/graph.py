@@ -20,13 +20,13 @@ class FactorGraph:
     """states[v]: meaning of each state; cost[v], memory[v]: per state; pairs[(u, v)] with u < v: matrix u × v."""
 
     keys: list[Key] = field(default_factory=list)
-    states: list[list[Any]] = field(default_factory=list)
+    states: list[tuple[Any, ...]] = field(default_factory=list)
     cost: list[np.ndarray] = field(default_factory=list)
     memory: list[np.ndarray] = field(default_factory=list)
     pairs: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     index: dict[Key, int] = field(default_factory=dict)
 
-    def add(self, key: Key, states: list[Any], cost: np.ndarray, memory: np.ndarray) -> int:
+    def add(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, memory: np.ndarray) -> int:
         """Add a variable; returns its number."""
         self.index[key] = len(self.keys)
         self.keys.append(key)

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from ortools.math_opt import model_pb2
+from ortools.math_opt.core.python import solver
 from ortools.math_opt.python import mathopt
+from ortools.math_opt.python.result import parse_solve_result
+from ortools.math_opt.python.solve import StatusNotOk
 
 from autopar.passes.shard.reduce import Reduced
 
@@ -154,38 +157,66 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
     lp = _solved(model, mathopt.SolveParameters(time_limit=limit))
     if lp is None:
         return Answer(None, -float("inf"), False)
-    reason = lp.termination.reason
+    reason = lp.result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         return Answer(None, float("inf"), True)
-    if not lp.has_primal_feasible_solution():
+    if not lp.result.has_primal_feasible_solution():
         return Answer(None, -float("inf"), False)
-    bound = lp.objective_value() * model.scale
-    chosen, whole = _read(r, model, lp)
+    bound = lp.result.objective_value() * model.scale
+    chosen, whole = _read(r, model, lp.values)
     if whole:
         return Answer(chosen, bound, True)
     for i in range(model.first_edge):
         model.proto.variables.integers[i] = True
     mip = _solved(model, mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=1e-4))
-    if mip is None or not mip.has_primal_feasible_solution():
+    if mip is None or not mip.result.has_primal_feasible_solution():
         return Answer(None, bound, False)
-    chosen, _ = _read(r, model, mip)
-    return Answer(chosen, max(bound, mip.best_objective_bound() * model.scale), True)
+    chosen, _ = _read(r, model, mip.values)
+    return Answer(chosen, max(bound, mip.result.best_objective_bound() * model.scale), True)
 
 
-def _solved(model: _Model, params: mathopt.SolveParameters) -> mathopt.SolveResult | None:
-    """The solver's result; None where it gives up for numerical reasons (it raises what its own binding cannot tell)."""
+@dataclass(frozen=True)
+class _Solved:
+    """What the solver says of a model, and the values of the binaries x in its best solution."""
+
+    result: mathopt.SolveResult
+    values: np.ndarray
+
+
+def _solved(model: _Model, params: mathopt.SolveParameters) -> _Solved | None:
+    """The solver's answer; None where it gives up for numerical reasons (it raises what its own binding cannot tell).
+
+    The model goes in as it is, and of what comes out only the x are read: MathOpt's Python would make an object of every
+    variable and row, which takes longer than solving.
+    """
     try:
-        return mathopt.solve(mathopt.Model.from_model_proto(model.proto), mathopt.SolverType.HIGHS, params=params)
-    except (AttributeError, RuntimeError):
+        answer = solver.solve(
+            model.proto,
+            mathopt.SolverType.HIGHS.value,
+            mathopt.StreamableSolverInitArguments().to_proto(),
+            params.to_proto(),
+            mathopt.ModelSolveParameters().to_proto(),
+            None,
+            mathopt.CallbackRegistration().to_proto(),
+            None,
+            None,
+        )
+    except (AttributeError, RuntimeError, StatusNotOk):
         return None
-
-
-def _read(r: Reduced, model: _Model, result: mathopt.SolveResult) -> tuple[dict[int, int], bool]:
-    values = result.variable_values()
     x = np.zeros(model.first_edge)
-    for variable, value in values.items():
-        if variable.id < model.first_edge:
-            x[variable.id] = value
+    for i, solution in enumerate(answer.solutions):
+        values = solution.primal_solution.variable_values
+        if i == 0:
+            ids = np.array(values.ids, int)
+            x[ids[ids < len(x)]] = np.array(values.values)[ids < len(x)]
+        values.Clear()
+        solution.ClearField("dual_solution")
+        solution.ClearField("basis")
+    return _Solved(parse_solve_result(answer, mathopt.Model(), validate=False), x)
+
+
+def _read(r: Reduced, model: _Model, x: np.ndarray) -> tuple[dict[int, int], bool]:
+    """Position per variable, and whether the solution is whole."""
     chosen, whole = {}, True
     for v, at in model.first.items():
         part = x[at : at + len(r.cost[v])]

@@ -1,7 +1,8 @@
 """Bounds by message passing: prune states that no optimum can take, before the ILP sees them.
 
 Tree-reweighted message passing (TRW-S, Kolmogorov 2006) solves the dual of the same LP relaxation approximately, in
-numpy, at a cost linear in the number of pair states. From its messages follow
+numpy, at a cost linear in the number of pair states, many variables at once (`autopar.passes.shard.padded`). From its
+messages follow
 
 - a lower bound: spread each variable's cost evenly over its edges; the sum of the edges' minima bounds the optimum;
 - an assignment (upper bound): fix variables in order, each at its cheapest given the fixed ones and the messages;
@@ -14,11 +15,16 @@ hundred times smaller.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.shard.padded import Edges, Level, alike, padded_states, slots
 from autopar.passes.shard.reduce import Reduced, keep_states
+
+_ROUNDS_BETWEEN = 5
+"""Rounds of messages between two looks at the bounds."""
 
 
 @dataclass
@@ -33,22 +39,15 @@ class Bounds:
 
 def bound(r: Reduced, rounds: int, deadline: float) -> Bounds:
     """Message passing on what is left; prunes states of `r` in place as the bounds close."""
-    best = Bounds(-np.inf, np.inf, {}, {})
-    messages: dict[tuple[int, int], np.ndarray] = {
-        (u, v): np.zeros(len(r.cost[v])) for u, ms in r.near.items() for v in ms
-    }
-    order = _order(r)
-    sweeps = [_sweep(r, order), _sweep(r, order[::-1])]
+    passing = _Passing(r)
     for k in range(rounds):
-        for sweep in sweeps:
-            for v, ahead, share in sweep:
-                _send(r, messages, v, ahead, share)
-        if k % 5 == 4 or k == rounds - 1:
-            improved = _update(r, messages, order, best)
-            closed = best.upper - best.lower <= 1e-7 * abs(best.upper)
+        passing.round()
+        if k % _ROUNDS_BETWEEN == _ROUNDS_BETWEEN - 1 or k == rounds - 1:
+            improved = passing.update()
+            closed = passing.upper - passing.lower <= 1e-7 * abs(passing.upper)
             if closed or time.monotonic() > deadline or (k > 15 and not improved):
                 break
-    return best
+    return passing.finish()
 
 
 def _order(r: Reduced) -> list[int]:
@@ -64,101 +63,212 @@ def _order(r: Reduced) -> list[int]:
     return list(seen)
 
 
-def _sweep(r: Reduced, order: list[int]) -> list[tuple[int, list[int], float]]:
-    """In this order every variable with the neighbours that come after it, and the share of its total that each is sent."""
-    rank = {v: i for i, v in enumerate(order)}
-    sweep = []
-    for v in order:
-        ahead = [u for u in r.near[v] if rank[u] > rank[v]]
-        if ahead:
-            sweep.append((v, ahead, 1.0 / max(len(ahead), len(r.near[v]) - len(ahead))))
-    return sweep
+@dataclass(frozen=True)
+class _Sent:
+    """Messages of one level that are computed together: places of their senders, their numbers and their pair costs.
+
+    scratch: room for as many numbers, which all share, as one is sent at a time.
+    """
+
+    row: np.ndarray
+    edges: np.ndarray
+    pairs: np.ndarray
+    scratch: np.ndarray
 
 
-def _send(r: Reduced, messages: dict[tuple[int, int], np.ndarray], v: int, ahead: list[int], share: float) -> None:
-    """Messages of one variable to those ahead of it. `minimum.reduce` is what `min` calls, without its wrapper."""
-    near = r.near[v]
-    total = r.cost[v].copy()
-    for u in near:
-        total += messages[u, v]
-    total *= share
-    for u in ahead:
-        message = np.minimum.reduce(near[u] + (total - messages[u, v])[:, None], 0)
-        message -= np.minimum.reduce(message)
-        messages[v, u] = message
+class _Passing:
+    """Messages on their way, and the bounds so far.
+
+    Arrays of states have a row per variable (or message), padded. alive: the state of the graph as it came that every
+    state is; sizes: how many there are. best: the states of `upper`'s assignment, as they came; extra: as in `Bounds`.
+    """
+
+    def __init__(self, r: Reduced) -> None:
+        self.r, self.edges = r, Edges.of(r, _order(r))
+        variables = self.edges.variables
+        self.numbers = {v: i for i, v in enumerate(variables)}
+        self.lower, self.upper = -np.inf, np.inf
+        self.best = np.zeros(len(variables), int)
+        self.sizes = np.array([len(r.cost[v]) for v in variables], int)
+        self.all_costs = np.zeros((len(variables), self.sizes.max(initial=0)))
+        for i, v in enumerate(variables):
+            self.all_costs[i, : self.sizes[i]] = r.cost[v]
+        self.alive = padded_states(self.sizes)
+        self.extra = np.zeros(self.alive.shape)
+        self.messages = np.zeros((self.edges.silent + 1, self.alive.shape[1]))
+        incident: list[list[int]] = [[] for _ in variables]
+        for e, u in enumerate(self.edges.source[:-1].tolist()):
+            incident[u].append(e)
+        self.incident = slots(incident, self.edges.silent)
+        self.degrees = np.array([len(entering) for entering in self.edges.entering])
+        self.scratch = np.empty(0)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Costs of the states that are alive, as sweeps and bounds need them."""
+        self.costs = np.take_along_axis(self.all_costs, self.alive, 1)
+        self.sent = tuple([[*self._together(level.ahead, level.row)] for level in sweep] for sweep in self.edges.sweeps)
+        self.columns = [
+            self.alive[level.variables] * self.edges.target_step[level.entering][:, :, None]
+            for level in self.edges.sweeps[0]
+        ]
+        firsts = np.arange(0, self.edges.silent, 2)
+        self.pair_costs = [*self._together(firsts, firsts)]
+
+    def _together(self, edges: np.ndarray, row: np.ndarray) -> Iterable[_Sent]:
+        """These messages in groups, with their pair costs."""
+        source, target = self.edges.source[edges], self.edges.target[edges]
+        for places in alike(edges, self.sizes[source], self.sizes[target]):
+            rows, columns = self.sizes[source[places]].max(), self.sizes[target[places]].max()
+            u, v = self.alive[source[places], :rows], self.alive[target[places], :columns]
+            pairs = self.edges.matrices(edges[places], u, v)
+            if pairs.size > len(self.scratch):
+                self.scratch = np.empty(pairs.size)
+            yield _Sent(row[places], edges[places], pairs, self.scratch[: pairs.size].reshape(pairs.shape))
+
+    # --- messages
+
+    def round(self) -> None:
+        """All messages once in either direction."""
+        for levels, sent in zip(self.edges.sweeps, self.sent, strict=True):
+            for level, groups in zip(levels, sent, strict=True):
+                if groups:
+                    self._send(level, groups)
+
+    def _send(self, level: Level, groups: list[_Sent]) -> None:
+        """Messages of the variables of a level to those ahead of them. `minimum.reduce` is what `min` calls, without its
+        wrapper."""
+        total = self._totals(level)
+        total *= level.share
+        for group in groups:
+            outgoing = total[group.row] - self.messages[group.edges ^ 1]
+            rows, _, columns = group.pairs.shape
+            np.add(group.pairs, outgoing[:, :rows].T[:, :, None], out=group.scratch)
+            message = np.minimum.reduce(group.scratch, 0)
+            message -= np.minimum.reduce(message, 1, keepdims=True)
+            if columns < self.messages.shape[1]:
+                self.messages[group.edges] = message[:, :1]
+            self.messages[group.edges, :columns] = message
+
+    def _totals(self, level: Level) -> np.ndarray:
+        """Every variable's cost with the messages that it got."""
+        return _added_up(self.costs[level.variables], self.messages[level.entering])
+
+    # --- bounds
+
+    def update(self) -> bool:
+        """New bounds from the messages, then pruning. True while something still improves."""
+        lower, extra = self._lower()
+        chosen = self._decode()
+        upper = self._value(chosen)
+        improved = lower > self.lower + 1e-6 * abs(lower)
+        self.lower = max(self.lower, lower)
+        if upper < self.upper:
+            self.upper, self.best = upper, self._states(chosen)
+        self.extra = extra
+        self._keep(extra <= self.upper - lower + 1e-9 * abs(self.upper))
+        return improved
+
+    def _lower(self) -> tuple[float, np.ndarray]:
+        """The bound that the messages mean, and the least that every state adds to it.
+
+        Messages are taken out of the pair costs, and every variable's total is spread over its edges.
+        """
+        messages, edges, n = self.messages, self.edges, len(self.sizes)
+        total = np.empty_like(self.costs)
+        for level in edges.sweeps[0]:
+            total[level.variables] = self._totals(level)
+        spread = total / np.maximum(self.degrees, 1)[:, None]
+        least = np.zeros(edges.silent // 2)
+        added = np.zeros(messages.shape)
+        for group in self.pair_costs:
+            e, (rows, _, columns) = group.edges, group.pairs.shape
+            of_source = (spread[edges.source[e]] - messages[e ^ 1])[:, :rows]
+            of_target = (spread[edges.target[e]] - messages[e])[:, :columns]
+            costs = np.add(group.pairs, of_source.T[:, :, None], out=group.scratch)
+            costs += of_target[None]
+            by_source, by_target = np.minimum.reduce(costs, 2).T, np.minimum.reduce(costs, 0)
+            least[e // 2] = low = np.minimum.reduce(by_target, 1)
+            added[e, :rows] = by_source - low[:, None]
+            added[e ^ 1, :columns] = by_target - low[:, None]
+        alone = sum(float(c.min()) for v, c in self.r.cost.items() if not self.r.near[v])
+        extra = _added_up(np.zeros((n, messages.shape[1])), added[self.incident])
+        return alone + sum(least.tolist()), extra
+
+    def _decode(self) -> np.ndarray:
+        """An assignment: variables in order, each at its cheapest given those before it and the messages of those after it;
+        then each at its cheapest given all others, until nothing changes. As places among the states that are alive."""
+        levels, n = self.edges.sweeps[0], len(self.sizes)
+        chosen, states = np.zeros(n, int), np.zeros(n, int)
+        for level, columns in zip(levels, self.columns, strict=True):
+            entering = np.where(level.behind, self._given(level, columns, states), self.messages[level.entering])
+            best = _added_up(self.costs[level.variables], entering).argmin(1)
+            chosen[level.variables], states[level.variables] = best, self.alive[level.variables, best]
+        look = np.ones(n, bool)  # variables with a neighbour that changed since they were looked at
+        while look.any():
+            for level, columns in zip(levels, self.columns, strict=True):
+                if not look[level.variables].any():
+                    continue
+                look[level.variables] = False
+                total = _added_up(self.costs[level.variables], self._given(level, columns, states))
+                best, here = total.argmin(1), np.arange(len(total))
+                better = total[here, best] < total[here, chosen[level.variables]] - 1e-15
+                if better.any():
+                    changed, places = level.variables[better], best[better]
+                    chosen[changed], states[changed] = places, self.alive[changed, places]
+                    look[self.edges.source[level.entering[:, better]]] = True
+        return chosen
+
+    def _given(self, level: Level, columns: np.ndarray, states: np.ndarray) -> np.ndarray:
+        """Per edge of every variable of a level the pair costs of its states with the state at the other end."""
+        edges, e = self.edges, level.entering
+        rows = edges.start[e] + states[edges.source[e]] * edges.source_step[e]
+        return np.asarray(edges.pairs[rows[:, :, None] + columns])
+
+    def _value(self, chosen: np.ndarray) -> float:
+        """What an assignment costs."""
+        states, edges = self._states(chosen), self.edges
+        costs = [float(self.all_costs[i, states[i]]) for i in map(self.numbers.__getitem__, self.r.cost)]
+        e = np.arange(0, edges.silent, 2)
+        u, v = states[edges.source[e]], states[edges.target[e]]
+        pairs = edges.pairs[edges.start[e] + u * edges.source_step[e] + v * edges.target_step[e]]
+        return sum(costs) + sum(pairs.tolist())
+
+    def _states(self, chosen: np.ndarray) -> np.ndarray:
+        """States as they came, from places among those that are alive."""
+        return self.alive[np.arange(len(chosen)), chosen]
+
+    # --- pruning
+
+    def _keep(self, near_optimal: np.ndarray) -> None:
+        """Drop the states that cannot be in an optimum, except those of the best assignment."""
+        real = np.arange(near_optimal.shape[1]) < self.sizes[:, None]
+        kept = (near_optimal | (self.alive == self.best[:, None]) | (self.degrees == 0)[:, None]) & real
+        sizes = kept.sum(1)
+        if (sizes == self.sizes).all():
+            return
+        places = np.argsort(~kept, axis=1, kind="stable")[:, : sizes.max()]
+        places = np.where(np.arange(places.shape[1]) < sizes[:, None], places, places[:, :1])
+        self.sizes, self.alive = sizes, np.take_along_axis(self.alive, places, 1)
+        self.extra = np.take_along_axis(self.extra, places, 1)
+        self.messages = np.take_along_axis(self.messages, places[self.edges.target], 1)
+        self._prepare()
+
+    def finish(self) -> Bounds:
+        """The bounds; the graph keeps the states that are left."""
+        chosen: dict[int, int] = {}
+        extra: dict[int, np.ndarray] = {}
+        for i, v in enumerate(self.edges.variables):
+            kept = self.alive[i, : self.sizes[i]]
+            chosen[v] = int(np.searchsorted(kept, self.best[i]))
+            extra[v] = self.extra[i, : self.sizes[i]]
+            if len(kept) < len(self.r.cost[v]):
+                keep_states(self.r, v, kept)
+        return Bounds(self.lower, self.upper, chosen, extra)
 
 
-def _edges(r: Reduced, messages: dict[tuple[int, int], np.ndarray]) -> dict[tuple[int, int], np.ndarray]:
-    """Pair costs with messages taken out and each variable's total spread over its edges."""
-    spread = {}
-    for v, near in r.near.items():
-        if near:
-            total = r.cost[v].copy()
-            for u in near:
-                total += messages[u, v]
-            spread[v] = total / len(near)
-    return {
-        (u, v): m + (spread[u] - messages[v, u])[:, None] + (spread[v] - messages[u, v])[None, :]
-        for u, near in r.near.items()
-        for v, m in near.items()
-        if u < v
-    }
-
-
-def _update(r: Reduced, messages: dict[tuple[int, int], np.ndarray], order: list[int], best: Bounds) -> bool:
-    """New bounds from the messages, then pruning. True while something still improves."""
-    alone = sum(float(r.cost[v].min()) for v in r.cost if not r.near[v])
-    edges = _edges(r, messages)
-    low = {e: float(m.min()) for e, m in edges.items()}
-    lower = alone + sum(low.values())
-    chosen = _decode(r, messages, order)
-    upper = _value(r, chosen)
-    improved = lower > best.lower + 1e-6 * abs(lower)
-    best.lower = max(best.lower, lower)
-    if upper < best.upper:
-        best.upper, best.chosen = upper, chosen
-    extra = {v: np.zeros(len(c)) for v, c in r.cost.items()}
-    for (u, v), m in edges.items():
-        extra[u] += m.min(1) - low[u, v]
-        extra[v] += m.min(0) - low[u, v]
-    slack = best.upper - lower + 1e-9 * abs(best.upper)
-    best.extra = extra
-    for v in list(r.cost):
-        if not r.near[v]:
-            continue
-        kept = np.nonzero(extra[v] <= slack)[0]
-        here = best.chosen[v]
-        if here not in kept:
-            kept = np.sort(np.append(kept, here))
-        if len(kept) < len(r.cost[v]):
-            best.chosen[v] = int(np.searchsorted(kept, here))
-            keep_states(r, v, kept)
-            extra[v] = extra[v][kept]
-            for u in r.near[v]:
-                messages[u, v] = messages[u, v][kept]
-    return improved
-
-
-def _decode(r: Reduced, messages: dict[tuple[int, int], np.ndarray], order: list[int]) -> dict[int, int]:
-    chosen: dict[int, int] = {}
-    for v in order:
-        total = r.cost[v].copy()
-        for u, m in r.near[v].items():
-            total += m[:, chosen[u]] if u in chosen else messages[u, v]
-        chosen[v] = int(np.argmin(total))
-    changed = True
-    while changed:
-        changed = False
-        for v in order:
-            total = r.cost[v].copy()
-            for u, m in r.near[v].items():
-                total += m[:, chosen[u]]
-            s = int(np.argmin(total))
-            if total[s] < total[chosen[v]] - 1e-15:
-                chosen[v], changed = s, True
-    return chosen
-
-
-def _value(r: Reduced, chosen: dict[int, int]) -> float:
-    total = sum(float(c[chosen[v]]) for v, c in r.cost.items())
-    return total + sum(float(m[chosen[u], chosen[v]]) for u, near in r.near.items() for v, m in near.items() if u < v)
+def _added_up(total: np.ndarray, terms: np.ndarray) -> np.ndarray:
+    """Terms added one after the other, to `total` in its place."""
+    for term in terms:
+        total += term
+    return total

@@ -9,21 +9,21 @@ after the optimizer step. What the plan recomputes is priced twice, and only wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.call import OpCall
-from autopar.ir.program import Program, Template, resolve
-from autopar.ir.rule import Rule
+from autopar.ir.program import Program, Template, operand_nodes, resolve
 from autopar.ir.setting import Setting
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.passes.price.pricer import Pricer
+from autopar.passes.price.pricer import OpChoices, Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import Flow, flow
+from autopar.passes.rules.lattice import Specs
 from autopar.passes.rules.recomputation import Recomputation, recomputation
 from autopar.passes.rules.structure import (
     Group,
@@ -38,6 +38,8 @@ from autopar.passes.rules.widening import wide_gradients
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.parameters import State, moved_bytes, parameter_bytes
+
+StateCost = Callable[[State], float]
 
 
 class Problem:
@@ -63,7 +65,7 @@ class Problem:
         )
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
         self.given = given
-        self.allowed = allowed or (lambda key, state: True)
+        self.allowed = allowed
         self.graph = FactorGraph()
         self.flows: dict[str, Flow] = {name: flow(t) for name, t in program.templates.items()}
         self.recompute = dict(recompute or {})
@@ -71,8 +73,7 @@ class Problem:
             name: recomputation(t, self.flows[name], self.recompute.get(name, ()))
             for name, t in program.templates.items()
         }
-        self._result_specs: dict[Key, list[list[Spec | None]]] = {}
-        self._operand_specs: dict[Key, list[list[Spec | None]]] = {}
+        self.choices: dict[Key, OpChoices] = {}
         self.groups = parameter_groups(program)
         self._wanted: dict[tuple[str, str], dict[Spec, None]] = {}
         for template in program.templates.values():
@@ -85,13 +86,18 @@ class Problem:
 
     # --- variables ------------------------------------------------------------------------------------------------------
 
-    def _add(self, key: Key, states: list[Any], cost: Callable[[Any], float], memory: Callable[[Any], float]) -> int:
-        kept = [self.given(key)] if self.given else [s for s in states if self.allowed(key, s)]
-        if not kept:
-            raise InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
-        return self.graph.add(key, kept, np.array([cost(s) for s in kept]), np.array([memory(s) for s in kept]))
+    def _kept(self, key: Key, states: Iterable[Any]) -> tuple[Any, ...]:
+        """The states of a variable: those of a plan that is given, or what is allowed of these."""
+        if self.given is not None:
+            return (self.given(key),)
+        return tuple(s for s in states if self.allowed is None or self.allowed(key, s))
 
-    def _add_held(self, key: Key, states: list[Any], cost: Callable[[Any], float], held: Callable[[Any], float]) -> int:
+    def _add(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, memory: np.ndarray) -> int:
+        if not states:
+            raise InfeasibleError(f"no choice is left for {' '.join(key)}; loosen the constraints that match it")
+        return self.graph.add(key, states, cost, memory)
+
+    def _add_held(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, held: np.ndarray) -> int:
         """A variable whose states keep so many bytes of a microbatch until backward: on the device, or away and back."""
         v = self._add(key, states, cost, held)
         if "activations" in self.setting.offload:
@@ -107,44 +113,38 @@ class Problem:
         calls = self.program.multiplicity[template.name]
         microbatches = self.setting.microbatches
         flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
+        rests = self._rests(template)
         for node in template.ops:
             times = calls * microbatches * (2 if node.name in recomputed.again else 1)
             call = template.op_calls[node.name]
-            rule = self.rules.rule(call)
-            strategies = [] if self.given else rule.strategies(self.mesh)
-            if self.given and not rule.allows(self.given(("op", template.name, node.name)), self.mesh):
-                raise PlanError(
-                    f"{template.name}.{node.name}: the plan's strategy does not fit the rule `{rule}` on mesh {self.mesh}; "
-                    f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
-                )
+            key = ("op", template.name, node.name)
+            choices = self._choices(key, call)
             results = value_names(node)
             held = [i for i, v in results.items() if recomputed.kept.get(v) == v]
-            if shows_held(template, node, self._rests(template)):
+            if shows_held(template, node, rests):
                 held = []
+            nbytes = calls * sum((choices.result_bytes[i] for i in held), np.zeros(len(choices.strategies)))
+            self._add_held(key, choices.strategies, times * choices.seconds, nbytes)
+            self.choices[key] = choices
+            for i, operand in enumerate(operand_nodes(node)):
+                source = flow_.reads[node.name, i]
+                value = source.split("@")[0] if source else operand.name
+                wanted = self._wanted.setdefault((template.name, value), {})
+                wanted.update((spec, None) for spec in choices.operands[i] if spec is not None)
 
-            def memory(s: Any, call: OpCall = call, rule: Rule = rule, held: list[int] = held) -> float:
-                total = 0.0
-                for i in held:
-                    spec, type_ = rule.result_spec(i, s, self.mesh), call.results[i]
-                    if spec is not None and type_ is not None:
-                        total += spec.local_bytes(type_, self.mesh)
-                return total * calls
-
-            key = ("op", template.name, node.name)
-            self._add_held(key, strategies, lambda s, c=call, r=rule, t=times: t * self.pricer.op_s(c, r, s), memory)  # type: ignore[misc]
-            kept = self.graph.states[self.graph.index[key]]
-            self._result_specs[key] = [
-                [rule.result_spec(i, s, self.mesh) for s in kept] for i in range(len(call.results))
-            ]
-            self._operand_specs[key] = [
-                [rule.operand_spec(i, s, self.mesh) for s in kept] for i in range(len(call.operands))
-            ]
-            for (name, i), source in flow_.reads.items():
-                if name == node.name:
-                    value = source.split("@")[0] if source else value_at(node, i)
-                    for spec in self._operand_specs[key][i]:
-                        if spec is not None:
-                            self._wanted.setdefault((template.name, value), {})[spec] = None
+    def _choices(self, key: Key, call: OpCall) -> OpChoices:
+        """What an op may do. Raises PlanError where a plan that is given asks for something else."""
+        rule = self.rules.rule(call)
+        if self.given is None:
+            choices, allowed = self.pricer.op_choices(call, rule), self.allowed
+            return choices.only(lambda strategy: allowed(key, strategy)) if allowed is not None else choices
+        strategy = self.given(key)
+        if not rule.allows(strategy, self.mesh):
+            raise PlanError(
+                f"{'.'.join(key[1:])}: the plan's strategy does not fit the rule `{rule}` on mesh {self.mesh}; "
+                f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
+            )
+        return self.pricer.op_under(call, rule, (strategy,))
 
     def _rests(self, template: Template) -> set[str]:
         """Values that are in memory when backward runs: those that are kept, and parameters."""
@@ -153,64 +153,61 @@ class Problem:
     def _add_hubs(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
         flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
+        rests = self._rests(template)
         owed = {t for t in template.tangents if t is not None}
         params = set(template.params)
         for name in (*template.inputs, *(t for t in template.tangents if t is not None)):
             type_ = template.type_of(name)
             specs = self._specs(template, name, partial=type_.is_float or name in owed)
             counted = recomputed.kept.get(name) == name
-            self._add_held(("at", template.name, name), specs, _nothing, self._held(type_, calls if counted else 0))
+            self._add_at(template, name, specs, type_, calls if counted else 0)
         for hub in flow_.hubs.values():
             type_ = template.type_of(hub.value)
             specs = self._specs(template, hub.value, partial=hub.value not in params)
             producer = resolve(template.nodes[hub.value])
             if hub.kind == "save" and producer[0].op == "call_function":
                 key = ("op", template.name, producer[0].name)
-                own = {s: None for s in self._result_specs[key][producer[1]] if s is not None and _sums_only(s)}
-                specs = list({**dict.fromkeys(specs), **own})
-            counted = recomputed.kept.get(hub.value) == hub.name and not shows_held(
-                template, producer[0], self._rests(template)
-            )
-            self._add_held(("at", template.name, hub.name), specs, _nothing, self._held(type_, calls if counted else 0))
+                own = (s for s in self.choices[key].results[producer[1]] if s is not None and _sums_only(s))
+                specs.update(dict.fromkeys(own))
+            counted = recomputed.kept.get(hub.value) == hub.name and not shows_held(template, producer[0], rests)
+            self._add_at(template, hub.name, specs, type_, calls if counted else 0)
 
-    def _held(self, type_: TensorType, times: float) -> Callable[[Spec], float]:
-        """Bytes that a value of this type keeps until backward, over all calls of a microbatch."""
-        return lambda spec: times * spec.local_bytes(type_, self.mesh) if times else 0.0
+    def _add_at(self, template: Template, name: str, specs: Iterable[Spec], type_: TensorType, times: int) -> None:
+        """The spec of a placeholder or hub. times: calls of a microbatch that keep the value there until backward."""
+        key = ("at", template.name, name)
+        kept = self._kept(key, specs)
+        nbytes = [times * spec.local_bytes(type_, self.mesh) if times else 0.0 for spec in kept]
+        self._add_held(key, kept, np.zeros(len(kept)), np.array(nbytes))
 
-    def _specs(self, template: Template, value: str, partial: bool) -> list[Spec]:
+    def _specs(self, template: Template, value: str, partial: bool) -> dict[Spec, None]:
         wanted = self._wanted.get((template.name, value), {})
         rank = len(template.type_of(value).shape)
-        return list(dict.fromkeys([Spec.replicated(rank), *(s for s in wanted if partial or not s.partial)]))
+        return dict.fromkeys([Spec.replicated(rank), *(s for s in wanted if partial or not s.partial)])
 
     # --- edges ----------------------------------------------------------------------------------------------------------
 
-    def _source(self, template: Template, value: str) -> tuple[int, list[Spec | None]]:
+    def _source(self, template: Template, value: str) -> tuple[int, Specs]:
         """(variable, spec per state) of the producer of a value."""
         node, index = resolve(template.nodes[value])
         if node.op == "placeholder":
             v = self.graph.index["at", template.name, value]
             return v, self.graph.states[v]
         key = ("op", template.name, node.name)
-        return self.graph.index[key], self._result_specs[key][index]
+        return self.graph.index[key], _present(self.choices[key].results[index])
 
-    def _at(self, template: Template, hub: str) -> tuple[int, list[Spec | None]]:
+    def _at(self, template: Template, hub: str) -> tuple[int, Specs]:
         v = self.graph.index["at", template.name, hub]
         return v, self.graph.states[v]
 
-    def _conversion(
-        self, type_: TensorType, before: list[Spec | None], after: list[Spec | None], bucketed: bool = False
-    ) -> np.ndarray:
-        ops = {"sum"} | {op for s in (*before, *after) if s is not None for _, op in s.partial}
-        lattice = self.pricer.lattice(type_, tuple(sorted(ops)), bucketed)
+    def _conversion(self, type_: TensorType, before: Specs, after: Specs, bucketed: bool = False) -> np.ndarray:
+        ops = {"sum"} | {op for s in (*before, *after) for _, op in s.partial}
         try:
-            rows = [lattice.index[s] for s in before if s is not None]
-            columns = [lattice.index[s] for s in after if s is not None]
+            return self.pricer.lattice(type_, tuple(sorted(ops)), bucketed).between(before, after)
         except KeyError as error:
             raise PlanError(
                 f"the plan's spec {error.args[0]} does not fit a tensor of shape {type_.shape} on mesh {self.mesh} (dims must "
                 "divide, and axes that share a dim stand in mesh order)"
             ) from None
-        return lattice.costs[np.ix_(rows, columns)]
 
     def _connect_inside(self, template: Template) -> None:
         flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
@@ -226,7 +223,7 @@ class Problem:
             self.graph.connect(u, v, twice * times * self._conversion(type_, before, after))
         for (name, i), source in flow_.reads.items():
             key = ("op", template.name, name)
-            wanted = self._operand_specs[key][i]
+            wanted = _present(self.choices[key].operands[i])
             value = value_at(template.nodes[name], i)
             u, before = self._at(template, source) if source else self._source(template, value)
             twice = 2 if name in recomputed.again else 1
@@ -248,18 +245,18 @@ class Problem:
                 u, before = self._source(self.program.templates[source[0]], source[1])
                 self.graph.connect(u, v, times * self._conversion(type_, before, specs))
 
-    def _end_s(self, kind: str, type_: TensorType, specs: list[Spec | None]) -> np.ndarray:
+    def _end_s(self, kind: str, type_: TensorType, specs: Specs) -> np.ndarray:
         """Seconds per spec of a value where it enters or leaves the program (kind: as of `call_edges`)."""
-        whole, present = Spec.replicated(len(type_.shape)), [s for s in specs if s is not None]
+        whole = (Spec.replicated(len(type_.shape)),)
         if kind == "depart":
-            return np.array([self.pricer.departure(type_, s)[1] for s in present])
+            return np.array([self.pricer.departure(type_, s)[1] for s in specs])
         if kind == "arrive":
-            return np.array([self.pricer.arrival(type_, s)[1] for s in present])
+            return np.array([self.pricer.arrival(type_, s)[1] for s in specs])
         if kind == "read":
-            return self._conversion(type_, [whole], specs)[0]
+            return self._conversion(type_, whole, specs)[0]
         if kind == "settled":
-            return np.array([self.pricer.convert_s(type_, s, s.without_partial()) for s in present])
-        return self._conversion(type_, specs, [whole], bucketed=kind == "loss")[:, 0]
+            return np.array([self.pricer.convert_s(type_, s, s.without_partial()) for s in specs])
+        return self._conversion(type_, specs, whole, bucketed=kind == "loss")[:, 0]
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
@@ -305,37 +302,41 @@ class Problem:
             for kind in ("use", "late"):
                 if f"{value}@{kind}" in self.flows[template_name].hubs:
                     u, wanted = self._at(template, f"{value}@{kind}")
-                    pair = self._use_s(type_, template.type_of(value), [s[0] for s in states], wanted)
+                    pair = self._use_s(type_, template.type_of(value), tuple(s[0] for s in states), wanted)
                     twice = 2 if kind == "use" and self._gathered_again(template, slot) else 1
                     self.graph.connect(v, u, twice * calls * self.setting.microbatches * pair)
             grad = template.param_grads[slot]
             if grad is not None and updated:
                 u, before = self._source(template, grad)
-                pair = self._conversion(type_, before, [s[1] for s in states], bucketed=True)
+                pair = self._conversion(type_, before, tuple(s[1] for s in states), bucketed=True)
                 self.graph.connect(u, v, calls * pair)
 
-    def _add_parameter(self, name: str, states: list[Any], cost: Any, memory: Any) -> int:
+    def _add_stored(self, name: str, states: list[State], cost: StateCost, memory: StateCost) -> int:
+        kept = self._kept(("param", name), states)
+        return self._add(("param", name), kept, np.array([cost(s) for s in kept]), np.array([memory(s) for s in kept]))
+
+    def _add_parameter(self, name: str, states: list[State], cost: StateCost, memory: StateCost) -> int:
         """The variable of a group of parameters, whole where its optimizer asks for that."""
         whole = next((n for n in self.groups[name].names if n in self.setting.optimizer.whole), None)
         if whole is None:
-            return self._add(("param", name), states, cost, memory)
+            return self._add_stored(name, states, cost, memory)
         states, why = [s for s in states if s[1].is_replicated], f"its optimizer updates {whole} as a whole tensor"
         if self.given is not None and not self.given(("param", name))[1].is_replicated:
             raise PlanError(f"{why}, the plan shards it; compile again without plan=, or with an elementwise optimizer")
         try:
-            return self._add(("param", name), states, cost, memory)
+            return self._add_stored(name, states, cost, memory)
         except InfeasibleError as error:
             raise InfeasibleError(
                 f"{why}, which the strategy or the constraints forbid; leave it whole (strategy 'dp' or 'auto'), or use an "
                 "elementwise optimizer such as AdamW"
             ) from error
 
-    def _use_s(self, stored: TensorType, used: TensorType, before: list[Spec | None], after: list[Spec | None]) -> Any:
+    def _use_s(self, stored: TensorType, used: TensorType, before: Specs, after: Specs) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
         seconds = self._conversion(used, before, after)
         if used == stored:
             return seconds
-        return seconds + np.array([[self.pricer.cast_s(stored, used, s)] for s in before if s is not None])
+        return np.asarray(seconds + np.array([[self.pricer.cast_s(stored, used, s)] for s in before]))
 
     def _gathered_again(self, template: Template, slot: int) -> bool:
         """Whether what is recomputed needs a parameter that backward does not have anyway (taken to be wanted alike)."""
@@ -366,8 +367,9 @@ def _gather_s(lattice: Any, before: Spec, after: Spec) -> float:
     return float(lattice.costs[lattice.index[before], lattice.index[after]])
 
 
-def _nothing(state: object) -> float:
-    return 0.0
+def _present(specs: tuple[Spec | None, ...]) -> Specs:
+    """Specs of a value that is there under every strategy, or under none."""
+    return tuple(s for s in specs if s is not None)
 
 
 def _sums_only(spec: Spec) -> bool:

@@ -20,8 +20,14 @@ import numpy as np
 
 from autopar.passes.shard.graph import FactorGraph
 
+FEW = 20_000
+"""Numbers up to which all pairs of states are compared in one array; where there are more, most are ruled out first."""
 AT_ONCE = 200_000
-"""Numbers up to which all pairs of states are compared in one array."""
+"""Numbers in one array when pairs of states are compared."""
+TOO_MANY = 60_000_000
+"""Comparisons of numbers from which a variable's states are not compared."""
+COLUMNS = 4
+"""States of every neighbour at which pairs of states are compared before all others."""
 
 
 @dataclass
@@ -76,32 +82,71 @@ def reduce_graph(r: Reduced, with_memory: bool = False, widest: int = 4_000_000)
 
 
 def _drop_dominated(r: Reduced, v: int, with_memory: bool) -> bool:
-    n = len(r.cost[v])
-    if n <= 1:
+    """Drop the dominated states of a variable; of states that dominate each other one stays. Whether any went."""
+    cost, near = r.cost[v], list(r.near[v].values())
+    n = len(cost)
+    if n <= 1 or any(n * n * m.shape[1] > TOO_MANY for m in near):
         return False
-    kept = np.arange(n)
-    gap = r.cost[v][:, None] - r.cost[v][None, :]
-    for m in r.near[v].values():
-        if n * n * m.shape[1] > 60_000_000:
-            return False
-        if n * n * m.shape[1] <= AT_ONCE:
-            gap += np.minimum.reduce(m[:, None, :] - m[None, :, :], 2)
-            continue
-        for s in range(n):
-            gap[s] += np.minimum.reduce(m[s][None, :] - m, 1)
-    beaten = gap >= -1e-15
+    s, t, gap = _rises(cost, near)
+    if not len(s):
+        return False
+    most = np.zeros(n)
+    np.maximum.at(most, s, gap)
     if with_memory:
-        beaten &= r.memory[v][:, None] >= r.memory[v][None, :]
-    np.fill_diagonal(beaten, False)
+        less = r.memory[v][s] >= r.memory[v][t]
+        s, t = s[less], t[less]
+    by: dict[int, list[int]] = {}
+    for state, other in zip(s.tolist(), t.tolist(), strict=True):
+        by.setdefault(state, []).append(other)
     out = np.zeros(n, bool)
-    for s in np.argsort(-gap.max(1), kind="stable"):
-        if (beaten[s] & ~out).any():
-            out[s] = True
+    for state in sorted(by, key=lambda state: -most[state]):
+        out[state] = not out[by[state]].all()
     if not out.any():
         return False
-    kept = kept[~out]
-    keep_states(r, v, kept)
+    keep_states(r, v, np.nonzero(~out)[0])
     return True
+
+
+def _rises(cost: np.ndarray, near: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pairs (s, t) of states where t never costs more than s, and how much more s costs at least."""
+    n = len(cost)
+    if all(n * n * m.shape[1] <= FEW for m in near):
+        gaps = cost[:, None] - cost[None, :]
+        for m in near:
+            gaps += np.minimum.reduce(m.T[:, :, None] - m.T[:, None, :], 0)
+        np.fill_diagonal(gaps, -np.inf)
+        s, t = np.nonzero(gaps >= -1e-15)
+        return s, t, gaps[s, t]
+    s, t = _candidates(cost, near)
+    gap = cost[s] - cost[t]
+    for m in near:
+        gap += _least_rise(m, s, t)
+    beaten = gap >= -1e-15
+    return s[beaten], t[beaten], gap[beaten]
+
+
+def _candidates(cost: np.ndarray, near: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (s, t) of states that t may dominate. min_x (m[s, x] - m[t, x]) is at most the difference of the two rows at any
+    x, and that of their least, their largest and their mean numbers: where one of these sums rules a pair out, it goes.
+    """
+    bounds = np.repeat(cost[None], 3 + COLUMNS, 0)
+    for m in near:
+        bounds[0] += np.minimum.reduce(m, 1)
+        bounds[1] += np.maximum.reduce(m, 1)
+        bounds[2] += np.add.reduce(m, 1) / m.shape[1]
+        bounds[3:] += m[:, np.arange(COLUMNS) * m.shape[1] // COLUMNS].T
+    least = bounds - 1e-11 * np.abs(bounds).max()
+    possible = (bounds[:, :, None] >= least[:, None, :]).all(0)
+    np.fill_diagonal(possible, False)
+    s, t = np.nonzero(possible)
+    return s, t
+
+
+def _least_rise(m: np.ndarray, s: np.ndarray, t: np.ndarray) -> np.ndarray:
+    """min_x (m[s, x] - m[t, x]) of every pair."""
+    step = max(1, AT_ONCE // m.shape[1])
+    parts = [np.minimum.reduce(m[s[i : i + step]] - m[t[i : i + step]], 1) for i in range(0, len(s), step)]
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def keep_states(r: Reduced, v: int, kept: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ class ZooModel:
         return self.name
 
 
-ORIGIN: weakref.WeakKeyDictionary[nn.Module, ZooModel] = weakref.WeakKeyDictionary()
-"""The zoo model that a module was made of."""
+ORIGIN: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
+"""What a module was made of: a zoo model, or a class of the tests and its arguments. Modules of one origin run alike."""
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
