@@ -29,6 +29,7 @@ from autopar.program import ParallelProgram, RunResult
 from autopar.program import ParallelProgram as Program
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
+from autopar.runtime.errors import GuardError
 from autopar.runtime.launch import load
 from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
 
@@ -42,6 +43,7 @@ __all__ = [
     "ClusterSpec",
     "ConstraintError",
     "EmitError",
+    "GuardError",
     "InfeasibleError",
     "InputError",
     "LossScaling",

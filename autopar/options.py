@@ -45,6 +45,8 @@ class Options:
     seed: seed of every random number of the program (dropout).
     compensated_sums: add the gradients of microbatches with a compensation of what rounding loses (Kahan), for one more
         buffer per gradient while they are added.
+    guards: check while the program runs what it assumes of its data: indices in range. False: only that batches have the
+        shapes and dtypes of the example.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -65,6 +67,7 @@ class Options:
     explain_s: float = 30.0
     seed: int = 0
     compensated_sums: bool = False
+    guards: bool = True
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -126,6 +129,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
         (name, _is_number(Real), "must be a number, it is {value!r}")
         for name in ("memory_fraction", "solver_time_limit_s", "explain_s")
     ),
+    ("guards", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),
     ("seed", _is_number(int), "must be a number, it is {value!r}"),
     (
         "mesh",

@@ -103,7 +103,7 @@ class ParallelProgram(Compiled):
         parts = self.plan.microbatches
         for leaf, (name, type_), dim in zip(leaves, self.ir.inputs, self.ir.batch_dims, strict=True):
             whole = tuple(n * parts if i == dim else n for i, n in enumerate(type_.shape))
-            if tuple(leaf.shape) not in (type_.shape, whole):
+            if tuple(leaf.shape) != whole:
                 raise InputError(
                     f"the batch: input {name} has shape {tuple(leaf.shape)}, the program was compiled for {whole}; pass "
                     "batches of that shape, or compile again with an example of the new one"

@@ -7,7 +7,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.codegen.printer import Dtypes, Printer
+from autopar.codegen.printer import Dtypes, Printer, one_line
 from autopar.codegen.stage import render
 from autopar.ir.actions import show_row
 from autopar.ir.lowered import LoweredProgram
@@ -34,6 +34,11 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
             f"dict(name={name!r}, shape={_whole(type_.shape, dim, microbatches)!r}, dtype={printer.dtype(type_.dtype)!r}, "
             f"batch_dim={dim!r})"
             for (name, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
+        ],
+        ranges=[
+            f"dict(input={one.input}, low={one.allowed.low}, high={one.allowed.high}, also={tuple(sorted(one.also))!r}, "
+            f"source={one_line(one.source)!r})"
+            for one in program.guards
         ],
         stages=[
             f"dict(file='stages/stage_{s.index}.py', mesh={dict(s.mesh.axes)!r}, first_rank={s.mesh.offset})"

@@ -107,6 +107,8 @@ class Printer:
             args.insert(definition.key_argument, self.value(line.kwargs["key"]))
         if definition.factory:
             args.append("device=rt.device")
+        if definition.told_source:
+            args.append(repr(one_line(line.source)))
         return f"{definition.home}.{name}({', '.join(args)})"
 
     def _aten(self, line: Compute) -> str:
@@ -165,7 +167,7 @@ def body(function: Function, text_of: Callable[[Line], str], returned: set[str])
     for i, line in enumerate(function.lines):
         if line.source and line.source != source:
             source = line.source
-            statements.append(f"# {_one_line(source)}")
+            statements.append(f"# {one_line(source)}")
         statements += text_of(line).splitlines()
         dead = dict.fromkeys(n for n in (*line.reads(), *line.outs) if last[n] == i and n not in returned and n != "_")
         if dead:
@@ -173,7 +175,7 @@ def body(function: Function, text_of: Callable[[Line], str], returned: set[str])
     return statements
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     return re.sub(r"\s+", " ", text)[:110]
 
 

@@ -8,7 +8,7 @@ with depth. After differentiation the parameters that receive a gradient are com
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.export import Exported, export_step
 from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
+from autopar.capture.index_guards import guard_indices, without_guards
 from autopar.capture.inputs import batch_dim
 from autopar.capture.precision import lower_precision, use_dtype
 from autopar.errors import CaptureError
@@ -34,8 +35,9 @@ def capture_program(
     batch_dims: Any = None,
     starts: Sequence[str] = (),
     precision: str | None = None,
+    guards: bool = True,
 ) -> tuple[Program, Exported]:
-    """Capture, fold and differentiate. starts: modules at which a call must start. precision: see Options.
+    """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options.
 
     Raises CaptureError, InputError.
     """
@@ -46,7 +48,7 @@ def capture_program(
     with mode:
         builder = _Builder(exported, model)
         builder.run(mode, starts)
-    return builder.program(batch_dims), exported
+    return builder.program(batch_dims, guards), exported
 
 
 class _Builder:
@@ -54,6 +56,7 @@ class _Builder:
 
     def __init__(self, exported: Exported, model: nn.Module) -> None:
         self.exported = exported
+        self.model = model
         self.templates: dict[str, Template] = {}
         self.by_signature: dict[Any, tuple[Template, list[bool]]] = {}
         self.calls: list[Call] = []
@@ -147,7 +150,7 @@ class _Builder:
             name, k = f"{stem}_{k}", k + 1
         return name
 
-    def program(self, batch_dims: Any) -> Program:
+    def program(self, batch_dims: Any, guards: bool) -> Program:
         exported = self.exported
         nodes = {n.name: n for n in exported.graph.nodes}
         final = exported.graph.output_node().args[0]
@@ -168,8 +171,21 @@ class _Builder:
             structure=exported.output_structure,
         )
         self._check_gradients(program)
+        program = guard_indices(program, self._constants(updates)) if guards else without_guards(program)
         object.__setattr__(program, "fingerprint", fingerprint(program))
         return program
+
+    def _constants(self, updates: Collection[str]) -> dict[str, torch.Tensor]:
+        """Values of the buffers that neither the step nor a checkpoint changes."""
+        held = {**self.exported.constants, **dict(self.model.named_buffers())}
+        return {
+            name: held[name]
+            for name, buffer in self.buffers.items()
+            if not buffer.persistent
+            and name not in updates
+            and type(held[name]) is torch.Tensor
+            and not held[name].is_meta
+        }
 
     def _check_gradients(self, program: Program) -> None:
         if not program.training:

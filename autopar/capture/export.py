@@ -7,6 +7,7 @@ fails with the user's source line and the usual fix.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,14 @@ class _Step(nn.Module):
         return tuple(tensors)
 
 
+def _trace_into(loss_fn: Any) -> None:
+    """Let nodes say which line of the loss they come from: export keeps the frames of methods `forward` alone, and of
+    functions that are named to it."""
+    name_to_export = getattr(torch.fx.proxy, "_register_stack_trace_anchor", None)
+    if name_to_export is not None and loss_fn is not None:
+        name_to_export(loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn)
+
+
 @contextmanager
 def _assigned_buffers_written(model: nn.Module) -> Iterator[None]:
     """`self.buffer = value` becomes a write to the buffer: export would forget the assignment without a word."""
@@ -120,6 +129,7 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
     seen: dict[str, Any] = {}
     step = _Step(model, loss_fn, structure, targets, seen)
     step.training = model.training
+    _trace_into(loss_fn)
     with faked(step, mode) as fake_names:
         try:
             with functions.recording(), quiet():

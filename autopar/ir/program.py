@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar.ir.call import OpCall, Operand, bind
+from autopar.ir.ranges import InputRange
 from autopar.ir.types import TensorType
 
 Phase = Literal["F", "B", "W"]
@@ -152,7 +153,8 @@ class Boundary:
 class Program:
     """A whole step, or a stage of one. Of a whole one outputs[0] is the loss when `training`.
 
-    loss_kind: how the losses of microbatches make that of the batch (`autopar.passes.batch.microbatch`).
+    guards: what the batch inputs of a whole one must hold. loss_kind: how the losses of microbatches make that of the
+    batch (`autopar.passes.batch.microbatch`).
     """
 
     templates: dict[str, Template]
@@ -165,6 +167,7 @@ class Program:
     training: bool
     batch_dims: tuple[int | None, ...] = ()
     fingerprint: str = ""
+    guards: tuple[InputRange, ...] = ()
     structure: Any = field(default=None, repr=False)
     loss_kind: str = "mean"
     boundary: Boundary | None = None

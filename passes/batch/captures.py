@@ -68,5 +68,6 @@ class Captures:
                 options.batch_dims,
                 options.stage_boundaries or (),
                 options.precision,
+                options.guards,
             )
         )
