@@ -27,6 +27,7 @@ from autopar.options import Options
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, RunResult
 from autopar.program import ParallelProgram as Program
+from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
 from autopar.runtime.errors import GuardError
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "CaptureError",
+    "Check",
     "CheckError",
     "ClipNorm",
     "ClusterError",
@@ -58,6 +60,7 @@ __all__ = [
     "ShardingError",
     "UpdateRule",
     "Verification",
+    "check",
     "compile",
     "load",
     "random_plan",

@@ -20,7 +20,7 @@ from autopar.compiled import Alternative, Compiled, Decision, Emitted, Predictio
 from autopar.errors import InputError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
-from autopar.passes.batch.captures import Captured
+from autopar.passes.batch.captures import Captured, Captures
 from autopar.passes.check.lines import check_program
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
@@ -147,11 +147,23 @@ class ParallelProgram(Compiled):
         request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
         if plan.microbatches != self.plan.microbatches:
             return self.compile_again(request.replaying(plan))
-        check_plan(plan, self.ir)
-        task = Task(self.ir, self.cluster, self.rules, self.setting, request.options)
-        candidate = PricedPlan(plan, evaluate(self.ir, plan, task.pricers, self.rules, self.setting))
+        return self._under(plan, request, self.captured)
+
+    def on_batch(self, inputs: Any) -> ParallelProgram:
+        """The same model under the same plan, for example inputs of another batch size. Raises PlanError where the plan
+        does not fit it, CaptureError, InputError."""
+        options = replace(self.options, microbatches=self.plan.microbatches)
+        request = replace(self.request, inputs=inputs, options=options)
+        captured = Captures(request, self.rules).at(self.plan.microbatches)
+        return self._under(replace(self.plan, program=captured.program.fingerprint), request, captured)
+
+    def _under(self, plan: Plan, request: Request, captured: Captured) -> ParallelProgram:
+        """A captured program under a plan that is given."""
+        check_plan(plan, captured.program)
+        task = Task(captured.program, self.cluster, self.rules, self.setting, request.options)
+        candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
-        return emit(request, self.captured, task, [candidate], seconds, self.compile_again)
+        return emit(request, captured, task, [candidate], seconds, self.compile_again)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

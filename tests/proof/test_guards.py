@@ -98,7 +98,9 @@ def test_a_part_of_the_batch_is_refused(program: autopar.Program) -> None:
 
 def test_guards_can_be_left_out(model: Words) -> None:
     options = autopar.Options(guards=False)
-    program = autopar.compile(model, autopar.ClusterSpec.local(2), batch(), loss_fn=loss, optimizer=SGD, options=options)
+    program = autopar.compile(
+        model, autopar.ClusterSpec.local(2), batch(), loss_fn=loss, optimizer=SGD, options=options
+    )
     assert "rt.guards" not in "".join(program.sources)
     assert "source=" not in program.pipeline
     assert program.run([with_value(1, -1)]).losses
