@@ -11,6 +11,7 @@ from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import Mesh
 
+BRANCHES = ("refuse", "as-example")
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
 
 
@@ -47,6 +48,9 @@ class Options:
         buffer per gradient while they are added.
     guards: check while the program runs what it assumes of its data: indices in range. False: only that batches have the
         shapes and dtypes of the example.
+    branches: what becomes of branches on data (`if mask.any()`, `assert lengths.max() <= n`, comparisons of `.item()`):
+        "refuse" them by name, or "as-example": the program takes the example batch's way, and stops, where guards run, on
+        a batch that goes another.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -68,6 +72,7 @@ class Options:
     seed: int = 0
     compensated_sums: bool = False
     guards: bool = True
+    branches: str = "refuse"
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -141,6 +146,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ("strategy", *_one_of(lambda: STRATEGIES)),
     ("recompute", *_one_of(lambda: ("auto", *RECOMPUTE_POLICIES))),
     ("offload", *_one_of(lambda: (*OFFLOAD_KINDS, "auto"))),
+    ("branches", *_one_of(lambda: BRANCHES)),
     ("precision", *_one_of(lambda: (*PRECISIONS, None))),
     ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
     ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),

@@ -36,13 +36,15 @@ def capture_program(
     starts: Sequence[str] = (),
     precision: str | None = None,
     guards: bool = True,
+    as_example: bool = False,
 ) -> tuple[Program, Exported]:
     """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options.
+    as_example: branches on data go the example's way.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
-    exported = export_step(model, inputs, loss_fn, targets, mode)
+    exported = export_step(model, inputs, loss_fn, targets, mode, as_example, guards)
     if precision is not None:
         lower_precision(exported, PRECISIONS[precision], mode)
     with mode:

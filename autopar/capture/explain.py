@@ -16,7 +16,9 @@ from autopar.errors import AutoparError, CaptureError, InputError
 
 _DYNAMIC = (
     "its shape or branch depends on the data. Use a static form: torch.where instead of if, masks instead of boolean "
-    "indexing or nonzero, tensors instead of .item(), and for expert routing topk with a fixed capacity or a grouped matmul"
+    "indexing or nonzero, tensors instead of .item(), and for expert routing topk with a fixed capacity or a grouped matmul. "
+    "A branch that goes one way for all data may be taken as the example takes it, and checked at run time: "
+    'Options(branches="as-example")'
 )
 _FIXES = (
     (
@@ -82,7 +84,7 @@ def user_frame(error: BaseException) -> str:
         seen.add(id(current))
         frames += traceback.extract_tb(current.__traceback__)
         current = current.__cause__ or current.__context__
-    frames_shown = [f for f in frames if _is_user(f.filename)]
+    frames_shown = [f for f in frames if is_user_file(f.filename)]
     frames_shown = frames_shown or [
         f for f in frames if "/torch/nn/modules/" in f.filename and not f.filename.endswith("module.py")
     ]
@@ -93,7 +95,8 @@ def user_frame(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}: `{code}`"
 
 
-def _is_user(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
+    """Whether a file is neither torch's nor the compiler's."""
     path = filename.replace("\\", "/")
     own = any(f"/autopar/{part}" in path for part in ("capture/", "api", "ops/"))
     return not own and "/torch/" not in path and not path.startswith("<") and "/contextlib.py" not in path

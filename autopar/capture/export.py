@@ -8,7 +8,7 @@ fails with the user's source line and the usual fix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import functions
+from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
 from autopar.capture.trees import flatten, rebuild
 from autopar.errors import CaptureError, InputError
+from autopar.ops.integers import expect
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +48,27 @@ class _Step(nn.Module):
     """The user's model and loss as one module over flat tensor leaves."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any]) -> None:
+        """seen: what a run of the step tells beside its outputs: "training", "structure" of the outputs, "conditions"."""
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
         self.targets = targets
         self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
+        self.decisions: Decisions | None = None
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs, then the conditions under which the step is the example's."""
+        if self.decisions is None:
+            self._note({"conditions": []})
+            return self._outputs(leaves)
+        with self.decisions.taken():
+            outputs = self._outputs(leaves)
+        conditions = self.decisions.conditions
+        self._note({"conditions": [(condition.value, condition.asked) for condition in conditions]})
+        return (*outputs, *(condition.tensor for condition in conditions))
+
+    def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         value = rebuild(self.structure, list(leaves))
         args, kwargs, targets = split_inputs(value, self.targets, self.model)
         with _assigned_buffers_written(self.model):
@@ -73,6 +88,14 @@ class _Step(nn.Module):
             raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
         self._note({"training": False, "structure": structure})
         return tuple(tensors)
+
+
+def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:
+    """The step on values, answers noted."""
+    assert isinstance(step, _Step)
+    step.decisions = decisions
+    with torch.enable_grad():
+        step(*(leaf.detach().clone() for leaf in leaves))
 
 
 def _trace_into(loss_fn: Any) -> None:
@@ -122,13 +145,26 @@ def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode: FakeTensorMode) -> Exported:
-    """Capture one step. Raises CaptureError or InputError."""
+def export_step(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Any,
+    targets: int,
+    mode: FakeTensorMode,
+    as_example: bool = False,
+    guards: bool = True,
+) -> Exported:
+    """Capture one step. as_example: branches on data go the example's way. guards: see Options.
+
+    Raises CaptureError, InputError.
+    """
     leaves, names, structure = flatten(inputs)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
     seen: dict[str, Any] = {}
     step = _Step(model, loss_fn, structure, targets, seen)
     step.training = model.training
+    if as_example:
+        step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
     _trace_into(loss_fn)
     with faked(step, mode) as fake_names:
         try:
@@ -152,9 +188,13 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
     signature = exported.graph_signature
     _check_writes(signature, names)
     kinds = _kinds(signature, first)
-    outputs = exported.graph.output_node().args[0]
     updates = {_strip(buffer): n for n, buffer in signature.buffers_to_mutate.items()}
     users = tuple(signature.user_outputs)
+    users, conditions = users[: len(users) - len(seen["conditions"])], users[len(users) - len(seen["conditions"]) :]
+    if guards:
+        _guard_conditions(exported.graph, conditions, seen["conditions"])
+    outputs = [n for n in exported.graph.output_node().args[0] if guards or n.name not in conditions]
+    exported.graph.output_node().args = (tuple(outputs),)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
     if isinstance(loss_fn, nn.Module):
         own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
@@ -173,6 +213,17 @@ def export_step(model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode:
         {_strip(k): _strip(v) for k, v in first.items()},
         tuple(n.name for n in outputs),
     )
+
+
+def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:
+    """The outputs that are conditions must be these values, which these lines ask for, when the program runs."""
+    nodes, output = {node.name: node for node in graph.nodes}, graph.output_node()
+    for name, (value, asked) in dict(zip(conditions, values, strict=True)).items():
+        condition = nodes[name]
+        with graph.inserting_after(condition):
+            expected = graph.call_function(expect, (condition, value))
+        expected.meta = {**condition.meta, "stack_trace": asked}
+        output.replace_input_with(condition, expected)
 
 
 def _strip(name: str) -> str:
@@ -218,7 +269,7 @@ def _eager_grads(
     parameters = [p for p in step.parameters() if p.requires_grad]
     try:
         with mode, torch.enable_grad():
-            (loss,) = step(*fakes)
+            loss, *_ = step(*fakes)
             if loss.requires_grad:
                 loss.backward()
     except Exception as error:

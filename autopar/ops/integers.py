@@ -13,7 +13,9 @@ import torch
 
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.ranges import Index, Range
+from autopar.ir.rule import Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
+from autopar.ops.labels import Maker
 from autopar.ops.pointwise import pointwise
 from autopar.ops.registry import define, named
 
@@ -31,6 +33,19 @@ in_range = graph_op(
     indexes=lambda call: (Index(0, Range(call["low"], call["high"])),),
     values=lambda call, operands, _: operands[0],
 )(pointwise)
+
+
+@graph_op(
+    "expect(Tensor condition, bool value) -> Tensor",
+    lambda condition, value: condition.clone(),
+    empty_like,
+    free=True,
+    home="rt.guards",
+    told_source=True,
+)
+def expect(call: OpCall) -> Rule:
+    """A condition that must have the value it had for the example, whole on every rank."""
+    return Maker().rule([()], [()])
 
 
 @lifts(aten.one_hot.default)

@@ -69,5 +69,6 @@ class Captures:
                 options.stage_boundaries or (),
                 options.precision,
                 options.guards,
+                options.branches == "as-example",
             )
         )
