@@ -38,6 +38,13 @@ def test_step_time_benchmark_compares_equal_computations(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_guards_benchmark_finds_them_cheap(tmp_path: Path) -> None:
+    result = json.loads(run_script("benchmarks/guards.py", "--steps", "4", "--warmup", "1", cwd=tmp_path))
+    assert result["losses_agree"]
+    assert len(result["guards"]) == 2
+
+
+@pytest.mark.slow
 def test_compile_time_benchmark_reports_every_case(tmp_path: Path) -> None:
     results = json.loads(run_script("benchmarks/compile_time.py", "--quick", cwd=tmp_path))["results"]
     assert len(results) == 3

@@ -75,7 +75,7 @@ class Guards:
 
     def in_range(self, x: Tensor, low: int, high: int, source: str = "") -> Tensor:
         """x itself, whose integers must be low to high - 1."""
-        self._range(x, low, high, (), "a computed index", source)
+        self._range(x, low, high, (), "a computed index (of this rank's part)", source)
         return x
 
     def expect(self, condition: Tensor, value: float, source: str = "") -> Tensor:
@@ -96,9 +96,7 @@ class Guards:
         late, self._late = self._late, []
         for event, report, shape, say in late:
             event.synchronize()
-            bad, place, value = report.tolist()
-            if bad:
-                raise GuardError(say(value, _unravel(place, shape)))
+            _raise_reported(report, shape, say)
 
     def _range(self, x: Tensor, low: int, high: int, also: Sequence[int], what: str, source: str) -> None:
         if x.is_meta or not x.numel():
@@ -119,18 +117,28 @@ class Guards:
         self._raise_where(bad, x, say)
 
     def _raise_where(self, bad: Tensor, x: Tensor, say: Say) -> None:
-        if x.device.type == "cpu":
-            if bad.any():
-                first = tuple(bad.nonzero()[0].tolist())
-                raise GuardError(say(int(x[first].item()), first))
+        report, shape = violation(bad, x), tuple(x.shape)
+        if report.device.type == "cpu":
+            _raise_reported(report, shape, say)
             return
-        flat = bad.reshape(-1)
-        place = flat.to(torch.uint8).argmax()
-        report = torch.stack([flat.any().long(), place, x.reshape(-1)[place].long()])
         host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(report, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._late.append((event, host, tuple(x.shape), say))
+        self._late.append((event, host, shape, say))
+
+
+def violation(bad: Tensor, x: Tensor) -> Tensor:
+    """Whether any element is bad, the number of the first in row-major order, and its value in x: three integers, of which
+    the host need not know any."""
+    flat = bad.reshape(-1)
+    place = flat.to(torch.uint8).argmax().reshape(1)
+    return torch.cat([flat.any().long().reshape(1), place, x.reshape(-1).gather(0, place).long()])
+
+
+def _raise_reported(report: Tensor, shape: tuple[int, ...], say: Say) -> None:
+    bad, place, value = report.tolist()
+    if bad:
+        raise GuardError(say(value, _unravel(place, shape)))
 
 
 def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:

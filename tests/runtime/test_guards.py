@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime import GuardError, RuntimeProgramError, Session, run_threads
-from autopar.runtime.guards import Guards, InputLike, InputRange
+from autopar.runtime.guards import Guards, InputLike, InputRange, violation
 from tests.runtime import stages
 
 IDS = InputLike("ids", (2, 3), (torch.int64,))
@@ -51,6 +51,23 @@ def test_a_computed_index_is_given_back_or_named() -> None:
     assert Guards().in_range(x, 0, 10) is x
     with pytest.raises(GuardError, match=r"the value 6 at \[1, 2\] is out of range; model.py:3 takes 0 to 4"):
         Guards().in_range(x.where(x > 5, 0), 0, 5, "model.py:3")
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)])
+def test_the_first_violation_is_told_by_place_and_value(shape: tuple[int, ...]) -> None:
+    x = torch.arange(24)[: torch.Size(shape).numel()].reshape(shape)
+    for least in (0, 5, 30):
+        bad = x >= least
+        found, place, value = violation(bad, x).tolist()
+        assert bool(found) == bool(bad.any())
+        if found:
+            assert (place, value) == (least, least)
+
+
+def test_conditions_are_given_back_or_named() -> None:
+    assert Guards().expect(torch.tensor(True), True, "model.py:3")
+    with pytest.raises(GuardError, match=r"model.py:3: this depends on the data and was False for the example"):
+        Guards().expect(torch.tensor(True), False, "model.py:3")
 
 
 def test_empty_tensors_and_tensors_without_data_pass() -> None:
