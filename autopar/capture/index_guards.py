@@ -134,12 +134,9 @@ class _Sources:
         return a == b or (self.ref(a) is not None and self.ref(a) == self.ref(b))
 
     def range(self, place: Place, steps: int = MOST_OPS) -> Range:
-        """What an integer value can be, whatever the inputs are."""
+        """What an integer value can be, whatever the inputs are; more than that where it comes from further than `steps`."""
         if place not in self._ranges:
-            found = self._range(place, steps)
-            if steps < MOST_OPS:
-                return found
-            self._ranges[place] = found
+            self._ranges[place] = self._range(place, steps)
         return self._ranges[place]
 
     def _range(self, place: Place, steps: int) -> Range:

@@ -17,6 +17,7 @@ from tests.ops.generators import GENERATORS, Draw
 assert generators_nn
 assert generators_views
 NEVER_SHARDED = {
+    "autopar.expect",
     "aten.arange",
     "aten.linspace",
     "aten.eye",
