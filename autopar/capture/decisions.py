@@ -121,6 +121,8 @@ class _Asked(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _ANSWERS and args[0].numel() == 1:
             return self.decisions.answer(args[0], _ANSWERS[func])
+        if func is Tensor.item and args[0].dtype == torch.bool and args[0].numel() == 1:
+            return self.decisions.answer(args[0], bool)
         if func is Tensor.item and args[0].numel() == 1 and not args[0].is_complex():
             return Number(args[0].detach().reshape(()), self.decisions)
         if func in _COMPARISONS:
@@ -157,15 +159,13 @@ class Number:
     value where Python needs it. What else is asked of it is an error."""
 
     def __init__(self, tensor: Tensor, decisions: Decisions) -> None:
-        exact = (
-            torch.float64 if tensor.is_floating_point() else torch.int64 if tensor.dtype != torch.bool else torch.bool
-        )
+        exact = torch.float64 if tensor.is_floating_point() else torch.int64
         self.tensor, self.decisions = tensor.to(exact), decisions
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """What `isinstance` asks about: a number like that of `.item()`."""
-        return float if self.tensor.is_floating_point() else bool if self.tensor.dtype == torch.bool else int
+        return float if self.tensor.is_floating_point() else int
 
     def __bool__(self) -> bool:
         return bool(self.decisions.answer(self.tensor, bool))
@@ -184,12 +184,19 @@ class Number:
     def __hash__(self) -> int:
         return hash(int(self) if not self.tensor.is_floating_point() else float(self))
 
+    def __str__(self) -> str:
+        raise TypeError("a number that depends on the data has no text while the model is traced")
+
+    def __format__(self, how: str) -> str:
+        return str(self)
+
     def _with(self, other: Any, f: Callable[[Any, Any], Tensor], swapped: bool = False) -> Any:
         if type(other) is Number:
             other = other.tensor
         elif type(other) not in (bool, int, float):
             return NotImplemented
-        return f(other, self.tensor) if swapped else f(self.tensor, other)
+        own = self.tensor.double() if type(other) is float or f is operator.truediv else self.tensor  # not float32
+        return f(other, own) if swapped else f(own, other)
 
 
 def _computed(f: Callable[[Any, Any], Tensor], swapped: bool) -> Callable[[Number, Any], Any]:

@@ -40,6 +40,17 @@ def _float_equality(net: Net, x: Tensor) -> Tensor:
     return net.last(x) if first == 0.1 or first * 0 + 1 == first else net.first(x)  # here
 
 
+def _exact(net: Net, x: Tensor) -> Tensor:
+    """Python's numbers are float64 where torch would take float32."""
+    count = (x > -50).sum().item() + 2**24
+    exact = (count + 1) / 1 > count and count * 1.0 + 1.0 > count
+    return net.first(x) if exact and count == 2**24 + 32 else net.last(x)  # here
+
+
+def _flag(net: Net, x: Tensor) -> Tensor:
+    return net.first(x) if (x > 50).any().item() is False else net.last(x)  # here
+
+
 def _count(net: Net, x: Tensor) -> Tensor:
     return net.first(x)[:, : int((x > 0).sum())]  # here
 
@@ -73,6 +84,8 @@ CASES: dict[Case, tuple[float, float]] = {
     _assert: (2.0, -100.0),
     _item: (2.0, 100.0),
     _float_equality: (2.0, 0.0),
+    _exact: (2.0, -100.0),
+    _flag: (2.0, 100.0),
     _count: (1.0, -1.0),
     _factor: (1.0, 0.5),
     _same: (0.5, 0.0),
@@ -154,6 +167,10 @@ def _formatted(net: Net, x: Tensor) -> Tensor:
     return net.first(x) if f"{x.max().item():.1f}" == "4.0" else net.last(x)
 
 
+def _shown(net: Net, x: Tensor) -> Tensor:
+    return net.first(x) if f"{x.max().item()}" == "4.0" else net.last(x)
+
+
 def _times_tensor(net: Net, x: Tensor) -> Tensor:
     return net.first(x) * x.max().item()
 
@@ -171,7 +188,9 @@ def _fails(net: Net, x: Tensor) -> Tensor:
     return net.first(x)
 
 
-@pytest.mark.parametrize("case", [_formatted, _times_tensor, _listed, _nan, _fails], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [_formatted, _shown, _times_tensor, _listed, _nan, _fails], ids=lambda case: case.__name__
+)
 def test_what_cannot_be_held_to_the_example_is_refused(case: Case) -> None:
     with pytest.raises(autopar.CaptureError, match=case.__name__):
         autopar.compile(Net(case), autopar.ClusterSpec.local(2), (example(),), options=AS_EXAMPLE)
