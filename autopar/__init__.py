@@ -28,8 +28,10 @@ from autopar.options import Options
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, RunResult
 from autopar.program import ParallelProgram as Program
+from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
+from autopar.runtime.errors import GuardError
 from autopar.runtime.launch import load
 from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
 
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "CaptureError",
+    "Check",
     "CheckError",
     "ClipNorm",
     "ClusterError",
@@ -44,6 +47,7 @@ __all__ = [
     "ConstraintError",
     "CoupledError",
     "EmitError",
+    "GuardError",
     "InfeasibleError",
     "InputError",
     "LossScaling",
@@ -58,6 +62,7 @@ __all__ = [
     "ShardingError",
     "UpdateRule",
     "Verification",
+    "check",
     "compile",
     "load",
     "random_plan",

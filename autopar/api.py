@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture import capture_program
-from autopar.capture.inputs import LossFunction, microbatch
+from autopar.capture.inputs import LossFunction
 from autopar.cluster import ClusterSpec
 from autopar.errors import NoRoomError
 from autopar.ir.memory_levers import forced_offload
@@ -21,7 +20,7 @@ from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine
 from autopar.optimizer.rule import update_rule
 from autopar.options import Options
-from autopar.passes.batch.microbatches import Captured, Microbatches
+from autopar.passes.batch.captured import in_microbatches
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.placement import placed
@@ -74,9 +73,7 @@ def compile_request(request: Request) -> ParallelProgram:
     """What `compile` does once its arguments are checked."""
     started = time.perf_counter()
     rules = RuleBook()
-    captured = capture(request)
-    apart = functools.partial(capture, request) if request.options.coupled == "per-microbatch" else None
-    batches = Microbatches(captured.program, rules, apart)
+    batches = in_microbatches(request, rules)
     program = batches.at(request.options.microbatches or 1)
     capture_s = time.perf_counter() - started
     setting_for = functools.partial(_setting, request, program)
@@ -95,26 +92,7 @@ def compile_request(request: Request) -> ParallelProgram:
         "lower_s": lowering_s,
     }
     candidates = [best, *(candidate for _, candidate in plans[1:])]
-    exported = (batches.captured_apart(task.setting.microbatches) or captured).exported
-    return emit(request, Captured(task.program, exported), task, candidates, seconds, compile_request)
-
-
-def capture(request: Request, pieces: int = 1) -> Captured:
-    """The step of the whole batch; or of one of so many pieces of it that are batches of their own, the loss divided by
-    their number. Raises CaptureError, InputError."""
-    options = request.options
-    return Captured(
-        *capture_program(
-            request.model,
-            microbatch(request.inputs, options.batch_dims, pieces),
-            request.loss_fn,
-            request.targets,
-            options.batch_dims,
-            options.stage_boundaries or (),
-            options.precision,
-            pieces,
-        )
-    )
+    return emit(request, batches.captured(task.setting.microbatches), task, candidates, seconds, compile_request)
 
 
 def _searched(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> RankedPlans:

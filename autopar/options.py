@@ -12,6 +12,7 @@ from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICI
 from autopar.ir.mesh import Mesh
 from autopar.runtime.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
 
+BRANCHES = ("refuse", "as-example")
 COUPLED = ("refuse", "per-microbatch")
 MOST_SECONDS = 1e9
 STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
@@ -50,6 +51,11 @@ class Options:
     seed: seed of every random number of the program (dropout).
     compensated_sums: add the gradients of microbatches with a compensation of what rounding loses (Kahan), for one more
         buffer per gradient while they are added.
+    guards: check while the program runs what it assumes of its data: indices in range. False: only that batches have the
+        shapes and dtypes of the example.
+    branches: what becomes of branches on data (`if mask.any()`, `assert lengths.max() <= n`, comparisons of `.item()`):
+        "refuse" them by name, or "as-example": the program takes the example batch's way, and stops, where guards run, on
+        a batch that goes another.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -71,6 +77,8 @@ class Options:
     explain_s: float = 30.0
     seed: int = 0
     compensated_sums: bool = False
+    guards: bool = True
+    branches: str = "refuse"
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -160,6 +168,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ("memory_bytes", _is_finite(optional=True), "must be a number, it is {value!r}"),
     ("explain_s", lambda seconds: 0 <= seconds <= MOST_SECONDS, "must lie in [0, 1e9], it is {value}"),
     ("solver_time_limit_s", lambda seconds: seconds <= MOST_SECONDS, "must be at most 1e9, it is {value}"),
+    ("guards", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),
     ("seed", _is_number(int), "must be a number, it is {value!r}"),
     ("seed", lambda seed: is_integer(seed, -(1 << 63), (1 << 63) - 1), "must fit into 64 bits, it is {value}"),
     ("compensated_sums", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),
@@ -194,6 +203,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ("strategy", *_one_of(lambda: STRATEGIES)),
     ("recompute", *_one_of(lambda: ("auto", *RECOMPUTE_POLICIES))),
     ("offload", *_one_of(lambda: (*OFFLOAD_KINDS, "auto"))),
+    ("branches", *_one_of(lambda: BRANCHES)),
     ("precision", *_one_of(lambda: (*PRECISIONS, None))),
     ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
     ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),

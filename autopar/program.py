@@ -20,6 +20,7 @@ from autopar.compiled import Alternative, Compiled, Decision, Emitted, Predictio
 from autopar.errors import EmitError, InputError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
+from autopar.passes.batch.captured import in_microbatches
 from autopar.passes.batch.microbatches import Captured
 from autopar.passes.check.lines import check_program
 from autopar.passes.search.task import Task
@@ -110,7 +111,7 @@ class ParallelProgram(Compiled):
         parts = self.plan.microbatches
         for leaf, (name, type_), dim in zip(leaves, self.ir.inputs, self.ir.batch_dims, strict=True):
             whole = tuple(n * parts if i == dim else n for i, n in enumerate(type_.shape))
-            if tuple(leaf.shape) not in (type_.shape, whole):
+            if tuple(leaf.shape) != whole:
                 raise InputError(
                     f"the batch: input {name} has shape {tuple(leaf.shape)}, the program was compiled for {whole}; pass "
                     "batches of that shape, or compile again with an example of the new one"
@@ -159,11 +160,23 @@ class ParallelProgram(Compiled):
         request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
         if plan.microbatches != self.plan.microbatches:
             return self.compile_again(request.replaying(plan))
-        check_plan(plan, self.ir)
-        task = Task(self.ir, self.cluster, self.rules, self.setting, request.options)
-        candidate = PricedPlan(plan, evaluate(self.ir, plan, task.pricers, self.rules, self.setting))
+        return self._under(plan, request, self.captured)
+
+    def on_batch(self, inputs: Any) -> ParallelProgram:
+        """The same model under the same plan, for example inputs of another batch size. Raises PlanError where the plan
+        does not fit it, CaptureError, InputError."""
+        options = replace(self.options, microbatches=self.plan.microbatches)
+        request = replace(self.request, inputs=inputs, options=options)
+        captured = in_microbatches(request, self.rules).captured(self.plan.microbatches)
+        return self._under(replace(self.plan, program=captured.program.fingerprint), request, captured)
+
+    def _under(self, plan: Plan, request: Request, captured: Captured) -> ParallelProgram:
+        """A captured program under a plan that is given."""
+        check_plan(plan, captured.program)
+        task = Task(captured.program, self.cluster, self.rules, self.setting, request.options)
+        candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
-        return emit(request, self.captured, task, [candidate], seconds, self.compile_again)
+        return emit(request, captured, task, [candidate], seconds, self.compile_again)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

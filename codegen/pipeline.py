@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.codegen.printer import Dtypes, Printer
 from autopar.codegen.stage import render
+from autopar.codegen.text import comment
 from autopar.ir.actions import show_row
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
@@ -34,6 +35,11 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
             f"dict(name={name!r}, shape={_whole(type_.shape, dim, microbatches)!r}, dtype={printer.dtype(type_.dtype)!r}, "
             f"batch_dim={dim!r})"
             for (name, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
+        ],
+        ranges=[
+            f"dict(input={one.input}, low={one.allowed.low}, high={one.allowed.high}, also={tuple(sorted(one.also))!r}, "
+            f"source={comment(one.source, 110)!r})"
+            for one in program.guards
         ],
         stages=[
             f"dict(file='stages/stage_{s.index}.py', mesh={dict(s.mesh.axes)!r}, first_rank={s.mesh.offset})"

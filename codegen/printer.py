@@ -107,6 +107,8 @@ class Printer:
             args.insert(definition.key_argument, self.value(line.kwargs["key"]))
         if definition.factory:
             args.append("device=rt.device")
+        if definition.told_source:
+            args.append(repr(comment(line.source, 110)))
         return f"{definition.home}.{name}({', '.join(args)})"
 
     def _aten(self, line: Compute) -> str:

@@ -18,4 +18,4 @@ program = autopar.compile(
 )
 print(program.report())
 print("losses", [round(float(loss), 4) for loss in program.run([batch], steps=5)])
-print("largest error against one device", autopar.verify(program, model, batch).max_error)
+print(autopar.check(program))

@@ -139,14 +139,8 @@ def main() -> None:
     console.print(f"  mean loss of the first {edge} steps {first:.3f}, of the last {edge} steps {last:.3f}")
 
     console.rule("4. check against one device, in float64")
-    result = autopar.verify(program, model, stdlib_text.batch(1))
-    worst = max(result.errors, key=result.errors.get)
-    console.print(
-        f"  {len(result.errors)} tensors compared (loss, gradients, parameters after two steps); "
-        f"largest relative error {result.max_error:.1e} in {worst}: {'equal' if result.ok else 'NOT EQUAL'}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    result = autopar.check(program)
+    console.print(f"  {result}", highlight=False, soft_wrap=True)
     if not (result.ok and last < first):
         raise SystemExit("the demo did not do what it should")
 

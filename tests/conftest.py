@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from autopar import api
+from autopar.passes.batch import captured
 from tests.zoo.models import BY_NAME, ZooModel
 from tests.zoo.shared import shared
 
@@ -53,7 +53,7 @@ def _model_of(item: pytest.Item) -> str:
 def shared_captures() -> Iterator[None]:
     """Zoo models are captured once for all tests of a process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "capture_program", shared(api.capture_program))
+        patch.setattr(captured, "capture_program", shared(captured.capture_program))
         yield
 
 

@@ -26,7 +26,7 @@ def test_example_runs(script: str, tmp_path: Path) -> None:
 
 def test_demo_trains_on_two_processes_and_equals_one_device(tmp_path: Path) -> None:
     said = run_script("examples/train_gpt.py", "--ranks", "2", "--steps", "20", cwd=tmp_path)
-    assert "NOT EQUAL" not in said
+    assert "check: equal to one device" in said
     assert (tmp_path / "out" / "gpt" / "run.py").exists()
 
 
@@ -35,6 +35,13 @@ def test_step_time_benchmark_compares_equal_computations(tmp_path: Path) -> None
     result = json.loads(run_script("benchmarks/step_time.py", "--steps", "4", "--warmup", "1", cwd=tmp_path))
     assert result["losses_agree"]
     assert set(result["ratio_of_medians"]) == {"dp/ddp", "zero3/fsdp2"}
+
+
+@pytest.mark.slow
+def test_guards_benchmark_finds_them_cheap(tmp_path: Path) -> None:
+    result = json.loads(run_script("benchmarks/guards.py", "--steps", "4", "--warmup", "1", cwd=tmp_path))
+    assert result["losses_agree"]
+    assert len(result["guards"]) == 2
 
 
 @pytest.mark.slow

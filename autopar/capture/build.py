@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.export import Exported, export_step
 from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
+from autopar.capture.index_guards import guard_indices, without_guards
 from autopar.capture.inputs import batch_dim
 from autopar.capture.precision import lower_precision, use_dtype
 from autopar.errors import CaptureError
@@ -37,20 +38,22 @@ def capture_program(
     starts: Sequence[str] = (),
     precision: str | None = None,
     pieces: int = 1,
+    guards: bool = True,
+    as_example: bool = False,
 ) -> tuple[Program, Exported]:
-    """Capture, fold and differentiate. starts: modules at which a call must start. precision: see Options. pieces: what the
-    loss is divided by.
+    """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options. pieces:
+    what the loss is divided by. as_example: branches on data go the example's way.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
-    exported = export_step(model, inputs, loss_fn, targets, mode, pieces)
+    exported = export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
     if precision is not None:
         lower_precision(exported, PRECISIONS[precision], mode)
     with mode:
         builder = _Builder(exported, model)
         builder.run(mode, starts)
-    return builder.program(batch_dims), exported
+    return builder.program(batch_dims, guards), exported
 
 
 class _Builder:
@@ -58,6 +61,7 @@ class _Builder:
 
     def __init__(self, exported: Exported, model: nn.Module) -> None:
         self.exported = exported
+        self.model = model
         self.templates: dict[str, Template] = {}
         self.by_signature: dict[Any, tuple[Template, list[bool]]] = {}
         self.calls: list[Call] = []
@@ -153,7 +157,7 @@ class _Builder:
             name, k = f"{stem}_{k}", k + 1
         return name
 
-    def program(self, batch_dims: Any) -> Program:
+    def program(self, batch_dims: Any, guards: bool) -> Program:
         exported = self.exported
         nodes = {n.name: n for n in exported.graph.nodes}
         final = exported.graph.output_node().args[0]
@@ -174,8 +178,21 @@ class _Builder:
             structure=exported.output_structure,
         )
         self._check_gradients(program)
+        program = guard_indices(program, self._constants(updates)) if guards else without_guards(program)
         object.__setattr__(program, "fingerprint", fingerprint(program))
         return program
+
+    def _constants(self, updates: Collection[str]) -> dict[str, torch.Tensor]:
+        """Values of the buffers that neither the step nor a checkpoint changes."""
+        held = {**self.exported.constants, **dict(self.model.named_buffers())}
+        return {
+            name: held[name]
+            for name, buffer in self.buffers.items()
+            if not buffer.persistent
+            and name not in updates
+            and type(held[name]) is torch.Tensor
+            and not held[name].is_meta
+        }
 
     def _check_gradients(self, program: Program) -> None:
         if not program.training:

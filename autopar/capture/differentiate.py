@@ -274,6 +274,8 @@ def source_of(node: fx.Node) -> str:
     path = module_path(node)
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
     own = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<") and "/autopar/capture/" not in f[0]]
+    if not own and "self.loss_fn(" in (node.meta.get("stack_trace") or ""):
+        return "the loss"
     if not own:
         return path
     file, line, code = own[-1]

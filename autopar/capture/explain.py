@@ -19,7 +19,9 @@ from autopar.errors import AutoparError, CaptureError, InputError
 
 _DYNAMIC = (
     "its shape or branch depends on the data. Use a static form: torch.where instead of if, masks instead of boolean "
-    "indexing or nonzero, tensors instead of .item(), and for expert routing topk with a fixed capacity or a grouped matmul"
+    "indexing or nonzero, tensors instead of .item(), and for expert routing topk with a fixed capacity or a grouped matmul. "
+    "A branch that goes one way for all data may be taken as the example takes it, and checked at run time: "
+    'Options(branches="as-example")'
 )
 _FIXES = (
     (
@@ -89,7 +91,7 @@ def user_frame(error: BaseException) -> str:
         seen.add(id(current))
         frames += traceback.extract_tb(current.__traceback__)
         current = current.__cause__ or current.__context__
-    frames_shown = [f for f in frames if _is_user(f.filename)]
+    frames_shown = [f for f in frames if is_user_file(f.filename)]
     frames_shown = frames_shown or [
         f for f in frames if "/torch/nn/modules/" in f.filename and not f.filename.endswith("module.py")
     ]
@@ -104,14 +106,15 @@ def current_user_line() -> str:
     """As `user_frame`, of the code that runs now."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
-        if _is_user(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}: `{code}`"
         frame = frame.f_back
     return ""
 
 
-def _is_user(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
+    """Whether a file is neither torch's nor the compiler's."""
     path = filename.replace("\\", "/")
     own = any(f"/autopar/{part}" in path for part in ("capture/", "api", "ops/"))
     return not own and "/torch/" not in path and not path.startswith("<") and "/contextlib.py" not in path

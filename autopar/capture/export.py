@@ -7,7 +7,8 @@ fails with the user's source line and the usual fix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from autopar.capture import functions
 from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import clocks_read, same_graph
+from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
 from autopar.capture.reached import parameters_reached
@@ -27,6 +29,7 @@ from autopar.capture.state import State, state_of
 from autopar.capture.trees import flatten, rebuild
 from autopar.capture.watch import memory_of, watched
 from autopar.errors import AutoparError, CaptureError, InputError
+from autopar.ops.integers import expect
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,7 @@ class _Step(nn.Module):
     def __init__(
         self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any], pieces: int
     ) -> None:
+        """seen: what a run of the step tells beside its outputs: "training", "structure" of the outputs, "conditions"."""
         super().__init__()
         self.owned = memory_of(model)
         self.model = model
@@ -61,8 +65,20 @@ class _Step(nn.Module):
         self.targets = targets
         self.pieces = pieces
         self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
+        self.decisions: Decisions | None = None
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs, then the conditions under which the step is the example's."""
+        if self.decisions is None:
+            self._note({"conditions": []})
+            return self._outputs(leaves)
+        with self.decisions.taken():
+            outputs = self._outputs(leaves)
+        conditions = self.decisions.conditions
+        self._note({"conditions": [(condition.value, condition.asked) for condition in conditions]})
+        return (*outputs, *(condition.tensor for condition in conditions))
+
+    def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         args, kwargs, targets = split_inputs(rebuild(self.structure, list(leaves)), self.targets, self.model)
         state = state_of(self.model, self.loss_fn)
         with watched(self.model, self.owned) as watch:
@@ -88,6 +104,22 @@ class _Step(nn.Module):
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
+
+
+def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:
+    """The step on values, answers noted."""
+    assert isinstance(step, _Step)
+    step.decisions = decisions
+    with torch.enable_grad():
+        step(*(leaf.detach().clone() for leaf in leaves))
+
+
+def _trace_into(loss_fn: Any) -> None:
+    """Let nodes say which line of the loss they come from: export keeps the frames of methods `forward` alone, and of
+    functions that are named to it."""
+    name_to_export = getattr(torch.fx.proxy, "_register_stack_trace_anchor", None)
+    if name_to_export is not None and loss_fn is not None:
+        name_to_export(loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn)
 
 
 @contextmanager
@@ -130,9 +162,20 @@ def _describe(value: Any) -> str:
 
 
 def export_step(
-    model: nn.Module, inputs: Any, loss_fn: Any, targets: int, mode: FakeTensorMode, pieces: int = 1
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Any,
+    targets: int,
+    mode: FakeTensorMode,
+    pieces: int = 1,
+    as_example: bool = False,
+    guards: bool = True,
 ) -> Exported:
-    """Capture one step; the loss is divided by `pieces`. Raises CaptureError or InputError."""
+    """Capture one step; the loss is divided by `pieces`. as_example: branches on data go the example's way. guards: see
+    Options.
+
+    Raises CaptureError, InputError.
+    """
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
@@ -140,6 +183,9 @@ def export_step(
     seen: dict[str, Any] = {}
     step = _Step(model, loss_fn, structure, targets, seen, pieces)
     step.training = model.training
+    if as_example:
+        step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
+    _trace_into(loss_fn)
     sharing = shared_memory(model)
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
@@ -173,6 +219,11 @@ def export_step(
     updates = {_strip(buffer): name for kind, buffer, name in ends if kind == "BUFFER_MUTATION"}
     check_written_buffers(sharing, updates)
     users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
+    users, conditions = users[: len(users) - len(seen["conditions"])], users[len(users) - len(seen["conditions"]) :]
+    if guards:
+        _guard_conditions(exported.graph, conditions, seen["conditions"])
+    kept_outputs = [n for n in exported.graph.output_node().args[0] if guards or n.name not in conditions]
+    exported.graph.output_node().args = (tuple(kept_outputs),)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
     _check_constants(
         {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
@@ -261,6 +312,17 @@ def _check_constants(constants: dict[str, torch.Tensor]) -> None:
             )
 
 
+def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:
+    """The outputs that are conditions must be these values, which these lines ask for, when the program runs."""
+    nodes, output = {node.name: node for node in graph.nodes}, graph.output_node()
+    for name, (value, asked) in dict(zip(conditions, values, strict=True)).items():
+        condition = nodes[name]
+        with graph.inserting_after(condition):
+            expected = graph.call_function(expect, (condition, value))
+        expected.meta = {**condition.meta, "stack_trace": asked}
+        output.replace_input_with(condition, expected)
+
+
 def _strip(name: str) -> str:
     return name.removeprefix("model.")
 
@@ -304,8 +366,9 @@ def _eager_grads(
     parameters = [p for p in step.parameters() if p.requires_grad]
     try:
         with mode, torch.enable_grad():
-            (loss,) = step(*fakes)
-            loss.backward()
+            loss, *_ = step(*fakes)
+            if loss.requires_grad:
+                loss.backward()
     except Exception as error:
         where = user_frame(error)
         raise CaptureError(

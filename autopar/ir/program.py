@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar.ir.call import OpCall, Operand, bind
+from autopar.ir.ranges import InputRange
 from autopar.ir.types import TensorType
 
 Phase = Literal["F", "B", "W"]
@@ -176,7 +177,7 @@ class Microbatched:
 @dataclass(frozen=True, eq=False)
 class Program:
     """A whole step, one microbatch of it (then `microbatched` says how), or a stage of either. Of a whole one outputs[0] is
-    the loss when `training`."""
+    the loss when `training`. guards: what the batch inputs of a whole one must hold."""
 
     templates: dict[str, Template]
     calls: tuple[Call, ...]
@@ -188,6 +189,7 @@ class Program:
     training: bool
     batch_dims: tuple[int | None, ...] = ()
     fingerprint: str = ""
+    guards: tuple[InputRange, ...] = ()
     structure: Any = field(default=None, repr=False)
     microbatched: Microbatched | None = None
     boundary: Boundary | None = None

@@ -18,6 +18,7 @@ import torch
 
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
+from autopar.ir.ranges import Index, Range
 from autopar.ir.rule import Labels, Rule, Strategy
 
 RuleFunction = Callable[[OpCall], Rule]
@@ -107,10 +108,16 @@ class OpDef:
     The canonical form of a captured graph:
         canonical: it is a "copy", a "regroup" (of dims, so `reshape`) or a "cast", whatever its name.
         reorder(arguments, rank): the permutation of dims that it is.
+    Integers (`autopar.ops.integers`):
+        indexes(call): which operands are an index, and what they may hold.
+        values(call, ranges, result): the range of an integer result, by its number, from those of the operands (numbers
+            that are no integers have the range `ANY`). None: not known.
+        rearranges: its result has the elements of its operands, all of them and no others.
     Printing:
         home: the module of the runtime, or of the emitted program, that has its function.
         factory: it makes a tensor out of none and must be told the device.
         key_argument: place of the random key among the printed arguments (None: by keyword).
+        told_source: it is told the source line that it comes from.
     """
 
     rule: RuleFunction | None = None
@@ -131,9 +138,13 @@ class OpDef:
     view: bool = False
     canonical: Literal["copy", "regroup", "cast"] | None = None
     reorder: Callable[[tuple[Any, ...], int], list[int]] | None = field(default=None, compare=False)
+    indexes: Callable[[OpCall], tuple[Index, ...]] | None = field(default=None, compare=False)
+    values: Callable[[OpCall, tuple[Range, ...], int], Range | None] | None = field(default=None, compare=False)
+    rearranges: bool = False
     home: str = "ops"
     factory: bool = False
     key_argument: int | None = None
+    told_source: bool = False
 
     @property
     def recompute_is_dear(self) -> bool:

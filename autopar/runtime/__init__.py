@@ -1,7 +1,7 @@
 """The runtime of emitted programs. It needs torch and nothing else, and is copied next to them as `autopar_runtime`."""
 
 from .comm import Comm, Group, Handle
-from .errors import CheckpointError, CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
+from .errors import CheckpointError, CollectiveMismatch, CollectiveTimeout, GuardError, RuntimeProgramError
 from .grads import GradEntry, GradStore
 from .rank import Rank
 from .session import Session
@@ -15,6 +15,7 @@ __all__ = [
     "GradEntry",
     "GradStore",
     "Group",
+    "GuardError",
     "Handle",
     "Rank",
     "RuntimeProgramError",

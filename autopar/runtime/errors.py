@@ -7,6 +7,11 @@ class RuntimeProgramError(RuntimeError):
     """A running program was used wrongly or cannot continue; the message says what to change."""
 
 
+class GuardError(RuntimeProgramError):
+    """The data are not what the program was compiled for: another shape or dtype, an index outside its table, or a
+    condition that goes another way than in the example."""
+
+
 class CollectiveMismatch(RuntimeProgramError):
     """Ranks of one group called different collectives, or in different order, or with different shapes."""
 

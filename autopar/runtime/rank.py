@@ -12,6 +12,7 @@ from .comm import Comm, Handle, Step
 from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
 from .grads import GradStore
+from .guards import Guards
 from .random import make_key
 from .tiers import Tiers
 
@@ -37,8 +38,10 @@ class Rank:
         seed: int = 0,
         tiers: Tiers | None = None,
         in_tier: frozenset[str] = frozenset(),
+        guards: Guards | None = None,
     ) -> None:
         self.comm = comm
+        self.guards = guards or Guards()
         self.tiers = tiers or Tiers(comm.device)
         self.inputs: frozenset[int] = frozenset()
         self.in_tier = in_tier

@@ -20,6 +20,7 @@ from .buckets import MIB
 from .clipping import counts
 from .comm import Comm, Handle
 from .errors import RuntimeProgramError
+from .guards import Guards
 from .layout import TensorInfo, gather_full, local_shape
 from .parts import Parts
 from .pipeline import Executor, Record, put_together
@@ -67,13 +68,14 @@ class Session(State):
         self.group = self.pipeline.group_of(comm.rank)
         comms = comm.split(self.pipeline.meshes)
         tiers = Tiers(comm.device, tier_directory)
+        self.guards = Guards()
         self.stages: dict[int, Stage] = {}
         for index in sorted(self.pipeline.groups[self.group]):
             own = comms[index]
             assert own is not None
             tables = self.pipeline.tables(index)
             self.stages[index] = Stage(
-                self.pipeline, tables, own, seed, bucket_bytes, self._held(index), rule.compensated, tiers
+                self.pipeline, tables, own, seed, bucket_bytes, self._held(index), rule.compensated, tiers, self.guards
             )
         self.shared = Shared(self.pipeline, comm, self.stages)
         self.executor = Executor(self.pipeline, comm, self.stages, comm.in_order)
@@ -181,12 +183,13 @@ class Session(State):
         return results
 
     def _run(self, batch: Sequence[Tensor]) -> dict[int, list[list[Any]]]:
-        self._check_batch(batch)
+        self.guards.check_batch(batch, self.pipeline.inputs, self.pipeline.ranges)
         self.shared.before_step()
         return self.executor.run(batch)
 
     def _end_step(self, advance: bool = True) -> None:
         self.executor.finish()
+        self.guards.end_step()
         self.shared.spread_buffers()
         self.comm.release()
         for rt in self.rts:
@@ -200,21 +203,6 @@ class Session(State):
             losses = [values[0].wait() if isinstance(values[0], Handle) else values[0] for values in outputs[stage]]
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return self._start_tell(stage, loss, info.shape, info)
-
-    def _check_batch(self, batch: Sequence[Tensor]) -> None:
-        rows = self.pipeline.inputs
-        if len(batch) != len(rows):
-            names = ", ".join(row["name"] for row in rows)
-            raise RuntimeProgramError(f"a batch of {len(batch)} tensors, the program takes {len(rows)}: {names}")
-        for leaf, row in zip(batch, rows, strict=True):
-            shape, dim, whole = tuple(leaf.shape), row["batch_dim"], row["shape"]
-            part = tuple(n // self.microbatches if i == dim else n for i, n in enumerate(whole))
-            if shape not in (whole, part):
-                raise RuntimeProgramError(
-                    f"input {row['name']}: shape {shape}, the program was compiled for the global shape {whole}"
-                )
-            if leaf.dtype != row["dtype"] and not (leaf.is_floating_point() and row["dtype"].is_floating_point):
-                raise RuntimeProgramError(f"input {row['name']}: dtype {leaf.dtype}, the program takes {row['dtype']}")
 
     # ---- full tensors
 

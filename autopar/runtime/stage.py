@@ -17,6 +17,7 @@ from .comm import Comm
 from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
 from .grads import GradStore
+from .guards import Guards
 from .layout import TensorInfo, local_shape, local_slices, refinement
 from .rank import Rank
 from .tables import Pipeline, StageTables
@@ -39,6 +40,7 @@ class Stage:
         held: Mapping[str, Tensor] | None = None,
         compensated: bool = False,
         tiers: Tiers | None = None,
+        guards: Guards | None = None,
     ) -> None:
         self.index = tables.index
         self.tables = tables
@@ -62,6 +64,7 @@ class Stage:
             seed=seed,
             tiers=self.tiers,
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
+            guards=guards,
         )
         self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
         self.opt_params: dict[str, nn.Parameter] = {}
@@ -100,12 +103,11 @@ class Stage:
         self.refresh_optimizer_shards()
 
     def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
-        """This rank's part of a microbatch's leaves. A leaf as large as one microbatch's input goes to each."""
+        """This rank's part of a microbatch's leaves."""
         local_inputs = []
-        for info, (whole, parts) in zip(self.tables.inputs, self.cuts, strict=True):
+        for info, cuts in zip(self.tables.inputs, self.cuts, strict=True):
             leaf = batch[info.index]
-            cut = whole if tuple(leaf.shape) == info.shape else parts[microbatch]
-            view = leaf[cut] if cut else leaf
+            view = leaf[cuts[microbatch]] if cuts[microbatch] else leaf
             local_inputs.append(view.to(device=self.comm.device, dtype=info.dtype))
         return local_inputs
 
@@ -167,14 +169,13 @@ class Stage:
             view = view.narrow(dim, self.comm.axis_index(axes) * size, size)
         return view
 
-    def _cuts(self, info: TensorInfo, pipeline: Pipeline) -> tuple[Cut, list[Cut]]:
-        """Where this rank's part lies in a microbatch's leaf, and for every microbatch in the whole batch's leaf."""
+    def _cuts(self, info: TensorInfo, pipeline: Pipeline) -> list[Cut]:
+        """Where this rank's part of every microbatch lies in the whole batch's leaf."""
         whole = local_slices(info.shape, info.spec, self.comm, f"input {info.name}")
-        cuts = [whole] * pipeline.microbatches
-        if info.batch_dim is not None:
-            dim, size = info.batch_dim, info.shape[info.batch_dim]
-            cuts = [
-                (*whole[:dim], slice(whole[dim].start + m * size, whole[dim].stop + m * size), *whole[dim + 1 :])
-                for m in range(pipeline.microbatches)
-            ]
-        return whole, cuts
+        if info.batch_dim is None:
+            return [whole] * pipeline.microbatches
+        dim, size = info.batch_dim, info.shape[info.batch_dim]
+        return [
+            (*whole[:dim], slice(whole[dim].start + m * size, whole[dim].stop + m * size), *whole[dim + 1 :])
+            for m in range(pipeline.microbatches)
+        ]

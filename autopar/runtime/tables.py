@@ -9,6 +9,7 @@ import torch
 
 from .errors import RuntimeProgramError
 from .grads import GradEntry
+from .guards import InputLike, InputRange
 from .layout import TensorInfo, dtype_of, spec_dims
 from .mesh import mesh_size, show_mesh
 from .order import Action, Transfer, rows_of
@@ -74,7 +75,8 @@ class Pipeline:
         self.microbatches = int(pipeline.MICROBATCHES)
         self.training = bool(pipeline.TRAINING)
         self.dtype = dtype
-        self.inputs = [dict(row, shape=tuple(row["shape"]), dtype=dtype_of(row["dtype"])) for row in pipeline.INPUTS]
+        self.inputs = [_input(row, dtype) for row in pipeline.INPUTS]
+        self.ranges = tuple(InputRange(**dict(row, also=tuple(row["also"]))) for row in getattr(pipeline, "RANGES", ()))
         self.meshes = [(dict(row["mesh"]), int(row["first_rank"])) for row in pipeline.STAGES]
         self.crossings = [
             Crossing(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
@@ -184,6 +186,13 @@ class Pipeline:
                 raise RuntimeProgramError(
                     f"stage {stage}: its {table} are {own}, the pipeline's TRANSFERS say {transferred}"
                 )
+
+
+def _input(row: Mapping[str, Any], dtype: torch.dtype | None) -> InputLike:
+    """What an input is like. dtype: that all floating tensors are held in instead of the table's, if any."""
+    own = dtype_of(row["dtype"])
+    other = (dtype,) if dtype is not None and own.is_floating_point else ()
+    return InputLike(str(row["name"]), tuple(row["shape"]), (own, *other))
 
 
 def show_meshes(meshes: Sequence[Mapping[str, int]]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.capture.export import Exported
@@ -21,20 +21,21 @@ from autopar.passes.rules.book import RuleBook
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A captured step: the program that is planned, and the export that it was made of."""
+    """A captured step: the program that is planned, and the export that it was made of (of a program by hand none)."""
 
     program: Program
-    exported: Exported
+    exported: Exported = field(default=None, repr=False)  # type: ignore[assignment]
 
 
 class Microbatches:
-    """program: of the whole batch. separate(M): captures the step of one of M microbatches, its loss divided by M; None
-    unless the user said that microbatches are batches of their own."""
+    """whole: the captured step of the whole batch. separate(M): captures the step of one of M microbatches, its loss divided
+    by M; None unless the user said that microbatches are batches of their own."""
 
-    def __init__(self, program: Program, rules: RuleBook, separate: Callable[[int], Captured] | None = None) -> None:
-        self.program, self.rules, self.separate = program, rules, separate
+    def __init__(self, whole: Captured, rules: RuleBook, separate: Callable[[int], Captured] | None = None) -> None:
+        self.whole, self.program = whole, whole.program
+        self.rules, self.separate = rules, separate
         self._smaller = 1
-        self._programs: dict[int, Program] = {1: program}
+        self._programs: dict[int, Program] = {1: self.program}
         self._separate: dict[int, Captured] = {}
 
     def of_smaller_batch(self, times: int) -> Microbatches:
@@ -78,9 +79,10 @@ class Microbatches:
         self._programs[microbatches] = program
         return program
 
-    def captured_apart(self, microbatches: int) -> Captured | None:
-        """The capture of one microbatch, where it is a batch of its own."""
-        return self._separate.get(microbatches)
+    def captured(self, microbatches: int) -> Captured:
+        """The program of one of so many, with the export that it was made of. Raises as `at`."""
+        program = self.at(microbatches)
+        return Captured(program, self._separate.get(microbatches, self.whole).exported)
 
     def _apart(self, microbatches: int, reason: CoupledError) -> Program:
         """A program whose microbatches are batches of their own. Raises CoupledError unless the user wants that."""

@@ -27,6 +27,7 @@ from autopar.ops.registry import find
 from autopar.runtime import attention, ops, rnn
 from autopar.runtime.comm import Call, Comm
 from autopar.runtime.gather import Gather, start_gathers
+from autopar.runtime.guards import Guards
 
 SMALL = 4 << 20
 
@@ -107,6 +108,7 @@ class _Rank:
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
         self.comm = MetaComm(mesh)
+        self.guards = Guards()
 
     def key(self, call: int, site: int) -> int:
         return 1

@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account, account
-from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.batch.microbatches import Captured, Microbatches
 from autopar.passes.lower import lower
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
@@ -46,7 +46,7 @@ class Task:
     def __post_init__(self) -> None:
         self.pricers = Pricers(self.cluster)
         if self.batches is None:
-            self.batches = Microbatches(self.program, self.rules)
+            self.batches = Microbatches(Captured(self.program), self.rules)
 
     @cached_property
     def limit(self) -> float:

@@ -26,6 +26,7 @@ from autopar.ir.types import TensorType
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.body import local_arguments
 from autopar.runtime import attention, ops, rnn
+from autopar.runtime.guards import Guards
 
 Tensor = torch.Tensor
 TOLERANCE = 1e-10
@@ -153,7 +154,10 @@ def run_line(line: Compute, names: dict[str, Tensor], mesh: Mesh, rank: int) -> 
         return index
 
     rt = SimpleNamespace(
-        comm=SimpleNamespace(axis_index=axis_index), key=lambda call, site: site, device=torch.device("cpu")
+        comm=SimpleNamespace(axis_index=axis_index),
+        key=lambda call, site: site,
+        device=torch.device("cpu"),
+        guards=Guards(),
     )
     scope = {
         "torch": torch,

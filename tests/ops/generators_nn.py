@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.ops import attention, contraction, convolution, embedding, normalization, recurrence
+from autopar.ops import attention, contraction, convolution, embedding, integers, normalization, recurrence
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, call, makes, overload
 
@@ -124,6 +124,17 @@ def _embedding(draw: Draw, name: str) -> Case:
     if name == "autopar.embedding":
         return call(embedding.embedding, draw.f(v, h), index)
     return call(embedding.embedding_grad, draw.f(*index.shape, h), index, v, draw.pick(-1, 0, v - 1))
+
+
+@makes("autopar.in_range")
+def _in_range(draw: Draw, name: str) -> Case:
+    x = draw.i(5, *draw.shape(1, 3))
+    return call(integers.in_range, x, 0, 5)
+
+
+@makes("autopar.expect")
+def _expect(draw: Draw, name: str) -> Case:
+    return call(integers.expect, draw.b() | True, True)
 
 
 # --- images ----------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ assert generators_losses
 assert generators_nn
 assert generators_views
 NEVER_SHARDED = {
+    "autopar.expect",
     "aten.arange",
     "aten.linspace",
     "aten.eye",

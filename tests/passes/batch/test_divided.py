@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar import api
 from autopar.ir.program import Program
+from autopar.passes.batch import captured as module
 from autopar.passes.batch.microbatches import Microbatches
 from tests.capture.equal import SGD
 from tests.zoo.models import MODELS, ZooModel
@@ -41,7 +41,7 @@ def of(model: nn.Module, samples: int, loss: Any = F.mse_loss, inputs: Any = Non
 
 def part(program: autopar.Program, parts: int) -> Program:
     """The program of one of so many microbatches."""
-    return Microbatches(program.ir, program.rules).at(parts)
+    return Microbatches(program.captured, program.rules).at(parts)
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -164,7 +164,7 @@ def test_what_mixes_samples_is_refused_with_the_line_that_does(mix: Callable[[Te
     program = of(Mixing(mix), 8, loss=lambda out, y: (out**2).sum())
     with pytest.raises(autopar.CoupledError, match=r"test_divided\.py:\d+|, which couples"):
         part(program, 2)
-    assert not Microbatches(program.ir, program.rules).may_be(2)
+    assert not Microbatches(program.captured, program.rules).may_be(2)
 
 
 @pytest.mark.parametrize("loss", [lambda o, y: o.mean(1).max(), lambda o, y: o.mean(1).median()], ids=["max", "median"])
@@ -195,13 +195,13 @@ def test_a_parameter_that_the_batch_leads_is_refused() -> None:
 def captured_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Samples of every batch that is captured."""
     samples: list[int] = []
-    real = api.capture_program
+    real = module.capture_program
 
     def counting(model: nn.Module, inputs: tuple[Tensor, ...], *rest: object) -> object:
         samples.append(inputs[0].shape[0])
         return real(model, inputs, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(api, "capture_program", counting)
+    monkeypatch.setattr(module, "capture_program", counting)
     return samples
 
 

@@ -122,16 +122,16 @@ def test_devices_of_two_speeds_share_the_work_by_speed() -> None:
 
 
 def test_a_program_is_captured_once_also_when_its_best_plan_has_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar import api
+    from autopar.passes.batch import captured as module
 
     captured: list[int] = []
-    real = api.capture_program
+    real = module.capture_program
 
     def counting(model: nn.Module, inputs: object, *rest: object) -> object:
         captured.append(1)
         return real(model, inputs, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(api, "capture_program", counting)
+    monkeypatch.setattr(module, "capture_program", counting)
     program = tower(nodes(5e9))
     assert program.plan.microbatches > 1
     assert len(captured) == 1

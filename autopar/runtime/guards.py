@@ -1,0 +1,150 @@
+"""Guards: what a program assumes of its data, checked while it runs.
+
+A batch of other shapes, an index outside its table or a condition that goes another way than in the example would give
+wrong numbers without a word. Shapes, dtypes and the ranges of integer inputs are checked at the entry of a step, before
+any message is sent. Every rank is given the same global batch, so every rank finds the same violation by itself and
+raises the same GuardError: nothing is exchanged for it. What is computed on the way is checked where it is computed, by
+each rank on its own part; the rank that finds a violation raises, and the others end with it as with any rank that dies
+(threads at once; processes when torchrun, or their own collective that names the dead rank, ends them).
+
+Of tensors in host memory a violation is raised on the spot. Of tensors on a GPU it is written down by kernels beside the
+step and read at the step's end, so that the host does not wait in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import GuardError, RuntimeProgramError
+
+
+@dataclass(frozen=True)
+class InputRange:
+    """Integers that a batch input may hold: low to high - 1, and those of `also`. source: the line that relies on it."""
+
+    input: int
+    low: int
+    high: int
+    also: tuple[int, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class InputLike:
+    """What a batch input must be like. dtypes: any of these."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+Say = Callable[[int, tuple[int, ...]], str]
+"""The message for a value and its place in the tensor."""
+
+
+class Guards:
+    """The guards of one rank."""
+
+    def __init__(self) -> None:
+        self._late: list[tuple[torch.cuda.Event, Tensor, tuple[int, ...], Say]] = []
+
+    def check_batch(self, batch: Sequence[Tensor], inputs: Sequence[InputLike], ranges: Sequence[InputRange]) -> None:
+        """Raises RuntimeProgramError for another number of tensors, GuardError for other shapes, dtypes and integers than
+        the program is for."""
+        if len(batch) != len(inputs):
+            names = ", ".join(like.name for like in inputs)
+            raise RuntimeProgramError(f"a batch of {len(batch)} tensors, the program takes {len(inputs)}: {names}")
+        for leaf, like in zip(batch, inputs, strict=True):
+            if tuple(leaf.shape) != like.shape:
+                raise GuardError(
+                    f"input {like.name}: shape {tuple(leaf.shape)}, the program was compiled for the global shape "
+                    f"{like.shape}; pass global batches of that shape, or compile again with an example of the new one"
+                )
+            if leaf.dtype not in like.dtypes:
+                raise GuardError(
+                    f"input {like.name}: dtype {leaf.dtype}, the program takes {like.dtypes[0]}; convert it first, or compile "
+                    "again with an example of that dtype"
+                )
+        for one in ranges:
+            what = f"input {inputs[one.input].name}"
+            self._range(batch[one.input], one.low, one.high, one.also, what, one.source)
+
+    def in_range(self, x: Tensor, low: int, high: int, source: str = "") -> Tensor:
+        """x itself, whose integers must be low to high - 1."""
+        self._range(x, low, high, (), "a computed index (of this rank's part)", source)
+        return x
+
+    def expect(self, condition: Tensor, value: float, source: str = "") -> Tensor:
+        """The condition itself, which must have the value that it had for the example."""
+
+        def say(_: int, __: tuple[int, ...]) -> str:
+            return (
+                f"{source}: this depends on the data and was {value} for the example batch, whose way the program takes; for "
+                "this batch it is not. Compile again with an example that goes this way, or write the branch with torch.where"
+            )
+
+        if not condition.is_meta:
+            self._raise_where(condition != value, condition, say)
+        return condition
+
+    def end_step(self) -> None:
+        """Raise what was written down on the way. Waits until the device has passed the step's last guard."""
+        late, self._late = self._late, []
+        for event, report, shape, say in late:
+            event.synchronize()
+            _raise_reported(report, shape, say)
+
+    def _range(self, x: Tensor, low: int, high: int, also: Sequence[int], what: str, source: str) -> None:
+        if x.is_meta or not x.numel():
+            return
+
+        def say(value: int, place: tuple[int, ...]) -> str:
+            allowed = f"{low} to {high - 1}" + "".join(f", or {one}" for one in also)
+            where = f" at {list(place)}" if place else ""
+            return f"{what}: the value {value}{where} is out of range; {source or 'the program'} takes {allowed}"
+
+        if x.device.type == "cpu":
+            least, most = torch.aminmax(x)
+            if low <= int(least) and int(most) < high:
+                return
+        bad = (x < low) | (x >= high)
+        for one in also:
+            bad &= x != one
+        self._raise_where(bad, x, say)
+
+    def _raise_where(self, bad: Tensor, x: Tensor, say: Say) -> None:
+        report, shape = violation(bad, x), tuple(x.shape)
+        if report.device.type == "cpu":
+            _raise_reported(report, shape, say)
+            return
+        host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(report, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._late.append((event, host, shape, say))
+
+
+def violation(bad: Tensor, x: Tensor) -> Tensor:
+    """Whether any element is bad, the number of the first in row-major order, and its value in x: three integers, of which
+    the host need not know any."""
+    flat = bad.reshape(-1)
+    place = flat.to(torch.uint8).argmax().reshape(1)
+    return torch.cat([flat.any().long().reshape(1), place, x.reshape(-1).gather(0, place).long()])
+
+
+def _raise_reported(report: Tensor, shape: tuple[int, ...], say: Say) -> None:
+    bad, place, value = report.tolist()
+    if bad:
+        raise GuardError(say(value, _unravel(place, shape)))
+
+
+def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of an element from its number in row-major order."""
+    index = []
+    for n in reversed(shape):
+        index.append(place % n)
+        place //= n
+    return tuple(reversed(index))

@@ -1,0 +1,99 @@
+"""What guards cost: the demo's GPT with its guards and without, and the guards of a step alone, as one JSON object.
+
+    python benchmarks/guards.py [--steps 20] [--ranks 2]
+
+Both programs take turns (turns.py), but what a guard costs is far below the noise of a step; so the checks of a step are
+timed alone too, and `share_of_step` is the median of these over the median step without guards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from benchmarks.turns import Batch, Step, as_worker, print_json, run_workers, take_turns  # noqa: E402
+
+TEXT = importlib.import_module("stdlib_text")
+REPEATS = 200
+
+
+def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
+    """One rank: both programs in turn, then the checks alone."""
+    import autopar
+
+    loaded = {name: autopar.load(directory / name) for name in ("guarded", "unguarded")}
+    programs = {name: step_of(program) for name, program in loaded.items()}
+    turns = take_turns(programs, TEXT.batch, steps, warmup)
+    session, batch = loaded["guarded"].session, TEXT.batch(0)
+    check_s = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        session.guards.check_batch(batch, session.pipeline.inputs, session.pipeline.ranges)
+        session.guards.end_step()
+        check_s.append(time.perf_counter() - started)
+    median_s = statistics.median(check_s)
+    return {
+        "benchmark": "guards",
+        "ranks": dist.get_world_size(),
+        "guards": [guard.source for guard in session.pipeline.ranges],
+        **turns.summary(),
+        **turns.ratios("guarded", "unguarded"),
+        "check_us": round(1e6 * median_s, 1),
+        "share_of_step": round(median_s / turns.median_s("unguarded"), 6),
+    }
+
+
+def step_of(program: Callable[[Batch], Any]) -> Step:
+    """A training step of an emitted program."""
+    return lambda batch: float(program(batch))
+
+
+def compile_programs(directory: Path, ranks: int) -> None:
+    """Writes the demo's program with guards and without."""
+    import autopar
+
+    demo = importlib.import_module("train_gpt")
+    for name in ("guarded", "unguarded"):
+        torch.manual_seed(0)
+        autopar.compile(
+            demo.Gpt(TEXT.VOCAB, TEXT.SEQ),
+            autopar.ClusterSpec.local(ranks),
+            TEXT.batch(0),
+            loss_fn=demo.next_character_loss,
+            optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
+            options=autopar.Options(mesh={"dp": ranks}, strategy="dp", guards=name == "guarded"),
+        ).save(directory / name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return as_worker(functools.partial(measure, args.worker, args.steps, args.warmup))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        compile_programs(Path(directory), args.ranks)
+        arguments = ("--worker", directory, "--steps", args.steps, "--warmup", args.warmup)
+        print_json(run_workers(__file__, args.ranks, arguments))
+
+
+if __name__ == "__main__":
+    main()
