@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -60,7 +60,9 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
         for (name, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
     )
     outputs = tuple(_join(program, batch, k, state) for k, state in enumerate(batch.outputs))
-    buffers = {name: "sum" if state == "sum" else "same" for name, state in batch.buffers.items()}
+    buffers: dict[str, Literal["sum", "same", "each"]] = {
+        name: "sum" if state == "sum" else "same" for name, state in batch.buffers.items()
+    }
     reductions = tuple(str(state) for state in batch.early.values())
     hangs = Microbatched(outputs, buffers, reductions)
     parts = replace(program, templates=templates, calls=tuple(calls), inputs=inputs, microbatched=hangs)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from torch import fx
 
@@ -181,11 +181,11 @@ class _CallPass:
         reads, results = operand_values(node), result_values(node)
         held = self._factor(node, rule, reads, results)
         plain = node.meta["phase"] == "F" and not self.template.random and all(self.plain[v] for v in reads)
-        states = self._sharded(node, rule, reads, *held) if held else self._together(node, call, rule, reads)
+        states = self._together(node, call, rule, reads) if held is None else self._sharded(node, rule, reads, *held)
         for i, value in results.items():
             state = states[i]
             expected: dict[int, Part] = {}
-            if held is not None and rule.results[i] is not None:
+            if held is not None:
                 expected = _places(rule.results[i], held[0], held[1], rule)
             if _ends(expected) != _ends(self.dims.get(value, {})):
                 self._couples("makes all of its batch dim at once", node)
@@ -272,7 +272,7 @@ class _CallPass:
                 self._couples("needs a sum over all samples of the batch first", node)
             self.whole.wanted[self.index, value] = self.states[value]
 
-    def _couples(self, why: str, node: fx.Node | None = None) -> None:
+    def _couples(self, why: str, node: fx.Node | None = None) -> NoReturn:
         """Raises CoupledError."""
         where = (node.meta["source"] if node is not None else "") or self.call.path
         what = op_name(node.target) if node is not None else self.template.name

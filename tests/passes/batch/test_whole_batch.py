@@ -109,7 +109,9 @@ def root_of_a_mean(logits: Tensor, labels: Tensor) -> Tensor:
 MEANS = (ignoring, weighted, masked_mean, clamped_mean, two_denominators, smoothed, with_a_penalty, times_the_inverse)
 
 
-def compiled(loss: Loss, m: int, model: nn.Module | None = None, batch: Any = None, **options: Any) -> autopar.Program:
+def compiled(
+    loss: Loss, m: int | None, model: nn.Module | None = None, batch: Any = None, **options: Any
+) -> autopar.Program:
     return autopar.compile(
         model or Tagger(),
         autopar.ClusterSpec.local(options.pop("ranks", 1)),
@@ -257,3 +259,46 @@ def test_stages_agree_about_what_is_counted(loss: Loss) -> None:
         result = autopar.verify(made, program.model, ids_and_labels())
         assert result.ok, (made.plan.show_meshes(), result.errors)
     assert len(shapes) > 2
+
+
+# --- chosen by the search -----------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Activations are most of what it holds. norm: between the layers."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), norm, nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def in_little_memory(model: nn.Module, loss: Loss, share: float) -> tuple[autopar.Program, Any]:
+    """The plan in that share of the memory of the fastest one, with nothing run again."""
+    batch = torch.randn(512, 16), torch.randn(512, 16)
+
+    def plan(**options: Any) -> autopar.Program:
+        return compiled(loss, None, model, batch, recompute="none", pp=1, **options)
+
+    return plan(memory_bytes=share * plan().predicted.peak_bytes), batch
+
+
+def half_a_sum_of_squares(out: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * ((out - target) ** 2).sum()
+
+
+def test_microbatches_that_the_search_chooses_leave_a_sum_as_it_is() -> None:
+    program, batch = in_little_memory(Wide(nn.Identity()), half_a_sum_of_squares, 0.55)
+    assert program.plan.microbatches > 1
+    assert autopar.verify(program, program.model, batch).ok
+    want = half_a_sum_of_squares(program.model(batch[0]), batch[1])
+    torch.testing.assert_close(program.run([batch]).losses[0], want.detach(), rtol=1e-5, atol=0)
+
+
+def test_the_search_takes_no_microbatches_of_a_program_that_couples() -> None:
+    with pytest.raises(autopar.InfeasibleError):
+        in_little_memory(Wide(nn.BatchNorm1d(64)), half_a_sum_of_squares, 0.55)
+    with pytest.raises(autopar.InfeasibleError):
+        in_little_memory(Wide(nn.Identity()), root_of_a_mean, 0.55)
