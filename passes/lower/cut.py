@@ -109,11 +109,12 @@ def _crossings(program: Program, stage_of: dict[int, int]) -> list[Crossing]:
             )
             key = (ref, stage_of[i])
             sends_gradient[key] = sends_gradient.get(key, False) or back
-    crossings = []
+    crossings: list[Crossing] = []
     for (ref, target), gradient in sends_gradient.items():
-        stem = program.template_of(program.calls[ref.index]).outputs[ref.output]
-        source = stage_of[ref.index]
-        crossings.append(Crossing(f"{stem}_{ref.index}_to_{target}", ref, source, target, gradient))
+        outputs = program.template_of(program.calls[ref.index]).outputs
+        stem = outputs[ref.output]
+        place = f"{ref.index}" if outputs.count(stem) == 1 else f"{ref.index}_{ref.output}"  # one value may be given out twice
+        crossings.append(Crossing(f"{stem}_{place}_to_{target}", ref, stage_of[ref.index], target, gradient))
     return crossings
 
 

@@ -312,3 +312,32 @@ def test_lowering_any_cut_passes_the_checker(zoo: ZooModel, training: bool) -> N
 @pytest.mark.parametrize("training", [True, False])
 def test_lowering_many_cuts_passes_the_checker(zoo: ZooModel, training: bool) -> None:
     lowers(zoo, training, range(6, 60))
+
+
+def test_a_value_that_a_block_gives_out_twice_is_sent_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.lin(a + 2 * b))
+            return h, h.clone()
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Twice() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = b = x
+            for layer in self.layers:
+                a, b = layer(a, b)
+            return a * b
+
+    model, batch = Chain(), (torch.randn(8, 8), torch.randn(8, 8))
+    options = autopar.Options(pp=2, microbatches=2)
+    program = autopar.compile(
+        model, autopar.ClusterSpec.local(2), batch, loss_fn=F.mse_loss, optimizer=SGD, options=options
+    )
+    assert autopar.verify(program, model, batch).ok
