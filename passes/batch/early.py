@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autopar.ir.program import Call, Program, Template, ValueRef, operand_values, resolve
@@ -24,30 +25,31 @@ def with_early_calls(program: Program, places: Sequence[Place]) -> Program:
         return program
     early, refs = _early(program, places)
     at = min(c for c, _ in places)
-    templates = dict(program.templates)
-    templates[early.name] = early
+    sums = {place: ValueRef("call", at, k) for k, place in enumerate(places)}
+
+    def moved(ref: ValueRef) -> ValueRef:
+        """Where a value of the program is afterwards: of the early call, or of a call after it."""
+        if ref.kind != "call":
+            return ref
+        value = program.template_of(program.calls[ref.index]).outputs[ref.output]
+        return sums.get((ref.index, value)) or (replace(ref, index=ref.index + 1) if ref.index >= at else ref)
+
+    templates = program.templates | {early.name: early}
     calls: list[Call] = []
     for i, call in enumerate(program.calls):
         if i == at:
-            calls.append(Call(early.name, (), tuple(refs), program.calls[at].path, early=True))
-        moved = replace(call, inputs=tuple(_later(r, at) for r in call.inputs))
+            calls.append(Call(early.name, (), tuple(refs), call.path, early=True))
         mine = [value for c, value in places if c == i]
         if mine:
             templates[call.template] = _given(program.templates[call.template], mine)
-            sources = [ValueRef("call", at, list(places).index((i, value))) for value in mine]
-            moved = replace(moved, inputs=(*moved.inputs, *sources))
-        calls.append(moved)
+        calls.append(replace(call, inputs=(*map(moved, call.inputs), *(sums[i, value] for value in mine))))
     return replace(
         program,
         templates=templates,
         calls=tuple(calls),
-        outputs=tuple(_later(r, at) for r in program.outputs),
-        buffer_updates={n: _later(r, at) for n, r in program.buffer_updates.items()},
+        outputs=tuple(map(moved, program.outputs)),
+        buffer_updates={n: moved(r) for n, r in program.buffer_updates.items()},
     )
-
-
-def _later(ref: ValueRef, at: int) -> ValueRef:
-    return replace(ref, index=ref.index + 1) if ref.kind == "call" and ref.index >= at else ref
 
 
 def _sources(program: Program, place: Place) -> list[Place]:
@@ -126,7 +128,14 @@ def _given(template: Template, values: list[str]) -> Template:
     fresh: dict[str, fx.Node] = {}
     nodes = list(template.graph.nodes)
     last_placeholder = max(i for i, n in enumerate(nodes) if n.op == "placeholder") if nodes else -1
+    given_out: dict[str, str] = {}
     for i, node in enumerate(nodes):
+        if node.op == "output":
+            for value in {o for o in template.outputs if o in values}:  # an output needs a producer of its own
+                again = graph.call_function(torch.ops.aten.clone.default, (fresh[value],))
+                again.meta = dict(fresh[value].meta)
+                given_out[value] = again.name
+                made[template.nodes[value]] = again
         if node.name in values:
             made[node] = fresh[node.name]
         else:
@@ -139,11 +148,10 @@ def _given(template: Template, values: list[str]) -> Template:
                 given.meta = {"type": template.type_of(value), "phase": "F", "source": ""}
                 fresh[value] = given
     graph.eliminate_dead_code()
-    rename = {value: fresh[value].name for value in values}
     return replace(
         template,
         graph=graph,
         inputs=(*template.inputs, *(fresh[v].name for v in values)),
-        outputs=tuple(rename.get(o, o) for o in template.outputs),
+        outputs=tuple(given_out.get(o, o) for o in template.outputs),
         input_grads=(*template.input_grads, *(None for _ in values)),
     )

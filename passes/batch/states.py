@@ -270,7 +270,14 @@ class _CallPass:
         for value in values:
             if not self.plain[value] or self.states[value] == "shard":
                 self._couples("needs a sum over all samples of the batch first", node)
-            self.whole.wanted[self.index, value] = self.states[value]
+            self.whole.wanted[self._place(value)] = self.states[value]
+
+    def _place(self, value: str) -> Place:
+        """The call, and the value of it, that a sum comes from."""
+        if value not in self.template.inputs:
+            return self.index, value
+        ref = self.call.inputs[self.template.inputs.index(value)]
+        return ref.index, self.whole.program.template_of(self.whole.program.calls[ref.index]).outputs[ref.output]
 
     def _couples(self, why: str, node: fx.Node | None = None) -> NoReturn:
         """Raises CoupledError."""

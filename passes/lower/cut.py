@@ -113,7 +113,9 @@ def _crossings(program: Program, stage_of: dict[int, int]) -> list[Crossing]:
     for (ref, target), gradient in sends_gradient.items():
         outputs = program.template_of(program.calls[ref.index]).outputs
         stem = outputs[ref.output]
-        place = f"{ref.index}" if outputs.count(stem) == 1 else f"{ref.index}_{ref.output}"  # one value may be given out twice
+        place = (
+            f"{ref.index}" if outputs.count(stem) == 1 else f"{ref.index}_{ref.output}"
+        )  # one value may be given out twice
         crossings.append(Crossing(f"{stem}_{place}_to_{target}", ref, stage_of[ref.index], target, gradient))
     return crossings
 

@@ -302,3 +302,31 @@ def test_the_search_takes_no_microbatches_of_a_program_that_couples() -> None:
         in_little_memory(Wide(nn.BatchNorm1d(64)), half_a_sum_of_squares, 0.55)
     with pytest.raises(autopar.InfeasibleError):
         in_little_memory(Wide(nn.Identity()), root_of_a_mean, 0.55)
+
+
+def test_a_sum_that_another_module_divides_by_is_known_beforehand() -> None:
+    """The count is an output of one call and read, after something that is not linear, by another."""
+
+    class Count(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(self.lin(x)), mask.sum()
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Count() for _ in range(3))
+
+        def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+            for layer in self.layers:
+                x, count = layer(x, mask)
+            return ((x - y) ** 2 * mask[:, None]).sum() / count.clamp(min=1).sqrt()
+
+    batch = torch.randn(8, 6), (torch.arange(8) > 2).float(), torch.randn(8, 6)
+    program = autopar.compile(
+        Parts(), autopar.ClusterSpec.local(2), batch, optimizer=SGD, options=autopar.Options(microbatches=4, pp=1)
+    )
+    assert autopar.verify(program, program.model, batch).ok
