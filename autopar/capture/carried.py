@@ -95,11 +95,6 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"{name} is {what}; a program holds dense tensors: convert it, or pass the model before it became so"
         )
-    if tensor.is_complex() and isinstance(tensor, nn.Parameter):
-        raise CaptureError(
-            f"the parameter {name} is complex ({tensor.dtype}); keep its real view as the parameter (torch.view_as_real) and use "
-            "torch.view_as_complex of it in forward"
-        )
     if not tensor.numel() and isinstance(tensor, nn.Parameter):
         raise CaptureError(f"the parameter {name} of shape {tuple(tensor.shape)} has no elements; remove it")
     if isinstance(tensor, nn.Parameter) and any(

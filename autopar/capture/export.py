@@ -58,7 +58,7 @@ class _Step(nn.Module):
     ) -> None:
         """seen: what a run of the step tells beside its outputs: "training", "structure" of the outputs, "conditions"."""
         super().__init__()
-        self.owned = memory_of(model)
+        self.owned: dict[int, str] | None = memory_of(model)
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
@@ -109,7 +109,7 @@ class _Step(nn.Module):
 def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:
     """The step on values, answers noted."""
     assert isinstance(step, _Step)
-    step.decisions = decisions
+    step.owned, step.decisions = None, decisions
     with torch.enable_grad():
         step(*(leaf.detach().clone() for leaf in leaves))
 

@@ -60,10 +60,11 @@ def memory_of(model: nn.Module) -> dict[int, str]:
     return {_memory(p): name for name, p in model.named_parameters()}
 
 
-def watched(model: nn.Module, owned: dict[int, str]) -> _Watch:
+def watched(model: nn.Module, owned: dict[int, str] | None) -> _Watch:
     """A context in which forward stops at what a graph cannot hold. Raises CaptureError inside.
 
-    model: with fake parameters. owned: `memory_of` the model with its own ones.
+    model: with fake parameters. owned: `memory_of` the model with its own ones; None where it runs with
+    these, on values.
     """
     return _Watch(model, owned)
 
@@ -72,7 +73,7 @@ class _Watch(TorchFunctionMode):
     """Sees calls of torch. detached: the memory of tensors that carry a gradient, or are parameters, and were detached.
     in_inference: errors that hold where the program turns out to be for inference."""
 
-    def __init__(self, model: nn.Module, owned: dict[int, str]) -> None:
+    def __init__(self, model: nn.Module, owned: dict[int, str] | None) -> None:
         super().__init__()
         self.model = model
         self.owned = owned
@@ -110,23 +111,23 @@ class _Watch(TorchFunctionMode):
             self.detached.add(_memory(args[0]))
         if func in (Tensor.requires_grad_, _FIELDS.requires_grad.__set__):
             self._check_frozen(args, kwargs)
-        elif _writes(func, kwargs):
+        elif self.owned is not None and _writes(func, kwargs):
             self._check_written(
                 kwargs["out"] if kwargs.get("out") is not None else next(iter((*args, *kwargs.values())), None)
             )
         for value in (*args, *kwargs.values()):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
-                    self._check_hidden(tensor)
+                if self.owned is not None and isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                    self._check_hidden(tensor, self.owned)
         return func(*args, **kwargs)
 
-    def _check_hidden(self, tensor: Tensor) -> None:
-        if tensor.requires_grad and _memory(tensor) not in self.owned:
+    def _check_hidden(self, tensor: Tensor, owned: dict[int, str]) -> None:
+        if tensor.requires_grad and _memory(tensor) not in owned:
             raise refusal(
                 "uses a tensor that requires a gradient and is no parameter of the model",
                 "register it (self.w = nn.Parameter(w)), or detach it if it is a constant",
             )
-        if name := self.owned.get(_memory(tensor)):
+        if name := owned.get(_memory(tensor)):
             raise refusal(
                 f"uses the parameter {name} by another way than its module (a list, a closure, .data of it), where its gradient "
                 "and its changes would be lost",
