@@ -62,7 +62,8 @@ def of_tensors(case: Case) -> tuple[Function, list[Tensor]]:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: by_name[n.name])
         return case.target(*args, **kwargs)
 
-    flows = len(tensors) if not str(case.target).startswith("aten.binary_cross_entropy") else 2  # weights have no gradient in torch
+    weighted = str(case.target).startswith("aten.binary_cross_entropy")  # whose weights have no gradient in torch
+    flows = 2 if weighted else len(tensors)
     return function, [t.detach().requires_grad_(_is_float(t) and k < flows) for k, t in enumerate(tensors)]
 
 
