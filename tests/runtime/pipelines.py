@@ -185,10 +185,17 @@ def _stage(
     earned = (b_name,) if silent else (w_name, b_name)
     outputs = []
     if last:
-        shape, spec, dim = ((), (), None) if training else ((rows, WIDTH), cut, 0)
-        outputs = [{"index": 0, "name": "out", "shape": shape, "dtype": "float64", "spec": spec, "batch_dim": dim}]
+        shape, spec, how = ((), (), "sum") if training else ((rows, WIDTH), cut, "cat")
+        outputs = [{"index": 0, "name": "out", "shape": shape, "dtype": "float64", "spec": spec, "join": (how, 0, 1)}]
     elif s == 0 and not training and mesh[1] == 1:
-        row = {"index": 1, "name": "sums", "shape": (rows,), "dtype": "float64", "spec": (("dp",),), "batch_dim": 0}
+        row = {
+            "index": 1,
+            "name": "sums",
+            "shape": (rows,),
+            "dtype": "float64",
+            "spec": (("dp",),),
+            "join": ("cat", 0, 1),
+        }
         outputs = [row]
     module = SimpleNamespace(
         STAGE=s,
@@ -215,7 +222,7 @@ def _stage(
         weights=weights,
     )
     if last and training:
-        module.prepare = prepare
+        module.prepare, module.PREPARED = prepare, ["sum"]
     return module
 
 

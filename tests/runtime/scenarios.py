@@ -79,7 +79,7 @@ def gradients(comm: Any, bucket_bytes: int = 1 << 12, direct_bytes: int = 1 << 1
         table[f"both{i}"] = GradEntry(1, (("all_reduce", ("a",)), ("reduce_scatter", ("b",), 1)))
         table[f"local{i}"] = GradEntry(1, ())
         table[f"cut{i}"] = GradEntry(1, (("shard", ("b",), 0), ("all_reduce", ("a",))))
-    store = GradStore(comm, table, 2, BucketSizes(bucket_bytes, 1 << 10, direct_bytes), scale=0.5)
+    store = GradStore(comm, table, 2, BucketSizes(bucket_bytes, 1 << 10, direct_bytes))
     got: dict[str, Tensor] = {}
     for step in range(2):
         for microbatch in range(2):

@@ -92,7 +92,7 @@ def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "fl
     grads = {name: {"contributions": 1, "steps": scatter[name] if zero else all_dp} for name in scatter}
     rows = BATCH // microbatches
     batch_spec = (("dp",), ())
-    count = rows * WIDTH
+    count = BATCH * WIDTH
 
     def forward(rt: Any, inputs: list[Tensor], received: list[Tensor], prepared: list[Tensor]) -> Any:
         x, y = inputs
@@ -135,8 +135,15 @@ def mlp(dp: int, tp: int, zero: int = 0, microbatches: int = 1, dtype: str = "fl
             {"index": 1, "name": "y", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec, "batch_dim": 0},
         ],
         OUTPUTS=[
-            {"index": 0, "name": "loss", "shape": (), "dtype": dtype, "spec": (), "batch_dim": None},
-            {"index": 1, "name": "out", "shape": (rows, WIDTH), "dtype": dtype, "spec": batch_spec, "batch_dim": 0},
+            {"index": 0, "name": "loss", "shape": (), "dtype": dtype, "spec": (), "join": ("sum", 0, 1)},
+            {
+                "index": 1,
+                "name": "out",
+                "shape": (rows, WIDTH),
+                "dtype": dtype,
+                "spec": batch_spec,
+                "join": ("cat", 0, 1),
+            },
         ],
         GRADS=grads,
         forward=forward,
@@ -163,8 +170,8 @@ def inference(dp: int, tp: int, microbatches: int = 1) -> Program:
         BUFFERS={},
         INPUTS=[x],
         OUTPUTS=[
-            y | {"batch_dim": 0},
-            {"index": 1, "name": "sum", "shape": (), "dtype": "float64", "spec": (), "batch_dim": None},
+            y | {"join": ("cat", 0, 1)},
+            {"index": 1, "name": "sum", "shape": (), "dtype": "float64", "spec": (), "join": ("sum", 0, 1)},
         ],
         forward=forward,
     )

@@ -22,7 +22,7 @@ def test_bucket_sizes_do_not_change_results():
             assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_gradient_is_the_scaled_sum_over_ranks_contributions_and_microbatches():
+def test_a_gradient_is_the_sum_over_ranks_contributions_and_microbatches():
     got = run_threads(4, scenarios.MESH, scenarios.gradients, timeout_s=60)
     names = [f"{kind}{i}" for i in range(6) for kind in ("reduce", "scatter", "both", "local", "cut")]
 
@@ -30,7 +30,7 @@ def test_a_gradient_is_the_scaled_sum_over_ranks_contributions_and_microbatches(
         index, size = names.index(name), 64 if names.index(name) % 3 == 0 else 8
         parts = 2 if name.startswith("reduce") and int(name[-1]) % 2 else 1
         seeds = [rank + 10 * index + 1000 * m + 5 * p + step for m in range(2) for p in range(parts)]
-        return 0.5 * sum(scenarios.value(seed, size, size) for seed in seeds)
+        return sum(scenarios.value(seed, size, size) for seed in seeds)
 
     def check(rank, name, want):
         torch.testing.assert_close(got[rank][f"{name} 1"], want, rtol=1e-12, atol=1e-12)
@@ -133,11 +133,11 @@ def test_miscounted_contributions_are_errors(misuse, words):
         run_threads(1, {"a": 1}, lambda comm: misuse(GradStore(comm, {"x": GradEntry(1)})))
 
 
-def accumulated(parts, owned, compensated, scale=1.0):
+def accumulated(parts, owned, compensated):
     """A float32 gradient of many microbatches through a store on one rank."""
 
     def body(comm):
-        store = GradStore(comm, {"w": GradEntry(1)}, len(parts), scale=scale, compensated=compensated)
+        store = GradStore(comm, {"w": GradEntry(1)}, len(parts), compensated=compensated)
         for _ in range(2):  # buffers of the first step must not leak into the second
             for k, part in enumerate(parts):
                 store.add("w", part.clone() if owned(k) else part, owned=owned(k))
@@ -164,7 +164,7 @@ def test_compensated_sums_come_closer_to_float64(owned):
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_compensated_sums_of_few_microbatches(count):
     parts = [torch.full((4,), float(k + 1)) for k in range(count)]
-    assert torch.equal(accumulated(parts, lambda k: True, True, 0.5), torch.full((4,), 0.5 * sum(range(1, count + 1))))
+    assert torch.equal(accumulated(parts, lambda k: True, True), torch.full((4,), float(sum(range(1, count + 1)))))
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -35,7 +35,8 @@ def captured(name: str, microbatches: int, samples: int, training: bool) -> auto
     zoo = BY_NAME[name]
     model = zoo.make() if training else zoo.make().eval()
     batch = batch_of(zoo, microbatches * samples, training=training)
-    options, cluster = autopar.Options(microbatches=microbatches), autopar.ClusterSpec.local(1)
+    options = autopar.Options(microbatches=microbatches, coupled="per-microbatch")
+    cluster = autopar.ClusterSpec.local(1)
     if not training:
         return autopar.compile(model, cluster, batch, options=options)
     return autopar.compile(model, cluster, batch, loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, options=options)
