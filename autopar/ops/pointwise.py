@@ -32,6 +32,7 @@ define(*named("to _to_copy type_as"), canonical="cast")
 define("aten.clone", canonical="copy", view=True)
 define(*named("add neg _to_copy"), carries=True)
 define(*named("add sub rsub"), adds="other")
+define("aten._to_copy", linear=lambda call: [{0}])  # but for rounding
 define("aten.mul", linear=lambda call: [{0}, {1}] if len(call.operands) == 2 else [{0}])
 define(
     "aten.div",

@@ -54,7 +54,7 @@ WIDE = (
 
 @functools.lru_cache(maxsize=8)
 def compiled(zoo: ZooModel, plan: str, ranks: int, microbatches: int, precision: str | None = None) -> autopar.Program:
-    options = dataclasses.replace(PLANS[plan], microbatches=microbatches, precision=precision)
+    options = dataclasses.replace(PLANS[plan], microbatches=microbatches, precision=precision, coupled="per-microbatch")
     if options.mesh is not None:
         options = dataclasses.replace(options, mesh={"dp": ranks // 2, "tp": 2})
     return autopar.compile(

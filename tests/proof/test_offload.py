@@ -36,7 +36,9 @@ GPT = dataclasses.replace(
 def compiled(
     zoo: ZooModel, plan: str, offload: str, ranks: int = 2, microbatches: int = 4, cluster: Any = None, **more: Any
 ) -> autopar.Program:
-    options = dataclasses.replace(PLANS[plan], microbatches=microbatches, offload=offload, **more)
+    options = dataclasses.replace(
+        PLANS[plan], microbatches=microbatches, offload=offload, coupled="per-microbatch", **more
+    )
     return autopar.compile(
         zoo.make(),
         cluster or autopar.ClusterSpec.local(ranks).with_tiers(),

@@ -33,11 +33,11 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 def compiled(
     zoo: ZooModel, plan: str = "dp", ranks: int = 2, precision: str | None = "bf16", microbatches: int | None = None
 ) -> autopar.Program:
-    options = dataclasses.replace(PLANS[plan], precision=precision, microbatches=microbatches)
+    options = dataclasses.replace(PLANS[plan], precision=precision, microbatches=microbatches, coupled="per-microbatch")
     if options.mesh is not None:
         options = dataclasses.replace(options, mesh={"dp": ranks // 2, "tp": 2})
     if ranks == 1:
-        options = autopar.Options(precision=precision, microbatches=microbatches)
+        options = autopar.Options(precision=precision, microbatches=microbatches, coupled="per-microbatch")
     return autopar.compile(
         without_dropout(zoo.make()),
         autopar.ClusterSpec.local(ranks),
@@ -66,7 +66,9 @@ def line_program(ranks: int, microbatches: int = 1, precision: str | None = "bf1
         (ADDENDS, ADDENDS),
         loss_fn=lambda y, t: y.sum(),
         optimizer=functools.partial(torch.optim.SGD, lr=1.0),
-        options=autopar.Options(strategy="dp", microbatches=microbatches, precision=precision),
+        options=autopar.Options(
+            strategy="dp", microbatches=microbatches, precision=precision, coupled="per-microbatch"
+        ),
     )
 
 
