@@ -21,7 +21,7 @@ from autopar.ir.program import Call, Join, Microbatched, Program, Template, is_g
 from autopar.ir.rule import Rule
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Block, Offset, find
-from autopar.passes.batch.dims import Dims, Part
+from autopar.passes.batch.dims import Dims, Part, result_values
 from autopar.passes.batch.early import with_early_calls
 from autopar.passes.batch.states import Batched, Share, State
 from autopar.passes.rules.book import RuleBook
@@ -133,10 +133,8 @@ class _Divide:
         if node.op == "call_function" and not is_getitem(node):
             changes = self._local(node)
         order = iter(operands)
-        place = _placing(order)
-        copied = self.graph.create_node(
-            node.op, node.target, tuple(map(place, node.args)), {k: place(v) for k, v in node.kwargs.items()}, node.name
-        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(order))
+        copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         copied.name, copied.meta = node.name, dict(node.meta)
         for name, value in changes.items():
             _set_argument(copied, name, value)
@@ -148,25 +146,8 @@ class _Divide:
         type_ = node.meta["type"]
         if isinstance(type_, TensorType):
             return _cut(type_, self.dims.get(node.name, {}), self.parts)
-        return self._results(node)
-
-    def _results(self, node: fx.Node) -> tuple[TensorType | None, ...]:
-        """Types of several results: a shard where the op's factor is."""
-        call = self.whole.op_calls[node.name]
-        rule = self.rules.rule(call)
-        factor = self.factors.get(node.name)
-        return tuple(
-            type_
-            if type_ is None or factor is None
-            else TensorType(
-                tuple(
-                    n // self.parts if factor in dim else n
-                    for n, dim in zip(type_.shape, rule.results[i] or (), strict=True)
-                ),
-                type_.dtype,
-            )
-            for i, type_ in enumerate(call.results)
-        )
+        names = result_values(node)
+        return tuple(t if t is None else _cut(t, self.dims.get(names[i], {}), self.parts) for i, t in enumerate(type_))
 
     def _local(self, node: fx.Node) -> dict[str, Any]:
         """Arguments that are others for a microbatch."""
@@ -207,17 +188,6 @@ def _block(call: OpCall, rule: Rule, factor: str, parts: int) -> Block:
 
 def _has_offset(value: Any) -> bool:
     return isinstance(value, Offset) or (isinstance(value, tuple) and any(map(_has_offset, value)))
-
-
-def _placing(order: Any) -> Any:
-    """Puts the next operand wherever an argument holds one."""
-
-    def place(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            return next(order)
-        return type(arg)(map(place, arg)) if isinstance(arg, (list, tuple)) else arg
-
-    return place
 
 
 def _set_argument(node: fx.Node, name: str, value: Any) -> None:

@@ -29,11 +29,10 @@ from autopar.ir.program import Program, Template, ValueRef, op_name, operand_val
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.registry import find
 from autopar.passes.batch.dims import Dims, Part, batch_dims, factor_of, part_in, result_values
+from autopar.passes.batch.early import Place
 from autopar.passes.rules.book import RuleBook
 
 State = Literal["whole", "shard", "sum", "max", "min"]
-Place = tuple[int, str]
-"""A value of a call."""
 COTANGENTS = ("g", "grad", "grad_out", "grad_output", "grad_w")
 """Arguments of backward ops that are gradients of their forward's result, in which every backward is linear."""
 OF_GRADIENT: dict[State, State] = {"shard": "shard", "whole": "sum", "sum": "whole", "max": "whole", "min": "whole"}

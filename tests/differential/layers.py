@@ -317,13 +317,13 @@ COUPLED: dict[str, Layer] = {
     "per sample weights": lambda m, x: x * m.per_sample,
     "batch mean function": lambda m, x: BatchMean.apply(x),
 }
-STATES: dict[str, tuple[Layer, bool]] = {
-    "spectral norm": (lambda m, x: m.spectral(x), False),
-    "weight norm": (lambda m, x: m.weight_normed(x), False),
-    "decaying buffer": (lambda m, x: _decaying(m, x), False),
-    "averaged buffer": (lambda m, x: _averaged(m, x), False),
-    "counting buffer": (lambda m, x: _counting(m, x), False),
-    "buffer read before and after": (lambda m, x: _both(m, x), False),
+STATES: dict[str, Layer] = {
+    "spectral norm": lambda m, x: m.spectral(x),
+    "weight norm": lambda m, x: m.weight_normed(x),
+    "decaying buffer": lambda m, x: _decaying(m, x),
+    "averaged buffer": lambda m, x: _averaged(m, x),
+    "counting buffer": lambda m, x: _counting(m, x),
+    "buffer read before and after": lambda m, x: _both(m, x),
 }
 
 
@@ -451,5 +451,5 @@ def cases() -> list[Case]:
     """A case per layer."""
     rows = [_case(kind, name, f) for kind, family in FAMILIES.items() for name, f in family.items()]
     rows += [_case("coupled", name, f, True) for name, f in COUPLED.items()]
-    rows += [_case("state", name, f, coupled) for name, (f, coupled) in STATES.items()]
+    rows += [_case("state", name, f) for name, f in STATES.items()]
     return rows

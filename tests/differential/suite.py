@@ -86,9 +86,13 @@ def outcome(name: str, options: str) -> Outcome:
         except autopar.AutoparError as error:
             return Outcome("refused", f"{type(error).__name__}: {error}")
         result = program.run(batches)
-    ours = {f"loss {k}": loss.reshape(()).double() for k, loss in enumerate(result.losses)} | result.state
-    worst = difference(ours, eager(name))
+    worst = difference(values_of(result), eager(name))
     return Outcome("equal" if worst <= TOLERANCE else "differs", f"{worst:.1e} {program.plan.show_meshes()}")
+
+
+def values_of(result: autopar.RunResult) -> dict[str, Tensor]:
+    """What a program came to, named as `trained` names it."""
+    return {f"loss {k}": loss.reshape(()).double() for k, loss in enumerate(result.losses)} | result.state
 
 
 def table(names: list[str], option_sets: list[str]) -> dict[tuple[str, str], Outcome]:

@@ -17,11 +17,11 @@ from tests.differential import layers, losses
 from tests.differential.cases import BATCH, draw
 from tests.differential.eager import STEPS, difference, trained
 from tests.differential.layers import W
-from tests.differential.suite import OPTIMIZER, TOLERANCE
+from tests.differential.suite import OPTIMIZER, TOLERANCE, values_of
 
 LAYERS = {f"{kind}/{name}": f for kind, family in layers.FAMILIES.items() for name, f in family.items()}
 MIXING = {f"coupled/{name}": f for name, f in layers.COUPLED.items()}
-STATES = {f"state/{name}": f for name, (f, _) in layers.STATES.items()}
+STATES = {f"state/{name}": f for name, f in layers.STATES.items()}
 
 
 class Row(nn.Module):
@@ -88,8 +88,7 @@ def check(names: list[str], loss: str, microbatches: int, ranks: int, plan_seed:
         except (autopar.CaptureError, autopar.InputError):
             return
         result = program.run(batches)
-    ours = {f"loss {k}": value.reshape(()).double() for k, value in enumerate(result.losses)} | result.state
-    assert difference(ours, trained(model, batches, loss_fn)) <= TOLERANCE
+    assert difference(values_of(result), trained(model, batches, loss_fn)) <= TOLERANCE
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,121 @@
+"""An exported step as one flat graph that writes nothing.
+
+Regions under `no_grad` are inlined with their results detached; in-place ops and buffer updates are made functional, buffer
+updates become outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.errors import CaptureError
+
+
+def functional(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
+    """The step exported on fake tensors, and whether it wrote to anything. Raises CaptureError."""
+    with torch.compiler.set_stance("force_eager"):  # functions under torch.compile are traced like any other
+        exported = torch.export.export(step, tuple(fakes), strict=False)
+    _inline_regions(exported.graph_module)
+    writes = _needs_functions(exported.graph_module.graph)
+    if writes:
+        _merge_tied_buffers(exported)
+        exported = exported.run_decompositions({})
+    return exported, writes
+
+
+def _merge_tied_buffers(exported: Any) -> None:
+    """A buffer of several names is read and written under the first: functionalization takes no tensor twice."""
+    first: dict[int, fx.Node] = {}
+    placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for spec, node in zip(exported.graph_signature.input_specs, placeholders, strict=True):
+        table = exported.state_dict if spec.target in exported.state_dict else exported.constants
+        if spec.kind.name != "BUFFER" or spec.target not in table:
+            continue
+        buffer = table[spec.target]
+        if (same := first.setdefault(id(buffer), node)) is not node:
+            node.replace_all_uses_with(same)
+            table[spec.target] = torch.empty_like(buffer)
+
+
+_SPARSE = {
+    torch.ops.aten.embedding.default: 4,
+    torch.ops.aten.embedding_bag.padding_idx: 5,
+    torch.ops.aten.embedding_bag.default: 5,
+}
+"""Which argument of an op asks for sparse gradients."""
+
+
+def _needs_functions(graph: fx.Graph) -> bool:
+    """Whether any op writes to its arguments or to buffers."""
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+                raise CaptureError(
+                    "InstanceNorm(track_running_stats=True) in training: export loses the update of its statistics; use "
+                    "track_running_stats=False, or GroupNorm"
+                )
+            sparse = _SPARSE.get(node.target)
+            if sparse is not None and len(node.args) > sparse and node.args[sparse]:
+                raise CaptureError(
+                    "an embedding with sparse=True has sparse gradients, which programs do not: leave sparse=True out (the "
+                    "values are the same)"
+                )
+            if node.target is torch.ops.aten.set_.source_Tensor:
+                raise CaptureError(
+                    "forward gives a tensor the memory of another one (set_); assign the tensor itself instead"
+                )
+            if node.target._schema.is_mutable:
+                return True
+            if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
+                return True
+    return False
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Replace grad-mode and autocast regions by their nodes; results of no_grad regions are detached."""
+    graph = module.graph
+    changed = False
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *args = node.args
+        elif name == "wrap_with_autocast":
+            _, _, enabled_cast, _, body, *args = node.args
+            if enabled_cast:
+                raise CaptureError(
+                    "the model enters torch.autocast; remove it and let Options choose the precision of the program"
+                )
+            enabled = True
+        else:
+            continue
+        inner = getattr(module, body.target)
+        _inline_regions(inner)
+        env = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True))
+        with graph.inserting_before(node):
+            for sub in inner.graph.nodes:
+                if sub.op == "call_function":
+                    new = graph.node_copy(sub, env.__getitem__)
+                    new.meta["stack_trace"] = sub.meta.get("stack_trace") or node.meta.get("stack_trace")
+                    new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                    env[sub] = new
+            (results,) = (n.args[0] for n in inner.graph.nodes if n.op == "output")
+            values = [env[r] for r in results]
+            if not enabled:
+                values = [_detached(graph, v, node) for v in values]
+        for user in list(node.users):
+            user.replace_all_uses_with(values[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        changed = True
+    if changed:
+        graph.eliminate_dead_code()
+        module.recompile()
+
+
+def _detached(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
+    new = graph.call_function(torch.ops.aten.detach.default, (value,))
+    new.meta = {**value.meta, "nn_module_stack": like.meta.get("nn_module_stack")}
+    return new
