@@ -8,12 +8,10 @@ timed alone too, and `share_of_step` is the median of these over the median step
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-from benchmarks.turns import Batch, Step, as_worker, print_json, run_workers, take_turns  # noqa: E402
+from benchmarks.turns import Batch, Step, measure_saved, take_turns  # noqa: E402
 
 TEXT = importlib.import_module("stdlib_text")
 REPEATS = 200
@@ -80,19 +78,7 @@ def compile_programs(directory: Path, ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return as_worker(functools.partial(measure, args.worker, args.steps, args.warmup))
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        compile_programs(Path(directory), args.ranks)
-        arguments = ("--worker", directory, "--steps", args.steps, "--warmup", args.warmup)
-        print_json(run_workers(__file__, args.ranks, arguments))
+    measure_saved(__doc__, __file__, compile_programs, measure, steps=20, warmup=3)
 
 
 if __name__ == "__main__":

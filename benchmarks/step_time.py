@@ -7,10 +7,8 @@ All four programs take turns; see turns.py for how a step is timed. The losses o
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.models import next_token_loss, seeded_gpt  # noqa: E402
 from benchmarks.reference_steps import autopar_step, ddp_step, fsdp2_step  # noqa: E402
-from benchmarks.turns import Step, as_worker, make_batch, print_json, run_workers, take_turns  # noqa: E402
+from benchmarks.turns import Step, make_batch, measure_saved, take_turns  # noqa: E402
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 REFERENCES = {"dp": ("ddp", ddp_step), "zero3": ("fsdp2", fsdp2_step)}
@@ -64,19 +62,7 @@ def compile_programs(directory: Path, ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        return as_worker(functools.partial(measure, args.worker, args.steps, args.warmup))
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        compile_programs(Path(directory), args.ranks)
-        arguments = ("--worker", directory, "--steps", args.steps, "--warmup", args.warmup)
-        print_json(run_workers(__file__, args.ranks, arguments))
+    measure_saved(__doc__, __file__, compile_programs, measure, steps=40, warmup=5)
 
 
 if __name__ == "__main__":

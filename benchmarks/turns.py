@@ -11,14 +11,18 @@ then calls `as_worker`.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,3 +126,31 @@ def as_worker(measure: Callable[[], Mapping[str, Any]]) -> None:
 def print_json(result: Mapping[str, Any]) -> None:
     """The benchmark's answer."""
     print(json.dumps(result, indent=2), flush=True)
+
+
+def measure_saved(
+    doc: str | None,
+    script: str,
+    compile_programs: Callable[[Path, int], None],
+    measure: Callable[[Path, int, int], Mapping[str, Any]],
+    *,
+    steps: int,
+    warmup: int,
+) -> None:
+    """The command line of a benchmark that writes programs into a directory and measures them on some ranks.
+
+    compile_programs(directory, ranks); measure(directory, steps, warmup) on every rank. steps, warmup: unless asked otherwise.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--warmup", type=int, default=warmup)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return as_worker(functools.partial(measure, args.worker, args.steps, args.warmup))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        compile_programs(Path(directory), args.ranks)
+        arguments = ("--worker", directory, "--steps", args.steps, "--warmup", args.warmup)
+        print_json(run_workers(script, args.ranks, arguments))

@@ -1,7 +1,7 @@
 """The differential suite: small models of every kind × sets of options, against an eager loop that shares no code with us.
 
 Every combination must either equal eager (losses of three steps, parameters and buffers after them, float64, 1e-9) or be
-refused by a named error. `outcome` runs one; `table` counts them.
+refused by a named error. `outcome` runs one.
 """
 
 from __future__ import annotations
@@ -93,8 +93,3 @@ def outcome(name: str, options: str) -> Outcome:
 def values_of(result: autopar.RunResult) -> dict[str, Tensor]:
     """What a program came to, named as `trained` names it."""
     return {f"loss {k}": loss.reshape(()).double() for k, loss in enumerate(result.losses)} | result.state
-
-
-def table(names: list[str], option_sets: list[str]) -> dict[tuple[str, str], Outcome]:
-    """The outcome of every combination."""
-    return {(name, options): outcome(name, options) for name in names for options in option_sets}
