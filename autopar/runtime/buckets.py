@@ -88,9 +88,11 @@ class Buckets:
         self._flights: list[_Flight] = []
 
     def flush(self) -> None:
-        """Issue every open bucket without waiting."""
+        """Issue every bucket that is open, without waiting. To issue one may land others, whose values fill, and so issue,
+        buckets of the steps that follow."""
         for key in list(self._buckets):
-            self._issue(key)
+            if key in self._buckets:
+                self._issue(key)
 
     def drain(self) -> None:
         """Issue what is open, wait for everything; all values have arrived."""

@@ -97,7 +97,8 @@ class StoreBytes:
 
     def flush(self) -> None:
         for key in list(self._buckets):
-            self._launch(key, self._buckets.pop(key), True)
+            if key in self._buckets:  # to launch one may land others, which fill the buckets of later steps
+                self._launch(key, self._buckets.pop(key), True)
 
     def finish(self) -> None:
         """All reduced; gradients that are views of lent buffers cost nothing beside them."""

@@ -48,6 +48,29 @@ def test_a_gradient_is_the_sum_over_ranks_contributions_and_microbatches():
             check(rank, f"cut{i}", over_a(f"cut{i}").chunk(2, 0)[b])
 
 
+def test_a_flush_may_land_values_that_fill_a_bucket_it_has_yet_to_issue():
+    """Two scatters are under way when a third is issued: the oldest lands and fills the open bucket of its second step."""
+
+    def body(comm):
+        both = (("reduce_scatter", "a", 0), ("all_reduce", "b"))
+        table = {f"g{i}": GradEntry(1, both) for i in range(3)} | {"late": GradEntry(1, (("all_reduce", "b"),))}
+        store = GradStore(comm, table, sizes=BucketSizes(full=64, first=64, direct=1 << 20))
+        store.add("g0", torch.full((16,), 1.0))
+        store.add("g1", torch.full((16,), 2.0))
+        store.add("g2", torch.full((8,), 4.0))
+        store.add("late", torch.full((8,), 8.0))
+        store.flush()
+        return {name: grad.clone() for name, grad in store.finish().items()}
+
+    for grads in run_threads(4, scenarios.MESH, body, timeout_s=60):
+        assert {name: grad.unique().tolist() for name, grad in grads.items()} == {
+            "g0": [4.0],
+            "g1": [8.0],
+            "g2": [16.0],
+            "late": [16.0],
+        }
+
+
 def test_tensors_that_were_not_given_away_stay_as_they_are():
     def body(comm):
         store = GradStore(
