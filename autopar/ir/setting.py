@@ -13,8 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
 
 from autopar.ir.types import TensorType
+
+Bytes = TypeVar("Bytes", float, np.ndarray)
+"""Bytes of one shard, or of several at once."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,12 @@ class OptimizerState:
         """Elements of state per element of a parameter; of several parameters of one shape, on average."""
         return sum(self.elements_of.get(name, self.elements) for name in names) / len(names)
 
-    def shard_bytes(self, type_: TensorType, nbytes: float, *names: str) -> float:
+    def shard_bytes(self, type_: TensorType, nbytes: Bytes, *names: str) -> Bytes:
         """Bytes of state for a shard of so many bytes of a parameter (on average, of several that are alike)."""
         itemsize = type_.dtype.itemsize
         return nbytes / itemsize * self.ratio(*names) * max(self.element_bytes, itemsize)
 
-    def update_s(self, nbytes: float, copy_s: float, *names: str) -> float:
+    def update_s(self, nbytes: Bytes, copy_s: float, *names: str) -> Bytes:
         """Seconds to update a shard of so many bytes of a parameter; copy_s: seconds per byte that is read or written."""
         return (3 + 2 * self.ratio(*names)) * nbytes * copy_s
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,35 +23,36 @@ from autopar.ir.rule import Rule, Strategy
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import find
+from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import Lattice
+from autopar.passes.rules.strategy_table import strategy_table
 
 BUCKET_BYTES = 25 << 20  # of gradients that the runtime reduces in one message
 
 
 @dataclass(frozen=True)
 class OpChoices:
-    """An op under some strategies, with an entry for each: seconds on a block, the specs of every operand and result, and
-    the bytes of every result's block. index: of every strategy."""
+    """An op under some strategies, with an entry for each: seconds on a block, the specs of every operand and result (by
+    number, `autopar.passes.rules.alphabet`; None where there is no tensor), and the bytes of every result's block."""
 
     strategies: tuple[Strategy, ...]
-    index: dict[Strategy, int]
     seconds: np.ndarray
-    operands: tuple[tuple[Spec | None, ...], ...]
-    results: tuple[tuple[Spec | None, ...], ...]
+    operands: tuple[np.ndarray | None, ...]
+    results: tuple[np.ndarray | None, ...]
     result_bytes: tuple[np.ndarray, ...]
 
-    def only(self, allowed: Callable[[Strategy], bool]) -> OpChoices:
-        """Those under the strategies that are allowed."""
-        kept = [i for i, strategy in enumerate(self.strategies) if allowed(strategy)]
-        if len(kept) == len(self.strategies):
-            return self
+    @cached_property
+    def index(self) -> dict[Strategy, int]:
+        """The place of every strategy."""
+        return {strategy: i for i, strategy in enumerate(self.strategies)}
+
+    def only(self, kept: Sequence[int]) -> OpChoices:
+        """Those at these places."""
         operands, results = (
-            tuple(tuple(specs[i] for i in kept) for specs in values) for values in (self.operands, self.results)
+            tuple(None if n is None else n[kept] for n in numbers) for numbers in (self.operands, self.results)
         )
-        strategies = tuple(self.strategies[i] for i in kept)
-        index = {strategy: i for i, strategy in enumerate(strategies)}
         nbytes = tuple(of_result[kept] for of_result in self.result_bytes)
-        return OpChoices(strategies, index, self.seconds[kept], operands, results, nbytes)
+        return OpChoices(tuple(self.strategies[i] for i in kept), self.seconds[kept], operands, results, nbytes)
 
 
 class Pricer:
@@ -62,9 +64,9 @@ class Pricer:
         self.copy_s = 1.0 / self.device.memory_bandwidth_Bps
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
+        self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
         self._choices: dict[str, OpChoices] = {}
-        self._specs: dict[Spec, Spec] = {}
         self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
 
     def collective_s(self, kind: str, nbytes: float, axis: str) -> float:
@@ -81,12 +83,21 @@ class Pricer:
         return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
 
     def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
-        """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message."""
+        """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message. Types of
+        as many bytes whose dims divide alike share one lattice."""
         key = (type_, ops, bucketed)
         if key not in self._lattices:
-            price = self.bucketed_s if bucketed else self.collective_s
-            self._lattices[key] = Lattice(type_, self.mesh, price, self.copy_s, ops)
+            shape = tuple(math.gcd(n, self.mesh.size) for n in type_.shape)
+            alike = (shape, type_.nbytes, ops, bucketed)
+            if alike not in self._alike:
+                price = self.bucketed_s if bucketed else self.collective_s
+                self._alike[alike] = Lattice(shape, type_.nbytes, self.mesh, price, self.copy_s, ops)
+            self._lattices[key] = self._alike[alike]
         return self._lattices[key]
+
+    def shards(self, type_: TensorType) -> Shards:
+        """The specs that a tensor may have on the mesh."""
+        return shards(self.mesh.axes, len(type_.shape))
 
     def convert_s(self, type_: TensorType, before: Spec, after: Spec) -> float:
         """Seconds to bring a value from one spec to another."""
@@ -151,54 +162,52 @@ class Pricer:
         choices = self._choices.get(call.signature)
         if choices is not None and strategy in choices.index:
             return float(choices.seconds[choices.index[strategy]])
-        return self._op_seconds(call, rule, (strategy,))[0]
+        parts = dict.fromkeys(rule.factors, 1)
+        for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
+            if choice in parts:
+                parts[choice] *= size
+        return self._op_seconds(call, rule, [parts])[0]
 
     def op_choices(self, call: OpCall, rule: Rule) -> OpChoices:
         """Every strategy that an op may take on the mesh; made once for all ops of this signature."""
         if call.signature not in self._choices:
-            self._choices[call.signature] = self.op_under(call, rule, rule.strategies(self.mesh))
+            table = strategy_table(rule, self.mesh)
+            parts = table.parts(self.mesh)
+            kept = np.flatnonzero((np.array([f.size for f in rule.factors.values()], int) % parts == 0).all(1))
+            operands, results = (
+                tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
+            )
+            nbytes = tuple(
+                self.shards(type_).of_bytes(type_.nbytes, numbers)
+                if type_ is not None and numbers is not None
+                else np.zeros(len(kept))
+                for type_, numbers in zip(call.results, results, strict=True)
+            )
+            blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
+            seconds = np.array(self._op_seconds(call, rule, blocks))
+            strategies = tuple(table.strategies[i] for i in kept.tolist())
+            self._choices[call.signature] = OpChoices(strategies, seconds, operands, results, nbytes)
         return self._choices[call.signature]
 
-    def op_under(self, call: OpCall, rule: Rule, strategies: Sequence[Strategy]) -> OpChoices:
-        """What an op does under these strategies."""
-        mesh, one = self.mesh, self._specs.setdefault
-        operands, results = (
-            tuple(
-                tuple(None if spec is None else one(spec, spec) for spec in (of(i, s, mesh) for s in strategies))
-                for i in range(len(types))
-            )
-            for types, of in ((call.operands, rule.operand_spec), (call.results, rule.result_spec))
-        )
-        nbytes = tuple(
-            np.array([spec.local_bytes(type_, mesh) if spec is not None and type_ is not None else 0 for spec in specs])
-            for type_, specs in zip(call.results, results, strict=True)
-        )
-        seconds = np.array(self._op_seconds(call, rule, strategies))
-        index = {strategy: i for i, strategy in enumerate(strategies)}
-        return OpChoices(tuple(strategies), index, seconds, operands, results, nbytes)
-
-    def _op_seconds(self, call: OpCall, rule: Rule, strategies: Sequence[Strategy]) -> list[float]:
+    def _op_seconds(self, call: OpCall, rule: Rule, blocks: Sequence[dict[str, int]]) -> list[float]:
+        """Seconds of an op on blocks of it, each given by the number of parts that every factor is cut into."""
         definition = find(call.op)
         if definition is not None and definition.free:
-            return [0.0] * len(strategies)
+            return [0.0] * len(blocks)
         flops, kind = 0.0, "pointwise"
         groups: tuple[tuple[str, ...], ...] = ()
         if definition is not None and definition.work is not None:
             flops, kind, groups = definition.work(call, rule)
         dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
-        blocks = [
+        tensors = [
             (type_.nbytes, [f for dim in labels for f in dim])
             for type_, labels in zip((*call.operands, *call.results), (*rule.operands, *rule.results), strict=True)
             if type_ is not None and labels is not None
         ]
         seconds = []
-        for strategy in strategies:
-            parts = dict.fromkeys(rule.factors, 1)
-            for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
-                if choice in parts:
-                    parts[choice] *= size
+        for parts in blocks:
             nbytes = 0.0
-            for whole_bytes, factors in blocks:
+            for whole_bytes, factors in tensors:
                 split = 1
                 for f in factors:
                     split *= parts[f]

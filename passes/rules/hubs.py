@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.ir.program import Template, resolve
+from autopar.passes.rules.once import once
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def phase_is_late(node: fx.Node) -> bool:
     return node.meta["phase"] != "F"
 
 
+@once
 def flow(template: Template) -> Flow:
     """The decision points of a template. `late`: values that backward reads although forward makes them."""
     hubs: dict[str, Hub] = {}

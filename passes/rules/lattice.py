@@ -9,70 +9,61 @@ rvd search does the same over device lists).
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import Step
-from autopar.ir.types import TensorType
+from autopar.passes.rules.alphabet import BIT, Alphabet, shards
 
 CollectiveCost = Callable[[str, float, str], float]
-Specs = tuple[Spec, ...]
 
 
-def neighbours(spec: Spec, shape: tuple[int, ...], mesh: Mesh, ordered: bool = True) -> Iterable[tuple[Step, Spec]]:
-    """Every spec one step away. With `ordered`, dims sharded by several axes keep them in mesh order."""
-    order = {name: i for i, name in enumerate(mesh.names)}
+def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]:
+    """Every spec one step away. Dims that are sharded by several axes keep them in the order of the mesh's axes."""
+    order, rank = {name: i for i, name in enumerate(axes)}, len(spec.dims)
 
     def appended(dim: int, axis: str) -> tuple[tuple[str, ...], ...] | None:
-        axes = spec.dims[dim]
-        if ordered and axes and order[axes[-1]] > order[axis]:
+        before = spec.dims[dim]
+        if before and order[before[-1]] > order[axis]:
             return None
-        if shape[dim] % (mesh.product(axes) * mesh.sizes[axis]):
-            return None
-        return (*spec.dims[:dim], (*axes, axis), *spec.dims[dim + 1 :])
+        return (*spec.dims[:dim], (*before, axis), *spec.dims[dim + 1 :])
 
-    for dim, axes in enumerate(spec.dims):
-        if not axes:
+    for dim, sharding in enumerate(spec.dims):
+        if not sharding:
             continue
-        axis = axes[-1]
-        shorter = (*spec.dims[:dim], axes[:-1], *spec.dims[dim + 1 :])
+        axis = sharding[-1]
+        shorter = (*spec.dims[:dim], sharding[:-1], *spec.dims[dim + 1 :])
         yield Step("all_gather", axis, dim), Spec(shorter, spec.partial)
-        for to in range(len(shape)):
-            if to != dim:
-                moved = appended(to, axis)
-                if moved is not None:
-                    yield (
-                        Step("all_to_all", axis, dim, to),
-                        Spec(tuple(axes[:-1] if i == dim else d for i, d in enumerate(moved)), spec.partial),
-                    )
+        for to in range(rank):
+            moved = appended(to, axis) if to != dim else None
+            if moved is not None:
+                dims = tuple(sharding[:-1] if i == dim else d for i, d in enumerate(moved))
+                yield Step("all_to_all", axis, dim, to), Spec(dims, spec.partial)
     for axis, op in spec.partial:
         rest = tuple(p for p in spec.partial if p[0] != axis)
         yield Step("all_reduce", axis, reduction=op), Spec(spec.dims, rest)
-        for dim in range(len(shape)):
+        for dim in range(rank):
             longer = appended(dim, axis)
             if longer is not None:
                 yield Step("reduce_scatter", axis, dim, reduction=op), Spec(longer, rest)
-    for axis, size in mesh.axes:
-        if size > 1 and axis not in spec.axes:
+    for axis in axes:
+        if axis not in spec.axes:
             yield Step("to_partial", axis), Spec(spec.dims, tuple(sorted((*spec.partial, (axis, "sum")))))
-            for dim in range(len(shape)):
+            for dim in range(rank):
                 longer = appended(dim, axis)
                 if longer is not None:
                     yield Step("slice", axis, dim), Spec(longer, spec.partial)
 
 
-def step_cost(step: Step, before: Spec, type_: TensorType, mesh: Mesh, cost: CollectiveCost, copy_s: float) -> float:
-    """Seconds of one step. Slices and masks cost a little, so that equal paths prefer fewer steps; so do gathers and scatters
-    along any dim but the first, where chunks lie apart in memory and are copied."""
-    held = before.local_bytes(type_, mesh)
-    size = mesh.sizes[step.axis]
+def step_cost(step: Step, held: float, size: int, cost: CollectiveCost, copy_s: float) -> float:
+    """Seconds of one step over an axis of `size` ranks that hold so many bytes. Slices and masks cost a little, so that equal
+    paths prefer fewer steps; so do gathers and scatters along any dim but the first, where chunks lie apart in memory and
+    are copied."""
     if step.kind == "slice":
         return copy_s * held / size * 0.1 + 1e-9
     if step.kind == "to_partial":
@@ -83,57 +74,71 @@ def step_cost(step: Step, before: Spec, type_: TensorType, mesh: Mesh, cost: Col
     return cost(step.kind, held, step.axis) + (0.1 * copy_s * held if apart else 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Steps:
-    """The specs that tensors may have, and every step between them as (from, to, step, kind): steps of one kind cost the
-    same. kinds: per kind one of its steps and the spec before it."""
+    """Every step between the specs of an alphabet, from the spec of a number to that of another. kind: place in `kinds` of a
+    step that costs the same from specs of as many shards."""
 
-    specs: tuple[Spec, ...]
-    index: dict[Spec, int]
-    steps: tuple[tuple[int, int, Step, int], ...]
-    kinds: tuple[tuple[Step, Spec], ...]
+    source: np.ndarray
+    target: np.ndarray
+    kind: np.ndarray
+    kinds: tuple[Step, ...]
+    between: dict[tuple[int, int], Step]
 
 
-@lru_cache(maxsize=4096)
-def steps_between(parts: tuple[int, ...], mesh: Mesh, ops: tuple[str, ...]) -> Steps:
-    """Specs and steps of all tensors alike. parts: per dim the largest divisor of the mesh's size that divides the dim."""
-    specs = tuple(_canonical(parts, mesh, ops))
-    index = {spec: i for i, spec in enumerate(specs)}
-    steps: list[tuple[int, int, Step, int]] = []
-    kinds: dict[tuple[str, str, bool, int], int] = {}
-    examples: list[tuple[Step, Spec]] = []
-    for i, spec in enumerate(specs):
-        split = math.prod(mesh.product(axes) for axes in spec.dims)
-        for step, after in neighbours(spec, parts, mesh):
-            if after in index:
-                kind = kinds.setdefault((step.kind, step.axis, bool(step.dim), split), len(kinds))
-                if kind == len(examples):
-                    examples.append((step, spec))
-                steps.append((i, index[after], step, kind))
-    return Steps(specs, index, tuple(steps), tuple(examples))
+@lru_cache(maxsize=1024)
+def steps_between(letters: Alphabet, owed: int) -> Steps:
+    """The steps of an alphabet between specs that owe none but these reductions (bits)."""
+    between: dict[tuple[int, int], Step] = {}
+    examples: dict[tuple[str, str, bool], Step] = {}
+    for n in np.flatnonzero(letters.owed & ~owed == 0).tolist():
+        for step, after in neighbours(letters.specs[n], letters.axes):
+            if after in letters.number:
+                between[n, letters.number[after]] = step
+                examples.setdefault((step.kind, step.axis, bool(step.dim)), step)
+    place = {key: i for i, key in enumerate(examples)}
+    kind = np.array([place[step.kind, step.axis, bool(step.dim)] for step in between.values()], int)
+    source, target = np.array(list(between), int).reshape(-1, 2).T
+    return Steps(source, target, kind, tuple(examples.values()), between)
 
 
 class Lattice:
-    """All specs of one tensor type on one mesh, the cost of every conversion and its path."""
+    """All specs of tensors of one shape and size on one mesh that owe none but some reductions, the cost of every conversion
+    and its path. places: by number in the alphabet (`autopar.passes.rules.alphabet`) the place of a spec here, or -1.
+    """
 
     def __init__(
-        self, type_: TensorType, mesh: Mesh, cost: CollectiveCost, copy_s: float, ops: tuple[str, ...]
+        self, shape: Sequence[int], nbytes: int, mesh: Mesh, cost: CollectiveCost, copy_s: float, ops: tuple[str, ...]
     ) -> None:
-        self.type, self.mesh = type_, mesh
-        possible = steps_between(tuple(math.gcd(n, mesh.size) for n in type_.shape), mesh, ops)
-        self.specs, self.index = possible.specs, possible.index
-        n = len(self.specs)
+        owed = sum(BIT[op] for op in ops)
+        on_mesh = shards(mesh.axes, len(shape))
+        self.letters = letters = on_mesh.letters
+        self._steps = steps = steps_between(letters, owed)
+        self._numbers = np.flatnonzero(on_mesh.divide(shape) & (letters.owed & ~owed == 0))
+        n = len(self._numbers)
+        self.places = np.full(len(letters.specs), -1)
+        self.places[self._numbers] = np.arange(n)
         self.costs = np.full((n, n), np.inf)
         np.fill_diagonal(self.costs, 0.0)
+        source, target = self.places[steps.source], self.places[steps.target]
+        here = (source >= 0) & (target >= 0)
+        base = mesh.size + 1
+        alike, which = np.unique(steps.kind[here] * base + on_mesh.total[steps.source[here]], return_inverse=True)
+        kinds = [(steps.kinds[key // base], nbytes // (key % base)) for key in alike.tolist()]
+        seconds = [step_cost(step, held, mesh.sizes[step.axis], cost, copy_s) for step, held in kinds]
+        self.costs[source[here], target[here]] = np.array(seconds)[which]
         self._next = np.tile(np.arange(n), (n, 1))
-        self._steps: dict[tuple[int, int], Step] = {}
-        self._between: dict[tuple[Specs, Specs], np.ndarray] = {}
-        seconds = [step_cost(step, before, type_, mesh, cost, copy_s) for step, before in possible.kinds]
-        for i, j, step, kind in possible.steps:
-            if seconds[kind] < self.costs[i, j]:
-                self.costs[i, j] = seconds[kind]
-                self._steps[i, j] = step
         self._shortest()
+
+    @cached_property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs by place."""
+        return tuple(self.letters.specs[n] for n in self._numbers.tolist())
+
+    @cached_property
+    def index(self) -> dict[Spec, int]:
+        """The place of every spec."""
+        return {spec: i for i, spec in enumerate(self.specs)}
 
     def _shortest(self) -> None:
         for k in range(len(self.specs)):
@@ -146,14 +151,13 @@ class Lattice:
     def cost(self, before: Spec, after: Spec) -> float:
         return float(self.costs[self.index[before], self.index[after]])
 
-    def between(self, before: Specs, after: Specs) -> np.ndarray:
-        """Cost of every conversion from one of these specs to one of those. Raises KeyError for a spec that is none of the
-        lattice's."""
-        key = (before, after)
-        if key not in self._between:
-            rows, columns = [self.index[s] for s in before], [self.index[s] for s in after]
-            self._between[key] = self.costs[rows][:, columns]
-        return self._between[key]
+    def between(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Cost of the conversions from these specs to those, by their numbers, which are broadcast against each other. Raises
+        KeyError with the first spec that is none of the lattice's."""
+        for numbers in (before, after):
+            if np.minimum.reduce(self.places[numbers], axis=None, initial=0) < 0:
+                raise KeyError(self.letters.specs[numbers[self.places[numbers] < 0][0]])
+        return np.asarray(self.costs[self.places[before], self.places[after]])
 
     def path(self, before: Spec, after: Spec) -> list[tuple[Step, Spec]]:
         """(step, spec after it) from `before` to `after`."""
@@ -161,29 +165,6 @@ class Lattice:
         steps: list[tuple[Step, Spec]] = []
         while i != j:
             k = int(self._next[i, j])
-            steps.append((self._steps[i, k], self.specs[k]))
+            steps.append((self._steps.between[int(self._numbers[i]), int(self._numbers[k])], self.specs[k]))
             i = k
         return steps
-
-
-def _canonical(shape: tuple[int, ...], mesh: Mesh, ops: tuple[str, ...]) -> list[Spec]:
-    """Every spec with axes in mesh order inside each dim, partial by the reductions `ops`."""
-    choices: list[list[object]] = []
-    for _, size in mesh.axes:
-        if size == 1:
-            choices.append([None])
-        else:
-            choices.append([None, *(d for d, n in enumerate(shape) if n % size == 0), *ops])
-    specs = []
-    for picked in itertools.product(*choices):
-        dims: list[tuple[str, ...]] = [()] * len(shape)
-        partial = []
-        for (axis, _), choice in zip(mesh.axes, picked, strict=True):
-            if isinstance(choice, int):
-                dims[choice] = (*dims[choice], axis)
-            elif isinstance(choice, str):
-                partial.append((axis, choice))
-        spec = Spec(tuple(dims), tuple(sorted(partial)))
-        if len({op for _, op in partial}) <= 1 and spec.divides(shape, mesh):
-            specs.append(spec)
-    return specs

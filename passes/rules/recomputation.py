@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from autopar.errors import PlanError
 from autopar.ir.program import Template, operand_values, resolve
 from autopar.passes.rules.hubs import Flow, phase_is_late
+from autopar.passes.rules.once import once
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def kept_form(flow: Flow, template: Template, value: str) -> str:
     return f"{value}@use"
 
 
+@once
 def made_forward(template: Template) -> frozenset[str]:
     """Values that an op of forward makes."""
     values = set()

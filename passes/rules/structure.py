@@ -1,23 +1,22 @@
 """What of a program the sharding problem is built from, read off templates and calls.
 
-Groups of parameters that must be stored alike, the ways a parameter can rest, the edges between calls, and the values
-of a node. Nothing here is priced or decided.
+Groups of parameters that must be stored alike, the edges between calls, and the values of a node. Nothing here is
+priced or decided.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
+from torch import fx
 
-from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_nodes
-from autopar.ir.spec import Spec
-from autopar.ir.types import TensorType
 from autopar.ops.registry import find
+from autopar.passes.rules.once import once
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class Group:
     slots: tuple[tuple[str, int], ...]
 
 
+@once
 def parameter_groups(program: Program) -> dict[str, Group]:
     """Groups by first name: parameters linked through a shared template slot or a tie."""
     linked = nx.utils.UnionFind()
@@ -44,38 +44,17 @@ def parameter_groups(program: Program) -> dict[str, Group]:
     return {members[0]: Group(tuple(members), tuple(slots.get(root, ()))) for root, members in names.items()}
 
 
-def storage_states(type_: TensorType, mesh: Mesh, trained: bool) -> list[tuple[Spec, Spec]]:
-    """(storage, optimizer) pairs: every spec in mesh order, and every refinement of it for gradient and state."""
-    specs = _stored(type_, mesh)
-    if not trained:
-        return [(s, s) for s in specs]
-    return [(s, t) for s in specs for t in specs if _refines(t, s)]
-
-
-def _stored(type_: TensorType, mesh: Mesh) -> list[Spec]:
-    choices = [[None] if size == 1 else [None, *range(len(type_.shape))] for _, size in mesh.axes]
-    specs = []
-    for picked in itertools.product(*choices):
-        dims: list[tuple[str, ...]] = [()] * len(type_.shape)
-        for (axis, _), dim in zip(mesh.axes, picked, strict=True):
-            if dim is not None:
-                dims[dim] = (*dims[dim], axis)
-        spec = Spec(tuple(dims))
-        if spec.divides(type_.shape, mesh):
-            specs.append(spec)
-    return specs
-
-
-def _refines(fine: Spec, coarse: Spec) -> bool:
-    return all(f[: len(c)] == c for f, c in zip(fine.dims, coarse.dims, strict=True))
-
-
-def shows_held(template: Template, node: Any, held: Collection[str]) -> bool:
-    """Whether a node is a view of a value that is held for backward anyway."""
+def view_of(template: Template, node: fx.Node) -> str | None:
+    """The value that an op shows in another form without making a tensor, if it does."""
     if node.op != "call_function":
-        return False
+        return None
     definition = find(template.op_calls[node.name].op)
-    return definition is not None and definition.free and value_at(node, 0) in held
+    return value_at(node, 0) if definition is not None and definition.free else None
+
+
+def shows_held(template: Template, node: fx.Node, held: Collection[str]) -> bool:
+    """Whether a node is a view of a value that is held for backward anyway."""
+    return view_of(template, node) in held
 
 
 def value_names(node: Any) -> dict[int, str]:
@@ -93,8 +72,9 @@ def value_at(node: Any, operand: int) -> str:
 Target = tuple[str, str]
 
 
-def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
-    """(source value, target value, kind) of every edge between calls, values named (template, value).
+@once
+def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], int]:
+    """How often every edge between calls occurs: (source value, target value, kind), values named (template, value).
 
     kind "value": forward or gradient edge; "read": from a replicated tensor (batch, buffer, gradient seed) to a
     placeholder; "arrive", "depart": from and to another stage; "whole": an output that must end replicated ("loss":
@@ -148,4 +128,4 @@ def call_edges(program: Program) -> list[tuple[Target | None, Target, str]]:
         source = producer(ref)
         if source is not None:
             edges.append((None, source, "whole"))
-    return edges
+    return Counter(edges)

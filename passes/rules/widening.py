@@ -11,8 +11,10 @@ from __future__ import annotations
 from autopar.ir.program import Template, is_getitem, op_name, operand_nodes
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
+from autopar.passes.rules.once import once
 
 
+@once
 def wide_gradients(template: Template) -> dict[str, TensorType]:
     """Values that become parameter gradients and nothing else, and are narrower than the parameter: the type to reduce."""
     nodes, widened = template.nodes, dict[str, TensorType]()

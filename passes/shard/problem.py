@@ -15,37 +15,32 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.ir.call import OpCall
-from autopar.ir.program import Program, Template, operand_nodes, resolve
+from autopar.ir.program import Program, Template
+from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
-from autopar.ir.spec import Spec
+from autopar.ir.spec import REDUCTIONS, Spec
 from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import OpChoices, Pricer
+from autopar.passes.rules.alphabet import BIT, refinements
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.rules.hubs import Flow, flow
-from autopar.passes.rules.lattice import Specs
 from autopar.passes.rules.recomputation import Recomputation, recomputation
-from autopar.passes.rules.structure import (
-    Group,
-    call_edges,
-    parameter_groups,
-    shows_held,
-    storage_states,
-    value_at,
-    value_names,
-)
-from autopar.passes.rules.widening import wide_gradients
+from autopar.passes.rules.structure import Group, call_edges, parameter_groups
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
-from autopar.passes.shard.parameters import State, moved_bytes, parameter_bytes
+from autopar.passes.shard.parameters import Resting
+from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 
-StateCost = Callable[[State], float]
+_OWED = tuple(
+    tuple(sorted({"sum", *(op for op in REDUCTIONS if bits & BIT[op])})) for bits in range(1 << len(REDUCTIONS))
+)
+"""Reductions that conversions are about, by the bits of those that specs owe."""
 
 
 class Problem:
     """Builds the factor graph; `allowed(key, state)` filters states (constraints, baselines), `given` fixes them.
 
-    recompute: per template the values that backward makes again (`autopar.passes.recompute`).
+    recompute: per template the values that backward makes again (`autopar.passes.recompute`). Specs are compared by their
+    numbers (`autopar.passes.rules.alphabet`).
     """
 
     def __init__(
@@ -67,19 +62,22 @@ class Problem:
         self.given = given
         self.allowed = allowed
         self.graph = FactorGraph()
-        self.flows: dict[str, Flow] = {name: flow(t) for name, t in program.templates.items()}
+        self.facts: dict[str, TemplateFacts] = {name: template_facts(t) for name, t in program.templates.items()}
         self.recompute = dict(recompute or {})
         self.recomputations: dict[str, Recomputation] = {
-            name: recomputation(t, self.flows[name], self.recompute.get(name, ()))
+            name: recomputation(t, self.facts[name].flow, self.recompute.get(name, ()))
             for name, t in program.templates.items()
         }
-        self.choices: dict[Key, OpChoices] = {}
         self.groups = parameter_groups(program)
-        self._wanted: dict[tuple[str, str], dict[Spec, None]] = {}
+        self._at: dict[tuple[str, str], tuple[int, np.ndarray]] = {}  # (variable, spec per state) of a value or hub
+        self._operands: dict[
+            tuple[str, str], tuple[int, tuple[np.ndarray | None, ...]]
+        ] = {}  # the same of an op's operands
+        self._wanted: dict[tuple[str, str], list[np.ndarray]] = {}  # specs that ops want a value in
         for template in program.templates.values():
             self._add_ops(template)
         for template in program.templates.values():
-            self._add_hubs(template)
+            self._add_places(template)
             self._connect_inside(template)
         self._connect_calls()
         self._add_parameters()
@@ -90,7 +88,21 @@ class Problem:
         """The states of a variable: those of a plan that is given, or what is allowed of these."""
         if self.given is not None:
             return (self.given(key),)
-        return tuple(s for s in states if self.allowed is None or self.allowed(key, s))
+        return tuple(states) if self.allowed is None else tuple(s for s in states if self.allowed(key, s))
+
+    def _numbers(self, type_: TensorType, specs: Iterable[Spec]) -> np.ndarray:
+        """The numbers of specs. Raises PlanError where one cannot be on the mesh."""
+        number = self.pricer.shards(type_).letters.number
+        try:
+            return np.array([number[spec] for spec in specs], int)
+        except KeyError as error:
+            raise self._misfit(type_, error.args[0]) from None
+
+    def _misfit(self, type_: TensorType, spec: Spec) -> PlanError:
+        return PlanError(
+            f"the plan's spec {spec} does not fit a tensor of shape {type_.shape} on mesh {self.mesh} (axes must be the "
+            "mesh's, dims must divide, and axes that share a dim stand in mesh order)"
+        )
 
     def _add(self, key: Key, states: tuple[Any, ...], cost: np.ndarray, memory: np.ndarray) -> int:
         if not states:
@@ -111,152 +123,127 @@ class Problem:
 
     def _add_ops(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
-        microbatches = self.setting.microbatches
-        flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
-        rests = self._rests(template)
-        for node in template.ops:
-            times = calls * microbatches * (2 if node.name in recomputed.again else 1)
-            call = template.op_calls[node.name]
-            key = ("op", template.name, node.name)
-            choices = self._choices(key, call)
-            results = value_names(node)
-            held = [i for i, v in results.items() if recomputed.kept.get(v) == v]
-            if shows_held(template, node, rests):
-                held = []
-            nbytes = calls * sum((choices.result_bytes[i] for i in held), np.zeros(len(choices.strategies)))
-            self._add_held(key, choices.strategies, times * choices.seconds, nbytes)
-            self.choices[key] = choices
-            for i, operand in enumerate(operand_nodes(node)):
-                source = flow_.reads[node.name, i]
-                value = source.split("@")[0] if source else operand.name
-                wanted = self._wanted.setdefault((template.name, value), {})
-                wanted.update((spec, None) for spec in choices.operands[i] if spec is not None)
+        recomputed, rests = self.recomputations[template.name], self._rests(template)
+        for op in self.facts[template.name].operations.values():
+            times = calls * self.setting.microbatches * (2 if op.name in recomputed.again else 1)
+            key = ("op", template.name, op.name)
+            choices = self._choices(key, op)
+            held = [i for i, value in op.results.items() if recomputed.kept.get(value) == value]
+            nbytes = np.zeros(len(choices.strategies))
+            if op.view_of not in rests:
+                nbytes = calls * sum((choices.result_bytes[i] for i in held), nbytes)
+            v = self._add_held(key, choices.strategies, times * choices.seconds, nbytes)
+            self._operands[template.name, op.name] = v, choices.operands
+            for i, value in op.results.items():
+                numbers = choices.results[i]
+                if numbers is not None:
+                    self._at[template.name, value] = v, numbers
+            for read, numbers in zip(op.reads, choices.operands, strict=True):
+                if numbers is not None:
+                    self._wanted.setdefault((template.name, read.value), []).append(numbers)
 
-    def _choices(self, key: Key, call: OpCall) -> OpChoices:
+    def _choices(self, key: Key, op: Operation) -> OpChoices:
         """What an op may do. Raises PlanError where a plan that is given asks for something else."""
-        rule = self.rules.rule(call)
-        if self.given is None:
-            choices, allowed = self.pricer.op_choices(call, rule), self.allowed
-            return choices.only(lambda strategy: allowed(key, strategy)) if allowed is not None else choices
-        strategy = self.given(key)
-        if not rule.allows(strategy, self.mesh):
-            raise PlanError(
-                f"{'.'.join(key[1:])}: the plan's strategy does not fit the rule `{rule}` on mesh {self.mesh}; "
-                f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
-            )
-        return self.pricer.op_under(call, rule, (strategy,))
+        rule, allowed = self.rules.rule(op.call), self.allowed
+        choices = self.pricer.op_choices(op.call, rule)
+        if self.given is not None:
+            strategy: Strategy = self.given(key)
+            if strategy not in choices.index:
+                raise PlanError(
+                    f"{'.'.join(key[1:])}: the plan's strategy does not fit the rule `{rule}` on mesh {self.mesh}; "
+                    f"possible per axis: {', '.join(c or '(none)' for c in rule.choices())}"
+                )
+            return choices.only([choices.index[strategy]])
+        if allowed is None:
+            return choices
+        return choices.only([i for i, strategy in enumerate(choices.strategies) if allowed(key, strategy)])
 
     def _rests(self, template: Template) -> set[str]:
         """Values that are in memory when backward runs: those that are kept, and parameters."""
         return {*self.recomputations[template.name].kept, *template.params}
 
-    def _add_hubs(self, template: Template) -> None:
-        calls = self.program.multiplicity[template.name]
-        flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
-        rests = self._rests(template)
-        owed = {t for t in template.tangents if t is not None}
-        params = set(template.params)
-        for name in (*template.inputs, *(t for t in template.tangents if t is not None)):
-            type_ = template.type_of(name)
-            specs = self._specs(template, name, partial=type_.is_float or name in owed)
-            counted = recomputed.kept.get(name) == name
-            self._add_at(template, name, specs, type_, calls if counted else 0)
-        for hub in flow_.hubs.values():
-            type_ = template.type_of(hub.value)
-            specs = self._specs(template, hub.value, partial=hub.value not in params)
-            producer = resolve(template.nodes[hub.value])
-            if hub.kind == "save" and producer[0].op == "call_function":
-                key = ("op", template.name, producer[0].name)
-                own = (s for s in self.choices[key].results[producer[1]] if s is not None and _sums_only(s))
-                specs.update(dict.fromkeys(own))
-            counted = recomputed.kept.get(hub.value) == hub.name and not shows_held(template, producer[0], rests)
-            self._add_at(template, hub.name, specs, type_, calls if counted else 0)
+    def _add_places(self, template: Template) -> None:
+        """The spec of every placeholder and hub."""
+        calls, facts = self.program.multiplicity[template.name], self.facts[template.name]
+        recomputed, rests = self.recomputations[template.name], self._rests(template)
+        for place in facts.places:
+            key, counted = ("at", template.name, place.name), recomputed.kept.get(place.value) == place.name
+            if place.maker is not None and facts.operations[place.maker].view_of in rests:
+                counted = False
+            shards = self.pricer.shards(place.type)
+            specs = shards.letters.specs
+            kept = self._kept(key, (specs[n] for n in self._possible(template.name, place)))
+            numbers = self._numbers(place.type, kept)
+            nbytes = calls * shards.of_bytes(place.type.nbytes, numbers) if counted else np.zeros(len(kept))
+            self._at[template.name, place.name] = self._add_held(key, kept, np.zeros(len(kept)), nbytes), numbers
 
-    def _add_at(self, template: Template, name: str, specs: Iterable[Spec], type_: TensorType, times: int) -> None:
-        """The spec of a placeholder or hub. times: calls of a microbatch that keep the value there until backward."""
-        key = ("at", template.name, name)
-        kept = self._kept(key, specs)
-        nbytes = [times * spec.local_bytes(type_, self.mesh) if times else 0.0 for spec in kept]
-        self._add_held(key, kept, np.zeros(len(kept)), np.array(nbytes))
-
-    def _specs(self, template: Template, value: str, partial: bool) -> dict[Spec, None]:
-        wanted = self._wanted.get((template.name, value), {})
-        rank = len(template.type_of(value).shape)
-        return dict.fromkeys([Spec.replicated(rank), *(s for s in wanted if partial or not s.partial)])
+    def _possible(self, template: str, place: Place) -> Iterable[int]:
+        """Numbers of the specs that a placeholder or hub may have: replicated, as ops want it, as its op leaves it."""
+        owed = self.pricer.shards(place.type).letters.owed
+        wanted = np.concatenate([[0], *self._wanted.get((template, place.value), ())]).astype(int)
+        if not place.partial:
+            wanted = wanted[owed[wanted] == 0]
+        if place.name.endswith("@save") and place.maker is not None:
+            made = self._at[template, place.value][1]
+            wanted = np.concatenate([wanted, made[owed[made] <= BIT["sum"]]])
+        return dict.fromkeys(wanted.tolist())
 
     # --- edges ----------------------------------------------------------------------------------------------------------
 
-    def _source(self, template: Template, value: str) -> tuple[int, Specs]:
-        """(variable, spec per state) of the producer of a value."""
-        node, index = resolve(template.nodes[value])
-        if node.op == "placeholder":
-            v = self.graph.index["at", template.name, value]
-            return v, self.graph.states[v]
-        key = ("op", template.name, node.name)
-        return self.graph.index[key], _present(self.choices[key].results[index])
-
-    def _at(self, template: Template, hub: str) -> tuple[int, Specs]:
-        v = self.graph.index["at", template.name, hub]
-        return v, self.graph.states[v]
-
-    def _conversion(self, type_: TensorType, before: Specs, after: Specs, bucketed: bool = False) -> np.ndarray:
-        ops = {"sum"} | {op for s in (*before, *after) for _, op in s.partial}
+    def _conversion(
+        self, type_: TensorType, before: np.ndarray, after: np.ndarray, bucketed: bool = False
+    ) -> np.ndarray:
+        """Seconds from every spec of `before` to every one of `after`."""
+        owed = self.pricer.shards(type_).letters.owed
+        bits = np.bitwise_or.reduce(owed[before]) | np.bitwise_or.reduce(owed[after])
         try:
-            return self.pricer.lattice(type_, tuple(sorted(ops)), bucketed).between(before, after)
+            return self.pricer.lattice(type_, _OWED[bits], bucketed).between(before[:, None], after)
         except KeyError as error:
-            raise PlanError(
-                f"the plan's spec {error.args[0]} does not fit a tensor of shape {type_.shape} on mesh {self.mesh} (dims must "
-                "divide, and axes that share a dim stand in mesh order)"
-            ) from None
+            raise self._misfit(type_, error.args[0]) from None
 
     def _connect_inside(self, template: Template) -> None:
-        flow_, recomputed = self.flows[template.name], self.recomputations[template.name]
+        facts, recomputed = self.facts[template.name], self.recomputations[template.name]
         times = self.program.multiplicity[template.name] * self.setting.microbatches
-        params, wide = set(template.params), wide_gradients(template)
-        for hub in flow_.hubs.values():
-            if hub.value in params:
+        for place in facts.places:
+            if place.source is None or place.converted is None:
                 continue
-            u, before = self._at(template, hub.source) if hub.source else self._source(template, hub.value)
-            v, after = self._at(template, hub.name)
-            twice = 2 if hub.name in recomputed.hubs else 1
-            type_ = wide.get(hub.value) or template.type_of(hub.value)
-            self.graph.connect(u, v, twice * times * self._conversion(type_, before, after))
-        for (name, i), source in flow_.reads.items():
-            key = ("op", template.name, name)
-            wanted = _present(self.choices[key].operands[i])
-            value = value_at(template.nodes[name], i)
-            u, before = self._at(template, source) if source else self._source(template, value)
-            twice = 2 if name in recomputed.again else 1
-            matrix = twice * times * self._conversion(wide.get(value) or template.type_of(value), before, wanted)
-            self.graph.connect(u, self.graph.index[key], matrix)
+            u, before = self._at[template.name, place.source]
+            v, after = self._at[template.name, place.name]
+            twice = 2 if place.name in recomputed.hubs else 1
+            self.graph.connect(u, v, twice * times * self._conversion(place.converted, before, after))
+        for op in facts.operations.values():
+            v, operands = self._operands[template.name, op.name]
+            twice = 2 if op.name in recomputed.again else 1
+            for read, wanted in zip(op.reads, operands, strict=True):
+                if wanted is not None:
+                    u, before = self._at[template.name, read.place]
+                    self.graph.connect(u, v, twice * times * self._conversion(read.type, before, wanted))
 
     def _connect_calls(self) -> None:
         """Edges between calls (forward values, gradients back), from inputs and buffers, to outputs."""
-        counts: dict[tuple[Any, ...], int] = {}
-        for source, target, kind in call_edges(self.program):
-            counts[source, target, kind] = counts.get((source, target, kind), 0) + 1
-        for (source, (template, value), kind), count in counts.items():
+        for (source, target, kind), count in call_edges(self.program).items():
             times = self.setting.microbatches * count
-            v, specs = self._source(self.program.templates[template], value)
-            type_ = self.program.templates[template].type_of(value)
+            v, specs = self._at[target]
+            type_ = self.program.templates[target[0]].type_of(target[1])
             if source is None:
                 self.graph.cost[v] = self.graph.cost[v] + times * self._end_s(kind, type_, specs)
             else:
-                u, before = self._source(self.program.templates[source[0]], source[1])
+                u, before = self._at[source]
                 self.graph.connect(u, v, times * self._conversion(type_, before, specs))
 
-    def _end_s(self, kind: str, type_: TensorType, specs: Specs) -> np.ndarray:
+    def _end_s(self, kind: str, type_: TensorType, numbers: np.ndarray) -> np.ndarray:
         """Seconds per spec of a value where it enters or leaves the program (kind: as of `call_edges`)."""
-        whole = (Spec.replicated(len(type_.shape)),)
-        if kind == "depart":
-            return np.array([self.pricer.departure(type_, s)[1] for s in specs])
-        if kind == "arrive":
-            return np.array([self.pricer.arrival(type_, s)[1] for s in specs])
+        whole = np.zeros(1, int)
         if kind == "read":
-            return self._conversion(type_, whole, specs)[0]
+            return self._conversion(type_, whole, numbers)[0]
+        if kind in ("whole", "loss"):
+            return self._conversion(type_, numbers, whole, bucketed=kind == "loss")[:, 0]
+        letters = self.pricer.shards(type_).letters
+        specs = [letters.specs[n] for n in numbers.tolist()]
         if kind == "settled":
             return np.array([self.pricer.convert_s(type_, s, s.without_partial()) for s in specs])
-        return self._conversion(type_, specs, whole, bucketed=kind == "loss")[:, 0]
+        meet = self.pricer.departure if kind == "depart" else self.pricer.arrival
+        return np.array([meet(type_, s)[1] for s in specs])
 
     # --- parameters -----------------------------------------------------------------------------------------------------
 
@@ -265,82 +252,92 @@ class Problem:
         for name, group in self.groups.items():
             type_ = self.program.parameters[group.names[0]].type
             updated = tuple(n for n in group.names if n in trained)
-            v = self._add_parameter(
-                name,
-                storage_states(type_, self.mesh, bool(updated)),
-                self._parameter_s(type_, group, updated),
-                self._parameter_bytes(type_, group, updated),
+            v, stored, optimizer = self._add_parameter(name, type_, group, updated)
+            self._connect_parameter(v, type_, group, stored, optimizer if updated else None)
+
+    def _add_parameter(
+        self, name: str, type_: TensorType, group: Group, updated: tuple[str, ...]
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """The variable of a group of parameters, with the specs that its states store it and update it in."""
+        shards = self.pricer.shards(type_)
+        states = self._stored(name, type_, group, bool(updated))
+        stored, optimizer = (self._numbers(type_, [state[i] for state in states]) for i in (0, 1))
+        resting = Resting(
+            type_, shards.of_bytes(type_.nbytes, stored), shards.of_bytes(type_.nbytes, optimizer), updated
+        )
+        count = len(group.names)
+        seconds = np.zeros(len(states))
+        if self._move_s:
+            seconds = count * resting.moved_bytes(self._reads(group) / count, self.setting) * self._move_s
+        if updated:
+            gather_s = self._gather_s(type_, optimizer, stored)
+            update_s = self.setting.optimizer.update_s(resting.shard, self.pricer.copy_s, *updated)
+            seconds = seconds + count * (gather_s + update_s)
+        nbytes = count * resting.nbytes(self.setting)
+        return self._add(("param", name), states, seconds, nbytes), stored, optimizer
+
+    def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> tuple[tuple[Spec, Spec], ...]:
+        """How a group of parameters may be stored and updated: as every spec, and its optimizer's shards as every refinement
+        of it; whole where its optimizer asks for that."""
+        shards, key = self.pricer.shards(type_), ("param", name)
+        divides, specs = shards.divide(type_.shape), shards.letters.specs
+        coarse, fine = refinements(shards.letters)
+        possible = divides[coarse] & divides[fine] & (updated | (coarse == fine))
+        whole = next((n for n in group.names if n in self.setting.optimizer.whole), None)
+        if whole is not None:
+            possible &= fine == 0
+            if self.given is not None and not self.given(key)[1].is_replicated:
+                raise PlanError(
+                    f"its optimizer updates {whole} as a whole tensor, the plan shards it; compile again without plan=, or with "
+                    "an elementwise optimizer"
+                )
+        pairs = zip(coarse[possible].tolist(), fine[possible].tolist(), strict=True)
+        kept = self._kept(key, ((specs[a], specs[b]) for a, b in pairs))
+        if whole is not None and not kept:
+            raise InfeasibleError(
+                f"its optimizer updates {whole} as a whole tensor, which the strategy or the constraints forbid; leave it whole "
+                "(strategy 'dp' or 'auto'), or use an elementwise optimizer such as AdamW"
             )
-            self._connect_parameter(v, type_, group, bool(updated))
+        return kept
 
-    def _parameter_s(self, type_: TensorType, group: Group, updated: tuple[str, ...]) -> Callable[[State], float]:
-        """Seconds of a step for a group's parameters alone: to and from memory tiers, the update, the gather after it."""
-        count, lattice = len(group.names), self.pricer.lattice(type_, bucketed=True)
-        reads = self._reads(group) / count
+    def _gather_s(self, type_: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+        """Seconds of the gather after a step, from the spec of each state's shards to that of its storage."""
+        try:
+            return self.pricer.lattice(type_, bucketed=True).between(before, after)
+        except KeyError as error:
+            raise self._misfit(type_, error.args[0]) from None
 
-        def seconds(state: State) -> float:
-            moved = moved_bytes(type_, state, updated, reads, self.setting, self.mesh) if self._move_s else 0.0
-            if not updated:
-                return count * moved * self._move_s
-            shard = state[1].local_bytes(type_, self.mesh)
-            update_s = self.setting.optimizer.update_s(shard, self.pricer.copy_s, *updated)
-            return count * moved * self._move_s + count * (_gather_s(lattice, state[1], state[0]) + update_s)
-
-        return seconds
-
-    def _parameter_bytes(self, type_: TensorType, group: Group, updated: tuple[str, ...]) -> Callable[[State], float]:
-        """Bytes that a group's parameters take on a rank's device."""
-        return lambda state: len(group.names) * parameter_bytes(type_, state, updated, self.setting, self.mesh)
-
-    def _connect_parameter(self, v: int, type_: TensorType, group: Group, updated: bool) -> None:
-        """Edges from how a group's parameters are stored to their uses, and from their gradients to the optimizer's shards."""
-        states = self.graph.states[v]
-        for template_name, slot in group.slots:
-            template = self.program.templates[template_name]
+    def _connect_parameter(
+        self, v: int, type_: TensorType, group: Group, stored: np.ndarray, optimizer: np.ndarray | None
+    ) -> None:
+        """Edges from how a group's parameters are stored to their uses, and from their gradients to the optimizer's shards
+        (None: there are none)."""
+        for name, slot in group.slots:
+            template, calls = self.program.templates[name], self.program.multiplicity[name]
             value = template.params[slot]
-            calls = self.program.multiplicity[template_name]
             for kind in ("use", "late"):
-                if f"{value}@{kind}" in self.flows[template_name].hubs:
-                    u, wanted = self._at(template, f"{value}@{kind}")
-                    pair = self._use_s(type_, template.type_of(value), tuple(s[0] for s in states), wanted)
+                if f"{value}@{kind}" in self.facts[name].flow.hubs:
+                    u, wanted = self._at[name, f"{value}@{kind}"]
+                    pair = self._use_s(type_, template.type_of(value), stored, wanted)
                     twice = 2 if kind == "use" and self._gathered_again(template, slot) else 1
                     self.graph.connect(v, u, twice * calls * self.setting.microbatches * pair)
             grad = template.param_grads[slot]
-            if grad is not None and updated:
-                u, before = self._source(template, grad)
-                pair = self._conversion(type_, before, tuple(s[1] for s in states), bucketed=True)
-                self.graph.connect(u, v, calls * pair)
+            if grad is not None and optimizer is not None:
+                u, before = self._at[name, grad]
+                self.graph.connect(u, v, calls * self._conversion(type_, before, optimizer, bucketed=True))
 
-    def _add_stored(self, name: str, states: list[State], cost: StateCost, memory: StateCost) -> int:
-        kept = self._kept(("param", name), states)
-        return self._add(("param", name), kept, np.array([cost(s) for s in kept]), np.array([memory(s) for s in kept]))
-
-    def _add_parameter(self, name: str, states: list[State], cost: StateCost, memory: StateCost) -> int:
-        """The variable of a group of parameters, whole where its optimizer asks for that."""
-        whole = next((n for n in self.groups[name].names if n in self.setting.optimizer.whole), None)
-        if whole is None:
-            return self._add_stored(name, states, cost, memory)
-        states, why = [s for s in states if s[1].is_replicated], f"its optimizer updates {whole} as a whole tensor"
-        if self.given is not None and not self.given(("param", name))[1].is_replicated:
-            raise PlanError(f"{why}, the plan shards it; compile again without plan=, or with an elementwise optimizer")
-        try:
-            return self._add_stored(name, states, cost, memory)
-        except InfeasibleError as error:
-            raise InfeasibleError(
-                f"{why}, which the strategy or the constraints forbid; leave it whole (strategy 'dp' or 'auto'), or use an "
-                "elementwise optimizer such as AdamW"
-            ) from error
-
-    def _use_s(self, stored: TensorType, used: TensorType, before: Specs, after: Specs) -> np.ndarray:
+    def _use_s(self, stored: TensorType, used: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
         seconds = self._conversion(used, before, after)
         if used == stored:
             return seconds
-        return np.asarray(seconds + np.array([[self.pricer.cast_s(stored, used, s)] for s in before]))
+        shards = self.pricer.shards(stored)
+        both = shards.of_bytes(stored.nbytes, before) + shards.of_bytes(used.nbytes, before)
+        return np.asarray(seconds + (self.pricer.copy_s * both)[:, None])
 
     def _gathered_again(self, template: Template, slot: int) -> bool:
         """Whether what is recomputed needs a parameter that backward does not have anyway (taken to be wanted alike)."""
-        has_late_point = f"{template.params[slot]}@late" in self.flows[template.name].hubs
+        has_late_point = f"{template.params[slot]}@late" in self.facts[template.name].flow.hubs
         return slot in self.recomputations[template.name].params and not has_late_point
 
     def held_s(self, price: float) -> float:
@@ -352,25 +349,6 @@ class Problem:
         """How often in a step the parameters of a group are brought from storage to use."""
         calls = 0
         for name, slot in group.slots:
-            hubs, value = self.flows[name].hubs, self.program.templates[name].params[slot]
+            hubs, value = self.facts[name].flow.hubs, self.program.templates[name].params[slot]
             calls += self.program.multiplicity[name] * sum(f"{value}@{kind}" in hubs for kind in ("use", "late"))
         return calls * self.setting.microbatches
-
-
-def _gather_s(lattice: Any, before: Spec, after: Spec) -> float:
-    for spec in (before, after):
-        if spec not in lattice.index:
-            raise PlanError(
-                f"the plan's spec {spec} does not fit a parameter of shape {lattice.type.shape} on mesh {lattice.mesh} (axes "
-                "must be the mesh's, dims must divide, and axes that share a dim stand in mesh order)"
-            )
-    return float(lattice.costs[lattice.index[before], lattice.index[after]])
-
-
-def _present(specs: tuple[Spec | None, ...]) -> Specs:
-    """Specs of a value that is there under every strategy, or under none."""
-    return tuple(s for s in specs if s is not None)
-
-
-def _sums_only(spec: Spec) -> bool:
-    return all(op == "sum" for _, op in spec.partial)

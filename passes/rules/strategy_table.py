@@ -1,0 +1,67 @@
+"""The strategies of a rule with the specs that each asks of its operands and gives its results, by number.
+
+They depend on the labels of the rule and the names of the mesh axes. Sizes only say which strategies divide, so ops of one
+kind share a table over all meshes, batches and layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Labels, Rule, Strategy
+from autopar.ir.spec import Spec
+from autopar.passes.rules.alphabet import alphabet, shared_axes
+
+
+@dataclass(frozen=True, eq=False)
+class StrategyTable:
+    """Every strategy of a rule, whatever it divides, but those that owe two kinds of reductions at once.
+
+    operands, results: per strategy the number of the spec (`autopar.passes.rules.alphabet`), None where there is no tensor.
+    sharded[s, f, axis]: whether strategy s shards a factor by an axis of more than one rank.
+    """
+
+    strategies: tuple[Strategy, ...]
+    operands: tuple[np.ndarray | None, ...]
+    results: tuple[np.ndarray | None, ...]
+    sharded: np.ndarray
+
+    def parts(self, mesh: Mesh) -> np.ndarray:
+        """Per strategy and factor into how many parts it is cut on a mesh."""
+        sizes = [size for _, size in mesh.axes if size > 1]
+        return np.asarray(np.where(self.sharded, sizes, 1).prod(2, dtype=int))
+
+
+def strategy_table(rule: Rule, mesh: Mesh) -> StrategyTable:
+    """The table of a rule on meshes with these axes."""
+    of_any_size = {name: replace(factor, size=min(factor.size, 2)) for name, factor in rule.factors.items()}
+    form = Rule(rule.operands, rule.results, of_any_size, rule.linear)
+    return _table(form, mesh.names, shared_axes(mesh))
+
+
+@lru_cache(maxsize=16384)
+def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...]) -> StrategyTable:
+    mesh, choices = Mesh(tuple((name, 2) for name in names)), form.choices()
+    strategies = list(itertools.product(*(choices if name in axes else ("",) for name in names)))
+
+    def numbers(labels: Labels | None, specs: Iterable[Spec | None]) -> np.ndarray | None:
+        return None if labels is None else np.array([alphabet(axes, len(labels)).number.get(s, -1) for s in specs if s])
+
+    sides = (form.operands, form.operand_spec), (form.results, form.result_spec)
+    of_all = [
+        numbers(labels, (of(i, s, mesh) for s in strategies)) for every, of in sides for i, labels in enumerate(every)
+    ]
+    kept = np.logical_and.reduce([np.ones(len(strategies), bool), *(n >= 0 for n in of_all if n is not None)])
+    specs = tuple(None if n is None else n[kept] for n in of_all)
+    strategies = [s for s, keep in zip(strategies, kept, strict=True) if keep]
+    shared = [names.index(axis) for axis in axes]
+    sharded = [[[s[a] == factor for a in shared] for factor in form.factors] for s in strategies]
+    shape = (len(strategies), len(form.factors), len(axes))
+    first = len(form.operands)
+    return StrategyTable(tuple(strategies), specs[:first], specs[first:], np.array(sharded, bool).reshape(shape))
