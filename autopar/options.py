@@ -15,7 +15,8 @@ from autopar.runtime.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_in
 BRANCHES = ("refuse", "as-example")
 COUPLED = ("refuse", "per-microbatch")
 MOST_SECONDS = 1e9
-STRATEGIES = ("auto", "dp", "zero1", "zero3", "megatron")
+MEGATRON = ("megatron", "megatron-zero1", "megatron-zero3")
+STRATEGIES = ("auto", "dp", "zero1", "zero3", *MEGATRON)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class Options:
     stage_boundaries: module paths at which a stage starts, such as ["layers.8", "layers.16"].
     mesh: force axis names and sizes, for example {"dp": 2, "tp": 2}; their product must be the number of ranks.
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
-        (parameters sharded), "megatron" (parameters sharded over the last mesh axis only).
+        (parameters sharded); "megatron": the last mesh axis is tensor-parallel as in Megatron-LM (column-parallel, then
+        row-parallel products, the sequence sharded between them, vocabularies sharded), the others take the batch;
+        "megatron-zero1" and "megatron-zero3" with ZeRO over these others.
     recompute: what backward makes again instead of its being kept: "none", "full" (a block keeps its inputs alone),
         "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
     offload: what rests in the cluster's memory tiers (host memory, then NVMe) instead of on the device: "none",

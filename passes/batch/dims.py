@@ -54,6 +54,19 @@ def batch_dims(program: Program, rules: RuleBook) -> dict[str, Dims]:
     return {name: {value: held for value, held in known.items() if held} for name, known in dims.items()}
 
 
+def batch_factors(program: Program, rules: RuleBook, dims: dict[str, Dims]) -> dict[tuple[str, str], dict[str, Part]]:
+    """(template, op) -> the factors whose major end is the batch, and where it is in them: shards of them are shards of the
+    batch."""
+    factors = {}
+    for name, template in program.templates.items():
+        for node in template.ops:
+            rule = rules.rule(template.op_calls[node.name])
+            holding = _holding(node, rule, dims.get(name, {}))[1].items()
+            leading = {f: part for f, part in holding if part.inner * part.size == rule.factors[f].size}
+            factors[name, node.name] = leading
+    return factors
+
+
 def factor_of(labels: Labels | None, dim: int, part: Part, rule: Rule) -> tuple[str, Part] | None:
     """The factor of a dim that holds the batch (its major end, where that is split), and where in it the batch is; None
     where the rule follows no index there."""
@@ -121,15 +134,7 @@ def _spread(template: Template, dims: Dims, rules: RuleBook) -> bool:
             changed |= _join(dims, grad, value)
     for node in template.ops:
         rule = rules.rule(template.op_calls[node.name])
-        places = list(zip(operand_values(node), rule.operands, strict=True))
-        results = result_values(node)
-        places += [(results[i], labels) for i, labels in enumerate(rule.results)]
-        holding: dict[str, Part] = {}
-        for value, labels in places:
-            for d, part in dims.get(value, {}).items():
-                held = factor_of(labels, d, part, rule)
-                if held is not None:
-                    _merge(holding, *held, node.name)
+        places, holding = _holding(node, rule, dims)
         for value, labels in places:
             for d, dim in enumerate(labels or ()):
                 for f, held_part in holding.items():
@@ -137,6 +142,20 @@ def _spread(template: Template, dims: Dims, rules: RuleBook) -> bool:
                     if part_here is not None:
                         changed |= _add(dims, value, {d: part_here})
     return changed
+
+
+def _holding(node: fx.Node, rule: Rule, dims: Dims) -> tuple[list[tuple[str, Labels | None]], dict[str, Part]]:
+    """An op's operands and results with their labels, and the factors that hold the batch in any of them."""
+    places = list(zip(operand_values(node), rule.operands, strict=True))
+    results = result_values(node)
+    places += [(results[i], labels) for i, labels in enumerate(rule.results)]
+    holding: dict[str, Part] = {}
+    for value, labels in places:
+        for d, part in dims.get(value, {}).items():
+            held = factor_of(labels, d, part, rule)
+            if held is not None:
+                _merge(holding, *held, node.name)
+    return places, holding
 
 
 def _join(dims: Dims, a: str, b: str) -> bool:

@@ -1,9 +1,4 @@
-"""Which states a sharding problem may choose from: what a baseline leaves, and what the user's constraints pin.
-
-Baselines are the same problem with fewer choices allowed, so the unrestricted optimum on the same mesh is never predicted
-worse: pure data parallel (parameters whole, ops split by the batch alone), ZeRO-1 (optimizer state sharded as far as it
-divides), ZeRO-3 (parameters as well) and Megatron (sharded over the last mesh axis alone).
-"""
+"""Which states a sharding problem may choose from: what a baseline leaves, and what the user's constraints pin."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from autopar.ir.program import Program
 from autopar.ir.spec import Spec, parse_spec
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.structure import parameter_groups
-from autopar.passes.shard.batch_factors import batch_factors
+from autopar.passes.shard.baselines import Baseline
 from autopar.passes.shard.graph import Key
 
 Allowed = Callable[[Key, Any], bool]
@@ -27,43 +22,13 @@ Allowed = Callable[[Key, Any], bool]
 def allowed_states(
     program: Program, mesh: Mesh, rules: RuleBook, strategy: str, constraints: Mapping[str, str]
 ) -> Allowed | None:
-    """What a strategy and the user's constraints leave; None where they leave everything. Raises ConstraintError."""
-    baseline = baseline_filter(strategy, program, mesh, rules)
+    """What a strategy and the user's constraints leave; None where they leave everything. Raises ConstraintError, and
+    InfeasibleError where the program cannot have the strategy."""
+    baseline = Baseline(strategy, program, mesh, rules).allows if strategy != "auto" else None
     pinned = _by_group(program, constraint_filter(program, mesh, constraints))
     if baseline is None or pinned is None:
         return baseline or pinned
     return lambda key, state: baseline(key, state) and pinned(key, state)
-
-
-def baseline_filter(strategy: str, program: Program, mesh: Mesh, rules: RuleBook) -> Allowed | None:
-    """Which parameter states and which op strategies a baseline allows; None where all."""
-    if strategy == "auto":
-        return None
-    batch = batch_factors(program, rules) if strategy != "megatron" else None
-    trained = frozenset(program.trained)
-
-    def allowed(key: Key, state: Any) -> bool:
-        if key[0] == "op" and batch is not None:
-            return all(not choice or choice[0] == "~" or choice in batch[key[1], key[2]] for choice in state)
-        if key[0] != "param":
-            return True
-        storage, optimizer = state
-        shape = program.parameters[key[1]].type.shape
-        if strategy == "dp":
-            return storage.is_replicated and optimizer.is_replicated
-        if strategy == "zero1":
-            return storage.is_replicated and (key[1] not in trained or _spread(optimizer, shape, mesh))
-        if strategy == "zero3":
-            return storage == optimizer and _spread(optimizer, shape, mesh)
-        return optimizer == storage and {axis for dim in storage.dims for axis in dim} <= {mesh.names[-1]}
-
-    return allowed
-
-
-def _spread(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether every rank of the mesh has a shard of its own, where any dim divides by so many."""
-    divides = any(n % mesh.size == 0 and n >= mesh.size for n in shape)
-    return not divides or max((spec.shards(mesh, dim) for dim in range(len(shape))), default=1) == mesh.size
 
 
 def constraint_filter(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> Allowed | None:

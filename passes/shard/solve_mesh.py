@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
-from autopar.options import Options
+from autopar.options import MEGATRON, Options
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.policies import policy_set
@@ -16,7 +16,11 @@ from autopar.passes.shard.allowed import allowed_states
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.problem import Problem
-from autopar.passes.shard.solve import Shortage, solve
+from autopar.passes.shard.solve import Shortage, Solution, solve
+from autopar.plan import StagePlan
+
+_MOST_NAMED = 3
+"""Parameters that an origin names."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,21 @@ def solve_mesh(
     solution = solve(problem.graph, budget, on.options.solver_time_limit_s, 0.02 * on.pricer.copy_s, close)
     if isinstance(solution, Shortage):
         return solution
-    origin = "solver" if strategy == "auto" else strategy
-    if solution.method == "greedy":
-        origin += " (greedy)"
-    plan = spmd_plan(problem, list(solution.choice), on.pricer.cluster, on.options, origin)
+    plan = spmd_plan(problem, list(solution.choice), on.pricer.cluster, on.options, _origin(strategy, solution))
+    if strategy in MEGATRON:
+        plan = replace(plan, origin=plan.origin + _whole_over_last_axis(plan.stages[0]))
     return PricedPlan(replace(plan, predicted={"step_time_s": solution.cost}), solution)
+
+
+def _origin(strategy: str, solution: Solution) -> str:
+    return ("solver" if strategy == "auto" else strategy) + (" (greedy)" if solution.method == "greedy" else "")
+
+
+def _whole_over_last_axis(stage: StagePlan) -> str:
+    """The parameters of two dims and more that every rank of the last axis holds whole, for people."""
+    axis, size = stage.mesh.axes[-1]
+    stored = {name: parameter.storage for name, parameter in stage.parameters.items()}
+    whole = [name for name, spec in stored.items() if len(spec.dims) > 1 and axis not in spec.axes]
+    if size == 1 or not whole:
+        return ""
+    return f" (whole over {axis}: {', '.join(whole[:_MOST_NAMED])}{', …' if len(whole) > _MOST_NAMED else ''})"

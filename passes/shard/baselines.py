@@ -1,0 +1,104 @@
+"""The strategies that people know by name, as the choices that they leave.
+
+Baselines are the sharding problem with fewer choices, so the unrestricted optimum on the same mesh is never predicted worse.
+Each is two answers: how ops are split along a mesh axis, and how parameters rest.
+
+    dp, zero1, zero3                    every axis takes the batch
+    megatron, megatron-zero1, -zero3    the last axis is tensor-parallel (`megatron`), the others take the batch
+
+Without ZeRO a parameter and its optimizer state are whole over the axes that take the batch; ZeRO-1 shards the optimizer
+state over them, ZeRO-3 the parameters as well, each as far as it divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from autopar.errors import CoupledError, InfeasibleError
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.rule import Rule
+from autopar.ir.spec import Spec
+from autopar.options import MEGATRON
+from autopar.passes.batch.dims import batch_dims, batch_factors
+from autopar.passes.rules.book import RuleBook
+from autopar.passes.shard.graph import Key
+from autopar.passes.shard.megatron import OpKey, TensorParallel, tensor_parallel
+
+
+class Baseline:
+    """What a baseline allows a program on a mesh. Raises InfeasibleError for a program that cannot have it."""
+
+    def __init__(self, strategy: str, program: Program, mesh: Mesh, rules: RuleBook) -> None:
+        self.program, self.mesh, self.strategy = program, mesh, strategy
+        self.zero = int(strategy[-1]) if strategy[-1].isdigit() else 0
+        self.trained = frozenset(program.trained)
+        try:
+            dims = batch_dims(program, rules)
+        except CoupledError as error:
+            raise InfeasibleError(f"strategy {strategy!r} follows the batch through the program: {error}") from error
+        batch = batch_factors(program, rules, dims)
+        self.tensor: TensorParallel | None = None
+        axis, size = mesh.axes[-1]
+        if strategy in MEGATRON and size > 1:
+            self.tensor = tensor_parallel(program, rules, dims, batch, size)
+            if not self.tensor.sharded:
+                raise InfeasibleError(
+                    f"strategy {strategy!r} shards the weights of products over {axis}={size}, and the program has none that "
+                    "divides; take a smaller axis, or strategy 'dp' or 'auto'"
+                )
+        self.data_axes = mesh.names if self.tensor is None else mesh.names[:-1]
+        self.data_ranks = mesh.product(self.data_axes)
+        calls = {(t.name, op): call for t in program.templates.values() for op, call in t.op_calls.items()}
+        self.data_choices = {
+            op: _data_choices(rules.rule(calls[op]), held, self.data_ranks) for op, held in batch.items()
+        }
+
+    def allows(self, key: Key, state: Any) -> bool:
+        """Whether a variable of the sharding problem may take a state."""
+        if key[0] == "param":
+            return self._allows_stored(key[1], *state)
+        return key[0] != "op" or self._allows_split((key[1], key[2]), state)
+
+    def _allows_split(self, op: OpKey, strategy: tuple[str, ...]) -> bool:
+        if self.tensor is not None and strategy[-1] not in self.tensor.choices[op]:
+            return False
+        chosen = zip(self.data_axes, strategy, strict=False)
+        return all(choice in self.data_choices[op] for axis, choice in chosen if self.mesh.sizes[axis] > 1)
+
+    def _allows_stored(self, name: str, storage: Spec, optimizer: Spec) -> bool:
+        if self.tensor is not None and not self._allows_tensor_shards(name, storage, optimizer):
+            return False
+        if self.zero < 3 and not storage.axes.isdisjoint(self.data_axes):
+            return False
+        if self.zero == 3 or self.zero == 0 or name not in self.trained:
+            if optimizer != storage:
+                return False
+        if self.zero == 0 or (self.zero == 1 and name not in self.trained):
+            return True
+        return self._is_spread(name, optimizer)
+
+    def _allows_tensor_shards(self, name: str, storage: Spec, optimizer: Spec) -> bool:
+        """Weights of products and look-ups rest in shards, what else has two dims whole; vectors (biases) follow their use."""
+        assert self.tensor is not None
+        axis, size = self.mesh.axes[-1]
+        held, updated = ([axis in dim for dim in spec.dims] for spec in (storage, optimizer))
+        shape = self.program.parameters[name].type.shape
+        if name in self.tensor.sharded and any(n % size == 0 for n in shape):
+            return held == updated and any(held)
+        return held == updated and (len(shape) == 1 or not any(held))
+
+    def _is_spread(self, name: str, spec: Spec) -> bool:
+        """Whether every rank of the data axes has a shard of its own, where a dim of its own divides by so many."""
+        ranks, shape = self.data_ranks, self.program.parameters[name].type.shape
+        shards = [self.mesh.product(a for a in dim if a in self.data_axes) for dim in spec.dims]
+        free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(self.data_axes)]
+        return max(shards, default=1) == ranks or not any(n % ranks == 0 and n >= ranks for n in free)
+
+
+def _data_choices(rule: Rule, batch: Collection[str], ranks: int) -> frozenset[str]:
+    """What axes of so many ranks may choose that take the batch: its factors, where they divide; else what splits no operand
+    (factors that only results have, as constants do, partial sums that pass), or nothing."""
+    dividing = frozenset(f for f in rule.shardable if f in batch and rule.factors[f].size % ranks == 0)
+    return dividing or frozenset(c for c in rule.choices() if c not in rule.contracted or c in batch)

@@ -1,0 +1,113 @@
+"""Tensor parallelism as Megatron-LM has it, as the choices that it leaves along one mesh axis.
+
+What is said of a program is read off its rules, never off names. Along the axis
+
+- a product of a weight with values of the batch is split by an index of the weight, and the weight is stored so: an output
+  feature makes it column-parallel, an input feature row-parallel;
+- a look-up by values of the batch takes the rows of its table: vocabularies are sharded;
+- no op is split by the batch, and what has features beside batch and sequence is split by something: norms and residuals by
+  the sequence, attention by heads, the loss by the vocabulary.
+
+The rest follows from the costs: gathering the sequence before column-parallel products and scattering it after row-parallel
+ones is the least that can be sent (Korthikanti et al. 2022, section 4.2). A projection whose features are cut into parts
+that are not shards (query, key and value side by side) is gathered after its product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.ir.program import Program, Template, operand_values
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.registry import find
+from autopar.passes.batch.dims import Dims, Part, result_values
+from autopar.passes.rules.book import RuleBook
+
+OpKey = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What is left along the axis. choices: per (template, op). sharded: parameters that products and look-ups hold in
+    shards."""
+
+    choices: Mapping[OpKey, frozenset[str]]
+    sharded: frozenset[str]
+
+
+def tensor_parallel(
+    program: Program, rules: RuleBook, dims: Mapping[str, Dims], batch: Mapping[OpKey, Mapping[str, Part]], size: int
+) -> TensorParallel:
+    """dims: where values hold the batch. batch: per op the factors that are the batch. size: of the axis."""
+    choices: dict[OpKey, frozenset[str]] = {}
+    slots: set[tuple[str, int]] = set()
+    for template in program.templates.values():
+        held = dims.get(template.name, {})
+        origins = _origins(template)
+        for node in template.ops:
+            rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
+            possible = {c for c in rule.choices() if c not in batch[key] and _divides(rule, c, size)}
+            of_weight = possible & _weight_factors(template, node, rule, held, origins)
+            if of_weight:
+                slots |= {(template.name, slot) for v in operand_values(node) for slot in origins.get(v, ())}
+            splits = bool(possible & rule.factors.keys()) and _has_features(template, node, rule, held, batch[key])
+            choices[key] = frozenset(of_weight or (possible - {""} if splits else possible))
+
+    sharded = (n for call in program.calls for i, n in enumerate(call.params) if (call.template, i) in slots)
+    return TensorParallel(choices, frozenset(sharded))
+
+
+def _origins(template: Template) -> dict[str, frozenset[int]]:
+    """Values that are made of parameters alone (cast, transposed, viewed), with the slots of these."""
+    origins = {name: frozenset({slot}) for slot, name in enumerate(template.params)}
+    for node in template.ops:
+        made_of = [origins.get(v) for v in operand_values(node)]
+        slots = [slot for slot in made_of if slot is not None]
+        if slots and len(slots) == len(made_of):
+            origins.update(dict.fromkeys(result_values(node).values(), frozenset().union(*slots)))
+    return origins
+
+
+def _weight_factors(
+    template: Template, node: fx.Node, rule: Rule, dims: Dims, origins: Mapping[str, frozenset[int]]
+) -> set[str]:
+    """The factors by which a product or a look-up, or the gradient of one, may be split: those of the weight; of a table its
+    rows, which no other tensor of the op has. Empty for every other op."""
+    values = operand_values(node)
+    if not any(v in dims for v in values) or not all(v in dims or v in origins for v in values):
+        return set()
+    results = result_values(node)
+    weights = [labels for v, labels in zip(values, rule.operands, strict=True) if v not in dims]
+    weights = weights or [rule.results[i] for i, v in results.items() if v not in dims]
+    if _is_product(template, node, rule):
+        return _factors(weights)
+    if all(template.type_of(v).is_float for v in values):
+        return set()
+    tensors = (*rule.operands, *rule.results)
+    return {f for f in _factors(weights) if sum(f in _factors([labels]) for labels in tensors) == 1}
+
+
+def _is_product(template: Template, node: fx.Node, rule: Rule) -> bool:
+    call = template.op_calls[node.name]
+    definition = find(call.op)
+    return definition is not None and definition.work is not None and definition.work(call, rule)[1] == "matmul"
+
+
+def _has_features(template: Template, node: fx.Node, rule: Rule, dims: Dims, batch: Mapping[str, Part]) -> bool:
+    """Whether an op on values of the batch has an index beside those of batch and sequence: a second one, or any where the
+    sequence is part of the batch's index; or works along an index as a whole, as a norm does."""
+    floats = (v for v in operand_values(node) if v in dims and template.type_of(v).is_float)
+    others = [f for name, f in rule.factors.items() if name not in batch and f.size > 1]
+    merged = any(part.inner > 1 for part in batch.values())
+    return any(floats) and (len(others) > 1 or bool(others and merged) or any(f.whole for f in others))
+
+
+def _factors(tensors: Iterable[Labels | None]) -> set[str]:
+    return {f for labels in tensors for dim in labels or () for f in dim}
+
+
+def _divides(rule: Rule, choice: str, size: int) -> bool:
+    return choice not in rule.factors or rule.factors[choice].size % size == 0
