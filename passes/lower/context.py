@@ -80,7 +80,7 @@ class StageContext:
 
     def _gradient_steps(self, name: str) -> GradientSteps:
         """Contributions that all arrive alike are summed as they come, and reduced in the store."""
-        places = list(self.program.gradients_of(name))
+        places = self.program.gradient_places[name]
         specs = {self.templates[self.program.calls[c].template].param_grads[slot] for c, slot in places}
         target = self.stage.parameters[name].optimizer
         first = next(iter(specs))

@@ -22,6 +22,9 @@ from autopar.passes.memory.probe import GatheredShard, gather_effect, local, reg
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
 
+_REPLAYED = 3
+"""Microbatches that the gradient store is replayed over: from the second to the last but one they are alike."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -72,8 +75,11 @@ def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
         stage.parameters, stage.mesh.sizes, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
     )
     order: list[dict[str, Moment]] = []
-    for microbatch in range(stage.microbatches):
-        last = microbatch == stage.microbatches - 1
+    replayed = min(stage.microbatches, _REPLAYED)
+    for microbatch in range(replayed):
+        last = microbatch == replayed - 1
+        if last:
+            store.skip(stage.microbatches - replayed)
         order.append({k: _moment(a, store, last and k == list(played)[-1]) for k, a in played.items()})
     store.top = store.hold
     store.finish()
