@@ -98,15 +98,9 @@ class SubmeshPlans:
 
     def _short(self, task: Task) -> Shortened:
         """The task's program with runs of equal layers cut short."""
-        program, state = task.program, task.setting.optimizer
-        if program not in self._shortened:
-
-            def kind(name: str) -> tuple[object, ...]:
-                parameter = program.parameters[name]
-                return parameter.type, parameter.trainable, state.kind(name)
-
-            self._shortened[program] = shortened(program, kind)
-        return self._shortened[program]
+        if task.program not in self._shortened:
+            self._shortened[task.program] = shortened(task.program, task.parameter_kind)
+        return self._shortened[task.program]
 
     def _joint(self, task: Task, M: int, mesh: Mesh, groups: int) -> JointSearch:
         """Sharding and recompute of the whole program on one submesh; budgets that are asked in turn share its points."""
