@@ -9,7 +9,6 @@ tangents (gradients of its outputs); every node carries `meta["type"]` (TensorTy
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -261,25 +260,21 @@ class Program:
                         wanted.add((ref.index, ref.output))
         return frozenset(reached)
 
-    def gradients_of(self, name: str) -> Iterator[tuple[int, int]]:
-        """(call, param slot) pairs whose backward contributes to the gradient of parameter `name`."""
+    @cached_property
+    def gradient_places(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """By parameter the (call, param slot) pairs whose backward contributes to its gradient."""
+        places: dict[str, list[tuple[int, int]]] = {}
         for i in sorted(self.backward_calls):
-            call = self.calls[i]
-            template = self.template_of(call)
-            for slot, param in enumerate(call.params):
-                if param == name and template.param_grads[slot] is not None:
-                    yield i, slot
+            grads = self.template_of(self.calls[i]).param_grads
+            for slot, name in enumerate(self.calls[i].params):
+                if grads[slot] is not None:
+                    places.setdefault(name, []).append((i, slot))
+        return {name: tuple(pairs) for name, pairs in places.items()}
 
     @cached_property
     def trained(self) -> tuple[str, ...]:
         """Names of parameters that receive a gradient, in table order."""
-        got = {
-            call.params[slot]
-            for call in (self.calls[i] for i in self.backward_calls)
-            for slot, grad in enumerate(self.template_of(call).param_grads)
-            if grad is not None
-        }
-        return tuple(name for name in self.parameters if name in got) if self.training else ()
+        return tuple(name for name in self.parameters if name in self.gradient_places)
 
 
 def is_getitem(node: fx.Node) -> bool:

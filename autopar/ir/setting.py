@@ -44,6 +44,10 @@ class OptimizerState:
         """Elements of state per element of a parameter; of several parameters of one shape, on average."""
         return sum(self.elements_of.get(name, self.elements) for name in names) / len(names)
 
+    def kind(self, name: str) -> tuple[float, int]:
+        """What is the same of parameters that are updated alike."""
+        return self.ratio(name), self.group_of.get(name, 0)
+
     def shard_bytes(self, type_: TensorType, nbytes: Bytes, *names: str) -> Bytes:
         """Bytes of state for a shard of so many bytes of a parameter (on average, of several that are alike)."""
         itemsize = type_.dtype.itemsize

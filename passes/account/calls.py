@@ -7,7 +7,8 @@ template is priced once whatever its multiplicity.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -36,6 +37,10 @@ class Units:
     held_bytes: np.ndarray
     peak_bytes: np.ndarray
     boundary_s: np.ndarray
+
+    def at(self, calls: Sequence[int]) -> Units:
+        """Those of these calls."""
+        return Units(*(getattr(self, field.name)[list(calls)] for field in fields(Units)))
 
 
 def measure(
@@ -71,7 +76,7 @@ def measure(
     for i, nbytes in held_bytes(stage).items():
         held[i] = nbytes
     peak = np.array([peaks[call.template] for call in program.calls])
-    return Units(seconds["F"], seconds["B"], seconds["W"], step, resting, held, peak, _boundaries(program, pricer))
+    return Units(seconds["F"], seconds["B"], seconds["W"], step, resting, held, peak, boundaries(program, pricer))
 
 
 def _spread(
@@ -91,7 +96,7 @@ def _spread(
             seconds[numbers[min(position, len(numbers) - 1)]] += line_seconds(line, held, stage, pricer)
 
 
-def _boundaries(program: Program, pricer: Pricer) -> np.ndarray:
+def boundaries(program: Program, pricer: Pricer) -> np.ndarray:
     """Seconds to send what is alive between calls l-1 and l, and the gradients back; ranks share the bytes."""
     alive = np.zeros(len(program.calls) + 1)
     for ref, readers in program.readers.items():

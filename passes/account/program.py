@@ -71,22 +71,41 @@ def account(
     rules: RuleBook,
 ) -> Account:
     """Bytes, communication and time of a lowered program."""
-    stages = tuple(
-        account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
-        for stage, plan in zip(lowered.stages, plans, strict=True)
+    return under(stage_costs(lowered, plans, templates, pricers, setting, rules), lowered.table)
+
+
+def stage_costs(
+    lowered: LoweredProgram,
+    plans: tuple[StagePlan, ...],
+    templates: dict[str, Template],
+    pricers: Pricers,
+    setting: Setting,
+    rules: RuleBook,
+) -> Account:
+    """What the stages cost, whichever schedule they run under: an account without table, step and peaks.
+
+    Stages that share their functions cost the same.
+    """
+    by_function: dict[int, StageAccount] = {}
+    for stage, plan in zip(lowered.stages, plans, strict=True):
+        if id(stage.forward) not in by_function:
+            priced = account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
+            by_function[id(stage.forward)] = priced
+    stages = tuple(by_function[id(stage.forward)] for stage in lowered.stages)
+    comm_time_s = max(s.comm_time_s for s in by_function.values())
+    return Account(stages, (), 0.0, comm_time_s, (), lowered.graph, hand_over(lowered, pricers))
+
+
+def under(costs: Account, table: Table) -> Account:
+    """The account of stages that cost so much under a table of actions."""
+    memory = [s.memory for s in costs.stages]
+    return replace(
+        costs,
+        peaks=group_peaks(costs.graph, table, memory),
+        step_time_s=step_seconds(costs, table),
+        table=table,
+        tier_peaks=tier_peaks(costs.graph, table, memory),
     )
-    peaks = group_peaks(lowered, [s.memory for s in stages])
-    counted = Account(
-        stages,
-        peaks,
-        0.0,
-        max(s.comm_time_s for s in stages),
-        lowered.table,
-        lowered.graph,
-        hand_over(lowered, pricers),
-        tier_peaks(lowered, [s.memory for s in stages]),
-    )
-    return replace(counted, step_time_s=step_seconds(counted, lowered.table))
 
 
 def step_seconds(counted: Account, table: Table) -> float:

@@ -90,10 +90,27 @@ class _Pass:
         self.shares: list[frozenset[Share]] = []
 
     def run(self) -> None:
-        for index in range(len(self.program.calls)):
-            call = _CallPass(self, index)
-            call.run()
-            self.shares.append(frozenset(call.shares))
+        """Calls of one template that read the same have the same states, unless something must be known beforehand."""
+        known = {index for index, _ in self.early}
+        first_alike: dict[tuple[object, ...], _CallPass] = {}
+        for index, call in enumerate(self.program.calls):
+            reads = tuple((self.of(ref), self.depends_on_inputs_alone(ref)) for ref in call.inputs)
+            key = (call.template, reads, index == self._loss_call, index if index in known else None)
+            alike = first_alike.get(key)
+            if alike is None:
+                alike = _CallPass(self, index)
+                alike.run()
+                if not alike.waits:
+                    first_alike[key] = alike
+            for o in range(len(self.program.template_of(call).outputs)):
+                ref, same = ValueRef("call", index, o), ValueRef("call", alike.index, o)
+                self.states[ref], self.plain[ref] = self.states[same], self.plain[same]
+            self.shares.append(frozenset(alike.shares))
+
+    @property
+    def _loss_call(self) -> int | None:
+        loss = self.program.loss
+        return loss.index if loss is not None and loss.kind == "call" else None
 
     def result(self) -> Batched:
         program = self.program
@@ -129,7 +146,7 @@ class _Pass:
 
 
 class _CallPass:
-    """The states of one call's values."""
+    """The states of one call's values. waits: whether it needs a sum that must be known beforehand."""
 
     def __init__(self, whole: _Pass, index: int) -> None:
         self.whole, self.index = whole, index
@@ -139,6 +156,7 @@ class _CallPass:
         self.states: dict[str, State] = dict.fromkeys(self.template.params, "whole")
         self.plain: dict[str, bool] = dict.fromkeys(self.template.params, False)
         self.shares: set[Share] = set()
+        self.waits = False
 
     def run(self) -> None:
         template = self.template
@@ -266,6 +284,7 @@ class _CallPass:
 
     def _must_be_known(self, node: fx.Node, values: list[str]) -> None:
         """These sums are needed before the op: beforehand, where they depend on inputs alone."""
+        self.waits = True
         for value in values:
             if not self.plain[value] or self.states[value] == "shard":
                 self._couples("needs a sum over all samples of the batch first", node)

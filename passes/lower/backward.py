@@ -26,6 +26,7 @@ class Backward(Builder):
         self.gradients: dict[ValueRef, LocalValue] = {}
         """What has reached a value so far."""
         self.later: dict[int, str] = {}
+        self._fresh: dict[str, frozenset[int]] = {}
         self.received: list[Port] = []
         self.sent: list[Port] = []
 
@@ -208,20 +209,21 @@ class Backward(Builder):
                 type_ = self.program.parameters[name].type
                 grad_name = _as_stored(into, call, template.type_of(grad), type_, (grad_name, arrived))
                 grad_name = into.convert((grad_name, arrived), type_, wanted, "W", call.path)
-            owned = grad_name in results and self._fresh(call.template, slot)
+            owned = grad_name in results and slot in self._fresh_slots(call.template)
             into.lines.append(ir.AddGradient(grad_name, name, owned, phase="W", source=call.path))
 
-    def _fresh(self, template: str, slot: int) -> bool:
-        """Is this parameter gradient a tensor of its own, that nobody else holds?"""
-        lowered = self.context.templates[template]
-        function = lowered.weights or lowered.backward
-        assert function is not None
-        name = function.returns[slot if lowered.weights else len(lowered.input_grads) + slot] or ""
-        maker = next((line for line in function.lines if name in line.outs), None)
-        definition = find(maker.op) if isinstance(maker, ir.Compute) else None
-        new = definition is not None and definition.fresh
-        readers = sum(name in line.reads() for line in function.lines)
-        return new and not readers and function.returns.count(name) == 1
+    def _fresh_slots(self, template: str) -> frozenset[int]:
+        """Slots of the parameters whose gradient is a tensor of its own, that nobody else holds."""
+        if template not in self._fresh:
+            lowered = self.context.templates[template]
+            function = lowered.weights or lowered.backward
+            assert function is not None
+            returns = function.returns[0 if lowered.weights else len(lowered.input_grads) :]
+            read = {name for line in function.lines for name in line.reads()}
+            new = {out for line in function.lines if _makes_fresh(line) for out in line.outs} - read
+            slots = [slot for slot, name in enumerate(returns) if name in new and function.returns.count(name) == 1]
+            self._fresh[template] = frozenset(slots)
+        return self._fresh[template]
 
     def _weights(self) -> Function:
         """`weights`: the parameter gradients of all calls, from what `backward` kept."""
@@ -246,6 +248,12 @@ class Backward(Builder):
             )
             self._store(builder, call, results)
         return builder.function([], tuple(self.later.values()))
+
+
+def _makes_fresh(line: ir.Line) -> bool:
+    """Whether what a line makes is a tensor of its own."""
+    definition = find(line.op) if isinstance(line, ir.Compute) else None
+    return definition is not None and definition.fresh
 
 
 def _as_stored(into: Builder, call: Call, type_: TensorType, stored: TensorType, gradient: LocalValue) -> str:

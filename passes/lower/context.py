@@ -55,10 +55,11 @@ class StageContext:
     def _template(self, template: Template, backward: bool) -> LoweredTemplate:
         """Stages that run a template alike on alike meshes share what lowering makes of it."""
         plan = self.stage.templates[template.name]
-        key = (template, id(plan), self.pricer.mesh.axes, backward, self.split)
+        tables = id(plan.strategies), id(plan.specs), plan.recompute, plan.offload, plan.offload_tier
+        key = (template, tables, self.pricer.mesh.axes, backward, self.split)
         if key not in self.lowered_templates:
             lowered = lower_template(template, plan, self.pricer, self.rules, backward, self.split)
-            self.lowered_templates[key] = (lowered, plan)  # the plan is kept, so that its id is not given again
+            self.lowered_templates[key] = (lowered, plan)  # the plan is kept, so that no id is given again
         return self.lowered_templates[key][0]
 
     def number(self, index: int) -> int:
@@ -80,7 +81,7 @@ class StageContext:
 
     def _gradient_steps(self, name: str) -> GradientSteps:
         """Contributions that all arrive alike are summed as they come, and reduced in the store."""
-        places = list(self.program.gradients_of(name))
+        places = self.program.gradient_places[name]
         specs = {self.templates[self.program.calls[c].template].param_grads[slot] for c, slot in places}
         target = self.stage.parameters[name].optimizer
         first = next(iter(specs))

@@ -6,13 +6,14 @@ them is direct: every rank of the target is sent the pieces it needs by ranks of
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, parse_row
 from autopar.ir.lowered import LoweredProgram, LoweredStage, Transfer
 from autopar.ir.program import Program
+from autopar.passes.lower.alike import like_stage, stage_kind
 from autopar.passes.lower.cut import cut, shared_parameters
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.price.pricer import Pricers
@@ -28,17 +29,39 @@ def lower(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> Lo
             f"this plan is for another model (plan {plan.program}, model {program.fingerprint}): the model, its shapes "
             "or the example inputs changed; compile again without plan="
         )
-    ranges = [stage.calls for stage in plan.stages]
-    parts = cut(program, ranges)
+    parts, planned, shared = _cut(program, plan)
     graph = stage_graph(plan, parts)
     table = table_of(plan, graph, program.training)
     split = program.training and any(a.kind == "W" for row in table for a in row)
-    shared = shared_parameters(program, ranges) if len(ranges) > 1 else {}
     stages = tuple(
-        lower_stage(part, _shared_at_home(stage, shared), pricers, rules, plan.microbatches, split)
-        for part, stage in zip(parts, plan.stages, strict=True)
+        lower_stage(part, stage, pricers, rules, plan.microbatches, split)
+        for part, stage in zip(parts, planned, strict=True)
     )
     return LoweredProgram(stages, tuple(_transfers(stages)), shared, graph, table)
+
+
+def outline(
+    program: Program, plan: Plan, pricers: Pricers, rules: RuleBook, split: bool, kind: Callable[[str], Hashable]
+) -> LoweredProgram:
+    """The plan lowered as far as seconds and bytes need it: without a table, and stages that are alike share the functions of
+    the first of them, which name that one's parameters and calls. split: B and W apart. kind: of a parameter, by name.
+    """
+    parts, planned, shared = _cut(program, plan)
+    first_alike: dict[Hashable, LoweredStage] = {}
+    stages: list[LoweredStage] = []
+    for part, stage in zip(parts, planned, strict=True):
+        key = (stage_kind(part, stage, kind), id(pricers[stage.mesh]))
+        if key not in first_alike:
+            first_alike[key] = lower_stage(part, stage, pricers, rules, plan.microbatches, split)
+        stages.append(like_stage(first_alike[key], part, stage.mesh))
+    return LoweredProgram(tuple(stages), tuple(_transfers(tuple(stages))), shared, stage_graph(plan, parts), ())
+
+
+def _cut(program: Program, plan: Plan) -> tuple[tuple[Program, ...], list[StagePlan], dict[str, tuple[int, ...]]]:
+    """The stages' programs and plans, and the parameters and buffers that several of them hold."""
+    ranges = [stage.calls for stage in plan.stages]
+    shared = shared_parameters(program, ranges) if len(ranges) > 1 else {}
+    return cut(program, ranges), [_shared_at_home(stage, shared) for stage in plan.stages], shared
 
 
 def _shared_at_home(stage: StagePlan, shared: Collection[str]) -> StagePlan:
@@ -100,4 +123,4 @@ def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
     return transfers
 
 
-__all__ = ["lower", "stage_graph", "table_of"]
+__all__ = ["lower", "outline", "stage_graph", "table_of"]

@@ -31,6 +31,7 @@ class StoreBytes:
         compensated: bool = False,
     ) -> None:
         self.due = {n: p.contributions * microbatches for n, p in parameters.items() if p.contributions}
+        self.microbatches = microbatches
         self.steps = {n: p.reduce for n, p in parameters.items()}
         self.itemsize = {n: p.type.dtype.itemsize for n, p in parameters.items()}
         self.dims = {n: len(p.type.shape) for n, p in parameters.items()}
@@ -94,6 +95,11 @@ class StoreBytes:
                 owned = True
             self._route(name, wide, owned, self.steps[name])
         self.hold -= cast
+
+    def skip(self, microbatches: int) -> None:
+        """So many microbatches more, none of them the last, which add to sums that are there: what is held stays the same."""
+        for name, count in self._counts.items():
+            self._counts[name] = count + self.due[name] // self.microbatches * microbatches
 
     def flush(self) -> None:
         for key in list(self._buckets):

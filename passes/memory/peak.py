@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.actions import Action
+from autopar.ir.actions import Action, StageGraph, Table
 from autopar.ir.lowered import LoweredProgram, LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
@@ -21,6 +21,9 @@ from autopar.passes.memory.gradient_store import StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
+
+_REPLAYED = 3
+"""Microbatches that the gradient store is replayed over: from the second to the last but one they are alike."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,11 @@ def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
         stage.parameters, stage.mesh.sizes, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
     )
     order: list[dict[str, Moment]] = []
-    for microbatch in range(stage.microbatches):
-        last = microbatch == stage.microbatches - 1
+    replayed = min(stage.microbatches, _REPLAYED)
+    for microbatch in range(replayed):
+        last = microbatch == replayed - 1
+        if last:
+            store.skip(stage.microbatches - replayed)
         order.append({k: _moment(a, store, last and k == list(played)[-1]) for k, a in played.items()})
     store.top = store.hold
     store.finish()
@@ -106,21 +112,21 @@ def _moment(action: ActionBytes, store: StoreBytes, flush: bool = False) -> Mome
     )
 
 
-def group_peaks(lowered: LoweredProgram, stages: list[StageMemory]) -> tuple[float, ...]:
+def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -> tuple[float, ...]:
     """Largest bytes on a rank of every group over a step."""
     peaks = []
-    for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
+    for group, row in zip(graph.groups, table, strict=True):
         resting = sum(stages[s].resting_bytes for s in group)
         held: dict[tuple[int, int], float] = {}
         sums = dict.fromkeys(group, 0.0)
         moments = _moments(row, stages)
-        worst = 0.0
+        worst = waiting = 0.0
         for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
             key = (action.stage, action.microbatch)
-            others = sum(held.values()) - held.get(key, 0.0) + sum(sums.values())
+            others = waiting - held.get(key, 0.0)
             coming = moments[i + 1].received if i + 1 < len(moments) else 0.0  # posted an action ahead
-            worst = max(worst, others + moment.peak + coming)
-            held[key] = moment.after
+            worst = max(worst, others + sum(sums.values()) + moment.peak + coming)
+            held[key], waiting = moment.after, others + moment.after
             sums[action.stage] += moment.sums
         worst = max(
             worst, max((stages[s].step + sum(v for t, v in sums.items() if t != s) for s in group), default=0.0)
@@ -130,7 +136,7 @@ def group_peaks(lowered: LoweredProgram, stages: list[StageMemory]) -> tuple[flo
 
 
 def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
-    """What the largest peak of any group consists of, by kind; they add up to `max(group_peaks(lowered, stages))`.
+    """What the largest peak of any group consists of, by kind; they add up to the largest of `group_peaks`.
 
     "held for backward": what microbatches left behind that are waiting then; "gradients": with those that the action adds;
     "for a moment": what the action (or the optimizer's step) that makes the peak needs beside.
@@ -139,17 +145,17 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
     for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
         resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
         held: dict[tuple[int, int], float] = {}
-        summed, worst, split = 0.0, 0.0, (0.0, 0.0)
+        waiting, summed, worst, split = 0.0, 0.0, 0.0, (0.0, 0.0)
         moments = _moments(row, stages)
         for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
             key = (action.stage, action.microbatch)
-            others = sum(held.values()) - held.get(key, 0.0)
+            others = waiting - held.get(key, 0.0)
             coming = moments[i + 1].received if i + 1 < len(moments) else 0.0
             if others + summed + moment.peak + coming > worst:
                 own = min(held.get(key, moment.after), moment.peak)
                 grown = min(max(moment.sums, 0.0), moment.peak - own)
                 worst, split = others + summed + moment.peak + coming, (summed + grown, others + own)
-            held[key] = moment.after
+            held[key], waiting = moment.after, others + moment.after
             summed += moment.sums
         last = max(stages[s].step + summed - _sums(row, moments, s) for s in group)
         if last > worst:
@@ -169,7 +175,7 @@ def _sums(row: Sequence[Action], moments: list[Moment], stage: int) -> float:
     return sum(m.sums for action, m in zip(row, moments, strict=True) if action.stage == stage)
 
 
-def _moments(row: Sequence[Action], stages: list[StageMemory]) -> list[Moment]:
+def _moments(row: Sequence[Action], stages: Sequence[StageMemory]) -> list[Moment]:
     """What every action of a group does: a stage's first and last of a kind differ from those between."""
     left: dict[tuple[int, str], int] = {}
     for action in row:
@@ -185,24 +191,23 @@ def _moments(row: Sequence[Action], stages: list[StageMemory]) -> list[Moment]:
     return moments
 
 
-def tier_peaks(lowered: LoweredProgram, stages: list[StageMemory]) -> tuple[dict[str, float], ...]:
+def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -> tuple[dict[str, float], ...]:
     """Largest bytes in every memory tier on a rank of every group over a step."""
     peaks = []
-    for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
-        resting: dict[str, float] = {}
+    for group, row in zip(graph.groups, table, strict=True):
+        now: dict[str, float] = {}
         for s in group:
             for tier, kinds in stages[s].tiers.items():
-                resting[tier] = resting.get(tier, 0.0) + sum(kinds.values())
-        held: dict[tuple[int, int], dict[str, int]] = {}
-        gradients: dict[str, float] = {}
-        worst = dict(resting)
+                now[tier] = now.get(tier, 0.0) + sum(kinds.values())
+        resting, worst = dict(now), dict(now)
+        parked: dict[tuple[int, int], dict[str, int]] = {}
         for action, moment in zip(row, _moments(row, stages), strict=True):
-            held[action.stage, action.microbatch] = moment.parked
-            for tier, more in moment.sums_parked.items():
-                gradients[tier] = gradients.get(tier, 0.0) + more
-            for tier in {*gradients, *(t for parked in held.values() for t in parked)}:
-                now = resting.get(tier, 0.0) + sum(parked.get(tier, 0) for parked in held.values())
-                worst[tier] = max(worst.get(tier, 0.0), now + gradients.get(tier, 0.0))
+            before = parked.get((action.stage, action.microbatch), {})
+            parked[action.stage, action.microbatch] = moment.parked
+            for tier in {*before, *moment.parked, *moment.sums_parked}:
+                more = moment.parked.get(tier, 0) - before.get(tier, 0) + moment.sums_parked.get(tier, 0)
+                now[tier] = now.get(tier, 0.0) + more
+                worst[tier] = max(worst.get(tier, 0.0), now[tier])
         for tier in {t for s in group for t in stages[s].gradients}:
             ended = resting.get(tier, 0.0) + sum(stages[s].gradients.get(tier, 0) for s in group)
             worst[tier] = max(worst.get(tier, 0.0), ended)

@@ -7,6 +7,7 @@ them share their prices.
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -17,9 +18,9 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
-from autopar.passes.account.program import Account, account
+from autopar.passes.account.program import Account, account, stage_costs
 from autopar.passes.batch.microbatches import Captured, Microbatches
-from autopar.passes.lower import lower
+from autopar.passes.lower import lower, outline
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -86,8 +87,18 @@ class Task:
         """Seconds and bytes of a lowered plan."""
         return account(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
 
+    def stage_costs(self, plan: Plan, split: bool) -> Account:
+        """What the stages of a plan cost, whichever schedule they run under. split: B and W apart."""
+        lowered = outline(self.program, plan, self.pricers, self.rules, split, self.parameter_kind)
+        return stage_costs(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
+
+    def parameter_kind(self, name: str) -> Hashable:
+        """What is the same of parameters that cost the same under the same plan."""
+        parameter = self.program.parameters[name]
+        return parameter.type, parameter.trainable, self.setting.optimizer.kind(name)
+
     def finish(self, candidate: PricedPlan) -> PricedPlan:
-        """The candidate lowered and accounted for."""
+        """The candidate lowered and accounted for as a whole."""
         if candidate.lowered is not None:
             return candidate
         started = time.perf_counter()
@@ -98,7 +109,7 @@ class Task:
 
 
 RankedPlans = list[tuple[Task, PricedPlan]]
-"""Plans with the task that each is a plan of, best first; the first one is lowered."""
+"""Plans with the task that each is a plan of, best first."""
 
 
 def account_of(candidate: PricedPlan) -> Account:

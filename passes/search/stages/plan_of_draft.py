@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
-from autopar.passes.account.program import Account
+from autopar.passes.account.program import under
 from autopar.passes.lower.cut import cut
 from autopar.passes.search.stages.draft import Draft, Exact
 from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
+from autopar.passes.search.task import account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, StagePlan
 
@@ -44,7 +45,7 @@ class DraftInMemory:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A draft with the plan, lowered and within the limit, that it became."""
+    """A draft with the plan, accounted for and within the limit, that it became."""
 
     draft: Draft
     candidate: PricedPlan
@@ -96,7 +97,7 @@ def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> Dra
 
 
 def _planned(draft: Draft) -> PricedPlan | float:
-    """The draft as a lowered plan under its best schedule; or how full its fullest group is at least (over 1)."""
+    """The draft as a plan under its best schedule; or how full its fullest group is at least (over 1)."""
     task, pieces = draft.task, draft.solution.stages
     ranges = [(s.start, s.end) for s in pieces]
     offsets: dict[int, int] = {}
@@ -115,14 +116,13 @@ def _planned(draft: Draft) -> PricedPlan | float:
                 {n: whole.plan.parameters[n] for n in part.parameters},
             )
         )
-    first = "gpipe" if draft.chunks > 1 else "1f1b"
     plan = Plan(
         task.program.fingerprint,
         task.cluster.fingerprint(),
         task.cluster.size,
         tuple(stages),
         draft.microbatches,
-        first if task.program.training else "forward",
+        "forward",
         "solver",
     )
     return scheduled(plan, draft)
@@ -130,17 +130,15 @@ def _planned(draft: Draft) -> PricedPlan | float:
 
 def with_less_recompute(found: DraftPlan) -> DraftPlan:
     """The same plan and schedule with as little recomputed as fits (`recompute_levels`), where that is faster."""
-    draft, plan, lowered = found.draft, found.candidate.plan, found.candidate.lowered
+    draft, plan, counted = found.draft, found.candidate.plan, account_of(found.candidate)
     task = draft.task
-    assert lowered is not None
     if not any(t.recompute for stage in plan.stages for t in stage.templates.values()):
         return found
-
-    def account(changed: Plan) -> Account:
-        return task.account(task.lower(changed), changed)
-
-    result = fitted(task, plan, lowered.graph.groups, account)
+    split = any(action.kind == "W" for row in counted.table for action in row)
+    result = fitted(
+        task, plan, counted.graph.groups, lambda changed: under(task.stage_costs(changed, split), counted.table)
+    )
     if isinstance(result, float) or result[1].step_time_s >= found.cost_s:
         return found
-    candidate = candidate_under(plan.schedule, plan.table, result[0], draft)
+    candidate = candidate_under(result[0], draft, result[1])
     return found if isinstance(candidate, float) else DraftPlan(draft, candidate)

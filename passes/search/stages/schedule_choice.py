@@ -1,4 +1,4 @@
-"""The fastest schedule that fits: a plan with stages is lowered once with B and W apart, and every schedule is simulated."""
+"""The fastest schedule that fits: what the stages of a plan cost is found once, and every schedule is simulated."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from functools import partial
 
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, show_row
-from autopar.ir.lowered import LoweredProgram
-from autopar.passes.account.program import Account, step_seconds
-from autopar.passes.memory.peak import StageMemory, group_peaks, stage_memory
+from autopar.passes.account.program import Account, step_seconds, under
+from autopar.passes.memory.peak import StageMemory, group_peaks
 from autopar.passes.schedule import ActionCosts, MemoryRoom, build, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
@@ -24,50 +23,52 @@ _FASTER = 1e-3
 
 
 def scheduled(plan: Plan, draft: Draft) -> PricedPlan | float:
-    """The plan under the fastest schedule that fits, lowered; or how full its fullest group is at least (over 1)."""
+    """The plan under the fastest schedule that fits; or how full its fullest group is at least (over 1)."""
     task = draft.task
+    together = task.stage_costs(plan, False)
     if not task.program.training:
-        return candidate_under("forward", (), plan, draft)
-    together = task.lower(replace(plan, schedule="gpipe", table=_rows(plan, draft, "B")))
-    together_memory = [stage_memory(stage, task.setting) for stage in together.stages]
-    lowered = task.lower(replace(plan, schedule="gpipe", table=_rows(plan, draft, "BW")))
-    counted = task.account(lowered, plan)
-    result = fastest_schedule(draft, lowered, counted, together_memory)
+        return candidate_under(plan, draft, under(together, build("forward", together.graph, plan.microbatches)))
+    apart = task.stage_costs(plan, True)
+    result = fastest_schedule(draft, apart, [s.memory for s in together.stages], _limits(plan, draft, apart.graph))
     if isinstance(result, float):
         return result
     name, table = result
     written_out = schedule_row(name).timed or (draft.shape == "any" and draft.chunks > 1)
     rows = tuple(map(show_row, table)) if written_out else ()
-    return candidate_under(name, rows, plan, draft)
+    costs = apart if _splits(table) else together
+    return candidate_under(replace(plan, schedule=name, table=rows), draft, under(costs, table))
 
 
 def fastest_schedule(
-    draft: Draft, lowered: LoweredProgram, counted: Account, together_memory: list[StageMemory]
+    draft: Draft, apart: Account, together_memory: list[StageMemory], limits_bytes: list[float]
 ) -> tuple[str, Table] | float:
     """Name and table of the fastest schedule that fits; or how full the fullest group is at least (over 1).
 
-    lowered, counted: with B and W apart. together_memory: bytes of the stages with both in one action, as schedules that do
-    not split them have it.
+    apart: what the stages cost with B and W apart. together_memory: bytes of the stages with both in one action, as
+    schedules that do not split them have it. limits_bytes: what a rank of every group has.
     """
     task = draft.task
+    apart_memory = [s.memory for s in apart.stages]
     best: tuple[float, str, Table] | None = None
     least = math.inf
     for name in schedule_names(task, draft):
-        table = schedule_table(name, lowered, counted, task)
+        table = schedule_table(name, draft, apart, limits_bytes)
         if table is None:
             continue
-        split = any(action.kind == "W" for row in table for action in row)
-        peaks = group_peaks(
-            replace(lowered, table=table), [s.memory for s in counted.stages] if split else together_memory
-        )
-        fullest = max(p / limit for p, limit in zip(peaks, _limits(lowered, task), strict=True))
+        peaks = group_peaks(apart.graph, table, apart_memory if _splits(table) else together_memory)
+        fullest = max(p / limit for p, limit in zip(peaks, limits_bytes, strict=True))
         least = min(least, fullest)
         if fullest > 1:
             continue
-        seconds = step_seconds(counted, table)
+        seconds = step_seconds(apart, table)
         if best is None or seconds < best[0] * (1 - _FASTER):
             best = (seconds, name, table)
     return best[1:] if best is not None else least
+
+
+def _splits(table: Table) -> bool:
+    """Whether B and W are apart."""
+    return any(action.kind == "W" for row in table for action in row)
 
 
 def schedule_names(task: Task, draft: Draft) -> list[str]:
@@ -88,26 +89,26 @@ def schedule_names(task: Task, draft: Draft) -> list[str]:
     ]
 
 
-def schedule_table(name: str, lowered: LoweredProgram, counted: Account, task: Task) -> Table | None:
+def schedule_table(name: str, draft: Draft, apart: Account, limits_bytes: list[float]) -> Table | None:
     """The table of a named schedule for these stages; None where it cannot serve. Raises when the user asked for it."""
-    graph, M = lowered.graph, lowered.stages[0].microbatches
+    graph, M = apart.graph, draft.microbatches
     try:
         row = schedule_row(name)
         if max(map(len, graph.groups)) > 1 and row.stages[1] == 1:
             return grouped(partial(build, name), graph, M)
         if row.timed:
-            costs = ActionCosts(counted.seconds, counted.hand_over)
-            return build(name, graph, M, costs=costs, memory=_room(graph, counted, _limits(lowered, task)))
+            costs = ActionCosts(apart.seconds, apart.hand_over)
+            return build(name, graph, M, costs=costs, memory=_room(graph, apart, limits_bytes))
         return build(name, graph, M)
     except PlanError:
-        if name == task.options.schedule:
+        if name == draft.task.options.schedule:
             raise
         return None
 
 
-def _limits(lowered: LoweredProgram, task: Task) -> list[float]:
+def _limits(plan: Plan, draft: Draft, graph: StageGraph) -> list[float]:
     """Bytes that a rank of every group has."""
-    return [task.limit_at(lowered.stages[stages[0]].mesh.offset) for stages in lowered.graph.groups]
+    return [draft.task.limit_at(plan.stages[stages[0]].mesh.offset) for stages in graph.groups]
 
 
 def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoom:
@@ -122,24 +123,9 @@ def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoo
     return MemoryRoom(tuple(bound), after_F, after_B)
 
 
-def _rows(plan: Plan, draft: Draft, backward: str) -> tuple[str, ...]:
-    """A table to lower for. backward: "B", or "BW", so that lowering takes B and W apart."""
-    rows = []
-    for stages in sorted(draft.solution.groups):
-        ms = range(plan.microbatches)
-        words = [f"F{m}.{s}" for s in stages for m in ms]
-        words += [f"{kind}{m}.{s}" for s in reversed(stages) for m in ms for kind in backward]
-        rows.append(" ".join(words))
-    return tuple(rows)
-
-
-def candidate_under(schedule: str, rows: tuple[str, ...], plan: Plan, draft: Draft) -> PricedPlan | float:
-    """The plan under a schedule, lowered; or how full its fullest group is (over 1). rows: the action table, where it does
-    not follow from the schedule's name."""
-    task, plan = draft.task, replace(plan, schedule=schedule, table=rows)
-    lowered = task.lower(plan)
-    counted = task.account(lowered, plan)
-    fullest = max(p / limit for p, limit in zip(counted.peaks, _limits(lowered, task), strict=True))
+def candidate_under(plan: Plan, draft: Draft, counted: Account) -> PricedPlan | float:
+    """The plan with its account; or how full its fullest group is (over 1)."""
+    fullest = max(p / limit for p, limit in zip(counted.peaks, _limits(plan, draft, counted.graph), strict=True))
     if fullest > 1:
         return fullest
     solutions = [part.solution for part in draft.submesh_plans]
@@ -149,4 +135,4 @@ def candidate_under(schedule: str, rows: tuple[str, ...], plan: Plan, draft: Dra
     gap = max(s.gap for s in solutions)
     method = "branch placement" if draft.shape == "any" else "stage DP"
     solution = Solution((), cost, counted.peak_bytes, cost * (1 - gap), method, before, after)
-    return PricedPlan(replace(plan, predicted={"step_time_s": cost}), solution, lowered, counted)
+    return PricedPlan(replace(plan, predicted={"step_time_s": cost}), solution, account=counted)

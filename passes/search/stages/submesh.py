@@ -15,9 +15,11 @@ import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.ir.schedules import InFlight, Schedule, one_at_a_time
 from autopar.ir.setting import Setting
-from autopar.passes.account.calls import Units, measure
+from autopar.passes.account.calls import Units, boundaries, measure
+from autopar.passes.lower.repeats import Shortened, shortened, whole
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.schedule import schedule_row, tried_by_default
 from autopar.passes.search.microbatches import TasksByCount
@@ -52,6 +54,7 @@ class SubmeshPlans:
         self.tasks = tasks
         self._plans: dict[tuple[int, Mesh, float, str], SubmeshPlan | None] = {}
         self._joints: dict[tuple[int, Mesh], tuple[Task, JointSearch]] = {}
+        self._shortened: dict[Program, Shortened] = {}
 
     @property
     def task(self) -> Task:
@@ -85,13 +88,19 @@ class SubmeshPlans:
             budget = share * groups * task.limit_at(mesh.offset)
             joint = self._joint(task, M, mesh, groups) if policy == "auto" else None
             solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, mesh, budget, groups, policy)
-            self._plans[key] = _measured(task, mesh, *solved) if solved is not None else None
+            self._plans[key] = _measured(task, self._short(task), mesh, *solved) if solved is not None else None
         return self._plans.get(key)
 
     def within(self, M: int, meshes: Iterable[Mesh], share: float, policy: str | None) -> list[SubmeshPlan]:
         """Plans on these submeshes within a share of the memory, where there are any."""
         plans = (self.on(M, mesh, share, self.task.cluster.size // mesh.size, policy) for mesh in meshes)
         return [plan for plan in plans if plan is not None]
+
+    def _short(self, task: Task) -> Shortened:
+        """The task's program with runs of equal layers cut short."""
+        if task.program not in self._shortened:
+            self._shortened[task.program] = shortened(task.program, task.parameter_kind)
+        return self._shortened[task.program]
 
     def _joint(self, task: Task, M: int, mesh: Mesh, groups: int) -> JointSearch:
         """Sharding and recompute of the whole program on one submesh; budgets that are asked in turn share its points."""
@@ -127,13 +136,14 @@ def _by_policy(task: Task, mesh: Mesh, budget: float, groups: int, policy: str) 
     return None if isinstance(result, Shortage) else (result.plan.stages[0], result.solution)
 
 
-def _measured(task: Task, mesh: Mesh, plan: StagePlan, solution: Solution) -> SubmeshPlan:
-    """The plan with what every call costs."""
-    lowered = lower_stage(
-        task.program, plan, task.pricers, task.rules, task.setting.microbatches, task.program.training
-    )
-    units = measure(task.program, lowered, plan, task.pricers[mesh], task.rules, task.setting)
-    return SubmeshPlan(mesh, plan, units, solution)
+def _measured(task: Task, short: Shortened, mesh: Mesh, plan: StagePlan, solution: Solution) -> SubmeshPlan:
+    """The plan with what every call costs. short: the task's program; what it leaves out costs what stands for it."""
+    if any(plan.parameters[name] != plan.parameters[other] for name, other in short.alike):
+        short = whole(task.program)
+    pricer, M = task.pricers[mesh], task.setting.microbatches
+    lowered = lower_stage(short.program, plan, task.pricers, task.rules, M, task.program.training)
+    units = measure(short.program, lowered, plan, pricer, task.rules, task.setting).at(short.stands_for)
+    return SubmeshPlan(mesh, plan, replace(units, boundary_s=boundaries(task.program, pricer)), solution)
 
 
 # --- other microbatch counts ------------------------------------------------------------------------------------------

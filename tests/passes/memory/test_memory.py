@@ -23,8 +23,7 @@ def random_pipeline(
 
 
 def under(program: autopar.Program, table: Table) -> tuple[float, ...]:
-    lowered = replace(program.lowered, table=table)
-    return group_peaks(lowered, [s.memory for s in program.account.stages])
+    return group_peaks(program.lowered.graph, table, [s.memory for s in program.account.stages])
 
 
 def test_more_microbatches_in_flight_hold_more() -> None:

@@ -185,7 +185,7 @@ def test_kinds_add_up_to_the_peak(options: dict[str, Any]) -> None:
     program = mlp(batch=64, **options)
     memory = [s.memory for s in program.account.stages]
     kinds = peak_kinds(program.lowered, memory)
-    assert sum(kinds.values()) == pytest.approx(max(group_peaks(program.lowered, memory)))
+    assert sum(kinds.values()) == pytest.approx(max(group_peaks(program.lowered.graph, program.lowered.table, memory)))
     assert min(kinds.values()) >= 0
 
 

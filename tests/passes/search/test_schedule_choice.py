@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from autopar.ir.actions import StageGraph
-from autopar.ir.lowered import LoweredProgram
 from autopar.options import Options
 from autopar.passes.account.program import Account, StageAccount
 from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
@@ -35,11 +34,9 @@ def draft(groups: int, limit: float, schedule: str = "auto", chunks: int = 1, sh
 def chosen(groups: int, limit: float, schedule: str = "auto") -> tuple[str, Any] | float:
     """What a chain of equal stages gets, whose F, B and W take a second each."""
     graph = StageGraph.chain(groups)
-    stage: Any = SimpleNamespace(mesh=SimpleNamespace(offset=0), microbatches=M)
-    lowered = LoweredProgram((stage,) * groups, (), {}, graph, ())
     counted = StageAccount(memory(True), {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, ())
     account = Account((counted,) * groups, (0.0,) * groups, 0.0, 0.0, (), graph, {})
-    return fastest_schedule(draft(groups, limit, schedule), lowered, account, [memory(False)] * groups)
+    return fastest_schedule(draft(groups, limit, schedule), account, [memory(False)] * groups, [limit] * groups)
 
 
 def test_in_any_memory_backward_is_split_to_fill_the_bubble() -> None:
@@ -57,8 +54,7 @@ def test_what_is_chosen_keeps_to_the_limit(limit: float) -> None:
     assert not isinstance(result, float)
     name, table = result
     split = any(action.kind == "W" for row in table for action in row)
-    lowered = LoweredProgram((), (), {}, StageGraph.chain(3), table)
-    assert max(group_peaks(lowered, [memory(split)] * 3)) <= limit
+    assert max(group_peaks(StageGraph.chain(3), table, [memory(split)] * 3)) <= limit
     assert name in ("1f1b", "zb-auto") if limit < 38 else name != "1f1b"
 
 

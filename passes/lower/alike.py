@@ -1,0 +1,72 @@
+"""Stages of a pipeline that are alike: the same calls under the same plan, of other parameters.
+
+The inner stages of a model with equal layers differ in names alone, so what one of them costs is what all of them cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+
+from autopar.ir.lowered import LoweredStage, Port
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program, ValueRef
+from autopar.plan import StagePlan
+
+
+def stage_kind(part: Program, plan: StagePlan, kind: Callable[[str], Hashable]) -> Hashable:
+    """All that the seconds and bytes of a stage follow from on one mesh. kind: of a parameter, beside how it is planned.
+
+    Plans of templates are told apart by their tables, which plans made from each other share.
+    """
+    parameters = {name: i for i, name in enumerate(part.parameters)}
+    buffers = {name: i for i, name in enumerate(part.buffers)}
+    boundary = part.boundary
+
+    def place(ref: ValueRef) -> Hashable:
+        return ref.kind, buffers[ref.name] if ref.kind == "buffer" else ref.index, ref.output
+
+    calls = tuple(
+        (call.template, call.early, tuple(parameters[p] for p in call.params), tuple(map(place, call.inputs)))
+        for call in part.calls
+    )
+    crossings: Hashable = ()
+    foreign: frozenset[str] = frozenset()
+    if boundary is not None:
+        sent = zip(boundary.sent, boundary.sent_values, strict=True)
+        received = tuple(crossing.gradient for crossing in boundary.received)
+        crossings = (received, tuple((crossing.gradient, place(ref)) for crossing, ref in sent))
+        foreign = boundary.foreign
+    templates = ((name, plan.templates[name]) for name in part.templates)
+    return (
+        calls,
+        tuple((id(t.strategies), id(t.specs), name, t.recompute, t.offload, t.offload_tier) for name, t in templates),
+        tuple((kind(name), plan.parameters[name], name in foreign) for name in part.parameters),
+        tuple(b.type for b in part.buffers.values()),
+        tuple((buffers[name], place(ref)) for name, ref in part.buffer_updates.items()),
+        (tuple(type_ for _, type_ in part.inputs), part.batch_dims),
+        (tuple(map(place, part.outputs)), part.loss is None),
+        crossings,
+    )
+
+
+def like_stage(stage: LoweredStage, part: Program, mesh: Mesh) -> LoweredStage:
+    """A lowered stage in the place of one that is like it: the same functions, other neighbours."""
+    boundary = part.boundary
+    if boundary is None:
+        return stage
+    received = [(c.name, c.source, c.gradient) for c in boundary.received]
+    sent = [(c.name, c.target, c.gradient) for c in boundary.sent]
+    return replace(
+        stage,
+        index=boundary.stage,
+        mesh=mesh,
+        received=_ports(stage.received, ((name, peer) for name, peer, _ in received)),
+        sent=_ports(stage.sent, ((name, peer) for name, peer, _ in sent)),
+        gradients_received=_ports(stage.gradients_received, ((f"d_{n}", peer) for n, peer, back in sent if back)),
+        gradients_sent=_ports(stage.gradients_sent, ((f"d_{n}", peer) for n, peer, back in received if back)),
+    )
+
+
+def _ports(ports: Sequence[Port], ends: Iterable[tuple[str, int]]) -> tuple[Port, ...]:
+    return tuple(replace(port, name=name, peer=peer) for port, (name, peer) in zip(ports, ends, strict=True))
