@@ -127,34 +127,47 @@ def test_programs_on_fitted_gpus_are_read_with_the_fitted_constants_and_others_w
     assert emitted_on(ClusterSpec.local(4)) is NEUTRAL
 
 
-LLAMA8B = TransformerShape(32, 4096, 32, 8, 14336, 128256, 8192, gated_mlp=True)
-GPT = TransformerShape(48, 6144, 64, 64, 24576, 51200, 2048, attention="materialised")
+LLAMA8B = TransformerShape(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192, gated_mlp=True
+)
+GPT = replace(
+    LLAMA8B,
+    layers=48,
+    hidden=6144,
+    heads=64,
+    kv_heads=64,
+    ffn=24576,
+    vocab=51200,
+    seq_len=2048,
+    gated_mlp=False,
+    attention="materialised",
+)
 EXPERTS = replace(LLAMA8B, experts=8, topk=2, seq_len=4096, mtp_layers=1)
 FULL_SHARDS = ParallelConfig(dp=16, tp=2, sequence_parallel=True, zero=3)
 STEPS: Mapping[str, tuple[TransformerShape, StepPlan, int, Software, float]] = {
-    "data parallel": (LLAMA8B, StepPlan(ParallelConfig(dp=32, zero=1), 1), 128, Software(), 1509.1967062622193),
-    "ZeRO-3": (LLAMA8B, StepPlan(FULL_SHARDS, 1, "selective"), 128, Software("fp8", "eager"), 1433.1270045739761),
-    "late": (LLAMA8B, StepPlan(ParallelConfig(dp=32), 1, "mlp"), 64, Software(late_reduction=True), 769.2692767467513),
+    "data parallel": (LLAMA8B, StepPlan(ParallelConfig(dp=32, zero=1), 1), 128, Software(), 3.1584199230794607),
+    "ZeRO-3": (LLAMA8B, StepPlan(FULL_SHARDS, 1, "selective"), 128, Software("fp8", "eager"), 3.9796400627433646),
+    "late": (LLAMA8B, StepPlan(ParallelConfig(dp=32), 1, "mlp"), 64, Software(late_reduction=True), 2.072145608062664),
     "pipeline": (
         GPT,
         StepPlan(ParallelConfig(dp=2, tp=4, pp=4, vpp=2, zero=1), 1, "full"),
         64,
         Software(),
-        464.21414418075256,
+        2.533210735082456,
     ),
     "zero bubble": (
         GPT,
         StepPlan(ParallelConfig(dp=4, pp=8), 2, "selective", "zb-h1"),
         128,
         Software(),
-        1066.5854928714418,
+        3.821443496984919,
     ),
     "experts": (
         EXPERTS,
         StepPlan(ParallelConfig(dp=16, pp=2, ep=8, zero=1), 1, "full"),
         256,
         Software(),
-        140.618740209052,
+        9.487209841063079,
     ),
 }
 
