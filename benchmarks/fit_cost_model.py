@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.cluster.device import EfficiencyCurve, device_preset, load_data, preset_key
 from autopar.costmodel.estimator.rows import estimate_row
-from autopar.costmodel.estimator.workload import StepConstants
+from autopar.costmodel.software import StepConstants
 
 ROOT = Path(__file__).resolve().parent.parent
 CURVES = ROOT / "autopar" / "cluster" / "data" / "efficiency.json"

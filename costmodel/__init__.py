@@ -4,7 +4,8 @@ from autopar.costmodel.estimator.inference import InferenceEstimate, estimate_in
 from autopar.costmodel.estimator.rows import estimate_row
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
-from autopar.costmodel.estimator.workload import Software, StepPlan
+from autopar.costmodel.estimator.workload import StepPlan
+from autopar.costmodel.software import Software
 
 __all__ = [
     "Estimate",

@@ -19,7 +19,8 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.search import SearchResult, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate
-from autopar.costmodel.estimator.workload import Software, StepPlan
+from autopar.costmodel.estimator.workload import StepPlan
+from autopar.costmodel.software import Software
 from autopar.errors import AutoparError, ConstraintError, InputError
 
 _LLAMA3: dict[str, Any] = {"kv_heads": 8, "vocab": 128256, "seq_len": 8192, "gated_mlp": True}

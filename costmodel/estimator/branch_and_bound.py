@@ -18,27 +18,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import log2
 from typing import Any, NamedTuple
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.estimator.layer import LayerCosts, layer_costs
+from autopar.costmodel.bill import (
+    CallSeconds,
+    call_seconds,
+    exposed_parameters_s,
+    group_seconds,
+    jitter_factor,
+    overlap_window,
+    stage_seconds,
+)
+from autopar.costmodel.estimator.layer import LayerBills, layer_bills
 from autopar.costmodel.estimator.memory import fullest_stage, layer_activation_bytes, stage_memory
 from autopar.costmodel.estimator.pipeline_time import (
     Layers,
-    busiest,
     chunk_layers,
-    group_seconds,
+    fullest,
+    groups_of,
     pipeline_s,
     send_s,
     simulated_rounds,
-    stage_seconds,
+    stage_bills,
 )
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, cluster_nodes, data_parallel_s, estimate
-from autopar.costmodel.estimator.workload import Software, StepPlan, Workload
+from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, cluster_nodes, estimate, parameter_traffic
+from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.software import Software
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,15 @@ class Timed:
 
     span_s: float
     busy: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ReadLayers:
+    """The bills of a model's layers and their seconds: of every kind of layer, dense first, and of the head."""
+
+    bills: LayerBills
+    kinds: tuple[CallSeconds, ...]
+    head: CallSeconds
 
 
 class Part(NamedTuple):
@@ -99,8 +117,8 @@ class BranchAndBound:
         self.software = software.canonical()
         self.device = cluster.slowest(self.software.precision)
         self.room = USABLE_SHARE * self.device.memory_bytes if room is None else room
-        self.jitter = (1 + self.software.constants.jitter * log2(cluster_nodes(cluster))) * (1 - 1e-12)
-        self.costs: dict[tuple[Any, ...], LayerCosts] = {}
+        self.jitter = jitter_factor(cluster_nodes(cluster), self.software) * (1 - 1e-12)
+        self.layers: dict[tuple[Any, ...], ReadLayers] = {}
         self.least = float("inf")
         self.opened = self.timed = self.short = 0
 
@@ -108,13 +126,15 @@ class BranchAndBound:
         """A part as the formulas take it; of open decisions the first."""
         return Workload(self.model, self.cluster, self.device, part.plan(), self.software, self.batch)
 
-    def layer_costs(self, part: Part) -> LayerCosts:
-        """The costs of the model's layers, remembered by what they depend on."""
+    def read_layers(self, part: Part) -> ReadLayers:
+        """The model's layers, remembered by what they depend on."""
         gathered = part.zero3 and part.recompute == "selective"
         key = (part.tp, part.cp, part.ep, part.expert_tp, part.sequence_parallel, part.b, part.recompute, gathered)
-        if key not in self.costs:
-            self.costs[key] = layer_costs(self.workload(part))
-        return self.costs[key]
+        if key not in self.layers:
+            bills = layer_bills(self.workload(part))
+            kinds = [call_seconds(call, self.software) for call in (bills.dense, bills.moe) if call is not None]
+            self.layers[key] = ReadLayers(bills, tuple(kinds), call_seconds(bills.head, self.software))
+        return self.layers[key]
 
     def step_s(self, span_s: float) -> float:
         """A step that has nothing else to do."""
@@ -122,11 +142,10 @@ class BranchAndBound:
 
     def layers_s(self, part: Part) -> tuple[float, float]:
         """Seconds of one microbatch: (all layers and the head, the cheapest layer)."""
-        costs, n_moe = self.layer_costs(part), self.model.moe_layers
-        one = costs.dense.total_s if costs.dense else 0.0
-        expert = costs.moe.total_s if costs.moe else 0.0
-        body = (self.model.layers - n_moe) * one + n_moe * expert
-        return body + costs.head.total_s, min(one or expert, expert or one)
+        read, n_moe = self.read_layers(part), self.model.moe_layers
+        seconds = [kind.total_s for kind in read.kinds]
+        body = (self.model.layers - n_moe) * seconds[0] + n_moe * seconds[-1]
+        return body + read.head.total_s, min(seconds)
 
     def start(self) -> Iterator[tuple[float, Part]]:
         """All sizes. One microbatch of a layer must fit, and the model's work is spread over the groups at best."""
@@ -179,9 +198,8 @@ class BranchAndBound:
         if self.leanest(part, least_layers(layers, pp, self.space.max_chunks)) > self.room:
             self.short += 1
             return
-        costs = self.layer_costs(part)
         whole, one = self.layers_s(part)
-        forward = min(c.F + c.exposed_forward for c in (costs.dense, costs.moe) if c is not None)
+        forward = min(kind.F for kind in self.read_layers(part).kinds)
         for name, vpp in pipelines(layers, pp, m, self.space):
             self.opened += 1
             chunks = chunk_layers(layers, pp, vpp or 1)
@@ -196,9 +214,11 @@ class BranchAndBound:
             self.short += 1
             return
         w = self.workload(part)
-        times, _ = stage_seconds(self.model, chunks, self.layer_costs(part))
+        times, _ = stage_seconds(stage_bills(self.model, chunks, self.read_layers(part).bills), self.software)
         span_s = span_bound_s(part.schedule, pp, w.microbatches, part.vpp or 1, times, send_s(w))
-        yield self.step_s(span_s), part._replace(timed=Timed(span_s, busiest(times, chunks)))
+        full, groups = fullest(chunks), groups_of(pp, len(chunks[0]))
+        busy = group_seconds(times, groups, "F")[full], group_seconds(times, groups, "BW")[full]
+        yield self.step_s(span_s), part._replace(timed=Timed(span_s, busy))
 
     def stored(self, part: Part, timed: Timed) -> Iterator[tuple[float, Part]]:
         """Chooses where optimizer, gradients and parameters lie: the fastest way that fits."""
@@ -207,7 +227,9 @@ class BranchAndBound:
         for storage in storages(dp * part.cp, self.space.zeros, part.zero3):
             child = part._replace(storage=storage)
             w = self.workload(child)
-            _, exposed = data_parallel_s(w, timed.busy, chunks)
+            m = w.microbatches
+            window = overlap_window(len(chunks[0]), len(chunks), m)
+            exposed = exposed_parameters_s(parameter_traffic(w, chunks), timed.busy, m, window, self.software)
             extra_s.append((exposed + adam_s(w, chunks), len(extra_s), child))
         self.opened += len(extra_s)
         for extra, _, child in sorted(extra_s, key=lambda way: way[:2]):
@@ -247,7 +269,7 @@ def span_bound_s(name: str, p: int, m: int, V: int, times: dict[tuple[int, str],
     weight gradient that is left. Zero-bubble schedules may have more left: there the slowest group's work counts."""
     if not simulated_rounds(name, p, m, V):
         return pipeline_s(name, p, m, V, times, comm_s)
-    work = group_seconds(times, p)
+    work = group_seconds(times, groups_of(p, V))
     if name.startswith("zb"):
         return m * max(work)
     best = before = after = 0.0

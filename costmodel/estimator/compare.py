@@ -19,7 +19,8 @@ from autopar.costmodel.estimator.search import EstimatedPlan, reason, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import PLAIN, Space
 from autopar.costmodel.estimator.step import USABLE_SHARE, estimate_workload
-from autopar.costmodel.estimator.workload import Software, Workload
+from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.software import Software
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_bytes
+from autopar.costmodel.bill import call_seconds
 from autopar.costmodel.collective import strided_time_s
-from autopar.costmodel.estimator.layer import head_cost, layer_cost
+from autopar.costmodel.estimator.layer import head_bill, layer_bill
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import USABLE_SHARE
-from autopar.costmodel.estimator.workload import Software, StepPlan, Workload
+from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.software import Software
 
 KERNELS_PER_LAYER = 12
 """Kernels that a fused layer launches when it decodes one token."""
@@ -55,14 +57,13 @@ def estimate_inference(
     forward = 0.0
     for moe, count in ((False, model.layers - model.moe_layers), (True, model.moe_layers)):
         if count:
-            cost = layer_cost(work, moe)
-            forward += count * (cost.F + cost.exposed_forward)
+            forward += count * call_seconds(layer_bill(work, moe), work.software).F
     hop = (
         strided_time_s(cluster, "p2p", 2 * batch * prompt * model.hidden / p.tp, p.tp * p.cp * p.dp, 2)
         if p.pp > 1
         else 0.0
     )
-    prefill = forward + head_cost(work).F * batch / work.tokens + (p.pp - 1) * hop
+    prefill = forward + head_bill(work).F.computed_s * batch / work.tokens + (p.pp - 1) * hop
     expert_weights = model.moe_layers * model.experts / p.ep * model.mlp_params(model.expert_ffn) / p.expert_tp
     dense_weights = (model.params - model.moe_layers * model.experts * model.mlp_params(model.expert_ffn)) / p.tp
     weights = dtype_bytes(precision) * (dense_weights + expert_weights) / p.pp

@@ -1,4 +1,4 @@
-"""Seconds of one transformer layer, of the head, and of their communication, on one rank for one microbatch.
+"""The bill of one transformer layer, and of the head, on one rank for one microbatch (`costmodel/bill.py`).
 
 Forward F, backward of the inputs B and of the weights W are sums over the layer's operations at their local shapes:
 matrix products (the same shape penalty holds for the product, its dx and its dw), attention, and passes over
@@ -6,7 +6,7 @@ activations in memory. With T tokens on a rank, h hidden, q and kv head widths, 
 
     products   T x (q+2kv)/t x h,  T x h x q/t,  T x 2f/t x h (gated),  T x h x f/t
     attention  2 T keys (q+v)/t forward, 2.5 times that backward (flash)
-    passes     bytes of norms, residuals, activations and dropout; `fused_passes` or `eager_passes` times the least
+    passes     the least bytes of norms, residuals, activations and dropout
 
 Communication follows Korthikanti et al.: with sequence parallelism all-gather + reduce-scatter around each block,
 otherwise all-reduce; of it the share `tp_exposed` is not hidden behind the products. Likewise cp, ep.
@@ -14,69 +14,51 @@ otherwise all-reduce; of it the share `tp_exposed` is not hidden behind the prod
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec
+from autopar.costmodel.bill import CallBill, Purpose, Work
 from autopar.costmodel.collective import strided_shape, strided_time_s
 from autopar.costmodel.compute import attention_share, matmul_time_s
 from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 
 
 @dataclass
-class Cost:
-    """Seconds: forward, backward of inputs, backward of weights, recomputed forward; communication by kind.
-
-    comm[kind] = (seconds in forward, seconds in backward); exposed likewise, already multiplied by its share.
-    """
+class Seconds:
+    """Seconds of what is computed: forward, backward of inputs, backward of weights."""
 
     F: float = 0.0
     B: float = 0.0
     W: float = 0.0
-    again: float = 0.0
-    comm: dict[str, tuple[float, float]] = field(default_factory=dict)
-    exposed: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def add_comm(self, kind: str, forward: float, backward: float, share: float) -> None:
-        """Adds communication of which `share` is exposed."""
-        f, b = self.comm.get(kind, (0.0, 0.0))
-        self.comm[kind] = (f + forward, b + backward)
-        f, b = self.exposed.get(kind, (0.0, 0.0))
-        self.exposed[kind] = (f + forward * share, b + backward * share)
-
-    @property
-    def total_s(self) -> float:
-        """One microbatch's forward and backward, exposed communication included."""
-        return self.F + self.B + self.W + self.again + self.exposed_forward + self.exposed_backward
-
-    @property
-    def exposed_forward(self) -> float:
-        """Exposed seconds of a forward."""
-        return sum(f for f, _ in self.exposed.values())
-
-    @property
-    def exposed_backward(self) -> float:
-        """Exposed seconds of a backward."""
-        return sum(b for _, b in self.exposed.values())
 
 
 @dataclass(frozen=True)
-class LayerCosts:
-    """What a model is made of: a dense layer and one with experts (None where it has none), and the head."""
+class LayerBills:
+    """What a model is made of: a dense layer and one with experts (None where it has none), the head, and the layer with
+    experts that predicts a further token, whose messages and recomputation are left out."""
 
-    dense: Cost | None
-    moe: Cost | None
-    head: Cost
-
-
-def layer_costs(w: Workload) -> LayerCosts:
-    """The costs of every kind of layer that the model has."""
-    dense = layer_cost(w, False) if w.model.moe_layers < w.model.layers else None
-    return LayerCosts(dense, layer_cost(w, True) if w.model.experts else None, head_cost(w))
+    dense: CallBill | None
+    moe: CallBill | None
+    head: CallBill
+    further: CallBill | None
 
 
-def layer_cost(w: Workload, moe: bool) -> Cost:
+def layer_bills(w: Workload) -> LayerBills:
+    """The bills of every kind of layer that the model has."""
+    dense = layer_bill(w, False) if w.model.moe_layers < w.model.layers else None
+    moe = layer_bill(w, True) if w.model.experts else None
+    return LayerBills(dense, moe, head_bill(w), _further(w) if moe and w.model.mtp_layers else None)
+
+
+def _further(w: Workload) -> CallBill:
+    call = layer_bill(w.at(replace(w.plan, recompute="none")), True)
+    F, B, W = (replace(work, messages={}) for work in call.works)
+    return CallBill(F, B, W, call.host_s)
+
+
+def layer_bill(w: Workload, moe: bool) -> CallBill:
     """One layer. moe: with experts in place of the dense MLP."""
-    cost = Cost()
+    cost = Seconds()
     attention_matmuls(w, cost)
     core_F, core_B = attention_core(w)
     cost.F += core_F
@@ -88,48 +70,39 @@ def layer_cost(w: Workload, moe: bool) -> Cost:
         dense_mlp(w, cost, w.model.ffn, w.tokens)
     mlp_F = cost.F - mlp_F
     products_F = cost.F - core_F
-    passes_F, passes_B = memory_passes(w, moe)
-    cost.F += passes_F
-    cost.B += passes_B
-    communication(w, cost, moe)
+    passes = memory_passes(w, moe)
+    forward, backward = Work(cost.F) + passes, Work(cost.B) + times(passes, 1.5)
+    messages_F, messages_B = communication(w, moe)
     if w.plan.recompute == "full":
-        recompute_everything(cost)
+        backward += replace(forward, messages=messages_F)
     elif w.plan.recompute == "mlp":
-        cost.again = mlp_F + 0.5 * passes_F
+        backward += Work(mlp_F) + times(passes, 0.5)
     elif w.plan.recompute == "selective":
         if w.model.attention == "materialised":
-            cost.again = core_F
+            backward += Work(core_F)
         elif w.parallel.zero == 3:
-            cost.again = passes_F + 0.5 * products_F
+            backward += Work(0.5 * products_F) + passes
         else:
-            cost.again = 0.5 * passes_F + (0.1 * mlp_F if moe else 0.0)
-    stretch_to_host_time(w, cost, moe)
-    return cost
+            backward += Work(0.1 * mlp_F if moe else 0.0) + times(passes, 0.5)
+    forward += Work(messages=messages_F)
+    return CallBill(forward, backward + Work(messages=messages_B), Work(cost.W), host_s(w, moe))
 
 
-def recompute_everything(cost: Cost) -> None:
-    """The backward runs the forward again, its communication included."""
-    cost.again = cost.F
-    for kind in ("tp", "cp", "ep"):
-        if kind in cost.comm:
-            (f, b), (ef, eb) = cost.comm[kind], cost.exposed[kind]
-            cost.comm[kind], cost.exposed[kind] = (f, b + f), (ef, eb + ef)
+def times(passes: Work, factor: float) -> Work:
+    """So many times the passes."""
+    return Work(factor * passes.computed_s, factor * passes.fused_s, factor * passes.apart_s)
 
 
-def stretch_to_host_time(w: Workload, cost: Cost, moe: bool) -> None:
-    """A layer takes no less than the host needs to launch it."""
+def host_s(w: Workload, moe: bool) -> float:
+    """Seconds that the host needs to launch a layer."""
     c = w.software.constants
     host = c.moe_host_s + c.expert_host_s * w.model.experts / w.parallel.ep if moe else c.dense_host_s
-    host *= 4 / 3 if w.plan.recompute == "full" else 1
-    busy = cost.F + cost.B + cost.W + cost.again
-    if busy < host:
-        stretch = host / busy
-        cost.F, cost.B, cost.W, cost.again = (x * stretch for x in (cost.F, cost.B, cost.W, cost.again))
+    return host * (4 / 3 if w.plan.recompute == "full" else 1)
 
 
 def product(
     w: Workload,
-    cost: Cost,
+    cost: Seconds,
     shape: tuple[float, float, float],
     *,
     precision: str | None = None,
@@ -153,7 +126,7 @@ def product(
         cost.B += 4 * m * n * per_byte
 
 
-def attention_matmuls(w: Workload, cost: Cost) -> None:
+def attention_matmuls(w: Workload, cost: Seconds) -> None:
     """The projections around attention."""
     m, t, T = w.model, w.parallel.tp, w.tokens
     if m.mla:
@@ -187,14 +160,14 @@ def attention_core(w: Workload) -> tuple[float, float]:
     return forward, 2.5 * forward
 
 
-def dense_mlp(w: Workload, cost: Cost, width: float, tokens: float) -> None:
+def dense_mlp(w: Workload, cost: Seconds, width: float, tokens: float) -> None:
     """Up (and gate) and down."""
     up = 2 if w.model.gated_mlp else 1
     product(w, cost, (tokens, up * width / w.parallel.tp, w.model.hidden))
     product(w, cost, (tokens, w.model.hidden, width / w.parallel.tp))
 
 
-def moe_mlp(w: Workload, cost: Cost) -> None:
+def moe_mlp(w: Workload, cost: Seconds) -> None:
     """Router, grouped expert products (balanced routing), shared experts."""
     m, p = w.model, w.parallel
     tokens = w.tokens / (p.tp if p.expert_tp == 1 else 1)
@@ -210,44 +183,51 @@ def moe_mlp(w: Workload, cost: Cost) -> None:
         dense_mlp(w, cost, m.shared_experts * m.expert_ffn, w.tokens)
 
 
-def memory_passes(w: Workload, moe: bool) -> tuple[float, float]:
-    """Seconds of norms, residuals, rotary or bias, activation, dropout: least bytes times the kernels' factor.
+def memory_passes(w: Workload, moe: bool) -> Work:
+    """Passes of norms, residuals, rotary or bias, activation, dropout in forward; backward moves half as much again.
 
-    Forward per token, in 16 bits: 20 h (two norms, two residual additions), 4 (q + kv) (rotary), 2 (up + 1) f
-    (activation). Backward moves half as much again.
+    The least bytes per token, in 16 bits: 20 h (two norms, two residual additions), 4 (q + kv) (rotary), 2 (up + 1) f
+    (activation). Routed tokens are moved `permute_passes` times whatever the kernels.
     """
-    m, p = w.model, w.parallel
-    factor = w.software.constants.eager_passes if w.eager else w.software.constants.fused_passes
+    m, p, c = w.model, w.parallel, w.software.constants
     up = 2 if m.gated_mlp else 1
     width = (m.topk + m.shared_experts) * m.expert_ffn if moe else m.ffn
     per_token = 20 * m.hidden / w.sequence_split + (4 * (m.q_width + m.kv_width) + 2 * (up + 1) * width) / p.tp
-    nbytes = factor * w.tokens * per_token * w.width / 2
-    if moe:
-        nbytes += w.software.constants.permute_passes * w.width * w.tokens * m.topk * m.hidden / p.tp
-    forward = nbytes / w.memory_Bps
-    return forward, 1.5 * forward
+    least_s = w.tokens * per_token * w.width / 2 / w.memory_Bps
+    moved = c.permute_passes * w.width * w.tokens * m.topk * m.hidden / p.tp if moe else 0.0
+    return Work(moved / w.memory_Bps, least_s, c.eager_passes * least_s)
 
 
-def communication(w: Workload, cost: Cost, moe: bool) -> None:
-    """Adds tp, cp and ep communication of one layer."""
-    m, p, c, cluster = w.model, w.parallel, w.software.constants, w.cluster
+Messages = dict[Purpose, float]
+
+
+def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
+    """Seconds of tp, cp and ep messages of one layer: (forward, backward)."""
+    m, p, cluster = w.model, w.parallel, w.cluster
     activations = w.width * w.tokens * m.hidden
+    forward: Messages = {}
+    backward: Messages = {}
     if p.tp > 1:
         blocks = 1 if moe and p.expert_tp == 1 else 2
         if p.sequence_parallel:
             one = strided_time_s(cluster, "all_gather", activations, 1, p.tp)
-            cost.add_comm("tp", 2 * blocks * one, 3 * blocks * one, c.tp_exposed if w.software.overlap_tp else 1.0)
+            tp = Purpose("tp", "tp_exposed")
+            forward[tp], backward[tp] = 2 * blocks * one, 3 * blocks * one
         else:
             one = strided_time_s(cluster, "all_reduce", activations, 1, p.tp)
-            cost.add_comm("tp", blocks * one, blocks * one, 1.0)
+            forward[Purpose("tp")] = backward[Purpose("tp")] = blocks * one
     if p.cp > 1:
         kv = 2 * w.width * w.tokens * m.kv_width / p.tp * p.cp
         one = strided_time_s(cluster, "all_gather", kv, p.tp, p.cp)
-        cost.add_comm("cp", one, 2 * one, c.cp_exposed)
+        forward[CP], backward[CP] = one, 2 * one
     if moe and p.ep > 1:
         stride = p.tp if p.expert_tp > 1 or p.tp == 1 else 1
         one = dispatch_s(cluster, w.width * (w.tokens / p.tp) * m.hidden, m.topk, stride, p.ep)
-        cost.add_comm("ep", 2 * one, 2 * one, c.ep_exposed)
+        forward[EP], backward[EP] = 2 * one, 2 * one
+    return forward, backward
+
+
+CP, EP = Purpose("cp", "cp_exposed"), Purpose("ep", "ep_exposed")
 
 
 def dispatch_s(cluster: ClusterSpec, token_bytes: float, topk: int, stride: int, ep: int) -> float:
@@ -266,19 +246,22 @@ def dispatch_s(cluster: ClusterSpec, token_bytes: float, topk: int, stride: int,
     return slowest + latency
 
 
-def head_cost(w: Workload) -> Cost:
+def head_bill(w: Workload) -> CallBill:
     """Final norm, logits and loss: products in 16 bits, the softmax in fp32 (about 12 bytes a logit each way)."""
     m, p = w.model, w.parallel
-    cost = Cost()
+    cost = Seconds()
     product(w, cost, (w.tokens, m.vocab / p.tp, m.hidden), precision=w.wide)
     passes = 12 * w.tokens * m.vocab / p.tp / w.memory_Bps
-    cost.F += passes
-    cost.B += passes
+    messages_F: Messages = {}
+    messages_B: Messages = {}
     if p.tp > 1:
         kind = "all_gather" if p.sequence_parallel else "all_reduce"
         activations = w.width * w.tokens * m.hidden
         one = strided_time_s(w.cluster, kind, activations, 1, p.tp)
-        cost.add_comm("tp", one if p.sequence_parallel else 0.0, one, 1.0)
+        messages_F[HEAD], messages_B[HEAD] = one if p.sequence_parallel else 0.0, one
     heads = 1 + m.mtp_layers
-    cost.F, cost.B, cost.W = cost.F * heads, cost.B * heads, cost.W * heads
-    return cost
+    F, B = Work(heads * (cost.F + passes), messages=messages_F), Work(heads * (cost.B + passes), messages=messages_B)
+    return CallBill(F, B, Work(heads * cost.W))
+
+
+HEAD = Purpose("head")

@@ -1,4 +1,4 @@
-"""Seconds of a pipeline: what every stage takes for a microbatch, and how long the schedule takes for all of them.
+"""A pipeline: what every stage does for a microbatch, and how long the schedule takes for all of them.
 
 The pipeline is the event simulator on the schedule's action table. Once it is full every further microbatch adds the
 same period, so only the first rounds are simulated. The period is the slowest stage's work; in 1F1B, whose sends wait
@@ -10,8 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from autopar.costmodel import simulate
+from autopar.costmodel.bill import StageBill, group_seconds
 from autopar.costmodel.collective import strided_time_s
-from autopar.costmodel.estimator.layer import LayerCosts
+from autopar.costmodel.estimator.layer import LayerBills
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.costmodel.estimator.workload import Workload
@@ -53,7 +54,8 @@ def _network(order: str, p: int, m: int, V: int) -> simulate.Network:
 
 def pipeline_s(name: str, p: int, m: int, V: int, seconds: simulate.Durations, comm_s: float) -> float:
     """Seconds of one step's pipeline of p groups with V stages each. seconds: of (stage, kind); stage s is on group s % p."""
-    work = group_seconds(seconds, p)
+    groups = groups_of(p, V)
+    work = group_seconds(seconds, groups)
     slowest = max(work)
     if p == 1:
         return m * slowest
@@ -64,7 +66,7 @@ def pipeline_s(name: str, p: int, m: int, V: int, seconds: simulate.Durations, c
     period = slowest + (2 * comm_s * (p - 1) / p if row.sends_wait else 0.0)
     if part:
         return simulate.longest_s(_network(row.order, p, part, V), seconds, comm_s) + (m - part) * period
-    saved = row.W_saved * min(group_seconds(seconds, p, "W")) * (p - 1)
+    saved = row.W_saved * min(group_seconds(seconds, groups, "W")) * (p - 1)
     fill = (sum(work) - slowest) / V + 2 * (p - 1) * comm_s - saved
     return slowest * min(m, p) + max(0, m - p) * period + max(0.0, fill)
 
@@ -78,54 +80,31 @@ def simulated_rounds(name: str, p: int, m: int, V: int) -> int:
     return part if 2 * p * V * part <= SIMULATED_ACTIONS else 0
 
 
-def group_seconds(seconds: simulate.Durations, p: int, kinds: str = "FBW") -> list[float]:
-    """Seconds of one microbatch's actions on every group."""
-    work = [0.0] * p
-    for (stage, kind), time_s in seconds.items():
-        if kind in kinds:
-            work[stage % p] += time_s
-    return work
+def groups_of(p: int, V: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of every group: stage s is on group s % p."""
+    return tuple(tuple(range(i, p * V, p)) for i in range(p))
 
 
-def busiest(seconds: simulate.Durations, layers: Layers) -> tuple[float, float]:
-    """(forward, backward) seconds of one microbatch on the group with most layers."""
-    group = max(range(len(layers)), key=lambda i: sum(layers[i]))
-    return group_seconds(seconds, len(layers), "F")[group], group_seconds(seconds, len(layers), "BW")[group]
+def fullest(layers: Layers) -> int:
+    """The group with most layers."""
+    return max(range(len(layers)), key=lambda i: sum(layers[i]))
 
 
-def stage_seconds(
-    model: TransformerShape, layers: Layers, costs: LayerCosts
-) -> tuple[dict[tuple[int, str], float], list[float]]:
-    """Seconds of every (stage, kind), exposed communication included; and that communication per group."""
+def stage_bills(model: TransformerShape, layers: Layers, bills: LayerBills) -> list[StageBill]:
+    """The calls of every stage."""
     p, V = len(layers), len(layers[0])
-    seconds: dict[tuple[int, str], float] = {}
-    exposed = [0.0] * p
     dense_left = model.layers - model.moe_layers
-    moe, head = costs.moe, costs.head
-    one = [
-        (c.F + c.exposed_forward, c.B + c.again + c.exposed_backward, c.W, c.exposed_forward + c.exposed_backward)
-        if c is not None
-        else (0.0, 0.0, 0.0, 0.0)
-        for c in (costs.dense, moe)
-    ]
+    stages = []
     for ch in range(V):
         for i in range(p):
             n = layers[i][ch]
-            n_dense = min(n, dense_left) if moe else n
+            n_dense = min(n, dense_left) if bills.moe else n
             dense_left -= n_dense
-            F = B = W = 0.0
-            for (cost_F, cost_B, cost_W, cost_exposed), count in zip(one, (n_dense, n - n_dense), strict=True):
-                F, B, W = F + count * cost_F, B + count * cost_B, W + count * cost_W
-                exposed[i] += count * cost_exposed
+            calls = [(bills.dense, n_dense), (bills.moe, n - n_dense)]
             if i == p - 1 and ch == V - 1:
-                F += head.F + head.exposed_forward
-                B += head.B + head.exposed_backward
-                W += head.W
-                if moe is not None and model.mtp_layers:
-                    F, B, W = F + model.mtp_layers * moe.F, B + model.mtp_layers * moe.B, W + model.mtp_layers * moe.W
-            s = ch * p + i
-            seconds[s, "F"], seconds[s, "B"], seconds[s, "W"] = F, B, W
-    return seconds, exposed
+                calls += [(bills.head, 1), (bills.further, model.mtp_layers)]
+            stages.append(StageBill(tuple((call, count) for call, count in calls if call is not None and count)))
+    return stages
 
 
 def send_s(w: Workload) -> float:

@@ -19,7 +19,8 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, device_preset
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.step import Estimate, estimate_workload
-from autopar.costmodel.estimator.workload import Software, StepConstants, StepPlan, Workload, default_constants
+from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.software import Software, StepConstants, default_constants
 from autopar.errors import InputError
 
 _PRECISION = {

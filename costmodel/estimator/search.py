@@ -17,7 +17,8 @@ from autopar.costmodel.estimator.branch_and_bound import BranchAndBound, Part
 from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.costmodel.estimator.space import Space
 from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate
-from autopar.costmodel.estimator.workload import Software, StepPlan
+from autopar.costmodel.estimator.workload import StepPlan
+from autopar.costmodel.software import Software
 from autopar.errors import InfeasibleError
 
 

@@ -1,32 +1,29 @@
-"""One training step of a transformer under a plan: seconds and bytes, by putting the parts together.
-
-    step = pipeline(F, B, W per stage and microbatch) + exposed data-parallel communication + optimizer + offload,
-
-times a small loss per doubling of nodes.
-"""
+"""One training step of a transformer under a plan: its bill by closed formulas, read (`costmodel/bill.py`), and its bytes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import log2
 from typing import Any
 
 from autopar.cluster import ClusterSpec
+from autopar.costmodel.bill import Bill, ParameterTraffic, StepSeconds, group_seconds, stage_seconds, step_seconds
 from autopar.costmodel.collective import strided_time_s
-from autopar.costmodel.estimator.layer import LayerCosts, layer_costs
+from autopar.costmodel.estimator.layer import HEAD, LayerBills, layer_bills
 from autopar.costmodel.estimator.memory import Memory, fullest_stage, stage_params
 from autopar.costmodel.estimator.pipeline_time import (
     Layers,
-    busiest,
     chunk_layers,
-    group_seconds,
+    fullest,
+    groups_of,
     pipeline_s,
     send_s,
-    stage_seconds,
+    stage_bills,
 )
 from autopar.costmodel.estimator.schedules import microbatches_held, schedule_name
 from autopar.costmodel.estimator.shape import TransformerShape
-from autopar.costmodel.estimator.workload import Software, StepPlan, Workload
+from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.simulate import Durations
+from autopar.costmodel.software import Software
 
 
 @dataclass(frozen=True)
@@ -56,24 +53,6 @@ USABLE_SHARE = 0.96
 """Share of the device's memory that a process can have before it runs out."""
 
 
-@dataclass(frozen=True)
-class StepSeconds:
-    """What a step's seconds are spent on.
-
-    span: the pipeline. work: the slowest group's actions for one microbatch; layer_exposed: how much of them is exposed
-    communication. send: from a stage to the next, one microbatch. dp, dp_exposed: data-parallel communication.
-    """
-
-    span: float
-    work: float
-    layer_exposed: float
-    send: float
-    dp: float
-    dp_exposed: float
-    optimizer: float
-    offload: float
-
-
 def estimate(
     model: TransformerShape,
     cluster: ClusterSpec,
@@ -101,43 +80,48 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
     w = w.at(replace(plan, schedule=schedule_name(plan.schedule, plan.parallel.vpp)))
     p, m = w.parallel, w.microbatches
     layers = chunk_layers(model.layers, p.pp, p.V)
-    costs = layer_costs(w)
-    seconds, exposed = stage_seconds(model, layers, costs)
-    sent_s, work = send_s(w), max(group_seconds(seconds, p.pp))
-    dp_total, dp_exposed = data_parallel_s(w, busiest(seconds, layers), layers)
+    bills = layer_bills(w)
+    bill = workload_bill(w, layers, bills)
+    seconds, _ = stage_seconds(bill.stages, w.software)
+    work = max(group_seconds(seconds, bill.groups))
     memory, offload_s = offloaded(w, fullest_stage(w, layers), layers, work)
-    t = StepSeconds(
-        span=pipeline_s(w.plan.schedule, p.pp, m, p.V, seconds, sent_s),
-        work=work,
-        layer_exposed=max(exposed),
-        send=sent_s,
-        dp=dp_total,
-        dp_exposed=dp_exposed,
-        optimizer=adam_s(w, layers),
-        offload=offload_s,
-    )
-    constants = w.software.constants
-    jitter = 1 + constants.jitter * log2(cluster_nodes(cluster))
-    step = (t.span + t.dp_exposed + t.optimizer + t.offload + constants.step_overhead_s) * jitter
+    once = replace(bill.stages[fullest(layers)], rest_s=offload_s)
+    stages = tuple(once if s == fullest(layers) else stage for s, stage in enumerate(bill.stages))
+    read = step_seconds(replace(bill, stages=stages), w.software)
+    step = read.step_s
+    layer_exposed = m * max(sum(s for what, s in group.items() if what != HEAD.what) for group in read.exposed_s)
     tokens = w.batch * model.seq_len
     return Estimate(
         step_time_s=step,
         tokens_per_s_per_device=tokens / step / cluster.size,
         mfu=model.flops_per_token() * tokens / step / cluster.size / peak_flops,
         memory_bytes=memory.to_dict(),
-        comm=communication_by_kind(w, costs, t, m * max(map(sum, layers)), step),
-        bubble_fraction=max(0.0, 1 - m * t.work / t.span),
+        comm=communication_by_kind(w, bills, once.parameters.total_s(m), read, m * max(map(sum, layers))),
+        bubble_fraction=max(0.0, 1 - m * work / read.span_s),
         fits=memory.reserved <= USABLE_SHARE * w.device.memory_bytes,
         breakdown={
-            "compute": m * t.work - m * t.layer_exposed,
-            "exposed_layer_comm": m * t.layer_exposed,
-            "bubble": t.span - m * t.work,
-            "exposed_dp": t.dp_exposed,
-            "optimizer": t.optimizer,
-            "offload": t.offload,
-            "overhead": step - t.span - t.dp_exposed - t.optimizer - t.offload,
+            "compute": m * work - layer_exposed,
+            "exposed_layer_comm": layer_exposed,
+            "bubble": read.span_s - m * work,
+            "exposed_dp": read.parameters_s,
+            "optimizer": read.optimizer_s,
+            "offload": read.rest_s,
+            "overhead": read.overhead_s,
         },
     )
+
+
+def workload_bill(w: Workload, layers: Layers, bills: LayerBills) -> Bill:
+    """What a step does. Parameters are counted on the fullest group: it is the slowest to send and to update them."""
+    p, m = w.parallel, w.microbatches
+    stages = stage_bills(w.model, layers, bills)
+    full = fullest(layers)
+    stages[full] = replace(stages[full], parameters=parameter_traffic(w, layers), optimizer_s=adam_s(w, layers))
+
+    def pipeline(seconds: Durations) -> float:
+        return pipeline_s(w.plan.schedule, p.pp, m, p.V, seconds, send_s(w))
+
+    return Bill(tuple(stages), groups_of(p.pp, p.V), m, pipeline, cluster_nodes(w.cluster))
 
 
 def cluster_nodes(cluster: ClusterSpec) -> float:
@@ -146,21 +130,24 @@ def cluster_nodes(cluster: ClusterSpec) -> float:
 
 
 def communication_by_kind(
-    w: Workload, costs: LayerCosts, t: StepSeconds, layer_runs: int, step_s: float
+    w: Workload, bills: LayerBills, dp_s: float, read: StepSeconds, layer_runs: int
 ) -> dict[str, dict[str, float]]:
-    """`Estimate.comm`. layer_runs: how often a step runs a layer on the fullest group."""
+    """`Estimate.comm`. dp_s: seconds of parameters' messages alone. layer_runs: how often a step runs a layer on the
+    fullest group."""
     p, m = w.parallel, w.microbatches
     seconds: dict[str, tuple[float, float]] = {}
-    layer = costs.moe or costs.dense or costs.head
-    for kind in ("tp", "cp", "ep"):
-        if kind in layer.comm:
-            seconds[kind] = layer_runs * sum(layer.comm[kind]), layer_runs * sum(layer.exposed[kind])
+    for work in (bills.moe or bills.dense or bills.head).works:
+        for purpose, alone_s in work.messages.items():
+            total, exposed = seconds.get(purpose.what, (0.0, 0.0))
+            share = w.software.exposed_share(purpose.overlap)
+            seconds[purpose.what] = total + layer_runs * alone_s, exposed + layer_runs * share * alone_s
     if p.pp > 1:
-        seconds["pp"] = 2 * m * p.V * t.send, 2 * (p.pp - 1) * t.send
+        sent_s = send_s(w)
+        seconds["pp"] = 2 * m * p.V * sent_s, 2 * (p.pp - 1) * sent_s
     if p.data_ranks > 1:
-        seconds["dp"] = t.dp, t.dp_exposed
+        seconds["dp"] = dp_s, read.parameters_s
     return {
-        kind: {"total_s": total, "exposed_s": exposed, "exposed_share": exposed / step_s}
+        kind: {"total_s": total, "exposed_s": exposed, "exposed_share": exposed / read.step_s}
         for kind, (total, exposed) in seconds.items()
     }
 
@@ -184,19 +171,16 @@ def _fullest_params(w: Workload, layers: Layers) -> tuple[float, float]:
     return stage_params(w, max(map(sum, layers)), embeddings)
 
 
-def data_parallel_s(w: Workload, busy: tuple[float, float], layers: Layers) -> tuple[float, float]:
-    """(total, exposed) seconds of gradient reduction and parameter gathering in one step. busy: from `busiest`.
+def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
+    """Gradient reduction and parameter gathering of the fullest stage.
 
-    ZeRO-3 gathers parameters in every forward and backward and reduces gradients in every backward, each hidden behind
-    that microbatch's compute; ZeRO-0..2 communicate once, hidden behind the first forward and the last backward; with V
-    chunks a chunk's gradients are done while up to p microbatches of the other chunks remain. Nothing is hidden when
-    the framework reduces late.
+    ZeRO-3 gathers parameters in every forward and backward and reduces gradients in every backward; ZeRO-0..2 communicate
+    once a step.
     """
-    p, c, cluster, m = w.parallel, w.software.constants, w.cluster, w.microbatches
-    grad_bytes, late = w.software.reduce_bytes, w.software.late_reduction
+    p, cluster = w.parallel, w.cluster
+    grad_bytes = w.software.reduce_bytes
     if p.data_ranks == 1:
-        return 0.0, 0.0
-    F, BW = busy
+        return ParameterTraffic()
     shared, experts = _fullest_params(w, layers)
     gather = reduce = 0.0
     for params, count, stride in ((shared, p.data_ranks, p.tp), (experts, p.expert_data_ranks, p.ep * p.expert_tp)):
@@ -211,18 +195,8 @@ def data_parallel_s(w: Workload, busy: tuple[float, float], layers: Layers) -> t
         else:
             reduce += strided_time_s(cluster, "all_reduce", grad_bytes * params, stride, count)
     if p.zero == 3:
-        total = m * (2 * gather + reduce)
-        if late:
-            return total, total
-        forward = max(gather - F, c.zero3_exposed * gather)
-        backward = max(gather + reduce - BW, c.zero3_exposed * (gather + reduce))
-        return total, m * (forward + backward)
-    if late:
-        return gather + reduce, gather + reduce
-    window = 1 / p.V + min(m, p.pp) * (p.V - 1) / p.V
-    forward = max(gather - F * window, c.dp_exposed * gather)
-    backward = max(reduce - BW * window, c.dp_exposed * reduce)
-    return gather + reduce, forward + backward
+        return ParameterTraffic(gather, gather + reduce)
+    return ParameterTraffic(reduce_s=reduce, gather_s=gather)
 
 
 def adam_s(w: Workload, layers: Layers) -> float:

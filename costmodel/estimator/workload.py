@@ -1,61 +1,23 @@
 """What an estimate is asked: a transformer on a cluster, under a plan, with a software stack, for a batch.
 
-`StepPlan` is what a planner may choose, `Software` what is given with the framework and its kernels, and `Workload` all of
-it together: every formula of this folder takes a `Workload`.
+`StepPlan` is what a planner may choose, `Software` (`costmodel/software.py`) what is given with the framework and its kernels,
+and `Workload` all of it together: every formula of this folder takes a `Workload`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec
-from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name, load_data
+from autopar.cluster.device import DeviceSpec, dtype_bytes
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.software import Software
 from autopar.errors import ConstraintError
 
 FULL_PRECISIONS = ("float32", "tfloat32", "float64")
 LOW_PRECISIONS = ("float8", "mxfp8", "float4")
 RECOMPUTES = ("none", "selective", "mlp", "full")
 OFFLOADS = ("none", "activations", "optimizer")
-
-
-@dataclass(frozen=True)
-class StepConstants:
-    """The fitted constants that no device and no model owns.
-
-    fused_passes, eager_passes: memory passes of a layer relative to the least possible, for fused kernels (Transformer
-    Engine, compiled) and for kernel-by-kernel execution. fp8_cast, mx_cast: passes to quantise inputs (per tensor; per
-    block of 32). grouped_share: share of a plain product's efficiency that grouped expert products reach.
-    permute_passes: passes over routed tokens. *_host_s: seconds the host needs to launch one layer, forward and
-    backward; expert_host_s adds to it per local expert. *_exposed: share of communication that overlap does not hide.
-    jitter: relative loss per doubling of nodes. step_overhead_s: per step, whatever the plan.
-    """
-
-    fused_passes: float = 1.0
-    eager_passes: float = 1.6
-    fp8_cast: float = 1.0
-    mx_cast: float = 1.5
-    grouped_share: float = 0.8
-    permute_passes: float = 4.0
-    dense_host_s: float = 6e-4
-    moe_host_s: float = 3e-3
-    expert_host_s: float = 3e-4
-    tp_exposed: float = 0.5
-    cp_exposed: float = 0.3
-    ep_exposed: float = 0.8
-    dp_exposed: float = 0.1
-    zero3_exposed: float = 0.1
-    jitter: float = 0.004
-    step_overhead_s: float = 0.01
-
-
-@cache
-def default_constants() -> StepConstants:
-    """The fitted values (data/step.json)."""
-    fitted = load_data("step.json", "autopar.costmodel.estimator")["constants"]
-    names = {constant.name for constant in fields(StepConstants)}
-    return StepConstants(**{name: value for name, value in fitted.items() if name in names})
 
 
 @dataclass(frozen=True)
@@ -79,31 +41,6 @@ class StepPlan:
             raise ConstraintError(f"recompute is none, selective, mlp or full, got {self.recompute!r}")
         if self.offload not in OFFLOADS:
             raise ConstraintError(f"offload is none, activations or optimizer, got {self.offload!r}")
-
-
-@dataclass(frozen=True)
-class Software:
-    """What a plan runs on; no planner chooses it.
-
-    precision of the products: float16, bfloat16, float8, mxfp8 (block-scaled), float4, float32. kernels: "fused"
-    (Transformer Engine, compiled) or "eager". overlap_tp: whether the all-gathers and reduce-scatters of sequence
-    parallelism overlap with their products. grad_bytes, reduce_bytes: of one gradient in memory and on the wire.
-    late_reduction: gradients are reduced after the whole backward, so all of them are held at the peak whatever ZeRO
-    shards. buffer_bytes: communication buckets of the framework.
-    """
-
-    precision: str = "bfloat16"
-    kernels: str = "fused"
-    overlap_tp: bool = True
-    grad_bytes: float = 4.0
-    reduce_bytes: float = 2.0
-    late_reduction: bool = False
-    buffer_bytes: float = 0.0
-    constants: StepConstants = field(default_factory=default_constants)
-
-    def canonical(self) -> Software:
-        """The same with the full name of its precision ("bf16" is "bfloat16"). Raises ClusterError for an unknown one."""
-        return self if self.precision == "mxfp8" else replace(self, precision=dtype_name(self.precision))
 
 
 @dataclass(frozen=True)

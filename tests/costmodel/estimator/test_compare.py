@@ -16,7 +16,8 @@ from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.schedules import schedule_name
 from autopar.costmodel.estimator.search import search
 from autopar.costmodel.estimator.space import PLAIN, Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.workload import Software, Workload
+from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.software import Software
 from autopar.errors import ConstraintError, InfeasibleError
 from benchmarks import published_plans
 

@@ -1,0 +1,287 @@
+"""A bill: all that a training step does, listed; and `step_seconds`, the one reader that turns it into seconds.
+
+For every action of the schedule a bill has what a rank computes, its passes over memory, the kernels it launches and its
+messages, each by what it is for and what may hide it; for every stage what comes once a step. Two writers make bills: closed
+formulas of a transformer (`costmodel/estimator`) and the lines of a lowered program (`passes/price/bills.py`). A stage that
+calls a block twice, whose products take 3 ms forward and 6 backward, and whose gradients take 4 ms to reduce:
+
+    block = CallBill(Work(3e-3), Work(3e-3), Work(3e-3))
+    stage = StageBill(((block, 2),), parameters=ParameterTraffic(reduce_s=4e-3))
+
+    step_seconds(Bill((stage,), ((0,),), microbatches=1, pipeline=…), software).step_s
+
+How it is read, with the shares and factors of a `Software`:
+
+    action  =  stretched(computed + factor · passes) + exposed share · message, for every message
+    step    =  (pipeline of the actions + parameters' messages that nothing hides + optimizer + the rest + overhead) · jitter
+
+A call takes no less than the host needs to launch it. Parameters' messages once a step hide behind one microbatch's forward
+(values) and backward (gradients); those of every microbatch (ZeRO-3) behind that microbatch; of all a share stays exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import log2
+from typing import NamedTuple
+
+from autopar.costmodel.simulate import Durations
+from autopar.costmodel.software import Software
+
+# --- what is listed
+
+
+class Purpose(NamedTuple):
+    """What a message is for, and the constant (`Software.exposed_share`) that says how much of it stays exposed."""
+
+    what: str
+    overlap: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an action of a call does on one rank.
+
+    computed_s: products, attention, and passes whose seconds are known. fused_s: the passes over memory of everything else,
+    if neighbours were one kernel; apart_s: if every op is one. launches: kernels. messages: seconds of each alone.
+    """
+
+    computed_s: float = 0.0
+    fused_s: float = 0.0
+    apart_s: float = 0.0
+    launches: int = 0
+    messages: Mapping[Purpose, float] = field(default_factory=dict)
+
+    def __add__(self, other: Work) -> Work:
+        messages = dict(self.messages)
+        for purpose, seconds in other.messages.items():
+            messages[purpose] = messages.get(purpose, 0.0) + seconds
+        return Work(
+            self.computed_s + other.computed_s,
+            self.fused_s + other.fused_s,
+            self.apart_s + other.apart_s,
+            self.launches + other.launches,
+            messages,
+        )
+
+    def passes_s(self, software: Software) -> float:
+        """Seconds of passes over memory with a software's kernels."""
+        if software.kernels == "apart":
+            return self.apart_s
+        c = software.constants
+        return self.fused_s * (c.eager_passes if software.kernels == "eager" else c.fused_passes)
+
+    def busy_s(self, software: Software) -> float:
+        """Seconds of the kernels, messages left out."""
+        return self.computed_s + self.passes_s(software)
+
+    def exposed_s(self, software: Software) -> float:
+        """Seconds of messages that nothing hides."""
+        return sum(software.exposed_share(purpose.overlap) * s for purpose, s in self.messages.items())
+
+
+NOTHING = Work()
+
+
+@dataclass(frozen=True)
+class CallBill:
+    """What one call of a block does: forward, backward of inputs, backward of weights. host_s: least seconds to launch it."""
+
+    F: Work = NOTHING
+    B: Work = NOTHING
+    W: Work = NOTHING
+    host_s: float = 0.0
+
+    @property
+    def works(self) -> tuple[Work, Work, Work]:
+        """By action, in the order F, B, W."""
+        return self.F, self.B, self.W
+
+
+@dataclass(frozen=True)
+class ParameterTraffic:
+    """Seconds of a rank's messages for parameters, alone: of one microbatch in forward and in backward (ZeRO-3), and once a
+    step to reduce gradients and to gather updated values."""
+
+    each_forward_s: float = 0.0
+    each_backward_s: float = 0.0
+    reduce_s: float = 0.0
+    gather_s: float = 0.0
+
+    def __add__(self, other: ParameterTraffic) -> ParameterTraffic:
+        return ParameterTraffic(
+            self.each_forward_s + other.each_forward_s,
+            self.each_backward_s + other.each_backward_s,
+            self.reduce_s + other.reduce_s,
+            self.gather_s + other.gather_s,
+        )
+
+    def total_s(self, microbatches: int) -> float:
+        """Of a step."""
+        return microbatches * (self.each_forward_s + self.each_backward_s) + self.reduce_s + self.gather_s
+
+
+@dataclass(frozen=True)
+class StageBill:
+    """What one stage does on one of its ranks.
+
+    calls: with how often a microbatch makes each. waits_s: seconds that memory tiers add to an action, by kind.
+    optimizer_s, rest_s: once a step, of the update and of whatever else.
+    """
+
+    calls: tuple[tuple[CallBill, int], ...]
+    parameters: ParameterTraffic = ParameterTraffic()
+    optimizer_s: float = 0.0
+    rest_s: float = 0.0
+    waits_s: Mapping[str, float] = field(default_factory=dict)
+
+
+Pipeline = Callable[[Durations], float]
+"""Seconds of a schedule for all microbatches, its sends between stages included, from those of one action by (stage, kind)."""
+
+
+@dataclass(frozen=True)
+class Bill:
+    """A whole step. groups: the stages of every group of ranks. nodes: machines that take part."""
+
+    stages: tuple[StageBill, ...]
+    groups: tuple[tuple[int, ...], ...]
+    microbatches: int
+    pipeline: Pipeline
+    nodes: float = 1.0
+
+
+# --- how it is read
+
+
+class CallSeconds(NamedTuple):
+    """Seconds of a call's actions with exposed messages, and these alone by what they are for."""
+
+    F: float
+    B: float
+    W: float
+    exposed_s: dict[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Of all three actions."""
+        return self.F + self.B + self.W
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """What a bill comes to. seconds: of one action by (stage, kind). exposed_s: of layers' messages in a microbatch, by group
+    and by what they are for. once_s: what a group adds at the end, of it parameters_s messages. The group is the slowest.
+    """
+
+    step_s: float
+    span_s: float
+    seconds: dict[tuple[int, str], float]
+    exposed_s: tuple[dict[str, float], ...]
+    once_s: float
+    parameters_s: float
+    optimizer_s: float
+    rest_s: float
+
+    @property
+    def overhead_s(self) -> float:
+        """What a step takes whatever the plan, and what it loses to jitter."""
+        return self.step_s - self.span_s - self.once_s
+
+
+def call_seconds(call: CallBill, software: Software) -> CallSeconds:
+    """A call under a software: its kernels stretched to what the host needs, then its exposed messages."""
+    busy = [work.busy_s(software) for work in call.works]
+    stretch = 1.0
+    if 0 < sum(busy) < call.host_s:
+        stretch = call.host_s / sum(busy)
+    exposed: dict[str, float] = {}
+    for work in call.works:
+        for purpose, seconds in work.messages.items():
+            share = software.exposed_share(purpose.overlap)
+            exposed[purpose.what] = exposed.get(purpose.what, 0.0) + share * seconds
+    F, B, W = (s * stretch + work.exposed_s(software) for s, work in zip(busy, call.works, strict=True))
+    return CallSeconds(F, B, W, exposed)
+
+
+def stage_seconds(
+    stages: Iterable[StageBill], software: Software
+) -> tuple[dict[tuple[int, str], float], list[dict[str, float]]]:
+    """Seconds of one action by (stage, kind); and per stage the exposed messages of a microbatch by what they are for."""
+    read: dict[int, CallSeconds] = {}
+    seconds: dict[tuple[int, str], float] = {}
+    exposed: list[dict[str, float]] = []
+    for s, stage in enumerate(stages):
+        F, B, W = (stage.waits_s.get(kind, 0.0) for kind in "FBW")
+        by_purpose: dict[str, float] = {}
+        for call, times in stage.calls:
+            one = read.get(id(call))
+            if one is None:
+                one = read[id(call)] = call_seconds(call, software)
+            F, B, W = F + times * one.F, B + times * one.B, W + times * one.W
+            for what, exposed_s in one.exposed_s.items():
+                by_purpose[what] = by_purpose.get(what, 0.0) + times * exposed_s
+        seconds[s, "F"], seconds[s, "B"], seconds[s, "W"] = F, B, W
+        exposed.append(by_purpose)
+    return seconds, exposed
+
+
+def exposed_parameters_s(
+    traffic: ParameterTraffic, busy_s: tuple[float, float], microbatches: int, window: float, software: Software
+) -> float:
+    """Seconds of a group's messages for parameters that nothing hides in a step.
+
+    busy_s: forward and backward of one microbatch. window: how many such passes messages once a step may hide behind.
+    """
+    c, (forward_s, backward_s) = software.constants, busy_s
+
+    def exposed(seconds: float, behind_s: float, share: float, late: bool = False) -> float:
+        return seconds if late else max(seconds - behind_s, share * seconds)
+
+    late = software.late_reduction
+    each = exposed(traffic.each_forward_s, forward_s, c.zero3_exposed, late)
+    each += exposed(traffic.each_backward_s, backward_s, c.zero3_exposed, late)
+    once = exposed(traffic.gather_s, window * forward_s, c.dp_exposed, late or software.late_gather)
+    once += exposed(traffic.reduce_s, window * backward_s, c.dp_exposed, late)
+    return microbatches * each + once
+
+
+def overlap_window(chunks: int, groups: int, microbatches: int) -> float:
+    """How many passes of a microbatch the parameters' messages of a step may hide behind: a group with several chunks is
+    done with one of them while microbatches of the others remain."""
+    return 1 / chunks + min(microbatches, groups) * (chunks - 1) / chunks
+
+
+def group_seconds(seconds: Durations, groups: Sequence[Sequence[int]], kinds: str = "FBW") -> list[float]:
+    """Seconds of one microbatch's actions on every group."""
+    return [sum(seconds.get((s, kind), 0.0) for s in group for kind in kinds) for group in groups]
+
+
+def jitter_factor(nodes: float, software: Software) -> float:
+    """A small loss per doubling of nodes."""
+    return 1 + software.constants.jitter * log2(max(1.0, nodes))
+
+
+def step_seconds(bill: Bill, software: Software) -> StepSeconds:
+    """Seconds of a step. Raises PlanError where the schedule's table deadlocks."""
+    seconds, exposed = stage_seconds(bill.stages, software)
+    span_s = bill.pipeline(seconds)
+    slowest = (0.0, 0.0, 0.0, 0.0)
+    for group in bill.groups:
+        stages = [bill.stages[s] for s in group]
+        traffic = sum((stage.parameters for stage in stages), ParameterTraffic())
+        forward_s, backward_s = (sum(seconds[s, k] for s in group for k in kinds) for kinds in ("F", "BW"))
+        window = overlap_window(len(group), len(bill.groups), bill.microbatches)
+        messages = exposed_parameters_s(traffic, (forward_s, backward_s), bill.microbatches, window, software)
+        optimizer_s, rest_s = sum(s.optimizer_s for s in stages), sum(s.rest_s for s in stages)
+        slowest = max(slowest, (messages + optimizer_s + rest_s, messages, optimizer_s, rest_s))
+    jitter = jitter_factor(bill.nodes, software)
+    step_s = (span_s + slowest[0] + software.constants.step_overhead_s) * jitter
+    by_group = tuple(_summed([exposed[s] for s in group]) for group in bill.groups)
+    return StepSeconds(step_s, span_s, seconds, by_group, *slowest)
+
+
+def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}

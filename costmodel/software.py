@@ -1,0 +1,128 @@
+"""What a plan runs on and no planner chooses: the framework, its kernels, and the constants fitted to published runs.
+
+`Software` says how a bill (`costmodel/bill.py`) is read. What emitted programs are depends on the machine: on GPUs whose
+family was fitted they are read with the fitted constants and without the overlap that they do not have (`emitted_on`);
+elsewhere (CPUs, devices that a user measured or described) everything counts in full (`NEUTRAL`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+
+from autopar.cluster import ClusterSpec
+from autopar.cluster.device import DeviceSpec, curve_named, dtype_name, load_data
+
+KERNELS = ("fused", "eager", "apart")
+
+
+@dataclass(frozen=True)
+class StepConstants:
+    """The fitted constants that no device and no model owns.
+
+    fused_passes, eager_passes: memory passes of a layer relative to the least possible, for fused kernels (Transformer
+    Engine, compiled) and for kernel-by-kernel execution. fp8_cast, mx_cast: passes to quantise inputs (per tensor; per
+    block of 32). grouped_share: share of a plain product's efficiency that grouped expert products reach.
+    permute_passes: passes over routed tokens. *_host_s: seconds the host needs to launch one layer, forward and
+    backward; expert_host_s adds to it per local expert. *_exposed: share of communication that overlap does not hide.
+    jitter: relative loss per doubling of nodes. step_overhead_s: per step, whatever the plan.
+    """
+
+    fused_passes: float = 1.0
+    eager_passes: float = 1.6
+    fp8_cast: float = 1.0
+    mx_cast: float = 1.5
+    grouped_share: float = 0.8
+    permute_passes: float = 4.0
+    dense_host_s: float = 6e-4
+    moe_host_s: float = 3e-3
+    expert_host_s: float = 3e-4
+    tp_exposed: float = 0.5
+    cp_exposed: float = 0.3
+    ep_exposed: float = 0.8
+    dp_exposed: float = 0.1
+    zero3_exposed: float = 0.1
+    jitter: float = 0.004
+    step_overhead_s: float = 0.01
+
+
+@cache
+def default_constants() -> StepConstants:
+    """The fitted values (data/step.json)."""
+    fitted = load_data("step.json", "autopar.costmodel.estimator")["constants"]
+    names = {constant.name for constant in fields(StepConstants)}
+    return StepConstants(**{name: value for name, value in fitted.items() if name in names})
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a plan runs on; no planner chooses it.
+
+    precision of the products: float16, bfloat16, float8, mxfp8 (block-scaled), float4, float32. kernels: "fused"
+    (Transformer Engine, compiled), "eager" (a framework's own), or "apart": every op reads and writes memory by itself.
+    overlap_tp: whether the all-gathers and reduce-scatters of sequence parallelism overlap with their products.
+    grad_bytes, reduce_bytes: of one gradient in memory and on the wire (the lines of a program say their own).
+    late_reduction: gradients are reduced after the whole backward, so all of them are held at the peak whatever ZeRO
+    shards. late_gather: updated parameters are gathered before the step ends, not behind the next forward.
+    buffer_bytes: communication buckets of the framework. launch_host_s: seconds of the host per kernel of a program.
+    """
+
+    precision: str = "bfloat16"
+    kernels: str = "fused"
+    overlap_tp: bool = True
+    grad_bytes: float = 4.0
+    reduce_bytes: float = 2.0
+    late_reduction: bool = False
+    late_gather: bool = False
+    buffer_bytes: float = 0.0
+    launch_host_s: float = 0.0
+    constants: StepConstants = field(default_factory=default_constants)
+
+    def canonical(self) -> Software:
+        """The same with the full name of its precision ("bf16" is "bfloat16"). Raises ClusterError for an unknown one."""
+        return self if self.precision == "mxfp8" else replace(self, precision=dtype_name(self.precision))
+
+    def exposed_share(self, overlap: str) -> float:
+        """Share of a message that is not hidden. overlap: the constant that says it; "": nothing hides the message."""
+        if not overlap or (overlap == "tp_exposed" and not self.overlap_tp):
+            return 1.0
+        return float(getattr(self.constants, overlap))
+
+
+NEUTRAL = Software(
+    kernels="apart",
+    overlap_tp=False,
+    constants=StepConstants(
+        dense_host_s=0.0,
+        moe_host_s=0.0,
+        expert_host_s=0.0,
+        tp_exposed=1.0,
+        cp_exposed=1.0,
+        ep_exposed=1.0,
+        dp_exposed=1.0,
+        zero3_exposed=1.0,
+        jitter=0.0,
+        step_overhead_s=0.0,
+    ),
+)
+"""Every message is exposed, and a step takes nothing but what its bill lists."""
+
+LAUNCH_HOST_S = 6e-6
+"""Seconds of the host per line of an emitted program, on GPUs."""
+
+
+@cache
+def emitted_on(cluster: ClusterSpec) -> Software:
+    """What the programs that are emitted for a cluster run on."""
+    if not all(_fitted(device) for _, device in cluster.devices):
+        return NEUTRAL
+    constants = replace(default_constants(), ep_exposed=1.0, cp_exposed=1.0)
+    return Software(
+        kernels="apart", overlap_tp=False, late_gather=True, launch_host_s=LAUNCH_HOST_S, constants=constants
+    )
+
+
+def _fitted(device: DeviceSpec) -> bool:
+    """Whether a device's efficiency is that of a family of GPUs."""
+    families = load_data("efficiency.json")["curves"]
+    return device.kind == "gpu" and any(curve_named(name) == device.curve for name in families if name != "cpu")
