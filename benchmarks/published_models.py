@@ -60,12 +60,12 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Returns the next-token loss of ids: (batch, seq) against labels: (batch, seq). Gated models turn queries and keys by
-    their position, the others add learned positions."""
+    their position, the others look positions up."""
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocab, shape.hidden)
-        self.positions = None if shape.gated_mlp else nn.Parameter(torch.zeros(shape.seq_len, shape.hidden))
+        self.positions = None if shape.gated_mlp else nn.Embedding(shape.seq_len, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
@@ -78,7 +78,7 @@ class Transformer(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(ids)
         if self.positions is not None:
-            x = x + self.positions
+            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
         rotary = (self.cos, self.sin) if self.positions is None else None
         for block in self.blocks:
             x = block(x, rotary)
