@@ -4,10 +4,14 @@
 percentage error of step time and memory, by group, GPU, architecture and scale, the rank correlation within each series
 (does the model order the plans of one model rightly?), the out-of-memory rows, and the ten worst rows with what the
 model thinks their step is made of. It writes `published_runs_score.json` and a scatter plot (`.svg`).
+
+With `--compiled` the models are compiled under the published plans (`benchmarks.published_compiled`) and what `compile`
+predicts is scored instead, of at most `--limit` rows; `--json` prints the score as JSON. It writes nothing.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ import numpy as np
 
 from autopar.costmodel import Estimate, estimate_row
 from autopar.errors import AutoparError
+from benchmarks.published_compiled import report_compiled, score_compiled
 from benchmarks.published_rows import (
     GB,
     Row,
@@ -216,21 +221,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__, "the JSON and the plot")
     parser.add_argument("--quality", default="A", help="A (default), or AB for all")
     parser.add_argument("--all-releases", action="store_true", help="count older releases of one configuration too")
+    parser.add_argument("--compiled", action="store_true", help="score what compile predicts of the published plans")
+    parser.add_argument("--limit", type=int, help="most rows that are compiled, evenly from all series")
+    parser.add_argument("--json", action="store_true", help="print the score of compiled rows as JSON")
     args = parser.parse_args(argv)
     try:
         rows = read_rows(args.file)
     except FileNotFoundError as err:
         print(f"published_runs: {err}", file=sys.stderr)
         return 2
-    result = score(
-        [
-            r
-            for r in rows
-            if r.get("complete", True)
-            and (r.get("quality", "A") in args.quality or "oom" in r.get("score_on", []))
-            and (args.all_releases or r.get("primary", True))
-        ]
-    )
+    scored = [
+        r
+        for r in rows
+        if r.get("complete", True)
+        and (r.get("quality", "A") in args.quality or "oom" in r.get("score_on", []))
+        and (args.all_releases or r.get("primary", True))
+    ]
+    if args.compiled:
+        compiled = score_compiled(scored, args.limit)
+        print(json.dumps(compiled, indent=1) if args.json else report_compiled(compiled))
+        return 0
+    result = score(scored)
     print(report(result))
     out = write_result(args.out, "published_runs_score.json", result)
     if result["points"]:

@@ -1,0 +1,159 @@
+"""What `compile` predicts of published training runs, under the plans that were published.
+
+A row's model is compiled on its cluster with its plan forced: mesh, pipeline, schedule, microbatches, recompute, ZeRO and
+precision. Only time is asked for, so plans may use any memory. Rows that `compile` cannot express are counted and named.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+
+import autopar
+from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.schedules import schedule_name
+from autopar.costmodel.estimator.step import estimate_workload
+from autopar.costmodel.estimator.workload import Workload
+from autopar.errors import AutoparError
+from benchmarks.published_models import Transformer
+from benchmarks.published_rows import Row, measured_step_s
+
+ANY_MEMORY_BYTES = 1e15
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
+SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
+"""Schedules that the zero-bubble paper searched for with the memory of these."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A row with what was measured, and what `compile` and the estimator predict."""
+
+    id: str
+    arch: str
+    measured_s: float
+    predicted_s: float
+    estimated_s: float
+    compile_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of what `compile` predicts."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def inexpressible(w: Workload) -> str:
+    """Why `compile` cannot be forced to a row's plan; empty where it can."""
+    p, shape = w.parallel, w.model
+    reasons = {
+        f"{w.precision}: Options.precision is bf16 or fp16": w.precision not in PRECISIONS,
+        "cp > 1: no strategy forces attention over a sharded sequence": p.cp > 1,
+        "experts: no op sends tokens to the ranks of their experts": bool(shape.experts),
+        "MLA: the model has no low-rank attention": shape.mla is not None,
+        "window: attention over a sliding window is not built": bool(shape.window),
+        "ZeRO over a part of the ranks that take the batch": p.shard_group not in (None, p.dp),
+        f"recompute {w.plan.recompute!r}: Options.recompute is none, selective or full": w.plan.recompute == "mlp",
+        "offload": w.plan.offload != "none",
+    }
+    return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def forced_options(w: Workload) -> autopar.Options:
+    """The options that leave a row's plan alone."""
+    p, zero = w.parallel, {0: "", 1: "zero1", 2: "zero1", 3: "zero3"}[w.parallel.zero]
+    schedule = schedule_name(w.plan.schedule, p.vpp)
+    return autopar.Options(
+        mesh={"dp": p.dp, "tp": p.tp} if p.tp > 1 else {"dp": p.dp},
+        strategy="-".join(filter(None, ("megatron", zero))) if p.tp > 1 else zero or "dp",
+        pp=p.pp,
+        chunks=p.V if p.pp > 1 else None,
+        schedule=SCHEDULES.get(schedule, schedule) if p.pp > 1 else "auto",
+        microbatches=w.microbatches,
+        recompute=w.plan.recompute,
+        offload="none",
+        precision=PRECISIONS[w.precision],
+        memory_bytes=ANY_MEMORY_BYTES,
+        explain_s=0.0,
+    )
+
+
+def compile_row(row: Row, measured_s: float) -> Compiled:
+    """Raises AutoparError where the row's plan cannot be compiled."""
+    w = row_workload(row)
+    began = time.process_time()
+    with torch.device("meta"):
+        model, ids = Transformer(w.model), torch.zeros(w.batch, w.model.seq_len, dtype=torch.long)
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
+    program = autopar.compile(model, w.cluster, (ids, ids), optimizer=optimizer, options=forced_options(w))
+    return Compiled(
+        str(row["id"]),
+        str(row["category"]["arch"]),
+        measured_s,
+        program.predicted.step_time_s,
+        estimate_workload(w, check=False).step_time_s,
+        time.process_time() - began,
+    )
+
+
+def evenly(rows: Sequence[Row], limit: int) -> list[Row]:
+    """So many rows, taken in turn from every series."""
+    series: dict[str, list[Row]] = {}
+    for row in rows:
+        series.setdefault(str(row["series"]), []).append(row)
+    turns = (row for turn in zip_longest(*series.values()) for row in turn if row is not None)
+    return [row for row, _ in zip(turns, range(limit), strict=False)]
+
+
+def score_compiled(rows: Sequence[Row], limit: int | None = None) -> dict[str, Any]:
+    """The score as plain data, rows that cannot be compiled among them. limit: most rows that are compiled."""
+    refused: list[dict[str, str]] = []
+    possible: list[Row] = []
+    for row in rows:
+        if measured_step_s(row) is None:
+            continue
+        reason = inexpressible(row_workload(row))
+        if reason:
+            refused.append({"id": str(row["id"]), "reason": reason})
+        else:
+            possible.append(row)
+    compiled: list[Compiled] = []
+    for row in evenly(possible, limit or len(possible)):
+        measured_s = measured_step_s(row)
+        assert measured_s is not None
+        try:
+            compiled.append(compile_row(row, measured_s))
+        except AutoparError as error:
+            refused.append({"id": str(row["id"]), "reason": f"{type(error).__name__}: {error}"})
+    differences = [abs(c.predicted_s / c.estimated_s - 1) for c in compiled]
+    return {
+        "rows": len(compiled),
+        "dense_median_abs_error": _median([abs(c.error) for c in compiled if c.arch != "moe"]),
+        "moe_median_abs_error": _median([abs(c.error) for c in compiled if c.arch == "moe"]),
+        "estimate_compile_median_difference": _median(differences),
+        "compiled": [vars(c) for c in compiled],
+        "not_compiled": refused,
+    }
+
+
+def report_compiled(result: Mapping[str, Any]) -> str:
+    """The score as text."""
+    lines = [f"  {'row':60s} {'measured':>9s} {'compile':>9s} {'estimate':>9s} {'error':>7s} {'compile_s':>9s}"]
+    for c in result["compiled"]:
+        error = c["predicted_s"] / c["measured_s"] - 1
+        numbers = f"{c['measured_s']:9.3f} {c['predicted_s']:9.3f} {c['estimated_s']:9.3f} {error:+7.1%} {c['compile_s']:9.1f}"
+        lines.append(f"  {c['id']:60.60s} {numbers}")
+    lines += [f"not compiled: {row['id']}: {row['reason']}" for row in result["not_compiled"]]
+    names = ("dense_median_abs_error", "moe_median_abs_error", "estimate_compile_median_difference")
+    lines += [f"{result['rows']} rows compiled, {len(result['not_compiled'])} not"]
+    lines += [f"{name}: {result[name]:.1%}" for name in names if result[name] is not None]
+    return "\n".join(lines)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if values else None

@@ -1,0 +1,82 @@
+"""Published plans are compiled as they were published, or named with the reason why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.costmodel.estimator.rows import row_workload
+from autopar.costmodel.estimator.shape import TransformerShape
+from benchmarks.published_compiled import evenly, forced_options, inexpressible, score_compiled
+from benchmarks.published_models import Transformer
+
+SAMPLE = {row["id"]: row for row in json.loads((Path(__file__).parent / "published_sample.json").read_text())}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_shapes_model_has_the_parameters_that_the_estimator_counts(tied: bool) -> None:
+    shape = TransformerShape(2, 64, 4, 96, 128, 16, kv_heads=2, gated_mlp=True, tied_embeddings=tied)
+    model = Transformer(shape)
+    last_norm = shape.hidden
+    assert sum(p.numel() for p in model.parameters()) == shape.params + last_norm
+
+
+def test_materialised_attention_is_the_same_attention() -> None:
+    ids, labels = torch.randint(0, 128, (2, 16)), torch.randint(0, 128, (2, 16))
+    losses = []
+    for attention in ("flash", "materialised"):
+        torch.manual_seed(0)
+        losses.append(Transformer(TransformerShape(2, 64, 4, 96, 128, 16, attention=attention))(ids, labels))
+    torch.testing.assert_close(*losses)
+
+
+def test_a_plan_is_forced_as_it_was_published() -> None:
+    options = forced_options(row_workload(SAMPLE["bloom_176B_production"]))
+    assert (options.mesh, options.strategy) == ({"dp": 8, "tp": 4}, "megatron-zero1")
+    assert (options.pp, options.chunks, options.schedule, options.microbatches) == (12, 1, "1f1b", 128)
+    assert (options.recompute, options.precision) == ("full", "bf16")
+    fsdp = forced_options(row_workload(SAMPLE["mosaic_70b_s2048_g64_a100_80gb_bf16_mb8"]))
+    assert (fsdp.mesh, fsdp.strategy, fsdp.pp, fsdp.microbatches) == ({"dp": 64}, "zero3", 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("mosaic_1b_s32768_g8_h100_80gb_fp8_mb1", "Options.precision"),
+        ("dgxc_v25.04_llama-3-1-70b-bf16_256", "cp > 1"),
+        ("mbridge-26.04.01-gpt_oss_120b-B200-BF16-n64-gbs1280-tp1pp1cp1vp1ep8f0", "experts"),
+        ("zb-t6-28.3B-zb-v-p32-b2-m128", ""),
+    ],
+)
+def test_what_cannot_be_expressed_is_named(row: str, reason: str) -> None:
+    found = inexpressible(row_workload(SAMPLE[row]))
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_a_limit_takes_rows_from_every_series() -> None:
+    rows = [{"id": i, "series": series} for i, series in enumerate("aaabc")]
+    assert [row["series"] for row in evenly(rows, 4)] == ["a", "b", "c", "a"]
+
+
+def test_a_row_is_compiled_and_scored() -> None:
+    row = {
+        **SAMPLE["dgxc_v25.02_nemotron4-15b-bf16_2048"],
+        "model": {"layers": 2, "hidden": 64, "heads": 4, "ffn": 96, "vocab": 128, "seq_len": 16, "dtype": "bf16"},
+        "hardware": {"gpu": "H100-SXM5-80GB", "gpus": 8, "gpus_per_node": 8},
+        "parallel": {"dp": 2, "tp": 2, "pp": 2, "zero": 1},
+        "batch": {"global": 8, "micro": 1},
+        "schedule": "1f1b",
+    }
+    moe = {**row, "id": "moe", "model": {**row["model"], "experts": 4, "topk": 1}}
+    result = score_compiled([row, moe])
+    assert result["rows"] == 1
+    (compiled,) = result["compiled"]
+    assert compiled["predicted_s"] > 0
+    assert compiled["estimated_s"] > 0
+    error = abs(compiled["predicted_s"] / compiled["measured_s"] - 1)
+    assert result["dense_median_abs_error"] == pytest.approx(error)
+    assert [refused["id"] for refused in result["not_compiled"]] == ["moe"]
