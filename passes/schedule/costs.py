@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.costmodel.simulate import Comm
+from autopar.costmodel.simulate import Comm, link_seconds
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph
 
@@ -21,6 +21,22 @@ class ActionCosts:
     def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> ActionCosts:
         """Equal stages."""
         return ActionCosts({(s, k): t for s in range(stages) for k, t in (("F", tf), ("B", tb), ("W", tw))}, comm_s)
+
+
+def least_span_s(graph: StageGraph, microbatches: int, costs: ActionCosts) -> float:
+    """Seconds that no table takes less than: a group's work after the first microbatch has come to it, of the group for which
+    that is longest."""
+    seconds, arrives_s = costs.seconds, [0.0] * graph.stages
+    for s in range(graph.stages):
+        for u in graph.feeds[s]:
+            same = graph.group_of[u] == graph.group_of[s]
+            on_its_way_s = 0.0 if same else link_seconds([(u, s)], costs.comm_s)[0]
+            arrives_s[s] = max(arrives_s[s], arrives_s[u] + seconds[u, "F"] + on_its_way_s)
+    return max(
+        min(arrives_s[s] for s in stages)
+        + microbatches * sum(seconds.get((s, kind), 0.0) for s in stages for kind in "FBW")
+        for stages in graph.groups
+    )
 
 
 @dataclass(frozen=True)

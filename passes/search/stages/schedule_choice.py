@@ -10,7 +10,7 @@ from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, show_row
 from autopar.passes.account.program import Account, step_seconds, under
 from autopar.passes.memory.peak import StageMemory, group_peaks
-from autopar.passes.schedule import ActionCosts, MemoryRoom, build, schedule_row, tried_by_default
+from autopar.passes.schedule import ActionCosts, MemoryRoom, build, least_span_s, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.task import Task
@@ -51,7 +51,11 @@ def fastest_schedule(
     apart_memory = [s.memory for s in apart.stages]
     best: tuple[float, str, Table] | None = None
     least = math.inf
+    costs = ActionCosts(apart.seconds, apart.hand_over)
+    least_s = least_span_s(apart.graph, draft.microbatches, costs) + apart.once_s
     for name in schedule_names(task, draft):
+        if best is not None and best[0] * (1 - _FASTER) <= least_s:
+            break
         table = schedule_table(name, draft, apart, limits_bytes)
         if table is None:
             continue
