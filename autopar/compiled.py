@@ -47,7 +47,8 @@ class Alternative:
 class SolverFacts:
     """How the plan was found. nodes, variables: of the sharding problem as it was built, and after reduction; gap: between
     the plan's cost and a bound that no plan is below, relative. unknown_ops have no rule and run whole on every rank;
-    discovered_rules were found by experiment, op to rule."""
+    discovered_rules were found by experiment, op to rule. left_out: kinds of plans that a search that was ended early did
+    not look at, or not all of; the gap is then one to what no plan of any kind is faster than."""
 
     method: str
     gap: float
@@ -57,6 +58,7 @@ class SolverFacts:
     variables_after: int
     unknown_ops: list[str]
     discovered_rules: dict[str, str]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

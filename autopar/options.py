@@ -50,6 +50,8 @@ class Options:
     memory_fraction: share of device memory that a plan may use.
     memory_bytes: limit per rank in bytes instead of the device's memory times memory_fraction.
     solver_time_limit_s: seconds the solver may spend on one mesh.
+    search_s: seconds that the search for a plan may take once there is one that fits; then the best so far is given, and the
+        report names the kinds of plans that were left out. Ctrl-C ends it the same way. None: the search ends by itself.
     explain_s: seconds that may be spent on the nearest changes that would do when nothing fits (0: none are looked for).
     seed: seed of every random number of the program (dropout).
     compensated_sums: add the gradients of microbatches with a compensation of what rounding loses (Kahan), for one more
@@ -77,6 +79,7 @@ class Options:
     memory_fraction: float = 0.9
     memory_bytes: float | None = None
     solver_time_limit_s: float = 60.0
+    search_s: float | None = None
     explain_s: float = 30.0
     seed: int = 0
     compensated_sums: bool = False
@@ -168,8 +171,11 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
         (name, _is_finite(), "must be a number, it is {value!r}")
         for name in ("memory_fraction", "solver_time_limit_s", "explain_s")
     ),
-    ("memory_bytes", _is_finite(optional=True), "must be a number, it is {value!r}"),
-    ("explain_s", lambda seconds: 0 <= seconds <= MOST_SECONDS, "must lie in [0, 1e9], it is {value}"),
+    *((name, _is_finite(optional=True), "must be a number, it is {value!r}") for name in ("memory_bytes", "search_s")),
+    *(
+        (name, lambda seconds: seconds is None or 0 <= seconds <= MOST_SECONDS, "must lie in [0, 1e9], it is {value}")
+        for name in ("explain_s", "search_s")
+    ),
     ("solver_time_limit_s", lambda seconds: seconds <= MOST_SECONDS, "must be at most 1e9, it is {value}"),
     ("guards", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),
     ("seed", _is_number(int), "must be a number, it is {value!r}"),

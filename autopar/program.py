@@ -247,6 +247,7 @@ def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Dec
         solution.after.get("variables", 0),
         list(rules.unknown),
         dict(rules.discovered),
+        best.left_out,
     )
     plan = replace(best.plan, predicted=asdict(predicted), precision=precision)
     return Decision(plan, predicted, alternatives, solver, task.setting, rules, account)

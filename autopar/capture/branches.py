@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import networkx as nx
 from torch import fx
 
 from autopar.capture.marks import is_cast, may_part, shown
@@ -61,11 +60,18 @@ def unordered(edges: Sequence[Sequence[int]], counts: Sequence[bool]) -> list[fr
 
     edges[v]: the nodes below v that v reads.
     """
-    graph: nx.DiGraph = nx.DiGraph()
-    graph.add_nodes_from(range(len(edges)))
-    graph.add_edges_from((u, v) for v, reads in enumerate(edges) for u in reads)
-    counted = {v for v in graph if counts[v]}
-    return [frozenset(counted - nx.ancestors(graph, v) - nx.descendants(graph, v) - {v}) for v in graph]
+    n = len(edges)
+    below = [1 << v for v in range(n)]  # sets of nodes as bits: what a node reads, what that reads, and so on
+    for v, reads in enumerate(edges):
+        for u in reads:
+            below[v] |= below[u]
+    above = [1 << v for v in range(n)]
+    for v in reversed(range(n)):
+        for u in edges[v]:
+            above[u] |= above[v]
+    counted = sum(1 << v for v in range(n) if counts[v])
+    beside = [counted & ~(down | up) for down, up in zip(below, above, strict=True)]
+    return [frozenset(u for u in range(n) if bits >> u & 1) if bits else frozenset() for bits in beside]
 
 
 def _work(node: fx.Node, parameters: set[fx.Node]) -> float:

@@ -46,6 +46,8 @@ def report(program: Compiled) -> str:
             f"  {a.name}: step {time_text(a.predicted.step_time_s)}, {size_text(a.predicted.peak_bytes)} held"
             for a in program.alternatives
         ]
+    if solver.left_out:
+        lines.append(f"the search was ended before it had looked at all {', '.join(solver.left_out)}")
     if solver.unknown_ops:
         lines.append(f"ops without a rule, run whole on every rank: {', '.join(solver.unknown_ops)}")
     for op, rule in solver.discovered_rules.items():

@@ -49,6 +49,11 @@ class Account:
         return simulate(self.table, self.graph, self.seconds, self.hand_over)
 
     @property
+    def once_s(self) -> float:
+        """Of what comes once at the end of a step, of the group for which it takes longest."""
+        return float(max(sum(self.stages[s].step_s for s in group) for group in self.graph.groups))
+
+    @property
     def peak_bytes(self) -> float:
         return max(self.peaks)
 
@@ -111,7 +116,7 @@ def under(costs: Account, table: Table) -> Account:
 def step_seconds(counted: Account, table: Table) -> float:
     """Simulated seconds of a step under a table: its actions, then what comes once."""
     span = makespan_s(table, counted.graph, counted.seconds, counted.hand_over)
-    return float(span + max(sum(counted.stages[s].step_s for s in group) for group in counted.graph.groups))
+    return float(span + counted.once_s)
 
 
 def hand_over(lowered: LoweredProgram, pricers: Pricers) -> dict[tuple[int, int], float]:

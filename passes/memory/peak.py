@@ -145,7 +145,8 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
     for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
         resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
         held: dict[tuple[int, int], float] = {}
-        waiting, summed, worst, split = 0.0, 0.0, 0.0, (0.0, 0.0)
+        summed, worst, split = 0.0, 0.0, (0.0, 0.0)
+        waiting: float = 0
         moments = _moments(row, stages)
         for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
             key = (action.stage, action.microbatch)

@@ -6,8 +6,7 @@ One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -245,27 +244,31 @@ class OutOfTime(Exception):
     """The time for a search is over."""
 
 
+def _never() -> bool:
+    return False
+
+
 class Pricers:
     """A Pricer per mesh of one cluster, made when first asked for.
 
     Meshes that lie alike on the links and run on the same device share one: their prices are the same. `lowered`: what
-    lowering has made of templates so far, by template, plan and mesh. Asking after the deadline (of time.monotonic)
-    raises OutOfTime.
+    lowering has made of templates so far, by template, plan and mesh. is_over: whether the time for a search is over; then
+    asking raises OutOfTime.
     """
 
-    def __init__(self, cluster: ClusterSpec, deadline: float = math.inf) -> None:
-        self.cluster, self.deadline = cluster, deadline
+    def __init__(self, cluster: ClusterSpec, is_over: Callable[[], bool] = _never) -> None:
+        self.cluster, self.is_over = cluster, is_over
         self.lowered: dict[Any, Any] = {}
         self._made: dict[Any, Pricer] = {}
 
-    def until(self, deadline: float) -> Pricers:
-        """The same prices, given until a deadline: every step of a search asks for some, so it ends there."""
-        timed = Pricers(self.cluster, deadline)
+    def until(self, is_over: Callable[[], bool]) -> Pricers:
+        """The same prices, given until time is over: every step of a search asks for some, so it ends there."""
+        timed = Pricers(self.cluster, lambda: is_over() or self.is_over())
         timed.lowered, timed._made = self.lowered, self._made
         return timed
 
     def __getitem__(self, mesh: Mesh) -> Pricer:
-        if time.monotonic() > self.deadline:
+        if self.is_over():
             raise OutOfTime
         where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
         ends = mesh.offset == 0 and mesh.size == self.cluster.size

@@ -7,7 +7,7 @@ the schedulers that look at seconds and bytes are `automatic` (zb-auto) and `vsh
 from autopar.ir.schedules import SCHEDULES, Schedule, register, schedule_row, tried_by_default
 from autopar.passes.schedule.automatic import zero_bubble
 from autopar.passes.schedule.build import build
-from autopar.passes.schedule.costs import ActionCosts, MemoryRoom
+from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, least_span_s
 from autopar.passes.schedule.held import held_after, in_flight, peak_bytes
 from autopar.passes.schedule.vshape import v_shape
 
@@ -19,6 +19,7 @@ __all__ = [
     "build",
     "held_after",
     "in_flight",
+    "least_span_s",
     "peak_bytes",
     "register",
     "schedule_row",

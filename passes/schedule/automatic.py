@@ -25,7 +25,7 @@ from autopar.ir.schedules import Schedule, register
 from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
 from autopar.passes.schedule.fill import fill, order_of
 from autopar.passes.schedule.greedy import Policy, greedy
-from autopar.passes.schedule.timed_pipeline import TimedPipeline, TimedTable, steps
+from autopar.passes.schedule.timed_pipeline import MAKESPAN_WEIGHT, TimedPipeline, TimedTable, steps
 
 SHORT = 3
 """Settings are compared on a pipeline of this many microbatches per group, or of more if it has few actions."""
@@ -87,6 +87,9 @@ def best(
 
     Raises PlanError when no table fits into the room.
     """
+    no_room = PlanError(f"no zero-bubble schedule of {m} microbatches fits into {room.bound}; give it more memory")
+    if any(room.after_F[s] > room.bound[g] * (1 + 1e-9) for s, g in graph.group_of.items()):
+        raise no_room
     full = TimedPipeline(graph, m, costs, room)
     short = TimedPipeline(graph, min(m, max(SHORT * len(graph.groups), FEW // (3 * graph.stages))), costs, room)
     tables_in_time = [
@@ -96,7 +99,7 @@ def best(
     ]
     fitting = [timed for timed in tables_in_time if timed is not None]
     if not fitting:
-        raise PlanError(f"no zero-bubble schedule of {m} microbatches fits into {room.bound}; give it more memory")
+        raise no_room
     return min(fitting, key=lambda timed: timed.score).table
 
 
@@ -122,7 +125,8 @@ def _scheduled(full: TimedPipeline, policies: Iterable[Policy]) -> Iterator[Time
 
 
 class _Settings:
-    """Settings and what each scores on the short pipeline; settings of one policy are scored once."""
+    """Settings and what each scores on the short pipeline (infinite: worse than the finalists); settings of one policy are
+    scored once."""
 
     def __init__(self, short: TimedPipeline, start: Sequence[GreedySetting]) -> None:
         self.short, self.away = short, _round_trips(short)
@@ -142,12 +146,17 @@ class _Settings:
     def _ranked(self) -> list[GreedySetting]:
         return sorted(self.scores, key=self.scores.__getitem__)
 
+    def _longest_s(self) -> float:
+        """Seconds of a group from which on a table is none of the finalists: its score is more than that by the end of all."""
+        best = sorted(self.of_policy.values())[:FINALISTS]
+        return best[-1] / (1 + MAKESPAN_WEIGHT) * (1 + 1e-9) if len(best) == FINALISTS else float("inf")
+
     def _score(self, setting: GreedySetting) -> None:
         if setting in self.scores:
             return
         policy = _policy(setting, self.short, self.away)
         if policy not in self.of_policy:
-            timed = greedy(self.short, policy)
+            timed = greedy(self.short, policy, self._longest_s())
             self.of_policy[policy] = timed.score if timed else float("inf")
         self.scores[setting] = self.of_policy[policy]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.costmodel.simulate import Comm
+from autopar.costmodel.simulate import Comm, link_seconds
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph
 
@@ -21,6 +21,35 @@ class ActionCosts:
     def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> ActionCosts:
         """Equal stages."""
         return ActionCosts({(s, k): t for s in range(stages) for k, t in (("F", tf), ("B", tb), ("W", tw))}, comm_s)
+
+
+def least_span_s(graph: StageGraph, microbatches: int, costs: ActionCosts, most_held: Sequence[float]) -> float:
+    """Seconds that no table takes less than. most_held[s]: microbatches that stage s can hold at once.
+
+    All the work of a group comes after its first microbatch has reached it; and its first B comes after that microbatch has
+    been to the end and back, before which a group runs nothing but F, and no more than it can hold.
+    """
+    seconds, M, n = costs.seconds, microbatches, graph.stages
+
+    def on_its_way_s(u: int, v: int) -> float:
+        return 0.0 if graph.group_of[u] == graph.group_of[v] else link_seconds([(u, v)], costs.comm_s)[0]
+
+    arrives_s, returns_s = [0.0] * n, [0.0] * n
+    for s in range(n):
+        for u in graph.feeds[s]:
+            arrives_s[s] = max(arrives_s[s], arrives_s[u] + seconds[u, "F"] + on_its_way_s(u, s))
+    for s in reversed(range(n)):
+        returns_s[s] = arrives_s[s] + seconds[s, "F"]
+        for v in graph.returns[s]:
+            returns_s[s] = max(returns_s[s], returns_s[v] + seconds[v, "B"] + on_its_way_s(v, s))
+    spans_s = []
+    for stages in graph.groups:
+        forward_s = M * sum(seconds[s, "F"] for s in stages)
+        backward_s = M * sum(seconds[s, "B"] + seconds[s, "W"] for s in stages)
+        held_s = sum(min(M, most_held[s]) * seconds[s, "F"] for s in stages)
+        spans_s.append(min(arrives_s[s] for s in stages) + forward_s + backward_s)
+        spans_s.append(min(returns_s[s] for s in stages) + forward_s - held_s + backward_s)
+    return max(spans_s)
 
 
 @dataclass(frozen=True)

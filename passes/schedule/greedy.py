@@ -34,19 +34,20 @@ class Policy:
     deep: bool = True
 
 
-def greedy(pipeline: TimedPipeline, policy: Policy) -> TimedTable | None:
-    """The table that the policy makes; None when it gets stuck."""
-    return _ListScheduler(pipeline, policy).table()
+def greedy(pipeline: TimedPipeline, policy: Policy, longest_s: float = NEVER) -> TimedTable | None:
+    """The table that the policy makes; None when it gets stuck, or a group would take longer than `longest_s`."""
+    return _ListScheduler(pipeline, policy, longest_s).table()
 
 
 class _ListScheduler:
     """One run of list scheduling.
 
     Per stage: next_F, next_B count what has started, end_F, end_B say when each microbatch ends, and ready_F, ready_B when
-    the next one may start as far as arrivals go. Per group: when it is free, when it began, what it holds, the W it owes.
+    the next one may start as far as arrivals go. Per group: when it is free, when it began, what it holds, the W it owes, how
+    long it may still be idle.
     """
 
-    def __init__(self, pipeline: TimedPipeline, policy: Policy) -> None:
+    def __init__(self, pipeline: TimedPipeline, policy: Policy, longest_s: float) -> None:
         graph, n, p = pipeline.graph, pipeline.graph.stages, len(pipeline.graph.groups)
         self.pipeline, self.policy, self.room, self.m = pipeline, policy, pipeline.room, pipeline.m
         owner = graph.group_of
@@ -65,7 +66,9 @@ class _ListScheduler:
         self.owed: list[deque[tuple[int, int]]] = [deque() for _ in range(p)]
         self.rows: list[list[Step]] = [[] for _ in range(p)]
         self.events = [(0.0, g) for g in range(p)]
-        self.left = 2 * self.m * n
+        self.left: float = 2 * self.m * n
+        work_s = [f + b + w for f, b, w in zip(pipeline.f, pipeline.b, pipeline.w, strict=True)]
+        self.idle_left = [longest_s - self.m * sum(work_s[s] for s in stages) for stages in graph.groups]
 
     def table(self) -> TimedTable | None:
         """Runs groups in the order of time until every F and B has run; the W left over at the end."""
@@ -166,6 +169,12 @@ class _ListScheduler:
         """The group is busy until `end`, when it and the groups that wait for the result look again."""
         if self.first[g] == NEVER:
             self.first[g] = now
+        elif now > self.free[g]:
+            self.idle_left[g] -= now - self.free[g]
+        if self.idle_left[g] < 0:
+            self.left = NEVER
+            self.events.clear()
+            return
         self.free[g] = end
         heapq.heappush(self.events, (end, g))
         for other in woken:

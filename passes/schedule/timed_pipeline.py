@@ -14,6 +14,9 @@ Step = tuple[str, int, int]
 """(kind, microbatch, stage): an Action before it is one, of which a search makes many and keeps few."""
 
 
+MAKESPAN_WEIGHT = 1e-3
+
+
 @dataclass(frozen=True)
 class TimedTable:
     """Rows of a table and their time: spans_s[g] from the first start to the last end of a group, makespan_s of all."""
@@ -25,7 +28,7 @@ class TimedTable:
     @property
     def score(self) -> float:
         """The zero-bubble paper's cost, the longest span; of tables alike, the one that ends first."""
-        return max(self.spans_s) + 1e-3 * self.makespan_s
+        return max(self.spans_s) + MAKESPAN_WEIGHT * self.makespan_s
 
     @property
     def table(self) -> Table:

@@ -9,7 +9,13 @@ one mesh, on large ones pipelines.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from autopar.passes.price.pricer import OutOfTime
+from autopar.passes.search.clock import Clock
+from autopar.passes.search.lower_bounds import least_step_s
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
 from autopar.passes.search.one_mesh.short_memory import search_short_memory
@@ -22,31 +28,80 @@ from autopar.passes.search.task import RankedPlans, Task
 MANY_RANKS = 64
 """On larger clusters pipelines are looked for before microbatches and recompute on one mesh."""
 
+Kind = tuple[str, Callable[[float], Iterator[RankedPlans]]]
+"""A kind of plans, and the search for those that are faster than so many seconds: their ranking, whenever it gets better."""
 
-def search_plans(task: Task, batch: int) -> RankedPlans:
+
+def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monotonic) -> RankedPlans:
     """Plans with the task that each is a plan of, best first; none where nothing fits.
 
-    batch: size of the global batch. Raises InputError
+    batch: size of the global batch. now: seconds of the clock that `Options.search_s` is measured by. Raises InputError
     for options that cannot be, InfeasibleError where the options ask for a pipeline and none fits.
     """
     check_pipeline_options(task)
+    clock = Clock(task.options.search_s, now)
+    task = task.changed()
+    task.pricers = task.pricers.until(clock.is_over)
+    rankings: dict[str, RankedPlans] = {}
+    unfinished: list[str] = []
+    for kind, search in _kinds(task, batch):
+        if not unfinished:
+            clock.say(kind, _best_s(rankings))
+            try:
+                for ranking in search(_best_s(rankings)):
+                    rankings[kind] = ranking
+                    clock.has_plan = True
+                    clock.say(kind, _best_s(rankings))
+                continue
+            except (OutOfTime, KeyboardInterrupt):
+                if not rankings:
+                    clock.stop()
+                    raise
+        unfinished.append(kind)
+    clock.stop()
+    plans = [
+        plan for ranking in sorted(rankings.values(), key=lambda ranking: ranking[0][1].step_s) for plan in ranking
+    ]
+    return _left_out(plans, tuple(unfinished)) if unfinished else plans
+
+
+def _kinds(task: Task, batch: int) -> Iterator[Kind]:
+    """The kinds of plans in the order in which they are looked for."""
     submeshes = SubmeshPlans(TasksByCount(task, batch))
+    pipelines: Kind = "pipelines", lambda best_s: search_pipelines(submeshes, best_s)
     if asks_for_pipeline(task.options):
-        return search_pipelines(submeshes, math.inf)
-    candidates, memory_short = search_strategies(task)
-    kinds: list[RankedPlans] = [[(task, candidate) for candidate in candidates]]
+        yield pipelines
+        return
+    memory_short: list[bool] = []
+
+    def strategies(_: float) -> Iterator[RankedPlans]:
+        candidates, is_short = search_strategies(task)
+        memory_short.append(is_short)
+        if candidates:
+            yield [(task, candidate) for candidate in candidates]
+
+    yield "plans on one mesh", strategies
     stages = _stages_allowed(task)
-    memory_short = memory_short and task.program.training
     many_ranks = stages and task.cluster.size > MANY_RANKS
-    if memory_short and not many_ranks:
-        kinds.append(search_short_memory(submeshes.tasks, _best_s(kinds)))
+    lean: Kind = (
+        "plans on one mesh with microbatches, recompute and offload",
+        lambda best_s: search_short_memory(submeshes.tasks, best_s),
+    )
+    is_lean = any(memory_short) and task.program.training
+    if is_lean and not many_ranks:
+        yield lean
     if stages:
-        kinds.append(search_pipelines(submeshes, _best_s(kinds)))
-        kinds.append(search_branches(submeshes.copy(), _best_s(kinds)))
-    if memory_short and many_ranks:
-        kinds.append(search_short_memory(submeshes.tasks, _best_s(kinds)))
-    kinds = sorted(filter(None, kinds), key=lambda ranked: ranked[0][1].step_s)
-    return [plan for ranked in kinds for plan in ranked]
+        yield pipelines
+        yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), best_s)
+    if is_lean and many_ranks:
+        yield lean
+
+
+def _left_out(plans: RankedPlans, kinds: tuple[str, ...]) -> RankedPlans:
+    """Plans of a search that ended early: the best one says what was left out, and how far it is from what no plan beats."""
+    (task, best), *others = plans
+    solution = replace(best.solution, bound=min(best.solution.bound, least_step_s(task)))
+    return [(task, replace(best, solution=solution, left_out=kinds)), *others]
 
 
 def _stages_allowed(task: Task) -> bool:
@@ -55,6 +110,6 @@ def _stages_allowed(task: Task) -> bool:
     return task.cluster.size > 1 and options.pp != 1 and options.strategy == "auto" and options.mesh is None
 
 
-def _best_s(kinds: list[RankedPlans]) -> float:
+def _best_s(rankings: dict[str, RankedPlans]) -> float:
     """Seconds of a step of the best plan so far."""
-    return min((ranked[0][1].step_s for ranked in kinds if ranked), default=math.inf)
+    return min((ranking[0][1].step_s for ranking in rankings.values()), default=math.inf)

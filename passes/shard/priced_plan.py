@@ -12,12 +12,16 @@ from autopar.plan import Plan
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan with what the solver said of it; `lowered` and `account` where it was lowered already, to see its peak."""
+    """A plan with what the solver said of it; `lowered` and `account` where it was lowered already, to see its peak.
+
+    left_out: kinds of plans that were not looked at, or not all of them, where the search was ended before.
+    """
 
     plan: Plan
     solution: Solution
     lowered: LoweredProgram | None = None
     account: Account | None = None
+    left_out: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:

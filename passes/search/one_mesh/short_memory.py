@@ -8,6 +8,8 @@ is no better than the best plan so far, or as soon as its plan runs nothing agai
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.ir.mesh import Mesh
@@ -26,8 +28,8 @@ _MOMENT = 0.8
 """Of the bytes that live for a moment in one plan, the part that another one is taken to need as well."""
 
 
-def search_short_memory(tasks: TasksByCount, best_s: float) -> RankedPlans:
-    """Plans that are predicted faster than best_s, best first."""
+def search_short_memory(tasks: TasksByCount, best_s: float) -> Iterator[RankedPlans]:
+    """Plans that are predicted faster than best_s, best first, whenever there is another one."""
     task = tasks.task
     counts = microbatch_counts(task, tasks.batch)
     if task.options.microbatches is None:
@@ -36,8 +38,8 @@ def search_short_memory(tasks: TasksByCount, best_s: float) -> RankedPlans:
     meshes = _meshes_by_bound(task)
     for offload in _offload_kinds(task):
         for mesh, bound_s in meshes:
-            search.look_on(mesh, bound_s, offload)
-    return sorted(search.faster, key=lambda plan: plan[1].step_s)
+            for _ in search.look_on(mesh, bound_s, offload):
+                yield sorted(search.faster, key=lambda plan: plan[1].step_s)
 
 
 class _FasterPlans:
@@ -52,8 +54,8 @@ class _FasterPlans:
         self.byte_price = self.moment_bytes = 0.0
         self.faster: RankedPlans = []
 
-    def look_on(self, mesh: Mesh, bound_s: float, offload: frozenset[str]) -> None:
-        """Growing microbatch counts on one mesh. bound_s: no plan of the whole batch on this mesh takes less."""
+    def look_on(self, mesh: Mesh, bound_s: float, offload: frozenset[str]) -> Iterator[PricedPlan]:
+        """Faster plans on one mesh in growing microbatch counts. bound_s: none of the whole batch on this mesh takes less."""
         for M in self.counts:
             if not self._may_win(bound_s):
                 return
@@ -75,6 +77,7 @@ class _FasterPlans:
                 continue
             if candidate.step_s < self.best_s:
                 self._keep(task, joint, candidate)
+                yield candidate
             if not any(t.recompute for t in candidate.plan.stages[0].templates.values()):
                 return
 

@@ -110,7 +110,7 @@ def fastest_in_time(task: Task, batch: int, limit_s: float) -> Account | None:
     end = time.monotonic() + limit_s
     options = replace(task.options, solver_time_limit_s=min(task.options.solver_time_limit_s, SOLVER_S, limit_s / 2))
     task = task.changed(options=options)
-    task.pricers = task.pricers.until(end)
+    task.pricers = task.pricers.until(lambda: time.monotonic() > end)
     fitting: list[Account] = []
     try:
         if not asks_for_pipeline(options):
@@ -152,7 +152,8 @@ def _pipeline(task: Task, batch: int, best_s: float) -> list[Account]:
     """Of the fastest pipeline that is predicted faster than best_s, if there is one."""
     check_pipeline_options(task)
     submeshes = SubmeshPlans(TasksByCount(task, batch))
-    return [account_of(candidate) for _, candidate in search_pipelines(submeshes, best_s)[:1]]
+    *_, plans = [], *search_pipelines(submeshes, best_s)
+    return [account_of(candidate) for _, candidate in plans[:1]]
 
 
 # --- changes ----------------------------------------------------------------------------------------------------------

@@ -67,7 +67,8 @@ def _smallest_plan(task: Task, batch: int) -> SmallPlan | None:
     """The plan with the lowest peak that is found in time."""
     limit_s = min(task.options.solver_time_limit_s, SOLVER_S)
     timed = task.changed(options=replace(task.options, solver_time_limit_s=limit_s))
-    timed.pricers = task.pricers.until(time.monotonic() + SMALLEST_S)
+    end = time.monotonic() + SMALLEST_S
+    timed.pricers = task.pricers.until(lambda: time.monotonic() > end)
     plans: list[SmallPlan] = []
     try:
         for plan in smallest_plans(timed, batch):

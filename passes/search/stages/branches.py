@@ -12,7 +12,7 @@ a schedule of one stage per group is made for that DAG, and every action of a gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -25,7 +25,7 @@ from autopar.passes.lower.cut import Range
 from autopar.passes.search.lower_bounds import least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, asks_for_pipeline
-from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan
+from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ranked
 from autopar.passes.search.stages.segment_chain import best_chain
 from autopar.passes.search.stages.segments import branches, crossing_bytes, segments, work_shares
 from autopar.passes.search.stages.submesh import (
@@ -66,14 +66,14 @@ class BranchDraft(Draft):
         return float(grouping.total_s - (1 - left) * idle)
 
 
-def search_branches(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
-    """Plans with branches side by side that are predicted faster than best_s, best first.
+def search_branches(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPlans]:
+    """Plans with branches side by side that are predicted faster than best_s, best first, whenever there is another one.
 
     Nothing for chains, for clusters of several kinds of devices, and where the options ask for a pipeline of their own.
     """
     task = submeshes.task
     if asks_for_pipeline(task.options) or task.cluster.size < 2 or not branches(task):
-        return []
+        return
     search = BranchSearch(submeshes, best_s)
     plans: list[DraftPlan] = []
     for rough in search.rough()[:MOST_TRIED]:
@@ -85,7 +85,7 @@ def search_branches(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
             named = replace(plan.candidate, plan=replace(plan.candidate.plan, origin="solver (branches)"))
             plans.append(DraftPlan(plan.draft, named))
             plans.sort(key=lambda plan: plan.cost_s)
-    return [(plan.draft.task, plan.candidate) for plan in plans]
+            yield ranked(plans)
 
 
 class BranchSearch:

@@ -7,6 +7,7 @@ program as captured (`autopar.passes.search.stages.plan_of_draft`), each under i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from autopar.errors import NoRoomError
 from autopar.ir.text import size_text
@@ -19,6 +20,7 @@ from autopar.passes.search.stages.plan_of_draft import (
     DraftPlan,
     drafts_in_memory,
     plan_that_fits,
+    ranked,
     with_less_recompute,
 )
 from autopar.passes.search.stages.submesh import SubmeshPlans
@@ -33,8 +35,9 @@ _FASTER = 0.999
 """A cut is tried where it could be faster by more than this."""
 
 
-def search_pipelines(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
-    """Pipelines predicted faster than best_s (infinite where the options ask for one), best first.
+def search_pipelines(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedPlans]:
+    """Pipelines predicted faster than best_s (infinite where the options ask for one), best first, whenever there is a better
+    one.
 
     submeshes: plans of the request on submeshes, which other searches may use afterwards. Raises InputError for stages that
     cannot be, InfeasibleError when the options ask for a pipeline and none fits.
@@ -49,12 +52,11 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float) -> RankedPlans:
         plan = plan_that_fits(search.exact, promising, to_beat_s)
         if plan is not None and plan.cost_s < to_beat_s:
             plans = [plan, *plans]
+            yield ranked(plans)
     if plans:
-        plans[0] = with_less_recompute(plans[0])
-    ranked = [(plan.draft.task, plan.candidate) for plan in plans]
-    if asks_for_pipeline(task.options) and not ranked:
+        yield ranked([with_less_recompute(plans[0]), *plans[1:]])
+    elif asks_for_pipeline(task.options):
         raise NoRoomError(_no_pipeline(task, search.shortages))
-    return ranked
 
 
 def _promising(search: CutSearch) -> list[DraftInMemory]:

@@ -8,7 +8,7 @@ is then relieved of whatever recompute its stages do not need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
@@ -17,7 +17,7 @@ from autopar.passes.lower.cut import cut
 from autopar.passes.search.stages.draft import Draft, Exact
 from autopar.passes.search.stages.recompute_levels import fitted
 from autopar.passes.search.stages.schedule_choice import candidate_under, scheduled
-from autopar.passes.search.task import account_of
+from autopar.passes.search.task import RankedPlans, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, StagePlan
 
@@ -54,6 +54,11 @@ class DraftPlan:
     def cost_s(self) -> float:
         """Predicted seconds of a step."""
         return self.candidate.solution.cost
+
+
+def ranked(plans: Sequence[DraftPlan]) -> RankedPlans:
+    """The plans with their tasks."""
+    return [(plan.draft.task, plan.candidate) for plan in plans]
 
 
 def drafts_in_memory(exact: Exact, rough: Draft) -> Iterator[DraftInMemory]:

@@ -10,7 +10,7 @@ from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, show_row
 from autopar.passes.account.program import Account, step_seconds, under
 from autopar.passes.memory.peak import StageMemory, group_peaks
-from autopar.passes.schedule import ActionCosts, MemoryRoom, build, schedule_row, tried_by_default
+from autopar.passes.schedule import ActionCosts, MemoryRoom, build, least_span_s, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.task import Task
@@ -51,7 +51,12 @@ def fastest_schedule(
     apart_memory = [s.memory for s in apart.stages]
     best: tuple[float, str, Table] | None = None
     least = math.inf
+    costs = ActionCosts(apart.seconds, apart.hand_over)
+    most_held = _most_held(apart.graph, [apart_memory, together_memory], limits_bytes)
+    least_s = least_span_s(apart.graph, draft.microbatches, costs, most_held) + apart.once_s
     for name in schedule_names(task, draft):
+        if best is not None and best[0] * (1 - _FASTER) <= least_s:
+            break
         table = schedule_table(name, draft, apart, limits_bytes)
         if table is None:
             continue
@@ -64,6 +69,21 @@ def fastest_schedule(
         if best is None or seconds < best[0] * (1 - _FASTER):
             best = (seconds, name, table)
     return best[1:] if best is not None else least
+
+
+def _most_held(graph: StageGraph, forms: list[list[StageMemory]], limits_bytes: list[float]) -> list[float]:
+    """Microbatches that every stage can hold at once when its first B begins, in whichever of these forms it takes least."""
+    most = [0.0] * graph.stages
+    for memory in forms:
+        for s, stage in enumerate(memory):
+            moments = {
+                kind: [of[kind] for of in (stage.actions, stage.first, stage.last) if kind in of] for kind in "FB"
+            }
+            held = min(moment.after for moment in moments["F"])
+            beside = max(min(moment.peak for moment in of_kind) for of_kind in moments.values())
+            room = limits_bytes[graph.group_of[s]] - stage.resting_bytes - beside
+            most[s] = max(most[s], 1 + max(room, 0.0) * (1 + 1e-9) // held if held > 0 else math.inf)
+    return most
 
 
 def _splits(table: Table) -> bool:

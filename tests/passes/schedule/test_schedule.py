@@ -12,7 +12,17 @@ from autopar.costmodel import simulate as sim
 from autopar.errors import PlanError
 from autopar.ir import tables
 from autopar.ir.actions import StageGraph, parse_row, show_row
-from autopar.passes.schedule import SCHEDULES, ActionCosts, MemoryRoom, build, in_flight, peak_bytes
+from autopar.passes.schedule import (
+    SCHEDULES,
+    ActionCosts,
+    MemoryRoom,
+    automatic,
+    build,
+    in_flight,
+    least_span_s,
+    peak_bytes,
+)
+from autopar.passes.schedule.greedy import greedy
 from autopar.passes.schedule.proof import check_table
 from tests.passes.schedule.pipelines import ONE_STAGE, PAPER, chains, dags, graph_of
 
@@ -276,3 +286,41 @@ def test_values_that_skip_stages_come_along_in_the_chain_s_order(name: str) -> N
     table = build(name, skips, 6)
     assert table == build(name, plain, 6)
     check_table(table, skips, 6)
+
+
+@given(
+    case=st.one_of(chains(names=("1f1b", "zb-h1", "zb-h2", "zb-v", "gpipe")), dags(names=("1f1b", "gpipe"))),
+    data=st.data(),
+)
+def test_no_table_takes_less_than_the_least_span(case, data):
+    """With what its stages hold in it at most before their first B."""
+    graph, name, m = case
+    costs = random_costs(data.draw, graph)
+    table = build(name, graph, m, costs=costs if SCHEDULES[name].timed else None)
+    actions = [[(a.kind, a.stage) for a in row] for row in table]
+    held = []
+    for s in range(graph.stages):
+        row = actions[graph.group_of[s]]
+        before = row[: next(i for i, (kind, _) in enumerate(row) if kind == "B")]
+        held.append(sum(step == ("F", s) for step in before))
+    most = [max(h, 1) if len(graph.groups[graph.group_of[s]]) == 1 else m for s, h in enumerate(held)]
+    least = least_span_s(graph, m, costs, most)
+    assert least <= sim.makespan_s(table, graph, costs.seconds, costs.comm_s) * (1 + 1e-9)
+
+
+def test_the_least_span_is_that_of_an_ideal_pipeline():
+    """Equal stages in any memory: zb-h2 works without a gap from when the first microbatch arrives."""
+    graph, costs = StageGraph.chain(4), ActionCosts.uniform(4)
+    assert least_span_s(graph, 16, costs, [math.inf] * 4) == 3 + 16 * 3
+    assert sim.makespan_s(tables.zb_h2(graph, 16), graph, costs.seconds) == pytest.approx(3 + 16 * 3)
+    one_at_a_time = least_span_s(graph, 16, costs, [1.0] * 4)
+    assert one_at_a_time == 4 + 3 + 15 + 16 * 2, "the first stage waits for its first microbatch to come back"
+
+
+@pytest.mark.parametrize(("p", "m", "memory"), [(4, 8, 4.0), (8, 16, 10.0)])
+def test_settings_that_are_given_up_would_not_have_been_finalists(p, m, memory, monkeypatch):
+    graph = StageGraph.chain(p)
+    costs = ActionCosts({(s, k): 1 + 0.3 * math.sin(7 * s + i) for s in range(p) for i, k in enumerate("FBW")}, 0.1)
+    table = build("zb-auto", graph, m, costs=costs, memory=memory)
+    monkeypatch.setattr(automatic, "greedy", lambda pipeline, policy, longest_s=math.inf: greedy(pipeline, policy))
+    assert build("zb-auto", graph, m, costs=costs, memory=memory) == table

@@ -140,7 +140,8 @@ def test_less_memory_is_kept_to() -> None:
     def found(**limit: float) -> PricedPlan:
         program = capture_program(Driving(), driving_batch(8), driving_loss, 2)[0]
         task = Task(program, slow_network(), RuleBook(), Setting(2), Options(microbatches=2, **limit))
-        return search_branches(SubmeshPlans(TasksByCount(task, 16)), math.inf)[0][1]
+        *_, plans = search_branches(SubmeshPlans(TasksByCount(task, 16)), math.inf)
+        return plans[0][1]
 
     free = found().account
     assert free is not None
