@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from math import log2
 from typing import NamedTuple
 
+from autopar.cluster import ClusterSpec
 from autopar.costmodel.simulate import Durations
 from autopar.costmodel.software import Software
 
@@ -234,16 +235,15 @@ def exposed_parameters_s(
 
     busy_s: forward and backward of one microbatch. window: how many such passes messages once a step may hide behind.
     """
-    c, (forward_s, backward_s) = software.constants, busy_s
+    forward_s, backward_s = busy_s
 
-    def exposed(seconds: float, behind_s: float, share: float, late: bool = False) -> float:
-        return seconds if late else max(seconds - behind_s, share * seconds)
+    def exposed(seconds: float, behind_s: float, share: float) -> float:
+        return max(seconds - behind_s, share * seconds)
 
-    late = software.late_reduction
-    each = exposed(traffic.each_forward_s, forward_s, c.zero3_exposed, late)
-    each += exposed(traffic.each_backward_s, backward_s, c.zero3_exposed, late)
-    once = exposed(traffic.gather_s, window * forward_s, c.dp_exposed, late or software.late_gather)
-    once += exposed(traffic.reduce_s, window * backward_s, c.dp_exposed, late)
+    each = exposed(traffic.each_forward_s, forward_s, software.shards_share)
+    each += exposed(traffic.each_backward_s, backward_s, software.shards_share)
+    once = exposed(traffic.gather_s, window * forward_s, software.gather_share)
+    once += exposed(traffic.reduce_s, window * backward_s, software.reduce_share)
     return microbatches * each + once
 
 
@@ -256,6 +256,11 @@ def overlap_window(chunks: int, groups: int, microbatches: int) -> float:
 def group_seconds(seconds: Durations, groups: Sequence[Sequence[int]], kinds: str = "FBW") -> list[float]:
     """Seconds of one microbatch's actions on every group."""
     return [sum(seconds.get((s, kind), 0.0) for s in group for kind in kinds) for group in groups]
+
+
+def cluster_nodes(cluster: ClusterSpec) -> float:
+    """How many nodes a cluster has, at least one."""
+    return max(1.0, cluster.size / cluster.levels[0].group_size)
 
 
 def jitter_factor(nodes: float, software: Software) -> float:

@@ -82,6 +82,21 @@ class Software:
         """The same with the full name of its precision ("bf16" is "bfloat16"). Raises ClusterError for an unknown one."""
         return self if self.precision == "mxfp8" else replace(self, precision=dtype_name(self.precision))
 
+    @property
+    def reduce_share(self) -> float:
+        """Share of gradients' reductions that is exposed at least."""
+        return 1.0 if self.late_reduction else self.constants.dp_exposed
+
+    @property
+    def gather_share(self) -> float:
+        """Share of the gathers of updated values that is exposed at least."""
+        return 1.0 if self.late_reduction or self.late_gather else self.constants.dp_exposed
+
+    @property
+    def shards_share(self) -> float:
+        """Share of the gathers of every microbatch that is exposed at least."""
+        return 1.0 if self.late_reduction else self.constants.zero3_exposed
+
     def exposed_share(self, overlap: str) -> float:
         """Share of a message that is not hidden. overlap: the constant that says it; "": nothing hides the message."""
         if not overlap or (overlap == "tp_exposed" and not self.overlap_tp):

@@ -24,6 +24,7 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel.bill import (
     CallSeconds,
     call_seconds,
+    cluster_nodes,
     exposed_parameters_s,
     group_seconds,
     jitter_factor,
@@ -45,7 +46,7 @@ from autopar.costmodel.estimator.pipeline_time import (
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, cluster_nodes, estimate, parameter_traffic
+from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, estimate, parameter_traffic
 from autopar.costmodel.estimator.workload import StepPlan, Workload
 from autopar.costmodel.software import Software
 

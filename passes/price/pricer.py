@@ -16,6 +16,7 @@ import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import collective, compute
+from autopar.costmodel.software import Software, emitted_on
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy
@@ -54,12 +55,15 @@ class OpChoices:
 
 
 class Pricer:
-    """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only."""
+    """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only.
 
-    def __init__(self, cluster: ClusterSpec, mesh: Mesh) -> None:
-        self.cluster, self.mesh = cluster, mesh
+    copy_s: seconds per byte that kernels read or write. software: by default that of programs emitted for the cluster.
+    """
+
+    def __init__(self, cluster: ClusterSpec, mesh: Mesh, software: Software | None = None) -> None:
+        self.cluster, self.mesh, self.software = cluster, mesh, software or emitted_on(cluster)
         self.device = cluster.device(mesh.offset)
-        self.copy_s = 1.0 / self.device.memory_bandwidth_Bps
+        self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
@@ -211,6 +215,7 @@ class Pricer:
                     dtype=_computable(dtype),
                     kind=kind,
                     shape=_shape(groups, rule, parts),
+                    eager=self.software.kernels != "fused",
                 )
             )
         return seconds
@@ -241,17 +246,18 @@ class Pricers:
 
     Meshes that lie alike on the links and run on the same device share one: their prices are the same. `lowered`: what
     lowering has made of templates so far, by template, plan and mesh. Asking after the deadline (of time.monotonic)
-    raises OutOfTime.
+    raises OutOfTime. software: by default that of programs emitted for the cluster.
     """
 
-    def __init__(self, cluster: ClusterSpec, deadline: float = math.inf) -> None:
+    def __init__(self, cluster: ClusterSpec, software: Software | None = None, deadline: float = math.inf) -> None:
         self.cluster, self.deadline = cluster, deadline
+        self.software = software or emitted_on(cluster)
         self.lowered: dict[Any, Any] = {}
         self._made: dict[Any, Pricer] = {}
 
     def until(self, deadline: float) -> Pricers:
         """The same prices, given until a deadline: every step of a search asks for some, so it ends there."""
-        timed = Pricers(self.cluster, deadline)
+        timed = Pricers(self.cluster, self.software, deadline)
         timed.lowered, timed._made = self.lowered, self._made
         return timed
 
@@ -262,5 +268,5 @@ class Pricers:
         ends = mesh.offset == 0 and mesh.size == self.cluster.size
         key = (mesh.axes, self.cluster.device(mesh.offset), where[:-1], ends)
         if key not in self._made:
-            self._made[key] = Pricer(self.cluster, mesh)
+            self._made[key] = Pricer(self.cluster, mesh, self.software)
         return self._made[key]
