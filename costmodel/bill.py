@@ -263,9 +263,10 @@ def cluster_nodes(cluster: ClusterSpec) -> float:
     return max(1.0, cluster.size / cluster.levels[0].group_size)
 
 
-def jitter_factor(nodes: float, software: Software) -> float:
-    """A small loss per doubling of nodes."""
-    return 1 + software.constants.jitter * log2(max(1.0, nodes))
+def least_step_s(seconds: float, nodes: float, software: Software) -> float:
+    """A step that spends so many seconds, with its overhead and a small loss per doubling of nodes."""
+    c = software.constants
+    return (seconds + c.step_overhead_s) * (1 + c.jitter * log2(nodes))
 
 
 def step_seconds(bill: Bill, software: Software) -> StepSeconds:
@@ -281,8 +282,7 @@ def step_seconds(bill: Bill, software: Software) -> StepSeconds:
         messages = exposed_parameters_s(traffic, (forward_s, backward_s), bill.microbatches, window, software)
         optimizer_s, rest_s = sum(s.optimizer_s for s in stages), sum(s.rest_s for s in stages)
         slowest = max(slowest, (messages + optimizer_s + rest_s, messages, optimizer_s, rest_s))
-    jitter = jitter_factor(bill.nodes, software)
-    step_s = (span_s + slowest[0] + software.constants.step_overhead_s) * jitter
+    step_s = least_step_s(span_s + slowest[0], bill.nodes, software)
     by_group = tuple(_summed([exposed[s] for s in group]) for group in bill.groups)
     return StepSeconds(step_s, span_s, seconds, by_group, *slowest)
 

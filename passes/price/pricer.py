@@ -16,6 +16,7 @@ import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import collective, compute
+from autopar.costmodel.bill import cluster_nodes, least_step_s
 from autopar.costmodel.software import Software, emitted_on
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
@@ -260,6 +261,10 @@ class Pricers:
         timed = Pricers(self.cluster, self.software, deadline)
         timed.lowered, timed._made = self.lowered, self._made
         return timed
+
+    def least_step_s(self, seconds: float) -> float:
+        """A step that spends at least so many seconds on what a solver counts."""
+        return least_step_s(seconds, cluster_nodes(self.cluster), self.software)
 
     def __getitem__(self, mesh: Mesh) -> Pricer:
         if time.monotonic() > self.deadline:

@@ -276,7 +276,7 @@ class Problem:
     def _parameter_s(self, type_: TensorType, group: Group, updated: tuple[str, ...]) -> Callable[[State], float]:
         """Seconds of a step for a group's parameters alone: to and from memory tiers, the update, the gather after it."""
         count, lattice = len(group.names), self.pricer.lattice(type_, bucketed=True)
-        reads = self._reads(group) / count
+        reads, gather_share = self._reads(group) / count, self.pricer.software.gather_share
 
         def seconds(state: State) -> float:
             moved = moved_bytes(type_, state, updated, reads, self.setting, self.mesh) if self._move_s else 0.0
@@ -284,7 +284,9 @@ class Problem:
                 return count * moved * self._move_s
             shard = state[1].local_bytes(type_, self.mesh)
             update_s = self.setting.optimizer.update_s(shard, self.pricer.copy_s, *updated)
-            return count * moved * self._move_s + count * (_gather_s(lattice, state[1], state[0]) + update_s)
+            return count * moved * self._move_s + count * (
+                gather_share * _gather_s(lattice, state[1], state[0]) + update_s
+            )
 
         return seconds
 
@@ -309,7 +311,7 @@ class Problem:
             if grad is not None and updated:
                 u, before = self._source(template, grad)
                 pair = self._conversion(type_, before, tuple(s[1] for s in states), bucketed=True)
-                self.graph.connect(u, v, calls * pair)
+                self.graph.connect(u, v, calls * self.pricer.software.reduce_share * pair)
 
     def _add_stored(self, name: str, states: list[State], cost: StateCost, memory: StateCost) -> int:
         kept = self._kept(("param", name), states)
@@ -333,7 +335,8 @@ class Problem:
 
     def _use_s(self, stored: TensorType, used: TensorType, before: Specs, after: Specs) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
-        seconds = self._conversion(used, before, after)
+        share = self.pricer.software.shards_share if self.program.training else 1.0
+        seconds = share * self._conversion(used, before, after)
         if used == stored:
             return seconds
         return np.asarray(seconds + np.array([[self.pricer.cast_s(stored, used, s)] for s in before]))

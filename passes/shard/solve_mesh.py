@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.costmodel.bill import cluster_nodes, least_step_s
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
@@ -62,4 +63,5 @@ def solve_mesh(
     if solution.method == "greedy":
         origin += " (greedy)"
     plan = spmd_plan(problem, list(solution.choice), on.pricer.cluster, on.options, origin)
-    return PricedPlan(replace(plan, predicted={"step_time_s": solution.cost}), solution)
+    bound_s = least_step_s(solution.cost, cluster_nodes(on.pricer.cluster), on.pricer.software)
+    return PricedPlan(replace(plan, predicted={"step_time_s": bound_s}), solution)
