@@ -21,7 +21,7 @@ from autopar.passes.price.lines import (
     Message,
     cast_seconds,
     conversion_messages,
-    gather_messages,
+    gather_alone_s,
     gradient_messages,
     line_messages,
     optimizer_s,
@@ -171,7 +171,7 @@ def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> 
             for gather in line.gathers:
                 p = stage.parameters[gather.name]
                 casts_s += cast_seconds(gather, p, pricer)
-                gathers_s += sum(m.seconds(pricer) for m in gather_messages(gather, p, stage.mesh))
+                gathers_s += gather_alone_s(gather, p, pricer)
         elif not isinstance(line, TemplateCall):
             _add(messages, line_messages(line, held, stage), pricer)
     return _Between(Work(casts_s, messages=messages), gathers_s)

@@ -8,7 +8,7 @@ seconds adds up their prices, who wants the list of collectives counts them. Wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import Purpose
 from autopar.ir.lines import Convert, Line, ParameterGather, Prefetch, SumLoss
@@ -125,8 +125,15 @@ def line_seconds(line: Line, held: Mapping[str, float], stage: LoweredStage, pri
 
 def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
     """Seconds to cast a stored shard, and of what is not hidden of bringing it to where it is used."""
-    alone_s = sum(message.seconds(pricer) for message in gather_messages(gather, p, pricer.mesh))
-    return cast_seconds(gather, p, pricer) + pricer.software.constants.zero3_exposed * alone_s
+    exposed_s = pricer.software.shards_share * gather_alone_s(gather, p, pricer)
+    return cast_seconds(gather, p, pricer) + exposed_s
+
+
+def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds of a gather's messages."""
+    joined = pricer.software.joins_gathers
+    messages = gather_messages(gather, p, pricer.mesh)
+    return sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
 
 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:

@@ -26,8 +26,6 @@ from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import find
 from autopar.passes.rules.lattice import Lattice
 
-BUCKET_BYTES = 25 << 20  # of gradients that the runtime reduces in one message
-
 
 @dataclass(frozen=True)
 class OpChoices:
@@ -81,9 +79,8 @@ class Pricer:
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together."""
-        if nbytes >= BUCKET_BYTES:
-            return self.collective_s(kind, nbytes, axis)
-        return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
+        whole = self.software.bucket_bytes
+        return self.collective_s(kind, max(nbytes, whole), axis) * min(nbytes / whole, 1.0)
 
     def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
         """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message."""

@@ -16,7 +16,7 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, EfficiencyCurve
 from autopar.cluster.link import LinkLevel
 from autopar.costmodel.bill import CallBill, ParameterTraffic, Purpose, Work
-from autopar.costmodel.software import Software, StepConstants
+from autopar.costmodel.software import LAYER_LAUNCHES, NEUTRAL, Software, StepConstants
 from autopar.ir import lines as ir
 from autopar.ir.lines import Compute, Convert, Function, GatherKey, Line, ParameterGather, Ref, Stored
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
@@ -38,7 +38,7 @@ from autopar.passes.price.lines import (
     line_seconds,
     regather_messages,
 )
-from autopar.passes.price.pricer import BUCKET_BYTES, Pricer
+from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import TemplatePlan
 
@@ -47,6 +47,7 @@ MESH = Mesh.of(dp=2, tp=4)
 BANDWIDTH, HOP, MEMORY, LAUNCH = 1e9, 1e-5, 5e10, 3e-6
 DEVICE = DeviceSpec("test", {"float32": 1e12}, 1e12, 2 * MEMORY, LAUNCH, curve=EfficiencyCurve(memory=0.5))
 CLUSTER = ClusterSpec("test", ((8, DEVICE),), (LinkLevel("node", 8, BANDWIDTH, HOP),))
+BUCKET_BYTES = NEUTRAL.bucket_bytes
 WEIGHT, ROWS, SCALAR = TensorType((16, 32), F32), TensorType((64, 32), F32), TensorType((), F32)
 WHOLE, BOTH, ON_DP, ON_TP = (Spec.replicated(2), Spec((("dp",), ("tp",))), Spec((("dp",), ())), Spec(((), ("tp",))))
 GATHER_TP, GATHER_DP = RuntimeStep("all_gather", ("tp",), (1,)), RuntimeStep("all_gather", ("dp",), (0,))
@@ -259,7 +260,11 @@ CONVERTS = [
 CONVERT_SECONDS = gathered(4096, 4) + gathered(8192, 2) + gathered(2048, 4)
 
 
-FULL = Software(kernels="apart", launch_host_s=1e-3, constants=StepConstants(zero3_exposed=0.25, tp_exposed=0.5))
+FULL = replace(
+    NEUTRAL,
+    overlap_tp=True,
+    constants=StepConstants(dense_host_s=1e-3 * LAYER_LAUNCHES, zero3_exposed=0.25, tp_exposed=0.5),
+)
 
 
 def test_a_stage_bills_its_calls_and_what_is_between_them() -> None:
