@@ -227,8 +227,7 @@ def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Dec
     """best: lowered and accounted for."""
     account, solution, rules = best.account, best.solution, task.rules
     assert account is not None
-    step_s = best.step_s if len(best.plan.stages) == 1 else account.step_time_s
-    predicted = Prediction(step_s, account.peak_bytes, account.comm_time_s)
+    predicted = Prediction(account.step_time_s, account.peak_bytes, account.comm_time_s)
     precision = task.options.precision or ""
     alternatives = tuple(
         Alternative(

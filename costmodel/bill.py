@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from math import log2
 from typing import NamedTuple
 
+from autopar.cluster import ClusterSpec
 from autopar.costmodel.simulate import Durations
 from autopar.costmodel.software import Software
 
@@ -234,16 +235,15 @@ def exposed_parameters_s(
 
     busy_s: forward and backward of one microbatch. window: how many such passes messages once a step may hide behind.
     """
-    c, (forward_s, backward_s) = software.constants, busy_s
+    forward_s, backward_s = busy_s
 
-    def exposed(seconds: float, behind_s: float, share: float, late: bool = False) -> float:
-        return seconds if late else max(seconds - behind_s, share * seconds)
+    def exposed(seconds: float, behind_s: float, share: float) -> float:
+        return max(seconds - behind_s, share * seconds)
 
-    late = software.late_reduction
-    each = exposed(traffic.each_forward_s, forward_s, c.zero3_exposed, late)
-    each += exposed(traffic.each_backward_s, backward_s, c.zero3_exposed, late)
-    once = exposed(traffic.gather_s, window * forward_s, c.dp_exposed, late or software.late_gather)
-    once += exposed(traffic.reduce_s, window * backward_s, c.dp_exposed, late)
+    each = exposed(traffic.each_forward_s, forward_s, software.shards_share)
+    each += exposed(traffic.each_backward_s, backward_s, software.shards_share)
+    once = exposed(traffic.gather_s, window * forward_s, software.gather_share)
+    once += exposed(traffic.reduce_s, window * backward_s, software.reduce_share)
     return microbatches * each + once
 
 
@@ -258,9 +258,15 @@ def group_seconds(seconds: Durations, groups: Sequence[Sequence[int]], kinds: st
     return [sum(seconds.get((s, kind), 0.0) for s in group for kind in kinds) for group in groups]
 
 
-def jitter_factor(nodes: float, software: Software) -> float:
-    """A small loss per doubling of nodes."""
-    return 1 + software.constants.jitter * log2(max(1.0, nodes))
+def cluster_nodes(cluster: ClusterSpec) -> float:
+    """How many nodes a cluster has, at least one."""
+    return max(1.0, cluster.size / cluster.levels[0].group_size)
+
+
+def least_step_s(seconds: float, nodes: float, software: Software) -> float:
+    """A step that spends so many seconds, with its overhead and a small loss per doubling of nodes."""
+    c = software.constants
+    return (seconds + c.step_overhead_s) * (1 + c.jitter * log2(nodes))
 
 
 def step_seconds(bill: Bill, software: Software) -> StepSeconds:
@@ -276,8 +282,7 @@ def step_seconds(bill: Bill, software: Software) -> StepSeconds:
         messages = exposed_parameters_s(traffic, (forward_s, backward_s), bill.microbatches, window, software)
         optimizer_s, rest_s = sum(s.optimizer_s for s in stages), sum(s.rest_s for s in stages)
         slowest = max(slowest, (messages + optimizer_s + rest_s, messages, optimizer_s, rest_s))
-    jitter = jitter_factor(bill.nodes, software)
-    step_s = (span_s + slowest[0] + software.constants.step_overhead_s) * jitter
+    step_s = least_step_s(span_s + slowest[0], bill.nodes, software)
     by_group = tuple(_summed([exposed[s] for s in group]) for group in bill.groups)
     return StepSeconds(step_s, span_s, seconds, by_group, *slowest)
 

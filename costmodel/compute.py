@@ -46,9 +46,16 @@ def attention_share(device: DeviceSpec, seq: float, head: float, eager: bool = F
 
 @lru_cache(maxsize=262144)
 def op_time_s(
-    device: DeviceSpec, *, flops: float, nbytes: float, dtype: str, kind: str, shape: tuple[int, ...] | None = None
+    device: DeviceSpec,
+    *,
+    flops: float,
+    nbytes: float,
+    dtype: str,
+    kind: str,
+    shape: tuple[int, ...] | None = None,
+    eager: bool = False,
 ) -> float:
-    """Seconds of one kernel.
+    """Seconds of one kernel. eager: attention by kernels of the generation before the device's own.
 
     kind: matmul (shape (m, n, k), or (batch, m, n, k)), attention (shape (seq, head width)), conv or pointwise.
     Raises ClusterError for an unknown kind, and for a dtype the device has no arithmetic for (pointwise excepted).
@@ -64,7 +71,7 @@ def op_time_s(
         m, n, k = shape[-3:] if shape else (1 << 20, 1 << 20, 1 << 20)
         share = matmul_share(device, max(1, m), max(1, n), max(1, k), name)
     elif kind == "attention":
-        share = attention_share(device, shape[-2], shape[-1]) if shape else curve.attention
+        share = attention_share(device, shape[-2], shape[-1], eager) if shape else curve.attention
     else:
         share = curve.conv
     return device.launch_overhead_s + max(flops / (device.peak(name) * share), memory_s)

@@ -13,7 +13,8 @@ from functools import cache
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, curve_named, dtype_name, load_data
 
-KERNELS = ("fused", "eager", "apart")
+LAYER_LAUNCHES = 67
+"""Kernels of forward and backward of a Llama layer whose ops are launched one by one (26 and 41)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Software:
     grad_bytes, reduce_bytes: of one gradient in memory and on the wire (the lines of a program say their own).
     late_reduction: gradients are reduced after the whole backward, so all of them are held at the peak whatever ZeRO
     shards. late_gather: updated parameters are gathered before the step ends, not behind the next forward.
-    buffer_bytes: communication buckets of the framework. launch_host_s: seconds of the host per kernel of a program.
+    buffer_bytes: communication buckets of the framework. bucket_bytes: of one message of gradients or updated parameters.
+    joins_gathers: whether parameters that are gathered for a call (ZeRO-3) travel in such messages too.
     """
 
     precision: str = "bfloat16"
@@ -75,12 +77,33 @@ class Software:
     late_reduction: bool = False
     late_gather: bool = False
     buffer_bytes: float = 0.0
-    launch_host_s: float = 0.0
+    bucket_bytes: float = 1e9
+    joins_gathers: bool = True
     constants: StepConstants = field(default_factory=default_constants)
 
     def canonical(self) -> Software:
         """The same with the full name of its precision ("bf16" is "bfloat16"). Raises ClusterError for an unknown one."""
         return self if self.precision == "mxfp8" else replace(self, precision=dtype_name(self.precision))
+
+    @property
+    def launch_host_s(self) -> float:
+        """Seconds of the host per kernel of a program, as many as a dense layer has in `LAYER_LAUNCHES`."""
+        return self.constants.dense_host_s / LAYER_LAUNCHES
+
+    @property
+    def reduce_share(self) -> float:
+        """Share of gradients' reductions that is exposed at least."""
+        return 1.0 if self.late_reduction else self.constants.dp_exposed
+
+    @property
+    def gather_share(self) -> float:
+        """Share of the gathers of updated values that is exposed at least."""
+        return 1.0 if self.late_reduction or self.late_gather else self.constants.dp_exposed
+
+    @property
+    def shards_share(self) -> float:
+        """Share of the gathers of every microbatch that is exposed at least."""
+        return 1.0 if self.late_reduction else self.constants.zero3_exposed
 
     def exposed_share(self, overlap: str) -> float:
         """Share of a message that is not hidden. overlap: the constant that says it; "": nothing hides the message."""
@@ -92,6 +115,8 @@ class Software:
 NEUTRAL = Software(
     kernels="apart",
     overlap_tp=False,
+    bucket_bytes=25 << 20,
+    joins_gathers=False,
     constants=StepConstants(
         dense_host_s=0.0,
         moe_host_s=0.0,
@@ -107,9 +132,6 @@ NEUTRAL = Software(
 )
 """Every message is exposed, and a step takes nothing but what its bill lists."""
 
-LAUNCH_HOST_S = 6e-6
-"""Seconds of the host per line of an emitted program, on GPUs."""
-
 
 @cache
 def emitted_on(cluster: ClusterSpec) -> Software:
@@ -117,9 +139,7 @@ def emitted_on(cluster: ClusterSpec) -> Software:
     if not all(_fitted(device) for _, device in cluster.devices):
         return NEUTRAL
     constants = replace(default_constants(), ep_exposed=1.0, cp_exposed=1.0)
-    return Software(
-        kernels="apart", overlap_tp=False, late_gather=True, launch_host_s=LAUNCH_HOST_S, constants=constants
-    )
+    return replace(NEUTRAL, late_gather=True, constants=constants)
 
 
 def _fitted(device: DeviceSpec) -> bool:

@@ -24,9 +24,10 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel.bill import (
     CallSeconds,
     call_seconds,
+    cluster_nodes,
     exposed_parameters_s,
     group_seconds,
-    jitter_factor,
+    least_step_s,
     overlap_window,
     stage_seconds,
 )
@@ -45,7 +46,7 @@ from autopar.costmodel.estimator.pipeline_time import (
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, cluster_nodes, estimate, parameter_traffic
+from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, estimate, parameter_traffic
 from autopar.costmodel.estimator.workload import StepPlan, Workload
 from autopar.costmodel.software import Software
 
@@ -117,7 +118,6 @@ class BranchAndBound:
         self.software = software.canonical()
         self.device = cluster.slowest(self.software.precision)
         self.room = USABLE_SHARE * self.device.memory_bytes if room is None else room
-        self.jitter = jitter_factor(cluster_nodes(cluster), self.software) * (1 - 1e-12)
         self.layers: dict[tuple[Any, ...], ReadLayers] = {}
         self.least = float("inf")
         self.opened = self.timed = self.short = 0
@@ -138,7 +138,7 @@ class BranchAndBound:
 
     def step_s(self, span_s: float) -> float:
         """A step that has nothing else to do."""
-        return (span_s + self.software.constants.step_overhead_s) * self.jitter
+        return least_step_s(span_s, cluster_nodes(self.cluster), self.software) * (1 - 1e-12)
 
     def layers_s(self, part: Part) -> tuple[float, float]:
         """Seconds of one microbatch: (all layers and the head, the cheapest layer)."""

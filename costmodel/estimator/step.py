@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.bill import Bill, ParameterTraffic, StepSeconds, group_seconds, stage_seconds, step_seconds
+from autopar.costmodel.bill import (
+    Bill,
+    ParameterTraffic,
+    StepSeconds,
+    cluster_nodes,
+    group_seconds,
+    stage_seconds,
+    step_seconds,
+)
 from autopar.costmodel.collective import strided_time_s
 from autopar.costmodel.estimator.layer import HEAD, LayerBills, layer_bills
 from autopar.costmodel.estimator.memory import Memory, fullest_stage, stage_params
@@ -122,11 +130,6 @@ def workload_bill(w: Workload, layers: Layers, bills: LayerBills) -> Bill:
         return pipeline_s(w.plan.schedule, p.pp, m, p.V, seconds, send_s(w))
 
     return Bill(tuple(stages), groups_of(p.pp, p.V), m, pipeline, cluster_nodes(w.cluster))
-
-
-def cluster_nodes(cluster: ClusterSpec) -> float:
-    """How many nodes a cluster has, at least one."""
-    return max(1.0, cluster.size / cluster.levels[0].group_size)
 
 
 def communication_by_kind(

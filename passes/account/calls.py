@@ -17,8 +17,8 @@ from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import function_bytes, held_bytes
-from autopar.passes.account.stage import gradient_work
-from autopar.passes.price.lines import TemplateSeconds, line_seconds, template_seconds
+from autopar.passes.price.bills import template_seconds
+from autopar.passes.price.lines import TemplateSeconds, gradient_work, line_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan

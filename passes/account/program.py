@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.costmodel.simulate import Timeline, makespan_s, simulate
+from autopar.costmodel.bill import Bill, StepSeconds, cluster_nodes
+from autopar.costmodel.bill import step_seconds as read_bill
+from autopar.costmodel.simulate import Durations, Timeline, makespan_s, simulate
+from autopar.costmodel.software import Software
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Template
@@ -20,18 +23,52 @@ from autopar.plan import StagePlan
 
 
 @dataclass(frozen=True)
+class TablePipeline:
+    """A table of actions, simulated (`costmodel.bill.Pipeline`). sends_s: from stage to stage, of one microbatch."""
+
+    table: Table
+    graph: StageGraph
+    sends_s: dict[tuple[int, int], float]
+
+    def __call__(self, seconds: Durations) -> float:
+        return makespan_s(self.table, self.graph, seconds, self.sends_s)
+
+
+@dataclass(frozen=True)
 class Account:
     """A whole program per step. peaks: bytes of a rank of every group. hand_over: seconds from stage to stage.
-    tier_peaks: bytes in memory tiers of a rank of every group, by tier."""
+    software: what the bill is read with. tier_peaks: bytes in memory tiers of a rank of every group, by tier."""
 
     stages: tuple[StageAccount, ...]
     peaks: tuple[float, ...]
-    step_time_s: float
     comm_time_s: float
     table: Table
     graph: StageGraph
     hand_over: dict[tuple[int, int], float]
+    microbatches: int
+    nodes: float
+    software: Software
     tier_peaks: tuple[dict[str, float], ...] = ()
+
+    def bill(self, table: Table) -> Bill:
+        """The step's bill under a table."""
+        pipeline = TablePipeline(table, self.graph, self.hand_over)
+        bills = tuple(stage.bill for stage in self.stages)
+        return Bill(bills, self.graph.groups, self.microbatches, pipeline, self.nodes)
+
+    def least_step_s(self, span_s: float) -> float:
+        """Seconds of a step whose pipeline takes so many."""
+        return read_bill(replace(self.bill(()), pipeline=lambda _: span_s), self.software).step_s
+
+    @cached_property
+    def step(self) -> StepSeconds:
+        """The step's seconds and what they are spent on."""
+        return read_bill(self.bill(self.table), self.software)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step."""
+        return self.step.step_s
 
     @property
     def moves(self) -> tuple[TierMove, ...]:
@@ -47,11 +84,6 @@ class Account:
     def timeline(self) -> Timeline:
         """The simulated step, without what comes once at its end."""
         return simulate(self.table, self.graph, self.seconds, self.hand_over)
-
-    @property
-    def once_s(self) -> float:
-        """Of what comes once at the end of a step, of the group for which it takes longest."""
-        return float(max(sum(self.stages[s].step_s for s in group) for group in self.graph.groups))
 
     @property
     def peak_bytes(self) -> float:
@@ -98,7 +130,17 @@ def stage_costs(
             by_function[id(stage.forward)] = priced
     stages = tuple(by_function[id(stage.forward)] for stage in lowered.stages)
     comm_time_s = max(s.comm_time_s for s in by_function.values())
-    return Account(stages, (), 0.0, comm_time_s, (), lowered.graph, hand_over(lowered, pricers))
+    return Account(
+        stages,
+        (),
+        comm_time_s,
+        (),
+        lowered.graph,
+        hand_over(lowered, pricers),
+        lowered.stages[0].microbatches,
+        cluster_nodes(pricers.cluster),
+        pricers.software,
+    )
 
 
 def under(costs: Account, table: Table) -> Account:
@@ -107,16 +149,14 @@ def under(costs: Account, table: Table) -> Account:
     return replace(
         costs,
         peaks=group_peaks(costs.graph, table, memory),
-        step_time_s=step_seconds(costs, table),
         table=table,
         tier_peaks=tier_peaks(costs.graph, table, memory),
     )
 
 
 def step_seconds(counted: Account, table: Table) -> float:
-    """Simulated seconds of a step under a table: its actions, then what comes once."""
-    span = makespan_s(table, counted.graph, counted.seconds, counted.hand_over)
-    return float(span + counted.once_s)
+    """Seconds of a step under a table."""
+    return read_bill(counted.bill(table), counted.software).step_s
 
 
 def hand_over(lowered: LoweredProgram, pricers: Pricers) -> dict[tuple[int, int], float]:

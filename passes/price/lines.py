@@ -1,24 +1,23 @@
-"""What lowered lines cost: the messages that they send, and seconds.
+"""The messages that lowered lines send, and what parameters cost.
 
 Every collective of a stage is listed by one of the generators here, as a `Message` of so many bytes along an axis; who wants
-seconds adds up their prices, who wants the list of collectives counts them. Ops cost what the cost model says of their
-block, a cast reads and writes one; what sends nothing and computes nothing costs nothing.
+seconds adds up their prices, who wants the list of collectives counts them. What a stage costs as a whole is its bill
+(`autopar.passes.price.bills`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from autopar.ir.lines import Compute, Convert, Function, Line, ParameterGather, Prefetch, SumLoss, TemplateCall
-from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
+from autopar.costmodel.bill import Purpose
+from autopar.ir.lines import Convert, Line, ParameterGather, Prefetch, SumLoss
+from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Template
+from autopar.ir.setting import Setting
 from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_after, bytes_before_per_byte
 from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.rules.book import RuleBook
-from autopar.plan import TemplatePlan
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
 """Seconds of a call by template, then by action: F, B and W."""
@@ -39,6 +38,15 @@ class Message:
         """How long it takes alone, or its share of the message that it is a part of."""
         price = pricer.bucketed_s if self.bucketed else pricer.collective_s
         return price(self.kind, self.nbytes, self.axis)
+
+    @property
+    def purpose(self) -> Purpose:
+        """Of a message between ops. What software overlaps are the gathers and scatters around products (sequence
+        parallelism), and the exchange of tokens between experts."""
+        return Purpose(self.axis, _OVERLAPS.get(self.kind, ""))
+
+
+_OVERLAPS = {"all_gather": "tp_exposed", "reduce_scatter": "tp_exposed", "all_to_all": "ep_exposed"}
 
 
 # --- messages
@@ -107,54 +115,47 @@ def _step_messages(
 
 
 def line_seconds(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds of what happens between calls: conversions, gathers, the loss's sum. held: bytes of the function's values."""
+    """Seconds of what happens between calls, without what is hidden: conversions, gathers, the loss's sum. held: bytes of the
+    function's values."""
     if isinstance(line, Prefetch):
         return sum(gather_seconds(gather, stage.parameters[gather.name], pricer) for gather in line.gathers)
-    return sum(message.seconds(pricer) for message in line_messages(line, held, stage))
+    share = pricer.software.exposed_share
+    return sum(share(m.purpose.overlap) * m.seconds(pricer) for m in line_messages(line, held, stage))
 
 
 def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds to cast a stored shard and bring it to where it is used."""
-    type_ = gathered_type(gather, p)
-    cast = 0.0 if gather.dtype is None else pricer.cast_s(p.type, type_, p.storage)
-    return cast + sum(message.seconds(pricer) for message in gather_messages(gather, p, pricer.mesh))
+    """Seconds to cast a stored shard, and of what is not hidden of bringing it to where it is used."""
+    exposed_s = pricer.software.shards_share * gather_alone_s(gather, p, pricer)
+    return cast_seconds(gather, p, pricer) + exposed_s
 
 
-def action_seconds(function: Function | None, templates: TemplateSeconds, stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds of one of a stage's functions."""
-    if function is None:
+def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds of a gather's messages."""
+    joined = pricer.software.joins_gathers
+    messages = gather_messages(gather, p, pricer.mesh)
+    return sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
+
+
+def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds to cast a stored shard to the dtype in which it is gathered."""
+    return 0.0 if gather.dtype is None else pricer.cast_s(p.type, gathered_type(gather, p), p.storage)
+
+
+def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict[str, float]:
+    """Per trained parameter the seconds once per step, without what is hidden: gradient reduction, optimizer, gather of the
+    updated value."""
+    work = {}
+    for p in stage.parameters.values():
+        if p.contributions:
+            reduce_s = sum(m.seconds(pricer) for m in gradient_messages(p, stage.mesh))
+            gather_s = sum(m.seconds(pricer) for m in regather_messages(p, stage.mesh))
+            exposed_s = pricer.software.reduce_share * reduce_s + pricer.software.gather_share * gather_s
+            work[p.name] = exposed_s + optimizer_s(p, stage, pricer, setting)
+    return work
+
+
+def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting: Setting) -> float:
+    """Seconds of the optimizer's update of one parameter's shard."""
+    if not (p.owned and p.contributions):
         return 0.0
-    total = 0.0
-    held = function.local_bytes(stage.mesh)
-    for line in function.lines:
-        if isinstance(line, TemplateCall):
-            total += templates[line.template][line.action]
-        else:
-            total += line_seconds(line, held, stage, pricer)
-    return total
-
-
-def template_seconds(
-    lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
-) -> dict[str, float]:
-    """Seconds of one call's forward, backward and weights (F, B, W) on a block."""
-    functions = zip("FBW", (lowered.forward, lowered.backward, lowered.weights), strict=True)
-    return {action: _function_seconds(function, plan, template, pricer, rules) for action, function in functions}
-
-
-def _function_seconds(
-    function: Function | None, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
-) -> float:
-    if function is None:
-        return 0.0
-    total = 0.0
-    held = function.local_bytes(pricer.mesh)
-    for line in function.lines:
-        match line:
-            case Convert():
-                for message in conversion_messages(line, held, pricer.mesh):
-                    total += message.seconds(pricer)
-            case Compute(node=node) if node in template.op_calls:
-                call = template.op_calls[node]
-                total += pricer.op_s(call, rules.rule(call), plan.strategies[node])
-    return total
+    return setting.optimizer.update_s(p.optimizer.local_bytes(p.type, stage.mesh), pricer.copy_s, p.name)

@@ -16,6 +16,8 @@ import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import collective, compute
+from autopar.costmodel.bill import cluster_nodes, least_step_s
+from autopar.costmodel.software import Software, emitted_on
 from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy
@@ -25,8 +27,6 @@ from autopar.ops.registry import find
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import Lattice
 from autopar.passes.rules.strategy_table import strategy_table
-
-BUCKET_BYTES = 25 << 20  # of gradients that the runtime reduces in one message
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,15 @@ class OpChoices:
 
 
 class Pricer:
-    """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only."""
+    """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only.
 
-    def __init__(self, cluster: ClusterSpec, mesh: Mesh) -> None:
-        self.cluster, self.mesh = cluster, mesh
+    copy_s: seconds per byte that kernels read or write. software: by default that of programs emitted for the cluster.
+    """
+
+    def __init__(self, cluster: ClusterSpec, mesh: Mesh, software: Software | None = None) -> None:
+        self.cluster, self.mesh, self.software = cluster, mesh, software or emitted_on(cluster)
         self.device = cluster.device(mesh.offset)
-        self.copy_s = 1.0 / self.device.memory_bandwidth_Bps
+        self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
         self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
         self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], Lattice] = {}
@@ -77,9 +80,8 @@ class Pricer:
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together."""
-        if nbytes >= BUCKET_BYTES:
-            return self.collective_s(kind, nbytes, axis)
-        return self.collective_s(kind, BUCKET_BYTES, axis) * nbytes / BUCKET_BYTES
+        whole = self.software.bucket_bytes
+        return self.collective_s(kind, max(nbytes, whole), axis) * min(nbytes / whole, 1.0)
 
     def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
         """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message. Types of
@@ -219,6 +221,7 @@ class Pricer:
                     dtype=_computable(dtype),
                     kind=kind,
                     shape=_shape(groups, rule, parts),
+                    eager=self.software.kernels != "fused",
                 )
             )
         return seconds
@@ -253,19 +256,26 @@ class Pricers:
 
     Meshes that lie alike on the links and run on the same device share one: their prices are the same. `lowered`: what
     lowering has made of templates so far, by template, plan and mesh. is_over: whether the time for a search is over; then
-    asking raises OutOfTime.
+    asking raises OutOfTime. software: by default that of programs emitted for the cluster.
     """
 
-    def __init__(self, cluster: ClusterSpec, is_over: Callable[[], bool] = _never) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, software: Software | None = None, is_over: Callable[[], bool] = _never
+    ) -> None:
         self.cluster, self.is_over = cluster, is_over
+        self.software = software or emitted_on(cluster)
         self.lowered: dict[Any, Any] = {}
         self._made: dict[Any, Pricer] = {}
 
     def until(self, is_over: Callable[[], bool]) -> Pricers:
         """The same prices, given until time is over: every step of a search asks for some, so it ends there."""
-        timed = Pricers(self.cluster, lambda: is_over() or self.is_over())
+        timed = Pricers(self.cluster, self.software, lambda: is_over() or self.is_over())
         timed.lowered, timed._made = self.lowered, self._made
         return timed
+
+    def least_step_s(self, seconds: float) -> float:
+        """A step that spends at least so many seconds on what a solver counts."""
+        return least_step_s(seconds, cluster_nodes(self.cluster), self.software)
 
     def __getitem__(self, mesh: Mesh) -> Pricer:
         if self.is_over():
@@ -274,5 +284,5 @@ class Pricers:
         ends = mesh.offset == 0 and mesh.size == self.cluster.size
         key = (mesh.axes, self.cluster.device(mesh.offset), where[:-1], ends)
         if key not in self._made:
-            self._made[key] = Pricer(self.cluster, mesh)
+            self._made[key] = Pricer(self.cluster, mesh, self.software)
         return self._made[key]

@@ -30,4 +30,4 @@ def replayed(task: Task, plan: Plan) -> PricedPlan:
         )
     check_plan(plan, task.program)
     solution = evaluate(task.program, plan, task.pricers, task.rules, task.setting)
-    return PricedPlan(replace(plan, predicted={"step_time_s": solution.cost}), solution)
+    return PricedPlan(replace(plan, predicted={"step_time_s": task.pricers.least_step_s(solution.cost)}), solution)

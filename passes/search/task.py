@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 from autopar.cluster import ClusterSpec
+from autopar.costmodel.software import Software
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
@@ -31,8 +32,8 @@ from autopar.plan import Plan
 class Task:
     """A program to be planned, with all that planning it depends on.
 
-    batches: the program by number of microbatches; by default `program` is that of the whole batch. lowering_s: seconds
-    spent in `finish` so far.
+    batches: the program by number of microbatches; by default `program` is that of the whole batch. software: what plans are
+    priced with, by default that of the programs that are emitted. lowering_s: seconds spent in `finish` so far.
     """
 
     program: Program
@@ -41,11 +42,12 @@ class Task:
     setting: Setting
     options: Options
     batches: Microbatches = None  # type: ignore[assignment]
+    software: Software | None = None
     pricers: Pricers = field(init=False)
     lowering_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.pricers = Pricers(self.cluster)
+        self.pricers = Pricers(self.cluster, self.software)
         if self.batches is None:
             self.batches = Microbatches(Captured(self.program), self.rules)
 

@@ -12,7 +12,8 @@ from autopar.plan import Plan
 
 @dataclass(frozen=True)
 class PricedPlan:
-    """A plan with what the solver said of it; `lowered` and `account` where it was lowered already, to see its peak.
+    """A plan with what the solver said of it, a sum of parts (`solution`), and what the step comes to as far as it is known:
+    before it is lowered the bound that its plan predicts, then its account.
 
     left_out: kinds of plans that were not looked at, or not all of them, where the search was ended before.
     """
@@ -25,7 +26,5 @@ class PricedPlan:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; once lowered with the transfers to memory tiers that it really waits for."""
-        if self.account is not None and len(self.plan.stages) == 1 and self.account.stages[0].moves:
-            return self.account.step_time_s
-        return self.solution.cost
+        """Seconds of a step: the reading of its bill (`autopar.costmodel.bill`), or a bound on it."""
+        return self.plan.predicted["step_time_s"] if self.account is None else self.account.step_time_s

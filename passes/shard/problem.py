@@ -272,7 +272,7 @@ class Problem:
         if updated:
             gather_s = self._gather_s(type_, optimizer, stored)
             update_s = self.setting.optimizer.update_s(resting.shard, self.pricer.copy_s, *updated)
-            seconds = seconds + count * (gather_s + update_s)
+            seconds = seconds + count * (self.pricer.software.gather_share * gather_s + update_s)
         nbytes = count * resting.nbytes(self.setting)
         return self._add(("param", name), states, seconds, nbytes), stored, optimizer
 
@@ -324,11 +324,13 @@ class Problem:
             grad = template.param_grads[slot]
             if grad is not None and optimizer is not None:
                 u, before = self._at[name, grad]
-                self.graph.connect(u, v, calls * self._conversion(type_, before, optimizer, bucketed=True))
+                pair = self._conversion(type_, before, optimizer, bucketed=True)
+                self.graph.connect(u, v, calls * self.pricer.software.reduce_share * pair)
 
     def _use_s(self, stored: TensorType, used: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
-        seconds = self._conversion(used, before, after)
+        share = self.pricer.software.shards_share if self.program.training else 1.0
+        seconds = share * self._conversion(used, before, after)
         if used == stored:
             return seconds
         shards = self.pricer.shards(stored)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.costmodel.bill import cluster_nodes, least_step_s
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
@@ -65,7 +66,8 @@ def solve_mesh(
     plan = spmd_plan(problem, list(solution.choice), on.pricer.cluster, on.options, _origin(strategy, solution))
     if strategy in MEGATRON:
         plan = replace(plan, origin=plan.origin + _whole_over_last_axis(plan.stages[0]))
-    return PricedPlan(replace(plan, predicted={"step_time_s": solution.cost}), solution)
+    bound_s = least_step_s(solution.cost, cluster_nodes(on.pricer.cluster), on.pricer.software)
+    return PricedPlan(replace(plan, predicted={"step_time_s": bound_s}), solution)
 
 
 def _origin(strategy: str, solution: Solution) -> str:

@@ -36,12 +36,24 @@ def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
         best = task.finish(candidates[0])
         peak = account_of(best).peak_bytes
         if peak <= task.limit:
-            plans = [best, *candidates[1:]]
+            plans = _fastest_first(task, [best, *candidates[1:]])
             return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
         budget -= _MARGIN * (peak - task.limit)
         if budget <= 0:
             break
     return [], True
+
+
+def _fastest_first(task: Task, candidates: list[PricedPlan]) -> list[PricedPlan]:
+    """The candidates, of which the first is lowered and fits, with the fastest one that fits in front: others are lowered
+    where their bound is better than the best step so far."""
+    best, others = candidates[0], candidates[1:]
+    for i, candidate in enumerate(others):
+        if candidate.step_s < best.step_s:
+            others[i] = task.finish(candidate)
+            if others[i].step_s < best.step_s and account_of(others[i]).peak_bytes <= task.limit:
+                best, others[i] = others[i], best
+    return [best, *sorted(others, key=lambda c: (c.step_s, c.solution.memory))]
 
 
 def _paid_for_memory(task: Task, candidate: PricedPlan) -> bool:

@@ -50,7 +50,7 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
         least_peak = min(least_peak, peak)
         if peak > task.limit:
             too_many_bytes = min(too_many_bytes, point.nbytes)
-        elif best is None or candidate.solution.cost < best[1].solution.cost:
+        elif best is None or candidate.step_s < best[1].step_s:
             best = point.nbytes, candidate
         if best is None:
             if attempt:
@@ -83,7 +83,7 @@ def candidate_at(task: Task, point: Point, bound_s: float) -> PricedPlan:
         (point.plan,),
         task.setting.microbatches,
         origin="solver",
-        predicted={"step_time_s": point.seconds},
+        predicted={"step_time_s": task.pricers.least_step_s(point.seconds)},
     )
     return PricedPlan(plan, solution_of(point, bound_s))
 

@@ -37,7 +37,7 @@ class Draft:
         left = 1 / self.chunks
         if self.chunks == 1 and self.task.program.training:
             left = min(row.fill_left for row in possible_schedules(self.task))
-        return float(self.microbatches * found.t_max_s + fill * left + found.step_s)
+        return self.task.pricers.least_step_s(float(self.microbatches * found.t_max_s + fill * left + found.step_s))
 
     def used_meshes(self) -> list[Mesh]:
         """Submeshes of the stages, each once, in the order of the stages."""

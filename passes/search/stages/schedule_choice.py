@@ -53,7 +53,7 @@ def fastest_schedule(
     least = math.inf
     costs = ActionCosts(apart.seconds, apart.hand_over)
     most_held = _most_held(apart.graph, [apart_memory, together_memory], limits_bytes)
-    least_s = least_span_s(apart.graph, draft.microbatches, costs, most_held) + apart.once_s
+    least_s = apart.least_step_s(least_span_s(apart.graph, draft.microbatches, costs, most_held))
     for name in schedule_names(task, draft):
         if best is not None and best[0] * (1 - _FASTER) <= least_s:
             break

@@ -15,17 +15,21 @@ from torch import fx
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, EfficiencyCurve
 from autopar.cluster.link import LinkLevel
+from autopar.costmodel.bill import CallBill, ParameterTraffic, Purpose, Work
+from autopar.costmodel.software import LAYER_LAUNCHES, NEUTRAL, Software, StepConstants
 from autopar.ir import lines as ir
 from autopar.ir.lines import Compute, Convert, Function, GatherKey, Line, ParameterGather, Ref, Stored
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Template
+from autopar.ir.setting import OptimizerState, Setting
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
+from autopar.passes.price.bills import passes_over_memory, stage_bill, template_bill, template_seconds
+from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
     Message,
-    action_seconds,
     conversion_messages,
     gather_messages,
     gather_seconds,
@@ -33,17 +37,17 @@ from autopar.passes.price.lines import (
     line_messages,
     line_seconds,
     regather_messages,
-    template_seconds,
 )
-from autopar.passes.price.pricer import BUCKET_BYTES, Pricer
+from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import TemplatePlan
 
 F32, BF16 = torch.float32, torch.bfloat16
 MESH = Mesh.of(dp=2, tp=4)
-BANDWIDTH, HOP, MEMORY, LAUNCH = 1e9, 1e-5, 1e11, 3e-6
-DEVICE = DeviceSpec("test", {"float32": 1e12}, 1e12, MEMORY, LAUNCH, curve=EfficiencyCurve(memory=0.5))
+BANDWIDTH, HOP, MEMORY, LAUNCH = 1e9, 1e-5, 5e10, 3e-6
+DEVICE = DeviceSpec("test", {"float32": 1e12}, 1e12, 2 * MEMORY, LAUNCH, curve=EfficiencyCurve(memory=0.5))
 CLUSTER = ClusterSpec("test", ((8, DEVICE),), (LinkLevel("node", 8, BANDWIDTH, HOP),))
+BUCKET_BYTES = NEUTRAL.bucket_bytes
 WEIGHT, ROWS, SCALAR = TensorType((16, 32), F32), TensorType((64, 32), F32), TensorType((), F32)
 WHOLE, BOTH, ON_DP, ON_TP = (Spec.replicated(2), Spec((("dp",), ("tp",))), Spec((("dp",), ())), Spec(((), ("tp",))))
 GATHER_TP, GATHER_DP = RuntimeStep("all_gather", ("tp",), (1,)), RuntimeStep("all_gather", ("dp",), (0,))
@@ -65,9 +69,9 @@ def stage(mesh: Mesh = MESH, **parameters: StoredParameter) -> LoweredStage:
     )
 
 
-def pricer() -> Pricer:
+def pricer(software: Software | None = None) -> Pricer:
     """A new one: prices are cached in it."""
-    return Pricer(CLUSTER, MESH)
+    return Pricer(CLUSTER, MESH, software)
 
 
 def gathered(nbytes: float, size: int) -> float:
@@ -256,23 +260,53 @@ CONVERTS = [
 CONVERT_SECONDS = gathered(4096, 4) + gathered(8192, 2) + gathered(2048, 4)
 
 
-def test_an_actions_seconds_are_those_of_its_calls_and_of_what_is_between() -> None:
+FULL = replace(
+    NEUTRAL,
+    overlap_tp=True,
+    constants=StepConstants(dense_host_s=1e-3 * LAYER_LAUNCHES, zero3_exposed=0.25, tp_exposed=0.5),
+)
+
+
+def test_a_stage_bills_its_calls_and_what_is_between_them() -> None:
     lines = [
         ir.Prefetch(GatherKey(0), (ParameterGather("w", (GATHER_DP,), BF16),)),
         ir.TakeParameters(GatherKey(0), outs=("w_0f",)),
         *CONVERTS,
         *(ir.CallForward("block", n, (Stored("w"),), ("x",), outs=(f"y{n}",)) for n in range(3)),
-        ir.CallBackward("head", 0, "saved", (), (), outs=("g",)),
         ir.SumLoss("loss", ("dp",), outs=("total",), types=(SCALAR,), specs=(Spec(()),)),
     ]
-    seconds = {"block": {"F": 1e-3, "B": 9.0}, "head": {"F": 9.0, "B": 5e-3}}
-    expected = (1024 + 512) / MEMORY + gathered(1024, 2) + CONVERT_SECONDS + 3e-3 + 5e-3 + in_bucket("all_reduce", 4, 2)
-    one = stage(w=parameter(ON_DP))
-    assert action_seconds(function(lines, X), seconds, one, pricer()) == pytest.approx(expected)
+    back = [ir.CallBackward("block", n, "saved", (), (), outs=("g",)) for n in range(2)]
+    reduce = (RuntimeStep("all_reduce", ("dp",)),)
+    trained = parameter(ON_DP, reduce=reduce, regather=(GATHER_DP,))
+    one = replace(stage(w=trained), forward=function(lines, X), backward=function(back, X))
+    block = CallBill(Work(1.0, launches=2), Work(2.0, launches=5))
+    setting = Setting(optimizer=OptimizerState(2.0, 4))
+    bill = stage_bill(one, {"block": block}, pricer(FULL), setting)
+
+    between, *calls = bill.calls
+    assert between[0].F.computed_s == pytest.approx((1024 + 512) / MEMORY)
+    assert between[0].F.messages == {
+        Purpose("tp", "tp_exposed"): pytest.approx(gathered(4096, 4)),
+        Purpose("dp", "tp_exposed"): pytest.approx(gathered(8192, 2)),
+        Purpose("tp", "ep_exposed"): pytest.approx(gathered(2048, 4)),
+        Purpose("dp"): pytest.approx(in_bucket("all_reduce", 4, 2)),
+    }
+    whole, forward_only = replace(block, host_s=7e-3), CallBill(block.F, host_s=2e-3)
+    assert calls == [(whole, 2), (forward_only, 1)]
+    assert bill.parameters == ParameterTraffic(
+        pytest.approx(gathered(1024, 2)),
+        0.0,
+        pytest.approx(in_bucket("all_reduce", 2048, 2)),
+        pytest.approx(in_bucket("all_gather", 4096, 2)),
+    )
+    assert bill.optimizer_s == pytest.approx(7 * 2048 / MEMORY)
 
 
-def test_an_action_that_a_stage_does_not_have_takes_no_time() -> None:
-    assert action_seconds(None, {}, stage(), pricer()) == 0.0
+def test_what_is_hidden_of_a_line_does_not_count() -> None:
+    gather = ParameterGather("w", (GATHER_DP,), None)
+    assert gather_seconds(gather, parameter(ON_DP), pricer(FULL)) == pytest.approx(0.25 * gathered(2048, 2))
+    exposed = line_seconds(CONVERTS[0], {"x": 1024.0}, stage(), pricer(FULL))
+    assert exposed == pytest.approx(0.5 * gathered(4096, 4))
 
 
 def test_a_lines_seconds_are_the_sum_of_its_messages() -> None:
@@ -309,9 +343,47 @@ def block(backward: Sequence[Line] | None = None) -> tuple[LoweredTemplate, Temp
 
 
 def test_a_call_costs_its_ops_on_their_blocks_and_its_conversions() -> None:
-    """relu reads and writes half of 8192 bytes each, at half of the memory's bandwidth."""
+    """relu reads and writes half of 8192 bytes each, at the memory's rate."""
     lowered, template, plan = block(CONVERTS[:1])
     seconds = template_seconds(lowered, plan, template, pricer(), RuleBook())
-    assert seconds["F"] == pytest.approx(LAUNCH + 2 * (8192 / 2) / (MEMORY / 2) + CONVERT_SECONDS)
+    assert seconds["F"] == pytest.approx(LAUNCH + 2 * (8192 / 2) / MEMORY + CONVERT_SECONDS)
     assert seconds["B"] == pytest.approx(gathered(4096, 4))
     assert seconds["W"] == 0.0
+
+
+def chain(*ops: tuple[str, tuple[str, ...]], returns: str) -> tuple[Function, dict[str, float]]:
+    """A function of x and s, 100 bytes each, with an op per pair of name and operands, and the bytes of its values. The op's
+    name is that of its result; mm is a product, t a view."""
+    lines = []
+    for out, operands in ops:
+        op = {"m": "aten.mm", "t": "aten.t"}.get(out[0], "aten.add")
+        lines.append(Compute(op, {str(i): Ref(name) for i, name in enumerate(operands)}, outs=(out,)))
+    names = ("x", "s", *(out for out, _ in ops))
+    return Function("forward", ("x", "s"), tuple(lines), (returns,)), dict.fromkeys(names, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("ops", "returns", "values"),
+    [
+        ((("m", ("x", "s")), ("a", ("m", "s")), ("b", ("a",)), ("m2", ("b", "x"))), "m2", 3),  # reads m, s; writes b
+        ((("a", ("x",)), ("b", ("a",)), ("c", ("b",))), "c", 2),
+        ((("a", ("x",)), ("b", ("a",)), ("c", ("b", "x", "a"))), "a", 2),  # a leaves, c nobody reads
+        ((("a", ("x",)), ("m", ("a", "s")), ("b", ("a",))), "b", 4),  # a is written, and read again by another run
+        ((("a", ("x",)), ("t", ("a",)), ("b", ("t",))), "b", 2),  # a view ends no run
+        ((("m", ("x", "s")),), "m", 0),
+    ],
+)
+def test_the_least_bytes_are_those_that_enter_and_leave_a_run(
+    ops: tuple[tuple[str, tuple[str, ...]], ...], returns: str, values: int
+) -> None:
+    run, held = chain(*ops, returns=returns)
+    assert fused_bytes(run, held, passes_over_memory) == values * 100.0
+
+
+def test_a_template_bills_passes_op_by_op_and_fused() -> None:
+    lowered, template, plan = block()
+    call = template_bill(lowered, plan, template, pricer(FULL), RuleBook())
+    assert call.F.apart_s == pytest.approx(LAUNCH + 2 * 4096 / MEMORY)
+    assert call.F.fused_s == pytest.approx(1024 / MEMORY)  # nobody reads what relu makes
+    assert call.F.launches == 1
+    assert call.host_s == pytest.approx(1e-3)

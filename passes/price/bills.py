@@ -1,0 +1,177 @@
+"""The bill of a lowered stage (`autopar.costmodel.bill`): what its lines compute, pass over, launch and send.
+
+A template's functions are billed once, however often they are called. Between the calls there are conversions, casts of
+parameters, and the gathers of what is stored otherwise than it is used: these start one call ahead, so that they may hide.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
+from autopar.ir.lines import Compute, Convert, Function, Line, Prefetch, TemplateCall
+from autopar.ir.lowered import LoweredStage, LoweredTemplate
+from autopar.ir.program import Template
+from autopar.ir.setting import Setting
+from autopar.ops.registry import find
+from autopar.passes.price.fusion import fused_bytes
+from autopar.passes.price.lines import (
+    Message,
+    cast_seconds,
+    conversion_messages,
+    gather_alone_s,
+    gradient_messages,
+    line_messages,
+    optimizer_s,
+    regather_messages,
+)
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.plan import TemplatePlan
+
+
+def template_bill(
+    lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+) -> CallBill:
+    """One call's forward, backward and weights on a block."""
+    functions = (lowered.forward, lowered.backward, lowered.weights)
+    F, B, W = (_function_work(function, plan, template, pricer, rules) for function in functions)
+    return CallBill(F, B, W, _host_s(pricer, F, B, W))
+
+
+def template_seconds(
+    lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+) -> dict[str, float]:
+    """Seconds of one call's forward, backward and weights (F, B, W) on a block."""
+    return seconds_by_action(template_bill(lowered, plan, template, pricer, rules), pricer)
+
+
+def seconds_by_action(call: CallBill, pricer: Pricer) -> dict[str, float]:
+    """Seconds of a call's F, B and W."""
+    return dict(zip("FBW", call_seconds(call, pricer.software)[:3], strict=True))
+
+
+def _host_s(pricer: Pricer, *works: Work) -> float:
+    return pricer.software.launch_host_s * sum(work.launches for work in works)
+
+
+def _function_work(
+    function: Function | None, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
+) -> Work:
+    """The ops of a template's function on their blocks, and its conversions."""
+    if function is None:
+        return NOTHING
+    held = function.local_bytes(pricer.mesh)
+    launch_s = pricer.device.launch_overhead_s
+    computed_s = apart_s = 0.0
+    launches = 0
+    messages: dict[Purpose, float] = {}
+    for line in function.lines:
+        if isinstance(line, Convert):
+            _add(messages, conversion_messages(line, held, pricer.mesh), pricer)
+        elif isinstance(line, Compute) and line.node in template.op_calls:
+            call = template.op_calls[line.node]
+            seconds = pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
+            kernel = passes_over_memory(line)
+            if kernel is None:
+                continue
+            launches += 1
+            computed_s += 0.0 if kernel else seconds - launch_s
+            apart_s += seconds if kernel else launch_s
+    fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
+    return Work(computed_s, fused_s, apart_s, launches, messages)
+
+
+def passes_over_memory(line: Line) -> bool | None:
+    """Whether a line is a pass over memory; None where it moves nothing."""
+    if isinstance(line, Convert):
+        return False
+    if not isinstance(line, Compute):
+        return None
+    definition = find(line.op)
+    if definition is not None and definition.free:
+        return None
+    return definition is None or definition.work is None
+
+
+def _add(messages: dict[Purpose, float], sent: Iterable[Message], pricer: Pricer) -> None:
+    for message in sent:
+        messages[message.purpose] = messages.get(message.purpose, 0.0) + message.seconds(pricer)
+
+
+# --- a stage
+
+
+def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer, setting: Setting) -> StageBill:
+    """What a stage does on one rank, memory tiers left out. calls: the bills of its templates."""
+    between = {action: _between(function, stage, pricer) for action, function in _actions(stage)}
+    F, B, W = (between[action].work for action in "FBW")
+    each_forward_s, each_backward_s = between["F"].gathers_s, between["B"].gathers_s + between["W"].gathers_s
+    trained = [p for p in stage.parameters.values() if p.contributions]
+    reduce_s = sum(m.seconds(pricer) for p in trained for m in gradient_messages(p, stage.mesh))
+    gather_s = sum(m.seconds(pricer) for p in trained for m in regather_messages(p, stage.mesh))
+    early = _between(stage.prepare, stage, pricer)
+    early_s = early.gathers_s + call_seconds(CallBill(early.work), pricer.software).F
+    early_s += sum(
+        times * seconds_by_action(calls[name], pricer)[action]
+        for (name, action), times in _calls_of(stage.prepare).items()
+    )
+    return StageBill(
+        ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
+        ParameterTraffic(each_forward_s, each_backward_s, reduce_s, gather_s),
+        sum(optimizer_s(p, stage, pricer, setting) for p in trained),
+        stage.microbatches * early_s,
+    )
+
+
+def _actions(stage: LoweredStage) -> tuple[tuple[str, Function | None], ...]:
+    return (("F", stage.forward), ("B", stage.backward), ("W", stage.weights))
+
+
+def _call_bills(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> list[tuple[CallBill, int]]:
+    """The calls of a microbatch; some have no backward."""
+    actions: dict[tuple[str, int], str] = {}
+    for action, function in _actions(stage):
+        for line in function.lines if function is not None else ():
+            if isinstance(line, TemplateCall):
+                actions[line.template, line.number] = actions.get((line.template, line.number), "") + action
+    alike = Counter((name, made) for (name, _), made in actions.items())
+    return [(_only(calls[name], made, pricer), times) for (name, made), times in alike.items()]
+
+
+def _only(call: CallBill, actions: str, pricer: Pricer) -> CallBill:
+    """A call that makes only some of its actions."""
+    F, B, W = (work if action in actions else NOTHING for action, work in zip("FBW", call.works, strict=True))
+    return CallBill(F, B, W, _host_s(pricer, F, B, W))
+
+
+def _calls_of(function: Function | None) -> Counter[tuple[str, str]]:
+    lines = function.lines if function is not None else ()
+    return Counter((line.template, line.action) for line in lines if isinstance(line, TemplateCall))
+
+
+@dataclass(frozen=True)
+class _Between:
+    """What happens between the calls of a function: its work, and seconds of the gathers of parameters alone."""
+
+    work: Work = NOTHING
+    gathers_s: float = 0.0
+
+
+def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> _Between:
+    if function is None:
+        return _Between()
+    held = function.local_bytes(stage.mesh)
+    messages: dict[Purpose, float] = {}
+    casts_s = gathers_s = 0.0
+    for line in function.lines:
+        if isinstance(line, Prefetch):
+            for gather in line.gathers:
+                p = stage.parameters[gather.name]
+                casts_s += cast_seconds(gather, p, pricer)
+                gathers_s += gather_alone_s(gather, p, pricer)
+        elif not isinstance(line, TemplateCall):
+            _add(messages, line_messages(line, held, stage), pricer)
+    return _Between(Work(casts_s, messages=messages), gathers_s)
