@@ -10,6 +10,7 @@ can be rounds of a loop, with `3` and `'layers.2.w'` written as `i + 1` and `f'l
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 
@@ -43,17 +44,24 @@ def _varies(mark: str) -> bool:
     return mark[0] != "l" and "\\" not in mark
 
 
+@functools.lru_cache(1 << 16)
+def _shape_of_mark(mark: str) -> Shape:
+    if not _varies(mark):
+        return mark, ()
+    return _NUMBER.sub("#", mark), tuple(map(int, _NUMBER.findall(mark)))
+
+
 def shape(text: str) -> Shape:
     """The shape of a marked text, and its numbers in order."""
     pieces = text.split("\0")
-    numbers: list[int] = []
+    numbers: tuple[int, ...] = ()
     for k in range(1, len(pieces), 2):
         if pieces[k][0] == "l":
             pieces[k] = "l"
-        elif _varies(pieces[k]):
-            numbers += map(int, _NUMBER.findall(pieces[k]))
-            pieces[k] = _NUMBER.sub("#", pieces[k])
-    return "\0".join(pieces), tuple(numbers)
+        else:
+            pieces[k], varying = _shape_of_mark(pieces[k])
+            numbers += varying
+    return "\0".join(pieces), numbers
 
 
 def fill(text: str, name: Callable[[str], str], numbers: Sequence[str | None] = ()) -> list[str]:

@@ -153,7 +153,8 @@ def _storage(lives: Lives, runs: Sequence[Run], reserved: Collection[str]) -> St
             plain |= dict.fromkeys(names, stem if stem in names else fresh(stem))
         elif (pattern := _pattern(names)) is not None:
             bases[pattern] = ""
-    for name in lives.last if bases else ():
+    beginnings = tuple(pattern[0] for pattern in bases)
+    for name in (name for name in lives.last if name.startswith(beginnings)):
         for place, parts in _numbers(name):
             pattern = (*parts[:place], "", *parts[place + 1 :])
             if pattern in bases and name not in plain and name not in entries:
