@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from autopar.codegen.printer import Printer, body, show_types, statement
+from autopar.codegen.body import Body
+from autopar.codegen.marks import BREAK, local, number, quoted
+from autopar.codegen.printer import Printer, show_types, statement
 from autopar.ir import lines as ir
 from autopar.ir.lines import Function, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage
@@ -17,63 +20,48 @@ WHAT = {
     "inputs": "B: gradients of what one microbatch reads; what those of parameters need is left in a list.",
     "weights": "W: gradients of parameters of one microbatch.",
 }
-
+_RESERVED = ("rt", "torch", "ops", "aten", "attention", "rnn", "user_ops", "float", "range", "reversed", "zip")
+"""Names of the file that the functions read."""
 
 TIERS = {"ddr": "host memory", "nvme": "a file"}
 
 
 def stage_functions(stage: LoweredStage, printer: Printer) -> list[dict[str, Any]]:
     """Name, arguments, docstring, statements and result of every function of the stage."""
-    functions = []
-    for function in stage.functions:
-        returns = [n or "None" for n in function.returns]
-        lines = body(function, lambda line: _text(line, stage, printer), {n for n in function.returns if n})
-        row: dict[str, Any] = {
-            "name": function.name,
-            "what": WHAT[function.name],
-            "args": ["rt"],
-            "take": [],
-            "result": "",
-        }
-        if function.name == "prepare":
-            row |= {"args": ["rt", "inputs"], "take": [_take("inputs", [r.name for r in stage.inputs])]}
-            row["result"] = f"[{', '.join(returns)}]"
-        elif function.name == "forward":
-            row |= _forward(function, stage, returns)
-        elif function.name == "backward":
-            count = len(stage.gradients_sent)
+    return [_function(function, stage, printer) for function in stage.functions]
+
+
+def _function(function: Function, stage: LoweredStage, printer: Printer) -> dict[str, Any]:
+    returns, what = function.returns, function.name
+    inputs = [row.name for row in stage.inputs]
+    takes: list[tuple[str, Sequence[str], bool]]
+    match function.name:
+        case "prepare":
+            takes, results = [("inputs", inputs, False)], [returns]
+        case "forward":
+            rest = [a for a in function.args if a not in inputs]
+            received, prepared = rest[: len(stage.received)], rest[len(stage.received) :]
+            takes = [("inputs", inputs, False), ("received", received, True), ("prepared", prepared, False)]
+            a, b = len(stage.outputs), len(stage.outputs) + len(stage.sent)
+            results = [returns[:a], returns[a:b], returns[b:]]
+        case "backward":
             arrived = [a for a in function.args if a in function.arg_types]
-            row |= {
-                "args": ["rt", "state", "received"],
-                "what": WHAT["inputs" if stage.weights is not None else "backward"],
-            }
-            row["take"] = [_take("state", stage.state, True), _take("received", arrived, True)]
-            row["result"] = f"[{', '.join(returns[:count])}], [{', '.join(returns[count:])}]"
-        else:
-            row |= {"args": ["rt", "later"], "take": [_take("later", function.args, True)]}
-        row["body"] = [t for group in row.pop("take") for t in group] + lines
-        functions.append(row)
-    return functions
-
-
-def _forward(function: Function, stage: LoweredStage, returns: list[str]) -> dict[str, Any]:
-    rows = [r.name for r in stage.inputs]
-    rest = [a for a in function.args if a not in rows]
-    received, prepared = rest[: len(stage.received)], rest[len(stage.received) :]
-    a, b = len(stage.outputs), len(stage.outputs) + len(stage.sent)
-    groups = (returns[:a], returns[a:b], returns[b:])
+            takes = [("state", stage.state, True), ("received", arrived, True)]
+            sent = len(stage.gradients_sent)
+            results = [returns[:sent], returns[sent:]]
+            what = "inputs" if stage.weights is not None else "backward"
+        case _:
+            takes, results = [("later", function.args, True)], []
+    args = ["rt", *(source for source, _, _ in takes)]
+    reserved = {*_RESERVED, *args, *(f.name for t in stage.templates.values() for f in t.functions)}
+    body = Body(function, lambda line: _text(line, stage, printer), {n for n in returns if n}, reserved)
     return {
-        "args": ["rt", "inputs", "received", "prepared"],
-        "take": [_take("inputs", rows), _take("received", received, True), _take("prepared", prepared)],
-        "result": ", ".join(f"[{', '.join(g)}]" for g in groups),
+        "name": function.name,
+        "what": WHAT[what],
+        "args": args,
+        "body": [*body.beginning(takes), *body.statements()],
+        "result": ", ".join(map(body.listed, results)),
     }
-
-
-def _take(source: str, names: Any, empty: bool = False) -> list[str]:
-    if not names:
-        return []
-    lines = [f"{', '.join(names)}{',' if len(names) == 1 else ''} = {source}"]
-    return [*lines, f"{source}.clear()"] if empty else lines
 
 
 def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
@@ -83,34 +71,34 @@ def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
             return _template_call(line, stage)
         case ir.Prefetch(key, gathers):
             table = "".join(
-                f"    ({g.name!r}, {rows(g.steps)!r}{f', {printer.value(g.dtype)}' if g.dtype else ''}),\n"
+                f"    ({quoted(g.name)}, {rows(g.steps)!r}{f', {printer.value(g.dtype)}' if g.dtype else ''}),\n"
                 for g in gathers
             )
-            return f"rt.prefetch({str(key)!r}, [\n{table}])"
+            return f"rt.prefetch({quoted(str(key))}, [\n{table}])"
         case ir.TakeParameters(key):
-            return f"{', '.join(line.outs)}{',' if len(line.outs) == 1 else ''} = rt.take({str(key)!r})"
+            return f"{_targets([*map(local, line.outs)])} = rt.take({BREAK}{quoted(str(key))}{BREAK})"
         case ir.AddGradient(gradient, parameter, owned):
-            return f"rt.grads.add({parameter!r}, {gradient}{', owned=True' if owned else ''})"
+            return f"rt.grads.add({quoted(parameter)}, {local(gradient)}{', owned=True' if owned else ''})"
         case ir.SumLoss(value, axes):
-            return f"{line.outs[0]} = rt.grads.start_sum({value}, {axes!r})  # {show_types(line)}"
+            return f"{local(line.outs[0])} = rt.grads.start_sum({local(value)}, {axes!r})  # {show_types(line)}"
         case ir.SeedGradient():
-            return f"{line.outs[0]} = torch.full({_shape_and_dtype(line, stage, printer, 'rt.loss_scale, ')})"
+            return f"{local(line.outs[0])} = torch.full({_shape_and_dtype(line, stage, printer, 'rt.loss_scale, ')})"
         case ir.ZeroGradient():
-            return f"{line.outs[0]} = torch.zeros({_shape_and_dtype(line, stage, printer)})"
+            return f"{local(line.outs[0])} = torch.zeros({_shape_and_dtype(line, stage, printer)})"
         case ir.ParkSaved(saved, places, tier, template):
             values = [stage.templates[template].saved[i] for i in places]
             what = ", ".join(values[:4]) + (", …" if len(values) > 4 else "")
-            return f"rt.park({saved}, {places!r}, {tier!r})  # {what} rest in {TIERS.get(tier, tier)} until backward"
+            return f"rt.park({local(saved)}, {places!r}, {tier!r})  # {what} rest in {TIERS.get(tier, tier)} until backward"
         case ir.FetchSaved(saved):
-            return f"rt.fetch({saved})  # on their way back, one call ahead"
+            return f"rt.fetch({local(saved)})  # on their way back, one call ahead"
         case ir.AwaitSaved(saved):
-            return f"rt.ready({saved})"
+            return f"rt.ready({local(saved)})"
         case ir.ReadBuffer(buffer, copy):
-            return f"{line.outs[0]} = rt.buffers[{buffer!r}]" + (".clone()" if copy else "")
+            return f"{local(line.outs[0])} = rt.buffers[{quoted(buffer)}]" + (".clone()" if copy else "")
         case ir.WriteBuffer(value, buffer, "now"):
-            return f"rt.buffers[{buffer!r}].copy_({value})"
+            return f"rt.buffers[{quoted(buffer)}].copy_({local(value)})"
         case ir.WriteBuffer(value, buffer, when):
-            return f"rt.update_buffer({buffer!r}, {value}, {when!r})  # at the end of the step"
+            return f"rt.update_buffer({quoted(buffer)}, {local(value)}, {when!r})  # at the end of the step"
     return statement(line, printer)
 
 
@@ -124,42 +112,28 @@ def _shape_and_dtype(line: Line, stage: LoweredStage, printer: Printer, fill: st
 
 
 def _template_call(line: ir.TemplateCall, stage: LoweredStage) -> str:
-    """A call of a template's function."""
-    template, number, outs = stage.templates[line.template], str(line.number), list(line.outs)
-    left = ", ".join(outs) + ("," if len(outs) == 1 else "")
+    """A call of a template's function, broken where it is long."""
+    template, outs = stage.templates[line.template], [local(name) for name in line.outs]
     match line:
         case ir.CallForward(params=params, inputs=inputs):
+            function, arguments = template.forward, [*map(_param, params), *map(local, inputs)]
             if template.backward is not None and not line.keeps:
                 outs.append("_")
-            return _call(", ".join(outs), template.forward, [number, *map(_param, params), *inputs])
-        case ir.CallBackward(saved=saved, params=params, tangents=tangents):
-            assert template.backward is not None
-            if not template.backward.returns and not outs:
-                left = "_"
-            return _call(left, template.backward, [number, saved, *map(_param, params), *tangents])
-        case ir.CallWeights(later=later):
-            assert template.weights is not None
-            return _call(left, template.weights, [number, later])
-    raise TypeError(f"{type(line).__name__} is no call of a template's function that can be printed")
+            left = ", ".join(outs)
+        case ir.CallBackward(saved=saved, params=params, tangents=tangents) if template.backward is not None:
+            function, arguments = template.backward, [local(saved), *map(_param, params), *map(local, tangents)]
+            left = _targets(outs) if outs or function.returns else "_"
+        case ir.CallWeights(later=later) if template.weights is not None:
+            function, arguments, left = template.weights, [local(later)], _targets(outs)
+        case _:
+            raise TypeError(f"{type(line).__name__} is no call of a template's function that can be printed")
+    return BREAK.join([f"{left} = {function.name}(", "rt", number(line.number), *arguments, ")"])
+
+
+def _targets(names: Sequence[str]) -> str:
+    """What takes the values of a sequence."""
+    return ", ".join(names) + ("," if len(names) == 1 else "")
 
 
 def _param(p: Ref | Stored) -> str:
-    return p.name if isinstance(p, Ref) else f"rt.params[{p.name!r}]"
-
-
-def _call(left: str, function: Function, arguments: list[str]) -> str:
-    """`left = function(rt, …)`, over several lines where it is long."""
-    arguments = ["rt", *arguments]
-    one = f"{left} = {function.name}({', '.join(arguments)})"
-    if len(one) <= 116:
-        return one
-    lines: list[str] = []
-    current = "   "
-    for a in arguments:
-        if len(current) + len(a) > 112:
-            lines.append(current)
-            current = "   "
-        current += f" {a},"
-    lines.append(current)
-    joined = "\n".join(lines)
-    return f"{left} = {function.name}(\n{joined}\n)"
+    return local(p.name) if isinstance(p, Ref) else f"rt.params[{quoted(p.name)}]"

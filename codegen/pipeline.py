@@ -7,8 +7,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.codegen.marks import number, quoted
 from autopar.codegen.printer import Dtypes, Printer
 from autopar.codegen.stage import render
+from autopar.codegen.table import table_lines
 from autopar.codegen.text import comment
 from autopar.ir.actions import show_row
 from autopar.ir.lowered import LoweredProgram
@@ -20,8 +22,9 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
     printer = Printer(dtypes)
     microbatches = lowered.stages[0].microbatches
     transfers = [
-        f"dict(name={t.name!r}, kind={t.kind!r}, source={t.source}, target={t.target}, shape={t.type.shape!r}, "
-        f"dtype={printer.dtype(t.type.dtype)!r}, source_spec={t.source_spec.dims!r}, target_spec={t.target_spec.dims!r})"
+        f"dict(name={quoted(t.name)}, kind={t.kind!r}, source={number(t.source)}, target={number(t.target)}, "
+        f"shape={t.type.shape!r}, dtype={printer.dtype(t.type.dtype)!r}, "
+        f"source_spec={t.source_spec.dims!r}, target_spec={t.target_spec.dims!r})"
         for t in lowered.transfers
     ]
     return render(
@@ -30,7 +33,7 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
         world=sum(lowered.stages[g[0]].mesh.size for g in lowered.graph.groups),
         microbatches=microbatches,
         training=program.training,
-        transfers=transfers,
+        transfers=table_lines(transfers),
         inputs=[
             f"dict(name={name!r}, shape={_whole(type_.shape, dim, microbatches)!r}, dtype={printer.dtype(type_.dtype)!r}, "
             f"batch_dim={dim!r})"
@@ -41,10 +44,13 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
             f"source={comment(one.source, 110)!r})"
             for one in program.guards
         ],
-        stages=[
-            f"dict(file='stages/stage_{s.index}.py', mesh={dict(s.mesh.axes)!r}, first_rank={s.mesh.offset})"
-            for s in lowered.stages
-        ],
+        stages=table_lines(
+            [
+                f"dict(file={quoted(f'stages/stage_{s.index}.py')}, mesh={dict(s.mesh.axes)!r}, "
+                f"first_rank={number(s.mesh.offset)})"
+                for s in lowered.stages
+            ]
+        ),
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],

@@ -1,8 +1,7 @@
 """Lines of a lowered function as Python text.
 
 Common ops print as people write them (`a + b`, `x.reshape(…)`), every other torch op as `aten.<op>(…)`, autopar's own
-as calls into the small runtime. A value is deleted after its last use, a comment says which module and source line the
-following lines come from.
+as calls into the small runtime.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 from autopar.codegen.text import comment
 from autopar.ir.call import schema_arguments
-from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Site
+from autopar.ir.lines import Compute, Convert, Line, Ref, Site
 from autopar.ops.discover import target_of
 from autopar.ops.registry import Offset, find
 
@@ -35,17 +34,18 @@ _DROPPED = ("device", "layout", "pin_memory", "memory_format")
 
 
 class Printer:
-    """Prints lines; `dtypes` replaces dtypes in the text (verification runs a float32 program in float64)."""
+    """Prints lines; `dtypes` replaces dtypes in the text (verification runs a float32 program in float64), `local` writes
+    local names."""
 
-    def __init__(self, dtypes: Dtypes | None = None) -> None:
-        self.dtypes = dict(dtypes or {})
+    def __init__(self, dtypes: Dtypes | None = None, local: Callable[[str], str] = str) -> None:
+        self.dtypes, self.local = dict(dtypes or {}), local
 
     # --- values ---------------------------------------------------------------------------------------------------------
 
     def value(self, x: Any) -> str:
         """One argument as text."""
         if isinstance(x, Ref):
-            return x.name
+            return self.local(x.name)
         if isinstance(x, Offset):
             return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}"
         if isinstance(x, Site):
@@ -79,7 +79,7 @@ class Printer:
         return self._library(line)
 
     def _collective(self, line: Convert) -> str:
-        x, step = line.value, line.step
+        x, step = self.local(line.value), line.step
         op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
         match step.kind:
             case "slice":
@@ -118,14 +118,14 @@ class Printer:
             return f"{self.value(left)} {_BINARY[line.op]} {self.value(right)}"
         if line.op in _METHODS:
             size = next(v for k, v in arguments.items() if k in ("shape", "dims", "size"))
-            return f"{arguments['self']}.{_METHODS[line.op]}({', '.join(map(self.value, size)) or '()'})"
+            return f"{self.value(arguments['self'])}.{_METHODS[line.op]}({', '.join(map(self.value, size)) or '()'})"
         if line.op == "aten.neg.default":
-            return f"-{arguments['self']}"
+            return f"-{self.value(arguments['self'])}"
         if line.op == "aten.sum.dim_IntList" and arguments.get("dtype") is None:
             keep = ", keepdim=True" if arguments.get("keepdim") else ""
-            return f"{arguments['self']}.sum({self.value(arguments['dim'])}{keep})"
+            return f"{self.value(arguments['self'])}.sum({self.value(arguments['dim'])}{keep})"
         if line.op == "aten._to_copy.default":
-            return f"{arguments['self']}.to({self.value(arguments['dtype'])})"
+            return f"{self.value(arguments['self'])}.to({self.value(arguments['dtype'])})"
         text = self._call(f"{line.op.removesuffix('.default')}", line.op, arguments)
         definition = find(line.op)
         if definition is not None and definition.factory:
@@ -156,30 +156,11 @@ def _axes(axes: tuple[str, ...]) -> str:
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
-def body(function: Function, text_of: Callable[[Line], str], returned: set[str]) -> list[str]:
-    """Statements of a function, with source comments and a `del` after each last use."""
-    last: dict[str, int] = {}
-    for i, line in enumerate(function.lines):
-        for name in (*line.reads(), *line.outs):
-            last[name] = i
-    statements: list[str] = []
-    source = ""
-    for i, line in enumerate(function.lines):
-        if line.source and line.source != source:
-            source = line.source
-            statements.append(f"# {comment(source, 110)}")
-        statements += text_of(line).splitlines()
-        dead = dict.fromkeys(n for n in (*line.reads(), *line.outs) if last[n] == i and n not in returned and n != "_")
-        if dead:
-            statements.append(f"del {', '.join(dead)}")
-    return statements
-
-
 def statement(line: Line, printer: Printer) -> str:
     """An op or a conversion with what it makes: `y = a + b  # f32[8@dp, 128] ~sum(tp)`."""
     assert isinstance(line, (Compute, Convert)), line
     comma = "," if len(line.outs) == 1 and len(line.types) == 1 and _returns_list(line) else ""
-    return f"{', '.join(line.outs)}{comma} = {printer.expression(line)}  # {show_types(line)}"
+    return f"{', '.join(map(printer.local, line.outs))}{comma} = {printer.expression(line)}  # {show_types(line)}"
 
 
 def show_types(line: Line) -> str:

@@ -8,7 +8,10 @@ from typing import Any
 import jinja2
 
 from autopar.codegen.actions import stage_functions
-from autopar.codegen.printer import Dtypes, Printer, body, statement
+from autopar.codegen.body import Body
+from autopar.codegen.marks import local, quoted
+from autopar.codegen.printer import Dtypes, Printer, statement
+from autopar.codegen.table import table_lines
 from autopar.codegen.text import docstring, identifier
 from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Compute, Function
@@ -32,25 +35,31 @@ def render(template: str, **values: Any) -> str:
 
 def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) -> str:
     """The file of a stage."""
-    printer = Printer(dtypes)
+    printer = Printer(dtypes, local)
     return render(
         "stage.py.j2",
         title=title,
         stage=stage,
         functions=[row for template in stage.templates.values() for row in _functions(template, printer)],
         actions=stage_functions(stage, printer),
-        parameters=[_parameter(p, printer) for p in stage.parameters.values()],
-        buffers=[
-            (n, f"dict(shape={t.shape!r}, dtype={printer.dtype(t.dtype)!r}, spec={((),) * len(t.shape)!r})")
-            for n, t in stage.buffers.items()
-        ],
+        parameters=table_lines([_parameter(p, printer) for p in stage.parameters.values()], named=True),
+        buffers=table_lines(
+            [
+                f"{quoted(n)}: dict(shape={t.shape!r}, dtype={printer.dtype(t.dtype)!r}, spec={((),) * len(t.shape)!r})"
+                for n, t in stage.buffers.items()
+            ],
+            named=True,
+        ),
         inputs=[_row(row, printer, f"batch_dim={row.batch_dim!r}") for row in stage.inputs],
         outputs=[_row(row, printer, f"join={(row.join.how, row.join.dim, row.join.outer)!r}") for row in stage.outputs],
-        gradients=[
-            (p.name, f"dict(contributions={p.contributions}, steps={rows(p.reduce)!r})")
-            for p in stage.parameters.values()
-            if p.contributions
-        ],
+        gradients=table_lines(
+            [
+                f"{quoted(p.name)}: dict(contributions={p.contributions}, steps={rows(p.reduce)!r})"
+                for p in stage.parameters.values()
+                if p.contributions
+            ],
+            named=True,
+        ),
         ports={
             "RECEIVES": [p.name for p in stage.received],
             "SENDS": [p.name for p in stage.sent],
@@ -77,13 +86,14 @@ def _row(row: Row, printer: Printer, extra: str) -> str:
     )
 
 
-def _parameter(p: StoredParameter, printer: Printer) -> tuple[str, str]:
-    row = f"dict(shape={p.type.shape!r}, dtype={printer.dtype(p.type.dtype)!r}, spec={p.storage.dims!r}"
+def _parameter(p: StoredParameter, printer: Printer) -> str:
+    row = (
+        f"{quoted(p.name)}: dict(shape={p.type.shape!r}, dtype={printer.dtype(p.type.dtype)!r}, spec={p.storage.dims!r}"
+    )
     row += f", opt_spec={p.optimizer.dims!r}, trainable={p.trainable!r}, gather={rows(p.regather)!r}"
     row += f", tier={p.tier!r}" if p.tier else ""
     row += f", optimizer_tier={p.optimizer_tier!r}" if p.optimizer_tier else ""
-    row += ")"
-    return p.name, row
+    return row + ")"
 
 
 def _functions(template: LoweredTemplate, printer: Printer) -> Iterator[dict[str, Any]]:
@@ -114,7 +124,7 @@ def _row_of(function: Function, args: list[str], what: str, lines: list[str], re
 
 
 def _statements(function: Function, printer: Printer, returned: set[str]) -> list[str]:
-    return body(function, lambda line: statement(line, printer), returned)
+    return [*Body(function, lambda line: statement(line, printer), returned).statements()]
 
 
 def _results(function: Function) -> list[str]:

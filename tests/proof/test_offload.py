@@ -15,6 +15,7 @@ import torch
 import autopar
 from autopar.cluster.tiers import Tier, backward_exposed_s, forward_exposed_s, parts_exposed_s, place
 from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError
+from autopar.ir.lines import AwaitSaved, FetchSaved
 from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.passes.price.tiers import parked_bytes
 from autopar.proof.measure import measure_tiers
@@ -156,20 +157,17 @@ def _deep(layers: int) -> torch.nn.Module:
 
 
 def test_saved_values_are_asked_for_one_call_ahead() -> None:
-    source = compiled(WIDE[2], "dp", "activations").source(0)
-    forward, backward = (
-        source.split("\ndef backward(")[0].split("\ndef forward(")[1],
-        source.split("\ndef backward(")[1],
-    )
-    assert "rest in host memory until backward" in forward
-    order = [
-        line.strip().split("  #")[0] for line in backward.splitlines() if "rt.fetch(" in line or "rt.ready(" in line
-    ]
-    fetched = [line[len("rt.fetch(") : -1] for line in order if line.startswith("rt.fetch")]
+    program = compiled(WIDE[2], "dp", "activations")
+    assert "rest in host memory until backward" in program.source(0)
+    backward = program.lowered.stages[0].backward
+    order = [line for line in backward.lines if isinstance(line, (FetchSaved, AwaitSaved))]
+    fetched = [line.value for line in order if isinstance(line, FetchSaved)]
+    ready = [line.value for line in order if isinstance(line, AwaitSaved)]
     assert len(fetched) >= 4
+    assert ready == fetched
+    places = {(type(line), line.value): place for place, line in enumerate(order)}
     for earlier, later in itertools.pairwise(fetched):
-        assert order.index(f"rt.fetch({later})") < order.index(f"rt.ready({earlier})")
-    assert sum(line.startswith("rt.ready") for line in order) == len(fetched)
+        assert places[FetchSaved, later] < places[AwaitSaved, earlier]
 
 
 def test_programs_without_offload_say_nothing_of_tiers() -> None:
