@@ -12,6 +12,7 @@ weigh about the same and little crosses.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,20 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return _own(paths[-1]) if paths else ""
+
+
+def source_of(node: fx.Node) -> str:
+    """`layers.0.attn · model.py:12: code` of a captured node."""
+    path = module_path(node)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<") and "/autopar/capture/" not in f[0]]
+    if not own and "self.loss_fn(" in (node.meta.get("stack_trace") or ""):
+        return "the loss"
+    if not own:
+        return path
+    file, line, code = own[-1]
+    place = f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}"
+    return f"{path} · {place}" if path else place
 
 
 def _own(path: str) -> str:
