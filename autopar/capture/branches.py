@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-import networkx as nx
 from torch import fx
 
 from autopar.capture.marks import is_cast, may_part, shown
@@ -61,11 +60,20 @@ def unordered(edges: Sequence[Sequence[int]], counts: Sequence[bool]) -> list[fr
 
     edges[v]: the nodes below v that v reads.
     """
-    graph: nx.DiGraph = nx.DiGraph()
-    graph.add_nodes_from(range(len(edges)))
-    graph.add_edges_from((u, v) for v, reads in enumerate(edges) for u in reads)
-    counted = {v for v in graph if counts[v]}
-    return [frozenset(counted - nx.ancestors(graph, v) - nx.descendants(graph, v) - {v}) for v in graph]
+    above, below = [0] * len(edges), [0] * len(edges)  # sets of nodes, one bit each
+    for v, reads in enumerate(edges):
+        for u in reads:
+            below[v] |= below[u] | 1 << u
+    for v in reversed(range(len(edges))):
+        for u in edges[v]:
+            above[u] |= above[v] | 1 << v
+    counted = sum(1 << v for v, counts_here in enumerate(counts) if counts_here)
+    return [_members(counted & ~(above[v] | below[v] | 1 << v)) for v in range(len(edges))]
+
+
+def _members(bits: int) -> frozenset[int]:
+    """The numbers whose bits are set."""
+    return frozenset(i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1") if bits else frozenset()
 
 
 def _work(node: fx.Node, parameters: set[fx.Node]) -> float:
