@@ -60,18 +60,20 @@ def unordered(edges: Sequence[Sequence[int]], counts: Sequence[bool]) -> list[fr
 
     edges[v]: the nodes below v that v reads.
     """
-    n = len(edges)
-    below = [1 << v for v in range(n)]  # sets of nodes as bits: what a node reads, what that reads, and so on
+    above, below = [0] * len(edges), [0] * len(edges)  # sets of nodes, one bit each
     for v, reads in enumerate(edges):
         for u in reads:
-            below[v] |= below[u]
-    above = [1 << v for v in range(n)]
-    for v in reversed(range(n)):
+            below[v] |= below[u] | 1 << u
+    for v in reversed(range(len(edges))):
         for u in edges[v]:
-            above[u] |= above[v]
-    counted = sum(1 << v for v in range(n) if counts[v])
-    beside = [counted & ~(down | up) for down, up in zip(below, above, strict=True)]
-    return [frozenset(u for u in range(n) if bits >> u & 1) if bits else frozenset() for bits in beside]
+            above[u] |= above[v] | 1 << v
+    counted = sum(1 << v for v, counts_here in enumerate(counts) if counts_here)
+    return [_members(counted & ~(above[v] | below[v] | 1 << v)) for v in range(len(edges))]
+
+
+def _members(bits: int) -> frozenset[int]:
+    """The numbers whose bits are set."""
+    return frozenset(i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1") if bits else frozenset()
 
 
 def _work(node: fx.Node, parameters: set[fx.Node]) -> float:

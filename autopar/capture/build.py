@@ -78,7 +78,7 @@ class _Builder:
             for name, p in named.items()
             if exported.parameter_names.get(name, name) == name
         }
-        persistent = set(model.state_dict().keys())
+        persistent = set(model.state_dict(keep_vars=True))  # without it every tensor is detached
         self.buffers = {name: Buffer(name, TensorType.of(b), name in persistent) for name, b in model.named_buffers()}
         for name, tensor in exported.constants.items():
             self.buffers.setdefault(name, Buffer(name, TensorType.of(tensor), False))

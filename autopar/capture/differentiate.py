@@ -21,7 +21,7 @@ from torch.fx.traceback import preserve_node_meta, set_current_meta
 from autopar.capture import functions
 from autopar.capture.canonical import canonicalize
 from autopar.capture.explain import first_line, user_frame
-from autopar.capture.fold import Segment, module_path
+from autopar.capture.fold import Segment, source_of
 from autopar.capture.marks import is_cast
 from autopar.capture.precision import cast_again
 from autopar.errors import CaptureError
@@ -267,17 +267,3 @@ def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
             seen.add(node)
             stack.extend(node.all_input_nodes)
     return seen
-
-
-def source_of(node: fx.Node) -> str:
-    """`layers.0.attn · model.py:12: code` of a captured node."""
-    path = module_path(node)
-    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    own = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<") and "/autopar/capture/" not in f[0]]
-    if not own and "self.loss_fn(" in (node.meta.get("stack_trace") or ""):
-        return "the loss"
-    if not own:
-        return path
-    file, line, code = own[-1]
-    place = f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}"
-    return f"{path} · {place}" if path else place

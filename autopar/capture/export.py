@@ -128,6 +128,8 @@ def _assigned_buffers_written(model: nn.Module) -> Iterator[None]:
     before = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     yield
     assigned = [(table, name, old, table[name]) for table, name, old in before if table.get(name) is not old]
+    if not assigned:
+        return  # an empty `no_grad` would be a region of the graph, which export rewrites as a whole
     with torch.no_grad():
         values = [None if new is None else new.detach().clone() for *_, new in assigned]
         for (table, name, old, _), value in zip(assigned, values, strict=True):

@@ -12,8 +12,10 @@ weigh about the same and little crosses.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -45,6 +47,20 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return _own(paths[-1]) if paths else ""
+
+
+def source_of(node: fx.Node) -> str:
+    """`layers.0.attn · model.py:12: code` of a captured node."""
+    path = module_path(node)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    own = [f for f in frames if "/torch/" not in f[0] and not f[0].startswith("<") and "/autopar/capture/" not in f[0]]
+    if not own and "self.loss_fn(" in (node.meta.get("stack_trace") or ""):
+        return "the loss"
+    if not own:
+        return path
+    file, line, code = own[-1]
+    place = f"{file.rsplit('/', 1)[-1]}:{line}: {code.strip()}"
+    return f"{path} · {place}" if path else place
 
 
 def _own(path: str) -> str:
@@ -160,16 +176,18 @@ def _middle(nodes: list[fx.Node]) -> int:
     paths = [module_path(n) for n in nodes]
     inner = [i for i in range(1, len(nodes)) if paths[i] != paths[i - 1] and not _tied(nodes, i)]
     places = inner or ([i for i in range(1, len(nodes)) if not _tied(nodes, i)] if not any(paths) else [])
-    whole = _weight(nodes)
+    weights = [0.0, *accumulate(_weight([n]) for n in nodes)]
+    whole = weights[-1]
+    number = {n: i for i, n in enumerate(nodes)}
+    last_use = {r: number[n] for n in nodes for r in n.all_input_nodes if r in number}
+    starts, ends = [0] * len(nodes), [0] * len(nodes)  # elements that cross a border from here on, and to here
+    for read, last in last_use.items():
+        starts[number[read]], ends[last] = _numel(read), ends[last] + _numel(read)
+    crossing = list(accumulate((s - e for s, e in zip(starts, ends, strict=True)), initial=0))
     best, least = 0, float("inf")
     for at in places:
-        left = _weight(nodes[:at])
-        if not 0 < left < whole:
-            continue
-        before = set(nodes[:at])
-        crossing = {r for n in nodes[at:] for r in n.all_input_nodes if r in before}
-        cost = abs(2 * left - whole) / max(whole, 1.0) + 0.1 * sum(map(_numel, crossing)) / max(whole, 1.0)
-        if crossing and cost < least:
+        cost = abs(2 * weights[at] - whole) / max(whole, 1.0) + 0.1 * crossing[at] / max(whole, 1.0)
+        if 0 < weights[at] < whole and crossing[at] and cost < least:
             best, least = at, cost
     return best
 

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.fold import source_of
+from autopar.capture.lean import lean
 from autopar.errors import CaptureError
 
 
 def functional(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     """The step exported on fake tensors, and whether it wrote to anything. Raises CaptureError."""
-    with torch.compiler.set_stance("force_eager"):  # functions under torch.compile are traced like any other
+    with torch.compiler.set_stance("force_eager"), lean():  # functions under torch.compile are traced like any other
         exported = torch.export.export(step, tuple(fakes), strict=False)
     _inline_regions(exported.graph_module)
     writes = _needs_functions(exported.graph_module.graph)
@@ -49,8 +51,13 @@ _SPARSE = {
 
 
 def _needs_functions(graph: fx.Graph) -> bool:
-    """Whether any op writes to its arguments or to buffers."""
+    """Whether any op writes to its arguments or to buffers. Raises CaptureError for nodes that no program has."""
     for node in graph.nodes:
+        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            raise CaptureError(
+                f"forward transforms a function (torch.func.vmap, grad, jvp) at {source_of(node)}, which has no graph of its "
+                "own; write it with batched torch ops"
+            )
         if isinstance(node.target, torch._ops.OpOverload):
             if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
                 raise CaptureError(

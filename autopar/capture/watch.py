@@ -142,8 +142,7 @@ class _Watch(TorchFunctionMode):
 
     def _check_frozen(self, args: Any, kwargs: Any) -> None:
         wanted = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
-        name = self._name(args[0])
-        if name is not None and bool(wanted) != args[0].requires_grad:
+        if bool(wanted) != args[0].requires_grad and (name := self._name(args[0])) is not None:
             raise refusal(
                 f"changes requires_grad of the parameter {name}",
                 "freeze or unfreeze parameters before compile, and compile again",
