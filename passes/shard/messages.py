@@ -1,4 +1,4 @@
-"""Bounds by message passing: prune states that no optimum can take, before the ILP sees them.
+"""Bounds by message passing: prune states that no optimum can take, until what is left can be solved exactly.
 
 Tree-reweighted message passing (TRW-S, Kolmogorov 2006) solves the dual of the same LP relaxation approximately, in
 numpy, at a cost linear in the number of pair states, many variables at once (`autopar.passes.shard.padded`). From its
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.shard.eliminate import elimination_order
 from autopar.passes.shard.padded import Edges, Level, alike, padded_states, slots
 from autopar.passes.shard.reduce import Reduced, keep_states
 
@@ -45,7 +46,7 @@ def bound(r: Reduced, rounds: int, deadline: float) -> Bounds:
         if k % _ROUNDS_BETWEEN == _ROUNDS_BETWEEN - 1 or k == rounds - 1:
             improved = passing.update()
             closed = passing.upper - passing.lower <= 1e-7 * abs(passing.upper)
-            if closed or time.monotonic() > deadline or (k > 15 and not improved):
+            if closed or passing.small or time.monotonic() > deadline or (k > 15 and not improved):
                 break
     return passing.finish()
 
@@ -125,6 +126,12 @@ class _Passing:
             if pairs.size > len(self.scratch):
                 self.scratch = np.empty(pairs.size)
             yield _Sent(row[places], edges[places], pairs, self.scratch[: pairs.size].reshape(pairs.shape))
+
+    @property
+    def small(self) -> bool:
+        """Whether what is left can be solved by elimination."""
+        sizes = dict(zip(self.edges.variables, self.sizes.tolist(), strict=True))
+        return elimination_order(sizes, self.r.near) is not None
 
     # --- messages
 

@@ -81,6 +81,12 @@ def reduce_graph(r: Reduced, with_memory: bool = False, widest: int = 4_000_000)
             return r
 
 
+def shortened(r: Reduced, widest: int = 4_000_000) -> Reduced:
+    """Eliminate variables with at most two neighbours, whatever their states."""
+    _eliminate_all(r, False, widest)
+    return r
+
+
 def _drop_dominated(r: Reduced, v: int, with_memory: bool) -> bool:
     """Drop the dominated states of a variable; of states that dominate each other one stays. Whether any went."""
     cost, near = r.cost[v], list(r.near[v].values())

@@ -1,8 +1,8 @@
-"""Choose a state for every variable of a factor graph: reduce exactly, LP, branch; memory by price, then by row.
+"""Choose a state for every variable of a factor graph: eliminate, bound and prune, LP; memory by price, then by row.
 
-1. Without the memory row, reduce and solve. If the optimum fits the budget it is the answer.
-2. Otherwise put a price on memory (Lagrange): each price needs one reduction and one small LP, gives a lower bound
-   and often a plan that fits; bisection finds the best price.
+1. Without the memory row, solve (`priced`). If the optimum fits the budget it is the answer.
+2. Otherwise put a price on memory (Lagrange): each price is such a problem again, gives a lower bound and often a plan
+   that fits; bisection finds the best price.
 3. If bound and plan are still apart, the ILP with memory as a row settles it within the time limit.
 
 When time runs out before any answer, a greedy pass (largest op first, cheapest next to what is decided) is the
@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.shard.eliminate import eliminated, elimination_order
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.ilp import Answer, solve_ilp
 from autopar.passes.shard.messages import Bounds, bound
-from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, start
+from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start
 
-_LARGE = 5_000  # binary variables from which message passing comes before the ILP
 _FEW = 12  # states per variable that the first exact solve of a large problem looks at
+_LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 
 
@@ -102,17 +103,19 @@ def priced(
     """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone. deadline: of
     time.monotonic(). close: relative distance to the bound that will do.
 
-    Large problems: message passing bounds and prunes, an exact solve over the likeliest states gives a plan, and only
-    what bound and plan leave open goes to the ILP.
+    Message passing bounds and prunes until elimination can solve what is left. Otherwise an exact solve over the likeliest
+    states gives a plan, and only what bound and plan leave open goes to the ILP.
     """
     if price is None:
         alone = FactorGraph(graph.keys, graph.states, [m.copy() for m in graph.memory], graph.memory, {}, graph.index)
         return [int(np.argmin(m)) for m in alone.cost], 0.0, {}
-    r = reduce_graph(start(graph, price))
+    r = shortened(start(graph, price))
     size = r.size
-    if size["variables"] <= _LARGE:
+    if _order(r) is not None:
         return _exact(r, deadline)
     bounds = bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
+    if _order(r) is not None:
+        return _exact(r, deadline)
     lower = _settled(r) + bounds.lower
     choice = _promising(r, bounds, deadline)
     upper = graph.value(choice) + price * graph.memory_of(choice)
@@ -120,7 +123,7 @@ def priced(
         return choice, lower, size
     _prune(r, bounds, upper - lower)
     r = reduce_graph(r)
-    if r.size["variables"] > 100 * _LARGE:
+    if r.size["variables"] > _LARGEST:
         return choice, lower, size
     exact, proven, _ = _exact(r, deadline)
     if exact is not None and graph.value(exact) + price * graph.memory_of(exact) <= upper:
@@ -129,11 +132,21 @@ def priced(
 
 
 def _exact(r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
-    """The optimum of what is left, by LP and MIP, as a full assignment; its proven bound; the size of what was left."""
+    """The optimum of what is left as a full assignment; its proven bound; the size of what was left. By elimination where the
+    tables are small, else by LP and MIP."""
+    order = _order(r)
+    if order is not None:
+        chosen, value = eliminated(r, order)
+        return restore(r, chosen), _settled(r) + value, r.size
     answer = solve_ilp(r, None, max(deadline - time.monotonic(), 1.0))
     if answer.chosen is None:
         return None, -float("inf"), r.size
     return restore(r, answer.chosen), _total_bound(r, answer), r.size
+
+
+def _order(r: Reduced) -> list[int] | None:
+    """How to eliminate what is left; None where tables get too large."""
+    return elimination_order({v: len(c) for v, c in r.cost.items()}, r.near)
 
 
 def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int]:

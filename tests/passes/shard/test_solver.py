@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.passes.shard import solve as solver
+from autopar.passes.shard import eliminate
+from autopar.passes.shard.eliminate import eliminated, elimination_order
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.messages import bound
 from autopar.passes.shard.reduce import reduce_graph, restore, start
@@ -53,13 +55,30 @@ def test_solver_finds_the_brute_force_optimum(seed: int, ties: bool, density: fl
 @given(st.integers(0, 10_000), st.booleans())
 def test_message_passing_path_finds_the_same_optimum(seed: int, ties: bool) -> None:
     graph = random_graph(seed, ties=ties)
-    large, solver._LARGE = solver._LARGE, 0
-    try:
+    with mock.patch.object(eliminate, "MOST", 0):
         solution = solve(graph)
-    finally:
-        solver._LARGE = large
     assert isinstance(solution, Solution)
     assert solution.cost == pytest.approx(brute_force(graph, None), rel=2e-6, abs=1e-9)
+
+
+@given(st.integers(0, 10_000), st.booleans(), st.sampled_from([0.2, 0.5, 0.9]))
+def test_elimination_finds_the_brute_force_optimum_and_says_what_it_costs(
+    seed: int, ties: bool, density: float
+) -> None:
+    graph = random_graph(seed, density=density, ties=ties)
+    whole = start(graph)
+    order = elimination_order({v: len(c) for v, c in whole.cost.items()}, whole.near)
+    assert order is not None
+    chosen, value = eliminated(whole, order)
+    assert graph.value([chosen[v] for v in range(len(graph.keys))]) == pytest.approx(value, abs=1e-9)
+    assert value == pytest.approx(brute_force(graph, None), abs=1e-9)
+
+
+def test_elimination_is_left_where_its_tables_would_be_large() -> None:
+    everyone = {v: [u for u in range(12) if u != v] for v in range(12)}
+    chain = {v: [u for u in (v - 1, v + 1) if 0 <= u < 12] for v in range(12)}
+    assert elimination_order(dict.fromkeys(everyone, 5), everyone) is None
+    assert sorted(elimination_order(dict.fromkeys(chain, 5), chain) or []) == list(range(12))
 
 
 @given(st.integers(0, 10_000), st.floats(0.0, 1.0))
@@ -102,7 +121,8 @@ def test_reduction_keeps_the_optimum(seed: int, ties: bool) -> None:
 def test_message_bounds_enclose_the_optimum_and_never_prune_it(seed: int) -> None:
     graph = random_graph(seed, nodes=6, density=0.8)
     reduced = start(graph)
-    found = bound(reduced, 50, float("inf"))
+    with mock.patch.object(eliminate, "MOST", 0):
+        found = bound(reduced, 50, float("inf"))
     optimum = brute_force(graph, None)
     assert optimum is not None
     assert found.lower <= optimum + 1e-9 <= found.upper + 2e-9

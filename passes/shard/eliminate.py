@@ -1,0 +1,80 @@
+"""The exact optimum of a factor graph by eliminating variables one after the other, where their tables are small.
+
+Bucket elimination (Dechter 1999): what involves variable v is added up to a table over v and its neighbours N(v), and v goes:
+
+    t[N(v)] = min_s ( sum of what involves v at v = s ),    which then involves all of N(v)
+
+The next variable is always the one with the smallest table. Backwards, every variable takes the state that its minimum was
+at; of states that cost the same the last one, as reduction keeps it. Where k variables of n states meet at once the table
+has n^k numbers, so this is for meshes of one axis and for what pruning has left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from autopar.passes.shard.reduce import Reduced
+
+MOST = 2_000_000
+"""Numbers in all tables up to which a graph is solved so."""
+
+MANY = 8
+"""States per variable, on average, from which tables are taken to be too large without a look."""
+
+
+def elimination_order(sizes: Mapping[int, int], near: Mapping[int, Collection[int]]) -> list[int] | None:
+    """The variables in the order in which they go, by number of states and neighbours; None where tables get too large. A
+    variable with one state is no part of it."""
+    if sum(sizes.values()) > MANY * len(sizes):
+        return None
+    left = {v: {u for u in us if sizes[u] > 1} for v, us in near.items() if sizes[v] > 1}
+    bits = {v: math.log2(sizes[v]) for v in left}
+    table = {v: bits[v] + sum(bits[u] for u in us) for v, us in left.items()}
+    order, numbers = [], 0.0
+    while left:
+        v = min(table, key=table.__getitem__)
+        numbers += 2.0 ** table.pop(v)
+        if numbers > MOST:
+            return None
+        order.append(v)
+        around = left.pop(v)
+        for u in around:
+            left[u] |= around
+            left[u] -= {u, v}
+            table[u] = bits[u] + sum(bits[w] for w in left[u])
+    return order
+
+
+def eliminated(r: Reduced, order: list[int]) -> tuple[dict[int, int], float]:
+    """The optimum over the variables that are left, as the place of each one's state, and its cost."""
+    chosen = {v: 0 for v, cost in r.cost.items() if len(cost) == 1}
+    value = sum(float(r.cost[v][0]) for v in chosen)
+    costs = {v: r.cost[v] for v in order}
+    for v in chosen:
+        for u, m in r.near[v].items():
+            if u in costs:
+                costs[u] = costs[u] + m[0]
+            elif u < v:
+                value += float(m[0, 0])
+    turn = {v: i for i, v in enumerate(order)}
+    buckets: list[list[tuple[tuple[int, ...], np.ndarray]]] = [[((i,), costs[v])] for i, v in enumerate(order)]
+    for v, i in turn.items():
+        buckets[i] += [((i, turn[u]), m) for u, m in r.near[v].items() if turn.get(u, -1) > i]
+    decided: list[tuple[tuple[int, ...], np.ndarray]] = []
+    for bucket in buckets:
+        scope = tuple(sorted({j for involved, _ in bucket for j in involved}))
+        total = np.zeros([len(costs[order[j]]) for j in scope])
+        for involved, table in bucket:
+            total += table[tuple(slice(None) if j in involved else None for j in scope)]
+        decided.append((scope[1:], len(total) - 1 - total[::-1].argmin(0)))
+        least = np.minimum.reduce(total, 0)
+        if len(scope) > 1:
+            buckets[scope[1]].append((scope[1:], least))
+        else:
+            value += float(least)
+    for i, (others, best) in reversed([*enumerate(decided)]):
+        chosen[order[i]] = int(best[tuple(chosen[order[j]] for j in others)])
+    return chosen, value
