@@ -40,14 +40,8 @@ class Baseline:
             raise InfeasibleError(f"strategy {strategy!r} follows the batch through the program: {error}") from error
         batch = batch_factors(program, rules, dims)
         self.tensor: TensorParallel | None = None
-        axis, size = mesh.axes[-1]
-        if strategy in MEGATRON and size > 1:
-            self.tensor = tensor_parallel(program, rules, dims, batch, size)
-            if not self.tensor.sharded:
-                raise InfeasibleError(
-                    f"strategy {strategy!r} shards the weights of products over {axis}={size}, and the program has none that "
-                    "divides; take a smaller axis, or strategy 'dp' or 'auto'"
-                )
+        if strategy in MEGATRON and mesh.axes[-1][1] > 1:
+            self.tensor = tensor_parallel(program, rules, dims, batch, mesh.axes[-1][1])
         self.data_axes = mesh.names if self.tensor is None else mesh.names[:-1]
         self.data_ranks = mesh.product(self.data_axes)
         calls = {(t.name, op): call for t in program.templates.values() for op, call in t.op_calls.items()}
@@ -72,12 +66,10 @@ class Baseline:
             return False
         if self.zero < 3 and not storage.axes.isdisjoint(self.data_axes):
             return False
-        if self.zero == 3 or self.zero == 0 or name not in self.trained:
-            if optimizer != storage:
-                return False
-        if self.zero == 0 or (self.zero == 1 and name not in self.trained):
-            return True
-        return self._is_spread(name, optimizer)
+        updated_in_shards = self.zero == 1 and name in self.trained
+        if optimizer != storage and not updated_in_shards:
+            return False
+        return not (updated_in_shards or self.zero == 3) or self._is_spread(name, optimizer)
 
     def _allows_tensor_shards(self, name: str, storage: Spec, optimizer: Spec) -> bool:
         """Weights of products and look-ups rest in shards, what else has two dims whole; vectors (biases) follow their use."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar import ClusterSpec, InfeasibleError, Options, ParallelProgram
+from autopar import ClusterSpec, Options, ParallelProgram
 from benchmarks.models import Llama, LlamaShape
 from tests.zoo.models import BY_NAME
 from tests.zoo.test_zoo import assert_equal_to_one_device
@@ -125,6 +125,8 @@ def test_zero_shards_over_the_axes_that_take_the_batch(strategy: str) -> None:
     assert_equal_to_one_device(BY_NAME["llama"], program)
 
 
-def test_a_program_without_products_of_weights_is_refused() -> None:
-    with pytest.raises(InfeasibleError, match="shards the weights of products over tp=2, and the program has none"):
-        of_zoo("audio", 1, 2)
+def test_a_program_without_products_of_weights_says_so() -> None:
+    program = of_zoo("audio", 1, 2)
+    assert all(p.storage.is_replicated or len(p.storage.dims) == 1 for p in program.plan.stages[0].parameters.values())
+    assert program.plan.origin.startswith("megatron (whole over tp: ")
+    assert_equal_to_one_device(BY_NAME["audio"], program)
