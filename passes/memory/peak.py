@@ -150,7 +150,7 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
         moments = _moments(row, stages)
         for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
             key = (action.stage, action.microbatch)
-            others = waiting - held.get(key, 0.0)
+            others = waiting - held.get(key, 0)
             coming = moments[i + 1].received if i + 1 < len(moments) else 0.0
             if others + summed + moment.peak + coming > worst:
                 own = min(held.get(key, moment.after), moment.peak)
