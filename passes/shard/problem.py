@@ -37,6 +37,7 @@ from autopar.passes.rules.structure import (
 from autopar.passes.rules.widening import wide_gradients
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
+from autopar.passes.shard.overlap import overlap_shares
 from autopar.passes.shard.parameters import State, moved_bytes, parameter_bytes
 
 StateCost = Callable[[State], float]
@@ -66,6 +67,7 @@ class Problem:
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
         self.given = given
         self.allowed = allowed
+        self.shares = overlap_shares(program, pricer, rules, setting)
         self.graph = FactorGraph()
         self.flows: dict[str, Flow] = {name: flow(t) for name, t in program.templates.items()}
         self.recompute = dict(recompute or {})
@@ -276,7 +278,7 @@ class Problem:
     def _parameter_s(self, type_: TensorType, group: Group, updated: tuple[str, ...]) -> Callable[[State], float]:
         """Seconds of a step for a group's parameters alone: to and from memory tiers, the update, the gather after it."""
         count, lattice = len(group.names), self.pricer.lattice(type_, bucketed=True)
-        reads, gather_share = self._reads(group) / count, self.pricer.software.gather_share
+        reads = self._reads(group) / count
 
         def seconds(state: State) -> float:
             moved = moved_bytes(type_, state, updated, reads, self.setting, self.mesh) if self._move_s else 0.0
@@ -285,7 +287,7 @@ class Problem:
             shard = state[1].local_bytes(type_, self.mesh)
             update_s = self.setting.optimizer.update_s(shard, self.pricer.copy_s, *updated)
             return count * moved * self._move_s + count * (
-                gather_share * _gather_s(lattice, state[1], state[0]) + update_s
+                self.shares.update * _gather_s(lattice, state[1], state[0]) + update_s
             )
 
         return seconds
@@ -311,7 +313,7 @@ class Problem:
             if grad is not None and updated:
                 u, before = self._source(template, grad)
                 pair = self._conversion(type_, before, tuple(s[1] for s in states), bucketed=True)
-                self.graph.connect(u, v, calls * self.pricer.software.reduce_share * pair)
+                self.graph.connect(u, v, calls * self.shares.reduce * pair)
 
     def _add_stored(self, name: str, states: list[State], cost: StateCost, memory: StateCost) -> int:
         kept = self._kept(("param", name), states)
@@ -335,8 +337,7 @@ class Problem:
 
     def _use_s(self, stored: TensorType, used: TensorType, before: Specs, after: Specs) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
-        share = self.pricer.software.shards_share if self.program.training else 1.0
-        seconds = share * self._conversion(used, before, after)
+        seconds = self.shares.each * self._conversion(used, before, after)
         if used == stored:
             return seconds
         return np.asarray(seconds + np.array([[self.pricer.cast_s(stored, used, s)] for s in before]))
