@@ -150,7 +150,7 @@ class _Builder:
             gathered_anyway = late_point in self.flow.hubs and self.plan.specs[late_point] == wanted
             if gathered_anyway:
                 return self._add(name, "", math.inf, 0.0, ())
-            seconds = self.pricer.software.shards_share * self.pricer.convert_s(type_, storage, wanted)
+            seconds = self.pricer.convert_s(type_, storage, wanted)
             stored = TensorType(type_.shape, self.template.nodes[hub.value].meta.get("stored") or type_.dtype)
             seconds += self.pricer.cast_s(stored, type_, storage) if stored != type_ else 0.0
             return self._add(name, "", math.inf, seconds, ())

@@ -27,6 +27,7 @@ from autopar.passes.rules.recomputation import Recomputation, recomputation
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
+from autopar.passes.shard.overlap import overlap_shares
 from autopar.passes.shard.parameters import Resting
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 
@@ -61,6 +62,7 @@ class Problem:
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
         self.given = given
         self.allowed = allowed
+        self.shares = overlap_shares(program, pricer, rules, setting)
         self.graph = FactorGraph()
         self.facts: dict[str, TemplateFacts] = {name: template_facts(t) for name, t in program.templates.items()}
         self.recompute = dict(recompute or {})
@@ -272,7 +274,7 @@ class Problem:
         if updated:
             gather_s = self._gather_s(type_, optimizer, stored)
             update_s = self.setting.optimizer.update_s(resting.shard, self.pricer.copy_s, *updated)
-            seconds = seconds + count * (self.pricer.software.gather_share * gather_s + update_s)
+            seconds = seconds + count * (self.shares.update * gather_s + update_s)
         nbytes = count * resting.nbytes(self.setting)
         return self._add(("param", name), states, seconds, nbytes), stored, optimizer
 
@@ -325,12 +327,11 @@ class Problem:
             if grad is not None and optimizer is not None:
                 u, before = self._at[name, grad]
                 pair = self._conversion(type_, before, optimizer, bucketed=True)
-                self.graph.connect(u, v, calls * self.pricer.software.reduce_share * pair)
+                self.graph.connect(u, v, calls * self.shares.reduce * pair)
 
     def _use_s(self, stored: TensorType, used: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Seconds from storage to use, per pair of specs: shards are cast, then gathered as they are used."""
-        share = self.pricer.software.shards_share if self.program.training else 1.0
-        seconds = share * self._conversion(used, before, after)
+        seconds = self.shares.each * self._conversion(used, before, after)
         if used == stored:
             return seconds
         shards = self.pricer.shards(stored)

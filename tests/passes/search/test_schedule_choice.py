@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from autopar.costmodel.bill import CallBill, StageBill, Work
+from autopar.costmodel.software import NEUTRAL
 from autopar.ir.actions import StageGraph
 from autopar.options import Options
 from autopar.passes.account.program import Account, StageAccount
@@ -34,8 +36,10 @@ def draft(groups: int, limit: float, schedule: str = "auto", chunks: int = 1, sh
 def chosen(groups: int, limit: float, schedule: str = "auto") -> tuple[str, Any] | float:
     """What a chain of equal stages gets, whose F, B and W take a second each."""
     graph = StageGraph.chain(groups)
-    counted = StageAccount(memory(True), {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, ())
-    account = Account((counted,) * groups, (0.0,) * groups, 0.0, 0.0, (), graph, {})
+    second = Work(computed_s=1.0)
+    bill = StageBill(((CallBill(second, second, second), 1),))
+    counted = StageAccount(memory(True), bill, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, ())
+    account = Account((counted,) * groups, (), 0.0, (), graph, {}, M, 1.0, NEUTRAL)
     return fastest_schedule(draft(groups, limit, schedule), account, [memory(False)] * groups, [limit] * groups)
 
 
