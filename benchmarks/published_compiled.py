@@ -21,7 +21,10 @@ from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.schedules import schedule_name
 from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload
+from autopar.costmodel.software import Software
 from autopar.errors import AutoparError
+from autopar.passes.account.program import account
+from autopar.passes.price.pricer import Pricers
 from benchmarks.published_models import Transformer
 from benchmarks.published_rows import Row, measured_step_s
 
@@ -95,10 +98,18 @@ def compile_row(row: Row, measured_s: float) -> Compiled:
         str(row["id"]),
         str(row["category"]["arch"]),
         measured_s,
-        program.predicted.step_time_s,
+        predicted_s(program, w.software),
         estimate_workload(w, check=False).step_time_s,
         time.process_time() - began,
     )
+
+
+def predicted_s(program: autopar.ParallelProgram, software: Software) -> float:
+    """What a compiled program would take under the software that a row ran with."""
+    assert program.lowered is not None
+    pricers = Pricers(program.cluster, software)
+    stages, templates = program.plan.stages, program.ir.templates
+    return account(program.lowered, stages, templates, pricers, program.setting, program.rules).step_time_s
 
 
 def evenly(rows: Sequence[Row], limit: int) -> list[Row]:
