@@ -21,7 +21,7 @@ A call takes no less than the host needs to launch it. Parameters' messages once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
 from typing import NamedTuple
@@ -207,25 +207,35 @@ def call_seconds(call: CallBill, software: Software) -> CallSeconds:
 
 
 def stage_seconds(
-    stages: Iterable[StageBill], software: Software
+    stages: Sequence[StageBill], software: Software
 ) -> tuple[dict[tuple[int, str], float], list[dict[str, float]]]:
     """Seconds of one action by (stage, kind); and per stage the exposed messages of a microbatch by what they are for."""
-    read: dict[int, CallSeconds] = {}
+    calls: dict[int, CallSeconds] = {}
+    alike: dict[int, tuple[tuple[float, float, float], dict[str, float]]] = {}
     seconds: dict[tuple[int, str], float] = {}
     exposed: list[dict[str, float]] = []
     for s, stage in enumerate(stages):
-        F, B, W = (stage.waits_s.get(kind, 0.0) for kind in "FBW")
-        by_purpose: dict[str, float] = {}
-        for call, times in stage.calls:
-            one = read.get(id(call))
-            if one is None:
-                one = read[id(call)] = call_seconds(call, software)
-            F, B, W = F + times * one.F, B + times * one.B, W + times * one.W
-            for what, exposed_s in one.exposed_s.items():
-                by_purpose[what] = by_purpose.get(what, 0.0) + times * exposed_s
-        seconds[s, "F"], seconds[s, "B"], seconds[s, "W"] = F, B, W
+        if id(stage) not in alike:
+            alike[id(stage)] = _one_stage_seconds(stage, calls, software)
+        (seconds[s, "F"], seconds[s, "B"], seconds[s, "W"]), by_purpose = alike[id(stage)]
         exposed.append(by_purpose)
     return seconds, exposed
+
+
+def _one_stage_seconds(
+    stage: StageBill, read: dict[int, CallSeconds], software: Software
+) -> tuple[tuple[float, float, float], dict[str, float]]:
+    """F, B and W of a stage, and its exposed messages. read: calls that were read already, by identity."""
+    F, B, W = (stage.waits_s.get(kind, 0.0) for kind in "FBW")
+    by_purpose: dict[str, float] = {}
+    for call, times in stage.calls:
+        one = read.get(id(call))
+        if one is None:
+            one = read[id(call)] = call_seconds(call, software)
+        F, B, W = F + times * one.F, B + times * one.B, W + times * one.W
+        for what, exposed_s in one.exposed_s.items():
+            by_purpose[what] = by_purpose.get(what, 0.0) + times * exposed_s
+    return (F, B, W), by_purpose
 
 
 def exposed_parameters_s(

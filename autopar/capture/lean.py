@@ -1,4 +1,4 @@
-"""Export without the work whose result nobody reads: a third of its time, and what grew faster than the model.
+"""Export without the work whose result nobody reads.
 
 Every pass of `torch.export` prints its graph as Python and compiles the text, whose forward nobody calls; the garbage
 collector walks over nodes and fake tensors that all live as long as the trace; and every node gets the whole Python stack,

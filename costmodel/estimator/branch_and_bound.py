@@ -216,8 +216,8 @@ class BranchAndBound:
         w = self.workload(part)
         times, _ = stage_seconds(stage_bills(self.model, chunks, self.read_layers(part).bills), self.software)
         span_s = span_bound_s(part.schedule, pp, w.microbatches, part.vpp or 1, times, send_s(w))
-        full, groups = fullest(chunks), groups_of(pp, len(chunks[0]))
-        busy = group_seconds(times, groups, "F")[full], group_seconds(times, groups, "BW")[full]
+        full = groups_of(pp, len(chunks[0]))[fullest(chunks)]
+        busy = group_seconds(times, [full], "F")[0], group_seconds(times, [full], "BW")[0]
         yield self.step_s(span_s), part._replace(timed=Timed(span_s, busy))
 
     def stored(self, part: Part, timed: Timed) -> Iterator[tuple[float, Part]]:

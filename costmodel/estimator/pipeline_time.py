@@ -91,19 +91,23 @@ def fullest(layers: Layers) -> int:
 
 
 def stage_bills(model: TransformerShape, layers: Layers, bills: LayerBills) -> list[StageBill]:
-    """The calls of every stage."""
+    """The calls of every stage; stages that make the same calls share a bill."""
     p, V = len(layers), len(layers[0])
     dense_left = model.layers - model.moe_layers
+    alike: dict[tuple[int, int, bool], StageBill] = {}
     stages = []
     for ch in range(V):
         for i in range(p):
             n = layers[i][ch]
             n_dense = min(n, dense_left) if bills.moe else n
             dense_left -= n_dense
-            calls = [(bills.dense, n_dense), (bills.moe, n - n_dense)]
-            if i == p - 1 and ch == V - 1:
-                calls += [(bills.head, 1), (bills.further, model.mtp_layers)]
-            stages.append(StageBill(tuple((call, count) for call, count in calls if call is not None and count)))
+            last = i == p - 1 and ch == V - 1
+            if (n, n_dense, last) not in alike:
+                calls = [(bills.dense, n_dense), (bills.moe, n - n_dense)]
+                calls += [(bills.head, 1), (bills.further, model.mtp_layers)] if last else []
+                made = tuple((call, count) for call, count in calls if call is not None and count)
+                alike[n, n_dense, last] = StageBill(made)
+            stages.append(alike[n, n_dense, last])
     return stages
 
 

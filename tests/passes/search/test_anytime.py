@@ -82,9 +82,8 @@ def faster_and_then(end: BaseException) -> Any:
 
     def search(submeshes: Any, best_s: float) -> Iterator[RankedPlans]:
         (_, candidate), *_ = FIRST
-        yield [
-            (submeshes.task, replace(candidate, solution=replace(candidate.solution, cost=best_s / 2), account=None))
-        ]
+        plan = replace(candidate.plan, predicted={"step_time_s": best_s / 2})
+        yield [(submeshes.task, replace(candidate, plan=plan, account=None))]
         raise end
 
     return search

@@ -112,7 +112,7 @@ def test_traffic_of_a_pipeline_counts_what_crosses_between_stages() -> None:
         zoo.batch(),
         loss_fn=zoo.loss_fn,
         optimizer=zoo.optimizer,
-        options=Options(pp=2, microbatches=2),
+        options=Options(pp=2, microbatches=2, schedule="1f1b"),
     )
     traffic = program_traffic(program.lowered, program.account, 8)
     first = {program.group_of(r): r for r in reversed(range(8))}

@@ -65,7 +65,9 @@ def task(limit: float, lowered: list[float] | None = None) -> Any:
         if lowered is not None:
             lowered.append(point.nbytes)
         account = SimpleNamespace(peak_bytes=point.peak)
-        return SimpleNamespace(solution=SimpleNamespace(cost=point.seconds), account=account, point=point)
+        return SimpleNamespace(
+            solution=SimpleNamespace(cost=point.seconds), step_s=point.seconds, account=account, point=point
+        )
 
     return SimpleNamespace(limit=limit, finish=finish)
 

@@ -93,7 +93,6 @@ def test_wide_transformer_is_tensor_parallel_inside_nodes_and_data_parallel_acro
     for name, planned in program.plan.stages[0].parameters.items():
         if any(part in name for part in (".q.", ".o.", ".up.", ".down.")):
             assert any("tp" in dim for dim in planned.storage.dims), f"{name} is not sharded inside the node"
-            assert not any("dp" in dim for dim in planned.storage.dims), f"{name} is sharded across nodes"
     values = axes_of(program, "values")
     assert values["tp"] > 0
     assert values.get("dp", 0.0) < 0.01 * values["tp"], "activations cross nodes"
