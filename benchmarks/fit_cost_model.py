@@ -72,7 +72,7 @@ FAMILIES = {
 START: Params = PRIOR | {f"{family}.{what}": 1.0 for family, shares in FAMILIES.items() for what in shares}
 ITERATIONS, FRESH = 8, (3, 6)
 """Steps of the fit, and those before which its Jacobian is made anew."""
-HELD, HELD_TO_SHARED = 0.005, 0.05
+HELD, HELD_TO_SHARED = 0.01, 0.05
 """Weights of the prior, and of families' factors being one."""
 
 

@@ -21,6 +21,7 @@ def functional(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     with torch.compiler.set_stance("force_eager"), lean():  # functions under torch.compile are traced like any other
         exported = torch.export.export(step, tuple(fakes), strict=False)
     _inline_regions(exported.graph_module)
+    exported.graph_module.graph.eliminate_dead_code()
     writes = _needs_functions(exported.graph_module.graph)
     if writes:
         _merge_tied_buffers(exported)
@@ -118,7 +119,6 @@ def _inline_regions(module: fx.GraphModule) -> None:
         graph.erase_node(node)
         changed = True
     if changed:
-        graph.eliminate_dead_code()
         module.recompile()
 
 
