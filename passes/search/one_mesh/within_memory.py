@@ -19,6 +19,8 @@ from autopar.passes.shard.solve_mesh import OnMesh, build_problem
 from autopar.plan import Plan
 
 _TRIES = 6
+_HOPELESS = 1.1
+"""A plan that by the joint search's count takes so many times the limit is not lowered to see that it does not fit."""
 _LITTLE = 0.005
 """A plan that could be faster by no more than this, relative, is not looked for."""
 
@@ -43,10 +45,15 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     """
     best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
     too_many_bytes = least_peak = math.inf
-    point = joint.fastest
-    for attempt in range(_TRIES):
-        candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
-        peak = account_of(candidate).peak_bytes
+    point, first = joint.fastest, 0
+    if point.nbytes > task.limit * _HOPELESS:
+        too_many_bytes, point, first = point.nbytes, joint.smallest(), 1
+    for attempt in range(first, _TRIES):
+        if best is not None and point.nbytes > task.limit * _HOPELESS:
+            peak = math.inf
+        else:
+            candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
+            peak = account_of(candidate).peak_bytes
         least_peak = min(least_peak, peak)
         if peak > task.limit:
             too_many_bytes = min(too_many_bytes, point.nbytes)
