@@ -41,7 +41,8 @@ def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> JointSea
 def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> PricedPlan | Shortage:
     """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any.
 
-    useless_from_s: a plan that takes so many seconds or more is of no interest.
+    useless_from_s: a plan that takes so many seconds or more is of no interest. Peaks are more than the joint search counts, so
+    plans that count far too many bytes are not lowered: their peaks are taken to be that.
     """
     best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
     too_many_bytes = least_peak = math.inf
@@ -49,8 +50,8 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     if point.nbytes > task.limit * _HOPELESS:
         too_many_bytes, point, first = point.nbytes, joint.smallest(), 1
     for attempt in range(first, _TRIES):
-        if best is not None and point.nbytes > task.limit * _HOPELESS:
-            peak = math.inf
+        if point.nbytes > task.limit * _HOPELESS:
+            peak = point.nbytes
         else:
             candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
             peak = account_of(candidate).peak_bytes

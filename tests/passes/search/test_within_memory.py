@@ -104,6 +104,13 @@ def test_where_not_even_the_smallest_fits_its_peak_is_told() -> None:
     assert found.least_bytes == 15.0
 
 
+def test_where_the_smallest_counts_far_too_many_bytes_nothing_is_lowered() -> None:
+    lowered: list[float] = []
+    found = fitted(HandJoint(), 9.0, lowered)
+    assert isinstance(found, Shortage)
+    assert (found.least_bytes, lowered) == (10, [])
+
+
 def test_a_hull_without_points_between_ends_at_once() -> None:
     class TwoPoints(HandJoint):
         def within(self, budget: float, useless_from_s: float) -> HandPoint:
