@@ -9,7 +9,7 @@ from autopar.ir.lines import Function, GatherKey, Line, ParameterGather, Prefetc
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.passes.lower.context import StageContext
-from autopar.passes.lower.convert import Converter, path, runtime_steps
+from autopar.passes.lower.convert import Converter
 from autopar.passes.lower.names import Names
 
 LocalValue = tuple[str, Spec]
@@ -92,7 +92,7 @@ class Builder:
                 continue
             stored = self.context.stage.parameters[name]
             type_ = template.type_of(template.params[slot])
-            steps = runtime_steps(path(self.pricer, type_, stored.storage, wanted))
+            steps = self.context.steps(type_, stored.storage, wanted)
             if steps is None:
                 raise PlanError(f"parameter {name}: no gather leads from {stored.storage} to {wanted}")
             dtype = None if type_ == self.program.parameters[name].type else type_.dtype

@@ -10,6 +10,7 @@ from autopar.ir.lowered import LoweredTemplate, StoredParameter
 from autopar.ir.program import Program, Template, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
+from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import path, runtime_steps
 from autopar.passes.lower.template import lower_template
 from autopar.passes.price.pricer import Pricer
@@ -43,6 +44,7 @@ class StageContext:
     lowered_templates: dict[Any, tuple[LoweredTemplate, TemplatePlan]]
 
     def __post_init__(self) -> None:
+        self._steps: dict[tuple[TensorType, Spec, Spec, bool], tuple[RuntimeStep, ...] | None] = {}
         program, stage = self.program, self.stage
         if set(program.templates) - set(stage.templates) or set(program.parameters) - set(stage.parameters):
             raise PlanError("the plan misses templates or parameters of this model; compile again without plan=")
@@ -61,6 +63,15 @@ class StageContext:
             lowered = lower_template(template, plan, self.pricer, self.rules, backward, self.split)
             self.lowered_templates[key] = (lowered, plan)  # the plan is kept, so that no id is given again
         return self.lowered_templates[key][0]
+
+    def steps(
+        self, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False
+    ) -> tuple[RuntimeStep, ...] | None:
+        """The cheapest conversion as the runtime's tables have it; None where it has no table form."""
+        key = type_, before, after, bucketed
+        if key not in self._steps:
+            self._steps[key] = runtime_steps(path(self.pricer, type_, before, after, bucketed))
+        return self._steps[key]
 
     def number(self, index: int) -> int:
         """Number of a call in the whole program."""
@@ -87,7 +98,7 @@ class StageContext:
         first = next(iter(specs))
         if len(specs) == 1 and first is not None:
             type_ = self.program.parameters[name].type
-            steps = runtime_steps(path(self.pricer, type_, first, target, bucketed=True))
+            steps = self.steps(type_, first, target, bucketed=True)
             if steps is not None:
                 return GradientSteps(len(places), steps)
         return GradientSteps(len(places), arrival=target)
@@ -98,9 +109,7 @@ class StageContext:
         foreign = self.program.boundary.foreign if self.program.boundary else frozenset()
         for name, parameter in self.program.parameters.items():
             planned = self.stage.parameters[name]
-            regather = runtime_steps(
-                path(self.pricer, parameter.type, planned.optimizer, planned.storage, bucketed=True)
-            )
+            regather = self.steps(parameter.type, planned.optimizer, planned.storage, bucketed=True)
             if regather is None:
                 raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
             gradient = self.gradients.get(name, GradientSteps())

@@ -47,7 +47,7 @@ class StoreBytes:
         self._buckets: dict[Any, list[tuple[str, int, int, Steps]]] = {}
         self._flights: list[Flight] = []
         self._done: dict[str, int] = {}
-        self._limits: dict[Any, int] = {}
+        self._room: dict[Any, int] = {}
         self._finished = False
 
     def peak(self, nbytes: int = 0) -> None:
@@ -158,9 +158,10 @@ class StoreBytes:
             return
         bucket = self._buckets.setdefault(key, [])
         if not bucket:
-            self._limits[key] = min(MIB, self.bucket_bytes) if not self._flights else self.bucket_bytes
+            self._room[key] = min(MIB, self.bucket_bytes) if not self._flights else self.bucket_bytes
         bucket.append(item)
-        if sum(n for _, n, _, _ in bucket) >= self._limits[key]:
+        self._room[key] -= nbytes
+        if self._room[key] <= 0:
             self._launch(key, self._buckets.pop(key), True)
 
     def _launch(self, key: Any, items: list[tuple[str, int, int, Steps]], packed: bool) -> None:

@@ -71,22 +71,11 @@ class Intervals:
         return ((self.busy <= slowest_s * (1 + ROUND)) & (self.step <= step_s * (1 + ROUND))).sum(1)
 
 
-def intervals(
-    problem: StageProblem, option: int, slowest_s: float = np.inf, step_s: float = np.inf, width: int | None = None
-) -> Intervals:
-    """Tables of an option, as wide as the longest stage within the two limits (and `width`)."""
+def intervals(problem: StageProblem, option: int) -> Intervals:
+    """Tables of an option, for stages of any length."""
     o, L = problem.options[option], problem.units
     sums, enter = o.sums, problem.enter_s(o)
-    rows = np.arange(L)
-    W = width or L
-    if np.isfinite(slowest_s):
-        most = sums["time"][:-1] + slowest_s * (1 + ROUND) - problem.boundary_busy * enter
-        W = min(W, int((np.searchsorted(sums["time"], most * (1 + ROUND), "right") - 1 - rows).max(initial=0)))
-    if np.isfinite(step_s):
-        most = (sums["step"][:-1] + step_s * (1 + ROUND)) * (1 + ROUND)
-        W = min(W, int((np.searchsorted(sums["step"], most, "right") - 1 - rows).max(initial=0)))
-    W = min(max(W, 1), L)
-    last = rows[:, None] + 1 + np.arange(W)
+    last = np.arange(L)[:, None] + 1 + np.arange(L)
     outside = last > L
     last = np.minimum(last, L)
 

@@ -1,8 +1,12 @@
 """Cutting into S stages that all run on the same option: the case of large clusters of equal devices.
 
-Devices follow from the number of stages, so the recurrence is over (s, l) alone, F(s, l) = min over i of
-t(l..i) + F(s-1, i+1), and since no stage exceeds the limit on the slowest one, i - l is at most the width of a narrow
-band: a thousand units and 64 stages are about a million numbers.
+Devices follow from the number of stages, so the recurrence is over (s, l) alone, and what the units take themselves adds up
+to the same however they are cut: with c(l) the seconds of handing values over at l, what is left to choose is
+
+    F(s, l) = c(l) + min over e in (l, end(s, l)] of F(s-1, e),
+
+where end(s, l) is how far a stage from l may go. Limits on seconds and on bytes are kept by all shorter stages as well, so the
+minimum is over a run of F(s-1, .), found in a table of the minima of 1, 2, 4, ... neighbours: L log L numbers per stage.
 
 With V chunks per group (interleaved schedules) the chain is cut into S V chunks; group g runs V of them ("loop": g, g+S,
 ..., "v": g and 2S-1-g), is as busy as all of them and holds what all of them hold. The DP makes the slowest chunk as fast
@@ -12,19 +16,17 @@ single boundaries are moved while the true total falls. That is a heuristic: `bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph
 from autopar.passes.stage.bottleneck import CutWithin, distinct, minimise
-from autopar.passes.stage.intervals import ROUND, Intervals, flights, intervals
+from autopar.passes.stage.intervals import ROUND, flights
 from autopar.passes.stage.stage_problem import Piece, StageProblem, StageSolution, evaluate
-
-Values = np.ndarray | Sequence[np.ndarray]
-"""(L, W) values of all stages, or one such table per position from the end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,99 +38,107 @@ class Uniform:
     stages: int
     limit: float
 
-    def fill(self, table: Intervals, values: Values, join: np.ufunc, allowed: list[np.ndarray] | None) -> np.ndarray:
-        """F: (S+1, L+1). values: (L, W), the same for all positions or by position from the end. allowed: masks by position."""
-        L, S = self.problem.units, self.stages
-        ends = np.minimum(np.arange(L)[:, None] + 1 + np.arange(table.width), L)
-        F = np.full((S + 1, L + 1), np.inf)
-        F[0, L] = 0.0
-        for s in range(1, S + 1):
-            cost = values if isinstance(values, np.ndarray) else values[s - 1]
-            cost = cost if allowed is None else np.where(allowed[s - 1], cost, np.inf)
-            first, last = S - s, L - s + 1
-            F[s, first:last] = join(F[s - 1][ends[first:last]], cost[first:last]).min(1)
-        return F
+    @cached_property
+    def ends_in_memory(self) -> np.ndarray:
+        """(S, L): where the longest stage from l ends that is within the limit, by position from the end (l: there is none)."""
+        o, L = self.problem.options[self.option], self.problem.units
+        resting, held = o.sums["resting"], o.sums["held"]
+        largest = Neighbours(np.asarray(o.peak_bytes, float), np.maximum)
+        kinds, where = np.unique(flights(self.problem, self.stages), return_inverse=True)
+        first, v = np.arange(L), kinds[:, None]
 
-    def walk(
-        self, F: np.ndarray, table: Intervals, values: Values, join: np.ufunc, allowed: list[np.ndarray] | None
-    ) -> tuple[Piece, ...]:
-        """The stages behind F[S, 0]."""
-        l, pieces, L = 0, [], self.problem.units
-        for s in range(self.stages, 0, -1):
-            width = min(table.width, L - l)
-            cost = (values if isinstance(values, np.ndarray) else values[s - 1])[l, :width]
-            if allowed is not None:
-                cost = np.where(allowed[s - 1][l, :width], cost, np.inf)
-            k = int(join(F[s - 1, l + 1 : l + 1 + width], cost).argmin())
-            pieces.append((l, l + k + 1, self.option))
-            l += k + 1
-        return tuple(pieces)
+        def within(ends: np.ndarray) -> np.ndarray:
+            peak = largest.between(np.broadcast_to(first, ends.shape), ends)
+            bytes_ = resting[ends] - resting[first] + v * (held[ends] - held[first]) + peak
+            return np.asarray(bytes_ <= self.limit * (1 + ROUND))
 
-    def fits(self, table: Intervals) -> list[np.ndarray]:
-        """(L, W) masks by position from the end: which stages are within the limit there."""
-        masks: dict[float, np.ndarray] = {}
-        rule = flights(self.problem, self.stages)
-        for v in set(rule.tolist()):
-            masks[v] = table.memory(v) <= self.limit * (1 + ROUND)
-        return [masks[v] for v in rule.tolist()]
+        return _furthest(L, len(kinds), within)[where]
+
+    def ends_in_time(self, slowest_s: float, step_s: float) -> np.ndarray:
+        """(L,): where the longest stage from l ends that is within both limits (l: there is none)."""
+        o, first = self.problem.options[self.option], np.arange(self.problem.units)
+        time, step = o.sums["time"], o.sums["step"]
+        busy_anyway = self.problem.boundary_busy * self.problem.enter_s(o) - time[:-1]
+
+        def within(ends: np.ndarray) -> np.ndarray:
+            fast = time[ends] + busy_anyway <= slowest_s * (1 + ROUND)
+            return np.asarray(fast & (step[ends] - step[first] <= step_s * (1 + ROUND)))
+
+        return np.asarray(_furthest(self.problem.units, 1, within)[0])
 
     def fastest(self, slowest_s: float, step_s: float, cutoff: float) -> tuple[float, tuple[Piece, ...]] | None:
         """Least sum of stage times under both limits and in memory, with the stages; None when nothing is below `cutoff`."""
-        table = intervals(self.problem, self.option, slowest_s, step_s)
-        inside = (table.busy <= slowest_s * (1 + ROUND)) & (table.step <= step_s * (1 + ROUND))
-        time = np.where(inside, table.time, np.inf)
-        allowed: list[np.ndarray] | None = self.fits(table)
-        if allowed is not None and all((mask | ~inside).all() for mask in {id(m): m for m in allowed}.values()):
-            allowed = None
-        F = self.fill(table, time, np.add, allowed)
-        if not np.isfinite(F[self.stages, 0]) or F[self.stages, 0] >= cutoff:
+        o, L, S = self.problem.options[self.option], self.problem.units, self.stages
+        ends = np.minimum(self.ends_in_time(slowest_s, step_s), self.ends_in_memory)
+        first, enter = np.arange(L), self.problem.enter_s(o)
+        F = np.full((S + 1, L + 1), np.inf)
+        F[0, L] = 0.0
+        for s in range(1, S + 1):
+            some = ends[s - 1] > first
+            least = Neighbours(F[s - 1], np.minimum).between(first[some] + 1, ends[s - 1][some] + 1)
+            F[s, first[some]] = enter[some] + least
+        cost = float(o.sums["time"][-1] + F[S, 0])
+        if not np.isfinite(cost) or cost >= cutoff:
             return None
-        return float(F[self.stages, 0]), self.walk(F, table, time, np.add, allowed)
+        l, pieces = 0, []
+        for s in range(S, 0, -1):
+            e = l + 1 + int(F[s - 1, l + 1 : ends[s - 1, l] + 1].argmin())
+            pieces.append((l, e, self.option))
+            l = e
+        return cost, tuple(pieces)
+
+    def within(self, limit: float) -> tuple[Piece, ...] | None:
+        """A cut in so many bytes: from the last stage back each takes all it can hold while others still get a unit."""
+        o, end = self.problem.options[self.option], self.problem.units
+        resting, held, peak = o.sums["resting"], o.sums["held"], np.asarray(o.peak_bytes, float)
+        pieces: list[Piece] = []
+        for s, v in enumerate(flights(self.problem, self.stages).tolist()):
+            peaks = np.maximum.accumulate(peak[:end][::-1])[::-1]
+            bytes_ = resting[end] - resting[:end] + v * (held[end] - held[:end]) + peaks
+            first = max(int((bytes_ > limit).sum()), self.stages - 1 - s)
+            if first >= end:
+                return None
+            pieces.append((first, end, self.option))
+            end = first
+        return tuple(reversed(pieces)) if end == 0 else None
 
     def least_memory(self, cap: float = np.inf) -> tuple[float, tuple[Piece, ...]] | None:
-        """Least largest stage in bytes over all cuts; None when that is proven to be at least `cap`.
-
-        Limits that grow until something fits give a band; the recurrence inside it is exact.
-        """
-        rule = flights(self.problem, self.stages)
-        o = self.problem.options[self.option]
-        lean = np.asarray(o.resting_bytes, float) + rule.min() * np.asarray(o.held_bytes, float)
-        prefix = np.concatenate([[0.0], np.cumsum(lean)])
-        limit = self.reach()
-        growth = 1 + 1e-9
-        while limit < cap * (1 - 1e-9):
-            limit, growth = min(max(limit, 1.0) * growth, cap), 1.25
-            ends = np.searchsorted(prefix, (prefix[:-1] + limit) * (1 + ROUND), "right") - 1
-            table = intervals(self.problem, self.option, width=max(1, int((ends - np.arange(len(ends))).max())))
-            kinds, where = np.unique(rule, return_inverse=True)
-            bytes_ = [np.where(table.memory(v) <= limit, table.memory(v), np.inf) for v in kinds]
-            values = [bytes_[i] for i in where]
-            F = self.fill(table, values, np.maximum, None)
-            if F[self.stages, 0] < cap:
-                return float(F[self.stages, 0]), self.walk(F, table, values, np.maximum, None)
-        return None
-
-    def reach(self) -> float:
-        """Bytes below which nothing fits: stages that take, from the last one back, all they can hold do not get there."""
-        o, L = self.problem.options[self.option], self.problem.units
-        resting, held, peak = o.sums["resting"], o.sums["held"], np.asarray(o.peak_bytes, float)
-        rule = flights(self.problem, self.stages)
-
-        def gets_there(limit: float) -> bool:
-            end = L
-            for v in rule.tolist():
-                peaks = np.maximum.accumulate(peak[:end][::-1])[::-1]
-                bytes_ = resting[end] - resting[:end] + v * (held[end] - held[:end]) + peaks
-                end = int((bytes_ > limit).sum())
-                if end == 0:
-                    return True
-            return False
-
-        low, high = 0.0, float(resting[-1] + rule.max() * held[-1] + peak.max())
-        while high - low > 1e-10 * high:
+        """Least largest stage in bytes over all cuts, to within rounding; None when that is proven to be at least `cap`."""
+        if np.isfinite(cap) and self.within(cap * (1 - 1e-9)) is None:
+            return None
+        o, rule = self.problem.options[self.option], flights(self.problem, self.stages)
+        low, high = 0.0, float(o.sums["resting"][-1] + rule.max() * o.sums["held"][-1] + np.max(o.peak_bytes))
+        pieces = self.within(high)
+        assert pieces is not None, "everything fits in the bytes of all"
+        while high - low > 1e-12 * high:
             middle = (low + high) / 2
-            low, high = (low, middle) if gets_there(middle) else (middle, high)
-        return low
+            tighter = self.within(middle)
+            low, high, pieces = (middle, high, pieces) if tighter is None else (low, middle, tighter)
+        return high, pieces
+
+
+class Neighbours:
+    """The least (or largest) of any run of values, from the tables of those of 1, 2, 4, ... neighbours."""
+
+    def __init__(self, values: np.ndarray, join: np.ufunc) -> None:
+        self.join, self.table = join, np.tile(values, (max(len(values).bit_length(), 1), 1))
+        for level in range(1, len(self.table)):
+            half = 1 << (level - 1)
+            self.table[level, :-half] = join(self.table[level - 1, :-half], self.table[level - 1, half:])
+
+    def between(self, first: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Of values[first:end], for arrays of runs with at least one value."""
+        level = np.frexp(end - first)[1] - 1
+        return np.asarray(self.join(self.table[level, first], self.table[level, end - (1 << level)]))
+
+
+def _furthest(L: int, rows: int, within: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """(rows, L): the largest e >= l with within(e), for limits that all smaller e > l keep too; l where no e does."""
+    ends = np.broadcast_to(np.arange(L), (rows, L))
+    for bit in reversed(range(L.bit_length())):
+        further = ends + (1 << bit)
+        ends = np.where((further <= L) & within(np.minimum(further, L)), further, ends)
+    return ends
 
 
 def stages_of(problem: StageProblem, option: int) -> int | None:
@@ -168,7 +178,7 @@ def fastest_uniform(
     """
     M = problem.microbatches
     dp = Uniform(problem, option, stages, problem.options[option].limit_bytes if limit is None else limit)
-    if dp.reach() > dp.limit * (1 + 1e-9):
+    if dp.within(dp.limit * (1 + ROUND)) is None:
         return None
     sums, enter = problem.options[option].sums, problem.enter_s(problem.options[option])
     floor, slowest, least_step = floor_s(problem, option, stages)

@@ -150,7 +150,8 @@ def assert_rounds_like_eager(
 @pytest.mark.parametrize(("plan", "ranks"), [("dp", 1), ("dp", 2), ("zero3", 2), ("megatron", 4), ("1f1b", 2)])
 @pytest.mark.parametrize("name", ["llama", "bert", "mlp"])
 def test_bf16_training_errs_no_more_than_eager_bf16(name: str, plan: str, ranks: int) -> None:
-    assert_rounds_like_eager(BY_NAME[name], plan, ranks, "bf16", seeds=3)
+    seeds = 16 if name == "mlp" else 3  # its loss is a mean of few numbers: it takes more of them to tell rounding from luck
+    assert_rounds_like_eager(BY_NAME[name], plan, ranks, "bf16", seeds)
 
 
 @pytest.mark.parametrize("name", ["llama", "gru"])
@@ -278,17 +279,16 @@ def test_partial_sums_of_activations_travel_in_16_bits() -> None:
 
 
 def test_products_are_priced_at_the_peak_of_their_dtype() -> None:
-    """A product that an H100 is busy with for long takes it about as much less as its tensor cores are faster."""
+    """Products that an H100 is busy with for long take it about as much less as its tensor cores are faster."""
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)), torch.zeros(16384, 4096)
     cluster = autopar.ClusterSpec.from_dict({"nodes": [{"count": 1, "device": "h100", "devices_per_node": 1}]})
-    step_s = [
-        autopar.compile(
-            model, cluster, (x, x), loss_fn=F.mse_loss, options=autopar.Options(precision=p)
-        ).predicted.step_time_s
+    programs = [
+        autopar.compile(model, cluster, (x, x), loss_fn=F.mse_loss, options=autopar.Options(precision=p))
         for p in (None, "bf16")
     ]
-    assert step_s[1] < step_s[0] / 4
+    span_s = [program.account.step.span_s for program in programs]
+    assert span_s[1] < span_s[0] / 4
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

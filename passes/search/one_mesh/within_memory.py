@@ -19,6 +19,8 @@ from autopar.passes.shard.solve_mesh import OnMesh, build_problem
 from autopar.plan import Plan
 
 _TRIES = 6
+_HOPELESS = 1.1
+"""A plan that by the joint search's count takes so many times the limit is not lowered to see that it does not fit."""
 _LITTLE = 0.005
 """A plan that could be faster by no more than this, relative, is not looked for."""
 
@@ -39,14 +41,20 @@ def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> JointSea
 def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float = math.inf) -> PricedPlan | Shortage:
     """The fastest plan that was found on the joint search's mesh, lowered and within the limit; or the least peak of any.
 
-    useless_from_s: a plan that takes so many seconds or more is of no interest.
+    useless_from_s: a plan that takes so many seconds or more is of no interest. Peaks are more than the joint search counts, so
+    plans that count far too many bytes are not lowered: their peaks are taken to be that.
     """
     best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
     too_many_bytes = least_peak = math.inf
-    point = joint.fastest
-    for attempt in range(_TRIES):
-        candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
-        peak = account_of(candidate).peak_bytes
+    point, first = joint.fastest, 0
+    if point.nbytes > task.limit * _HOPELESS:
+        too_many_bytes, point, first = point.nbytes, joint.smallest(), 1
+    for attempt in range(first, _TRIES):
+        if point.nbytes > task.limit * _HOPELESS:
+            peak = point.nbytes
+        else:
+            candidate = task.finish(candidate_at(task, point, joint.fastest.seconds))
+            peak = account_of(candidate).peak_bytes
         least_peak = min(least_peak, peak)
         if peak > task.limit:
             too_many_bytes = min(too_many_bytes, point.nbytes)

@@ -78,17 +78,18 @@ def best_plan(exact: Exact, rough: Draft, best_s: float) -> DraftPlan | None:
     """The rough draft as the fastest plan that fits, with as little recomputed as fits. best_s: step time to beat."""
     best: DraftPlan | None = None
     for in_memory in sorted(drafts_in_memory(exact, rough), key=lambda d: d.draft.step_s):
-        plan = plan_that_fits(exact, in_memory, best_s)
-        if plan is not None:
-            best_s, best = plan.cost_s, plan
+        plan = plan_that_fits(exact, in_memory, best_s * _HOPE)
+        if plan is not None and (best is None or plan.cost_s < best.cost_s):
+            best_s, best = min(best_s, plan.cost_s), plan
     return best if best is None else with_less_recompute(best)
 
 
 def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> DraftPlan | None:
-    """The draft as a plan that fits; where its peak is too high, made again in a smaller share of the memory."""
+    """The draft as a plan that fits and takes less than best_s; where its peak is too high, made again in a smaller share of
+    the memory."""
     share, draft = SHARE, in_memory.draft
     for _ in range(MOST_SHARES):
-        result = _planned(draft)
+        result = _planned(draft, best_s)
         if isinstance(result, PricedPlan):
             return DraftPlan(draft, result)
         if result == math.inf:
@@ -101,8 +102,9 @@ def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> Dra
     return None
 
 
-def _planned(draft: Draft) -> PricedPlan | float:
-    """The draft as a plan under its best schedule; or how full its fullest group is at least (over 1)."""
+def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
+    """The draft as a plan under its best schedule; or how full its fullest group is at least (over 1; infinite where it takes
+    too many seconds)."""
     task, pieces = draft.task, draft.solution.stages
     ranges = [(s.start, s.end) for s in pieces]
     offsets: dict[int, int] = {}
@@ -130,7 +132,7 @@ def _planned(draft: Draft) -> PricedPlan | float:
         "forward",
         "solver",
     )
-    return scheduled(plan, draft)
+    return scheduled(plan, draft, useless_from_s)
 
 
 def with_less_recompute(found: DraftPlan) -> DraftPlan:

@@ -22,14 +22,18 @@ _FASTER = 1e-3
 """A schedule replaces a simpler one that is slower by more than this, relative."""
 
 
-def scheduled(plan: Plan, draft: Draft) -> PricedPlan | float:
-    """The plan under the fastest schedule that fits; or how full its fullest group is at least (over 1)."""
+def scheduled(plan: Plan, draft: Draft, useless_from_s: float = math.inf) -> PricedPlan | float:
+    """The plan under the fastest schedule that fits; or how full its fullest group is at least (over 1).
+
+    useless_from_s: a plan that takes so many seconds or more is of no interest, and need not be found.
+    """
     task = draft.task
     together = task.stage_costs(plan, False)
     if not task.program.training:
         return candidate_under(plan, draft, under(together, build("forward", together.graph, plan.microbatches)))
     apart = task.stage_costs(plan, True)
-    result = fastest_schedule(draft, apart, [s.memory for s in together.stages], _limits(plan, draft, apart.graph))
+    together_memory, limits_bytes = [s.memory for s in together.stages], _limits(plan, draft, apart.graph)
+    result = fastest_schedule(draft, apart, together_memory, limits_bytes, useless_from_s)
     if isinstance(result, float):
         return result
     name, table = result
@@ -40,23 +44,28 @@ def scheduled(plan: Plan, draft: Draft) -> PricedPlan | float:
 
 
 def fastest_schedule(
-    draft: Draft, apart: Account, together_memory: list[StageMemory], limits_bytes: list[float]
+    draft: Draft,
+    apart: Account,
+    together_memory: list[StageMemory],
+    limits_bytes: list[float],
+    useless_from_s: float = math.inf,
 ) -> tuple[str, Table] | float:
     """Name and table of the fastest schedule that fits; or how full the fullest group is at least (over 1).
 
     apart: what the stages cost with B and W apart. together_memory: bytes of the stages with both in one action, as
-    schedules that do not split them have it. limits_bytes: what a rank of every group has.
+    schedules that do not split them have it. limits_bytes: what a rank of every group has. useless_from_s: a schedule that
+    takes so many seconds or more is of no interest; one that takes that in any table of its form is not built.
     """
-    task = draft.task
     apart_memory = [s.memory for s in apart.stages]
     best: tuple[float, str, Table] | None = None
     least = math.inf
-    costs = ActionCosts(apart.seconds, apart.hand_over)
-    most_held = _most_held(apart.graph, [apart_memory, together_memory], limits_bytes)
-    least_s = apart.least_step_s(least_span_s(apart.graph, draft.microbatches, costs, most_held))
-    for name in schedule_names(task, draft):
-        if best is not None and best[0] * (1 - _FASTER) <= least_s:
-            break
+    least_s = {
+        True: _least_step_s(apart, apart.seconds, apart_memory, limits_bytes),
+        False: _least_step_s(apart, _blocks(apart.seconds), together_memory, limits_bytes),
+    }
+    for name in schedule_names(draft.task, draft):
+        if least_s[schedule_row(name).splits_backward] >= (useless_from_s if best is None else best[0] * (1 - _FASTER)):
+            continue
         table = schedule_table(name, draft, apart, limits_bytes)
         if table is None:
             continue
@@ -66,24 +75,35 @@ def fastest_schedule(
         if fullest > 1:
             continue
         seconds = step_seconds(apart, table)
-        if best is None or seconds < best[0] * (1 - _FASTER):
+        if seconds < (useless_from_s if best is None else best[0] * (1 - _FASTER)):
             best = (seconds, name, table)
     return best[1:] if best is not None else least
 
 
-def _most_held(graph: StageGraph, forms: list[list[StageMemory]], limits_bytes: list[float]) -> list[float]:
-    """Microbatches that every stage can hold at once when its first B begins, in whichever of these forms it takes least."""
-    most = [0.0] * graph.stages
-    for memory in forms:
-        for s, stage in enumerate(memory):
-            moments = {
-                kind: [of[kind] for of in (stage.actions, stage.first, stage.last) if kind in of] for kind in "FB"
-            }
-            held = min(moment.after for moment in moments["F"])
-            beside = max(min(moment.peak for moment in of_kind) for of_kind in moments.values())
-            room = limits_bytes[graph.group_of[s]] - stage.resting_bytes - beside
-            most[s] = max(most[s], 1 + max(room, 0.0) * (1 + 1e-9) // held if held > 0 else math.inf)
-    return most
+def _least_step_s(
+    counted: Account, seconds: dict[tuple[int, str], float], memory: list[StageMemory], limits_bytes: list[float]
+) -> float:
+    """Seconds that a step takes in any table whose actions take so many seconds and bytes."""
+    graph = counted.graph
+    most_held = [
+        _most_held(stage, limits_bytes[graph.group_of[s]] - stage.resting_bytes) for s, stage in enumerate(memory)
+    ]
+    costs = ActionCosts(seconds, counted.hand_over)
+    return counted.least_step_s(least_span_s(graph, counted.microbatches, costs, most_held))
+
+
+def _blocks(seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], float]:
+    """Seconds of actions where W is part of B."""
+    blocks = {(s, kind): t + (seconds[s, "W"] if kind == "B" else 0.0) for (s, kind), t in seconds.items()}
+    return {(s, kind): 0.0 if kind == "W" else t for (s, kind), t in blocks.items()}
+
+
+def _most_held(stage: StageMemory, room: float) -> float:
+    """Microbatches that a stage can hold at once in so many bytes when its first B begins."""
+    moments = {kind: [of[kind] for of in (stage.actions, stage.first, stage.last) if kind in of] for kind in "FB"}
+    held = min(moment.after for moment in moments["F"])
+    beside = max(min(moment.peak for moment in of_kind) for of_kind in moments.values())
+    return 1 + max(room - beside, 0.0) * (1 + 1e-9) // held if held > 0 else math.inf
 
 
 def _splits(table: Table) -> bool:

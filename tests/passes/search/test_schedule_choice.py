@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from autopar.ir.actions import StageGraph
 from autopar.options import Options
 from autopar.passes.account.program import Account, StageAccount
 from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
+from autopar.passes.search.stages import schedule_choice
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.schedule_choice import fastest_schedule, schedule_names
 from autopar.passes.stage import StageSolution
@@ -33,14 +35,17 @@ def draft(groups: int, limit: float, schedule: str = "auto", chunks: int = 1, sh
     return Draft(task, M, chunks, shape, solution, ())
 
 
-def chosen(groups: int, limit: float, schedule: str = "auto") -> tuple[str, Any] | float:
+def chosen(
+    groups: int, limit: float, schedule: str = "auto", useless_from_s: float = math.inf
+) -> tuple[str, Any] | float:
     """What a chain of equal stages gets, whose F, B and W take a second each."""
     graph = StageGraph.chain(groups)
     second = Work(computed_s=1.0)
     bill = StageBill(((CallBill(second, second, second), 1),))
     counted = StageAccount(memory(True), bill, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, ())
     account = Account((counted,) * groups, (), 0.0, (), graph, {}, M, 1.0, NEUTRAL)
-    return fastest_schedule(draft(groups, limit, schedule), account, [memory(False)] * groups, [limit] * groups)
+    limits = [limit] * groups
+    return fastest_schedule(draft(groups, limit, schedule), account, [memory(False)] * groups, limits, useless_from_s)
 
 
 def test_in_any_memory_backward_is_split_to_fill_the_bubble() -> None:
@@ -60,6 +65,24 @@ def test_what_is_chosen_keeps_to_the_limit(limit: float) -> None:
     split = any(action.kind == "W" for row in table for action in row)
     assert max(group_peaks(StageGraph.chain(3), table, [memory(split)] * 3)) <= limit
     assert name in ("1f1b", "zb-auto") if limit < 38 else name != "1f1b"
+
+
+def test_a_schedule_whose_form_cannot_beat_what_is_known_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three stages, four microbatches of 3 s: 12 s of work, and where B and W are one 3 s at either end at least, 1 + 2 each."""
+    built: list[str] = []
+    build = schedule_choice.schedule_table
+
+    def noted(name: str, *rest: Any) -> Any:
+        built.append(name)
+        return build(name, *rest)
+
+    monkeypatch.setattr(schedule_choice, "schedule_table", noted)
+    assert chosen(3, 1e9, useless_from_s=12.0) == math.inf
+    assert built == []
+    result = chosen(3, 1e9, useless_from_s=15.0)
+    assert not isinstance(result, float)
+    assert "1f1b" not in built
+    assert result == chosen(3, 1e9), "what is faster than that is found all the same"
 
 
 def test_where_nothing_fits_the_fullest_group_is_told() -> None:

@@ -65,9 +65,8 @@ def task(limit: float, lowered: list[float] | None = None) -> Any:
         if lowered is not None:
             lowered.append(point.nbytes)
         account = SimpleNamespace(peak_bytes=point.peak)
-        return SimpleNamespace(
-            solution=SimpleNamespace(cost=point.seconds), step_s=point.seconds, account=account, point=point
-        )
+        solution = SimpleNamespace(cost=point.seconds)
+        return SimpleNamespace(solution=solution, step_s=point.seconds, account=account, point=point)
 
     return SimpleNamespace(limit=limit, finish=finish)
 
@@ -83,10 +82,11 @@ def test_where_the_fastest_fits_nothing_else_is_looked_at() -> None:
 
 
 def test_between_what_fits_and_what_does_not_the_budget_is_halved() -> None:
-    """100 bytes peak at 150, 10 at 15; the budgets between are the middles of what fits and what does not."""
+    """10 bytes peak at 15, and 100, which are too many before anything is lowered, count as what does not fit; the budgets
+    between are the middles of what fits and what does not."""
     lowered: list[float] = []
     found = fitted(HandJoint(), 90.0, lowered)
-    assert lowered == [100, 10, 55, 77, 66, 60]
+    assert lowered == [10, 55, 77, 66, 60]
     assert found.point.nbytes == 60, "its peak is 90 bytes, and a plan of 66 needs 99"
 
 
@@ -102,6 +102,13 @@ def test_where_not_even_the_smallest_fits_its_peak_is_told() -> None:
     found = fitted(HandJoint(), 14.0)
     assert isinstance(found, Shortage)
     assert found.least_bytes == 15.0
+
+
+def test_where_the_smallest_counts_far_too_many_bytes_nothing_is_lowered() -> None:
+    lowered: list[float] = []
+    found = fitted(HandJoint(), 9.0, lowered)
+    assert isinstance(found, Shortage)
+    assert (found.least_bytes, lowered) == (10, [])
 
 
 def test_a_hull_without_points_between_ends_at_once() -> None:
