@@ -77,6 +77,7 @@ def approximated(w: Workload) -> list[str]:
         "tensor parallelism with the sequence sharded between products": p.tp > 1 and not p.sequence_parallel,
         "ZeRO-2 as ZeRO-1: gradients are reduced after the last microbatch": p.zero == 2 and w.microbatches > 1,
         "ZeRO-3 with gradients reduced after the last microbatch": p.zero == 3 and w.microbatches > 1,
+        "recomputation without products whose results backward does not read": w.plan.recompute == "full",
     }
     return [difference for difference, holds in differences.items() if holds]
 
