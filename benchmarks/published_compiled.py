@@ -1,7 +1,8 @@
 """What `compile` predicts of published training runs, under the plans that were published.
 
 A row's model is compiled on its cluster with its plan forced: mesh, pipeline, schedule, microbatches, recompute, ZeRO and
-precision. Only time is asked for, so plans may use any memory. Rows that `compile` cannot express are counted and named.
+precision. Only time is asked for, so plans may use any memory. Rows that `compile` cannot express are counted and named;
+where a plan is only nearly that of its row, the row's entry says in what (`approximated`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Compiled:
     predicted_s: float
     estimated_s: float
     compile_s: float
+    approximated: list[str]
 
     @property
     def error(self) -> float:
@@ -65,6 +67,19 @@ def inexpressible(w: Workload) -> str:
         "offload": w.plan.offload != "none",
     }
     return "; ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def approximated(w: Workload) -> list[str]:
+    """In what the plan that `compile` is forced to differs from a row's."""
+    p, schedule = w.parallel, schedule_name(w.plan.schedule, w.parallel.vpp)
+    differences = {
+        f"schedule {schedule} as {SCHEDULES.get(schedule)}": p.pp > 1 and schedule in SCHEDULES,
+        "tensor parallelism with the sequence sharded between products": p.tp > 1 and not p.sequence_parallel,
+        "ZeRO-2 as ZeRO-1: gradients are reduced after the last microbatch": p.zero == 2 and w.microbatches > 1,
+        "ZeRO-3 with gradients reduced after the last microbatch": p.zero == 3 and w.microbatches > 1,
+        "recomputation without products whose results backward does not read": w.plan.recompute == "full",
+    }
+    return [difference for difference, holds in differences.items() if holds]
 
 
 def forced_options(w: Workload) -> autopar.Options:
@@ -101,6 +116,7 @@ def compile_row(row: Row, measured_s: float) -> Compiled:
         predicted_s(program, w.software),
         estimate_workload(w, check=False).step_time_s,
         time.process_time() - began,
+        approximated(w),
     )
 
 
@@ -158,7 +174,7 @@ def report_compiled(result: Mapping[str, Any]) -> str:
     for c in result["compiled"]:
         error = c["predicted_s"] / c["measured_s"] - 1
         numbers = f"{c['measured_s']:9.3f} {c['predicted_s']:9.3f} {c['estimated_s']:9.3f} {error:+7.1%} {c['compile_s']:9.1f}"
-        lines.append(f"  {c['id']:60.60s} {numbers}")
+        lines.append(f"  {c['id']:60.60s} {numbers}  {'; '.join(c['approximated'])}".rstrip())
     lines += [f"not compiled: {row['id']}: {row['reason']}" for row in result["not_compiled"]]
     names = ("dense_median_abs_error", "moe_median_abs_error", "estimate_compile_median_difference")
     lines += [f"{result['rows']} rows compiled, {len(result['not_compiled'])} not"]

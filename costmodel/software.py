@@ -62,7 +62,9 @@ class Software:
     precision of the products: float16, bfloat16, float8, mxfp8 (block-scaled), float4, float32. kernels: "fused"
     (Transformer Engine, compiled), "eager" (a framework's own), or "apart": every op reads and writes memory by itself.
     overlap_tp: whether the all-gathers and reduce-scatters of sequence parallelism overlap with their products.
-    grad_bytes, reduce_bytes: of one gradient in memory and on the wire (the lines of a program say their own).
+    grad_bytes, reduce_bytes: of one gradient in memory and on the wire. copy_bytes: of one element of the copies of
+    parameters that products read; they are made once a step, and sent when parameters are updated. The lines of a program say
+    their own gradients in memory; None: they also say what is on the wire, and cast parameters for every microbatch.
     late_reduction: gradients are reduced after the whole backward, so all of them are held at the peak whatever ZeRO
     shards. late_gather: updated parameters are gathered before the step ends, not behind the next forward.
     buffer_bytes: communication buckets of the framework. bucket_bytes: of one message of gradients or updated parameters.
@@ -73,7 +75,8 @@ class Software:
     kernels: str = "fused"
     overlap_tp: bool = True
     grad_bytes: float = 4.0
-    reduce_bytes: float = 2.0
+    reduce_bytes: float | None = 2.0
+    copy_bytes: float | None = 2.0
     late_reduction: bool = False
     late_gather: bool = False
     buffer_bytes: float = 0.0
@@ -114,6 +117,8 @@ class Software:
 
 NEUTRAL = Software(
     kernels="apart",
+    reduce_bytes=None,
+    copy_bytes=None,
     overlap_tp=False,
     bucket_bytes=25 << 20,
     joins_gathers=False,

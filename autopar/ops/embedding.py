@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 define("aten.embedding", precision="low")
-define("autopar.embedding", linear=lambda call: [{0}])
+define("autopar.embedding", linear=lambda call: [{0}], picks=True)
 
 
 def _table_offset(block: Block) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from autopar.ops.labels import Maker, leading
 from autopar.ops.registry import define, named, register
 
 define(*named("index index_select gather take_along_dim scatter index_put index_copy"), precision="follow")
-define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}])
+define(*named("index _unsafe_index index_select gather take_along_dim"), linear=lambda call: [{0}], picks=True)
 define(
     *named("index_put _unsafe_index_put index_add scatter_add"),
     linear=lambda call: [{0, len(call.operands) - 1}] if call.get("accumulate", True) else [],

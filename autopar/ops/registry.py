@@ -97,6 +97,7 @@ class OpDef:
         fresh: its results are tensors that nobody else holds, so the gradient store may keep them as they are.
         dear: too dear to run a second time under selective recompute. None: if it has `work`.
         linear(call): groups of operands in which it is linear, beside those of its rule (which ranks are offered).
+        picks: of its first operand it reads no more than it makes (a look-up, a gather).
         adds: name of the scalar argument that it adds to its only tensor.
         carries: its results are its operands moved, cast or added, so what becomes of a gradient is a gradient.
         hidden_workspace: its kernels need memory that no meta function knows; it must be run to be measured.
@@ -129,6 +130,7 @@ class OpDef:
     fresh: bool = False
     dear: bool | None = None
     linear: Callable[[OpCall], list[set[int]]] | None = None
+    picks: bool = False
     adds: str = ""
     carries: bool = False
     hidden_workspace: bool = False

@@ -181,7 +181,7 @@ def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
     once a step.
     """
     p, cluster = w.parallel, w.cluster
-    grad_bytes = w.software.reduce_bytes
+    grad_bytes, copy_bytes = w.software.reduce_bytes or 4.0, w.software.copy_bytes or 4.0
     if p.data_ranks == 1:
         return ParameterTraffic()
     shared, experts = _fullest_params(w, layers)
@@ -189,7 +189,7 @@ def parameter_traffic(w: Workload, layers: Layers) -> ParameterTraffic:
     for params, count, stride in ((shared, p.data_ranks, p.tp), (experts, p.expert_data_ranks, p.ep * p.expert_tp)):
         if p.zero >= 1:
             group = min(count, p.shard_group or count)
-            gather += strided_time_s(cluster, "all_gather", 2 * params, stride, group)
+            gather += strided_time_s(cluster, "all_gather", copy_bytes * params, stride, group)
             reduce += strided_time_s(cluster, "reduce_scatter", grad_bytes * params, stride, group)
             if group < count:
                 reduce += strided_time_s(

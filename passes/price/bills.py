@@ -22,10 +22,10 @@ from autopar.passes.price.lines import (
     cast_seconds,
     conversion_messages,
     gather_alone_s,
-    gradient_messages,
     line_messages,
     optimizer_s,
-    regather_messages,
+    reduce_seconds,
+    regather_seconds,
 )
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -110,8 +110,8 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     F, B, W = (between[action].work for action in "FBW")
     each_forward_s, each_backward_s = between["F"].gathers_s, between["B"].gathers_s + between["W"].gathers_s
     trained = [p for p in stage.parameters.values() if p.contributions]
-    reduce_s = sum(m.seconds(pricer) for p in trained for m in gradient_messages(p, stage.mesh))
-    gather_s = sum(m.seconds(pricer) for p in trained for m in regather_messages(p, stage.mesh))
+    reduce_s = sum(reduce_seconds(p, pricer) for p in trained)
+    gather_s = sum(regather_seconds(p, pricer) for p in trained)
     early = _between(stage.prepare, stage, pricer)
     early_s = early.gathers_s + call_seconds(CallBill(early.work), pricer.software).F
     early_s += sum(

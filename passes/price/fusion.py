@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from autopar.ir.lines import Function, Line
+from autopar.ir.lines import Compute, Function, Line
+from autopar.ops.registry import find
 from autopar.passes.price.storages import storage_owners
 
 
@@ -36,10 +37,19 @@ def fused_bytes(function: Function, held: Mapping[str, float], passes: Callable[
                 continue
             read_elsewhere.add(storage)
             if belongs and place is not None:
-                reads[place, storage] = max(reads.get((place, storage), 0.0), held.get(name, 0.0))
+                nbytes = held.get(name, 0.0)
+                if _picked(line) == name:
+                    nbytes = min(nbytes, held.get(line.outs[0], nbytes))
+                reads[place, storage] = max(reads.get((place, storage), 0.0), nbytes)
         if belongs is not None:
             made_in |= {owner.get(out, out): place for out in line.outs}
     written = sum(
         held.get(storage, 0.0) for storage, place in made_in.items() if place is not None and storage in read_elsewhere
     )
     return sum(reads.values()) + written
+
+
+def _picked(line: Line) -> str | None:
+    """The value of which a line reads no more than it makes."""
+    definition = find(line.op) if isinstance(line, Compute) else None
+    return next(line.reads(), None) if definition is not None and definition.picks else None

@@ -137,8 +137,25 @@ def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
 
 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds to cast a stored shard to the dtype in which it is gathered."""
-    return 0.0 if gather.dtype is None else pricer.cast_s(p.type, gathered_type(gather, p), p.storage)
+    """Seconds to cast a stored shard to the dtype in which it is gathered, unless the software keeps a copy of it."""
+    kept = gather.dtype is None or pricer.software.copy_bytes is not None
+    return 0.0 if kept else pricer.cast_s(p.type, gathered_type(gather, p), p.storage)
+
+
+def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds of the messages that reduce a gradient."""
+    return _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
+
+
+def regather_seconds(p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds of the messages that bring an updated value to where it is stored."""
+    return _sent_s(regather_messages(p, pricer.mesh), p, pricer.software.copy_bytes, pricer)
+
+
+def _sent_s(messages: Iterable[Message], p: StoredParameter, element_bytes: float | None, pricer: Pricer) -> float:
+    """Seconds of messages whose elements have so many bytes on the wire (None: those of the parameter)."""
+    share = 1.0 if element_bytes is None else element_bytes / p.type.dtype.itemsize
+    return sum(replace(message, nbytes=share * message.nbytes).seconds(pricer) for message in messages)
 
 
 def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict[str, float]:
@@ -147,15 +164,17 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
     work = {}
     for p in stage.parameters.values():
         if p.contributions:
-            reduce_s = sum(m.seconds(pricer) for m in gradient_messages(p, stage.mesh))
-            gather_s = sum(m.seconds(pricer) for m in regather_messages(p, stage.mesh))
-            exposed_s = pricer.software.reduce_share * reduce_s + pricer.software.gather_share * gather_s
+            exposed_s = pricer.software.reduce_share * reduce_seconds(p, pricer)
+            exposed_s += pricer.software.gather_share * regather_seconds(p, pricer)
             work[p.name] = exposed_s + optimizer_s(p, stage, pricer, setting)
     return work
 
 
 def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting: Setting) -> float:
-    """Seconds of the optimizer's update of one parameter's shard."""
+    """Seconds of the optimizer's update of one parameter's shard, and to copy it for products where copies are kept."""
     if not (p.owned and p.contributions):
         return 0.0
-    return setting.optimizer.update_s(p.optimizer.local_bytes(p.type, stage.mesh), pricer.copy_s, p.name)
+    nbytes, itemsize = p.optimizer.local_bytes(p.type, stage.mesh), p.type.dtype.itemsize
+    update_s = setting.optimizer.update_s(nbytes, pricer.copy_s, p.name)
+    copy_bytes = pricer.software.copy_bytes or itemsize
+    return update_s + (nbytes * (1 + copy_bytes / itemsize) * pricer.copy_s if copy_bytes < itemsize else 0.0)

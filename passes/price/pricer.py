@@ -207,12 +207,10 @@ class Pricer:
         ]
         seconds = []
         for parts in blocks:
-            nbytes = 0.0
-            for whole_bytes, factors in tensors:
-                split = 1
-                for f in factors:
-                    split *= parts[f]
-                nbytes += whole_bytes / split
+            moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in tensors]
+            if definition is not None and definition.picks:
+                moved[0] = min(moved[0], moved[-1])
+            nbytes = sum(moved)
             seconds.append(
                 compute.op_time_s(
                     self.device,

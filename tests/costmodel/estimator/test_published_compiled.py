@@ -10,7 +10,7 @@ import torch
 
 from autopar.costmodel.estimator.rows import row_workload
 from autopar.costmodel.estimator.shape import TransformerShape
-from benchmarks.published_compiled import evenly, forced_options, inexpressible, score_compiled
+from benchmarks.published_compiled import approximated, evenly, forced_options, inexpressible, score_compiled
 from benchmarks.published_models import Transformer
 
 SAMPLE = {row["id"]: row for row in json.loads((Path(__file__).parent / "published_sample.json").read_text())}
@@ -57,6 +57,31 @@ def test_what_cannot_be_expressed_is_named(row: str, reason: str) -> None:
     assert bool(found) == bool(reason)
 
 
+@pytest.mark.parametrize(
+    ("row", "changed", "differences"),
+    [
+        (
+            "bloom_176B_production",
+            {"recompute": "none"},
+            ["tensor parallelism with the sequence sharded between products"],
+        ),
+        ("dgxc_v25.02_nemotron4-15b-bf16_2048", {}, []),
+        ("zb-t6-28.3B-zb-v-p32-b2-m128", {}, []),
+        ("zb-t6-28.3B-zb-v-p32-b2-m128", {"schedule": "zb-1p"}, ["schedule zb-1p as zb-h1"]),
+        (
+            "mosaic_70b_s2048_g64_a100_80gb_bf16_mb8",
+            {},
+            [
+                "ZeRO-3 with gradients reduced after the last microbatch",
+                "recomputation without products whose results backward does not read",
+            ],
+        ),
+    ],
+)
+def test_what_is_compiled_nearly_says_in_what(row: str, changed: dict[str, str], differences: list[str]) -> None:
+    assert approximated(row_workload({**SAMPLE[row], **changed})) == differences
+
+
 def test_a_limit_takes_rows_from_every_series() -> None:
     rows = [{"id": i, "series": series} for i, series in enumerate("aaabc")]
     assert [row["series"] for row in evenly(rows, 4)] == ["a", "b", "c", "a"]
@@ -77,6 +102,7 @@ def test_a_row_is_compiled_and_scored() -> None:
     (compiled,) = result["compiled"]
     assert compiled["predicted_s"] > 0
     assert compiled["estimated_s"] > 0
+    assert len(compiled["approximated"]) == 1
     error = abs(compiled["predicted_s"] / compiled["measured_s"] - 1)
     assert result["dense_median_abs_error"] == pytest.approx(error)
     assert [refused["id"] for refused in result["not_compiled"]] == ["moe"]

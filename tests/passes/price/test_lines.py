@@ -30,6 +30,7 @@ from autopar.passes.price.bills import passes_over_memory, stage_bill, template_
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
     Message,
+    cast_seconds,
     conversion_messages,
     gather_messages,
     gather_seconds,
@@ -37,6 +38,7 @@ from autopar.passes.price.lines import (
     line_messages,
     line_seconds,
     regather_messages,
+    regather_seconds,
 )
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -387,3 +389,18 @@ def test_a_template_bills_passes_op_by_op_and_fused() -> None:
     assert call.F.fused_s == pytest.approx(1024 / MEMORY)  # nobody reads what relu makes
     assert call.F.launches == 1
     assert call.host_s == pytest.approx(1e-3)
+
+
+def test_a_look_up_in_a_run_reads_of_its_table_what_it_makes() -> None:
+    line = Compute("autopar.embedding", {"w": Ref("table"), "index": Ref("ids")}, outs=("rows",))
+    function = Function("forward", ("table", "ids"), (line,), ("rows",))
+    held = {"table": 1000.0, "ids": 10.0, "rows": 100.0}
+    assert fused_bytes(function, held, passes_over_memory) == 100.0 + 10.0 + 100.0
+
+
+def test_a_software_with_copies_casts_once_a_step_and_sends_them() -> None:
+    emitted, copies = pricer(FULL), pricer(replace(FULL, reduce_bytes=2.0, copy_bytes=2.0))
+    p = parameter(storage=WHOLE, optimizer=ON_DP, regather=(GATHER_DP,))
+    assert cast_seconds(ParameterGather("w", (), BF16), p, emitted) == pytest.approx((2048 + 1024) / MEMORY)
+    assert cast_seconds(ParameterGather("w", (), BF16), p, copies) == 0.0
+    assert regather_seconds(p, copies) == pytest.approx(regather_seconds(p, emitted) / 2)
