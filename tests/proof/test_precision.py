@@ -150,7 +150,9 @@ def assert_rounds_like_eager(
 @pytest.mark.parametrize(("plan", "ranks"), [("dp", 1), ("dp", 2), ("zero3", 2), ("megatron", 4), ("1f1b", 2)])
 @pytest.mark.parametrize("name", ["llama", "bert", "mlp"])
 def test_bf16_training_errs_no_more_than_eager_bf16(name: str, plan: str, ranks: int) -> None:
-    seeds = 16 if name == "mlp" else 3  # its loss is a mean of few numbers: it takes more of them to tell rounding from luck
+    seeds = (
+        16 if name == "mlp" else 3
+    )  # its loss is a mean of few numbers: it takes more of them to tell rounding from luck
     assert_rounds_like_eager(BY_NAME[name], plan, ranks, "bf16", seeds)
 
 
