@@ -1,4 +1,4 @@
-# make demo | test-fast | test | test-all | lint | typecheck | bench. Each makes .venv first, once.
+# make demo | test-fast | test | test-all | lint | typecheck | bench | models. Each makes .venv first, once.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer)
 #   TORCH_INDEX=URL     an extra package index with CPU builds of torch (see the install page of pytorch.org); without
@@ -22,7 +22,7 @@ endif
 export OMP_NUM_THREADS = 1
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test-fast test test-all lint typecheck bench clean
+.PHONY: help demo test-fast test test-all lint typecheck bench models clean
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
 
@@ -77,6 +77,14 @@ bench: $(READY)
 	$(PY) benchmarks/guards.py
 	$(PY) benchmarks/pipeline.py
 	$(PY) benchmarks/memory.py --zero3 --recompute
+
+# Architectures of transformers, diffusers and others (the extra `models`), tried one by one: about half an hour.
+SWEEP := build/models.jsonl
+models: $(READY)
+	$(PY) -m pip install --quiet --no-input -c constraints.txt -e '.[models]'
+	@mkdir -p $(dir $(SWEEP))
+	$(PY) -m benchmarks.architectures.sweep $(SWEEP)
+	$(PY) -m benchmarks.architectures.page $(SWEEP) docs/models.md
 
 clean:
 	rm -rf build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,7 @@ if not (_HERE / "passes").is_dir():  # a checkout: passes, costmodel and codegen
     __path__.append(str(_HERE.parent))
 
 from autopar.api import compile
+from autopar.capture.known_blocks import forward_of
 from autopar.cluster import ClusterSpec
 from autopar.compiled import Prediction
 from autopar.errors import (
@@ -24,6 +25,7 @@ from autopar.errors import (
     ShardingError,
 )
 from autopar.ops.custom import register_op
+from autopar.ops.grouped import grouped_mm
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, RunResult
@@ -64,6 +66,8 @@ __all__ = [
     "Verification",
     "check",
     "compile",
+    "forward_of",
+    "grouped_mm",
     "load",
     "random_plan",
     "register_op",

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture.inputs import LossFunction
+from autopar.capture.lean import settled
 from autopar.cluster import ClusterSpec
 from autopar.errors import NoRoomError
 from autopar.ir.memory_levers import forced_offload
@@ -78,13 +79,14 @@ def compile_request(request: Request) -> ParallelProgram:
     capture_s = time.perf_counter() - started
     setting_for = functools.partial(_setting, request, program)
     task = Task(program, request.cluster, rules, setting_for(request.cluster.size), request.options, batches)
-    if request.plan is not None:
-        plans = [(task, replayed(task, request.plan))]
-    else:
-        plans = _searched(task, request.batch, setting_for)
-    task, best = plans[0]
-    if request.plan is None:
-        best = _on_ranks(task, best)
+    with settled():
+        if request.plan is not None:
+            plans = [(task, replayed(task, request.plan))]
+        else:
+            plans = _searched(task, request.batch, setting_for)
+        task, best = plans[0]
+        if request.plan is None:
+            best = _on_ranks(task, best)
     lowering_s = sum({id(t): t.lowering_s for t, _ in plans}.values())
     seconds = {
         "capture_s": capture_s,

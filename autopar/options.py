@@ -52,6 +52,9 @@ class Options:
     solver_time_limit_s: seconds the solver may spend on one mesh.
     search_s: seconds that the search for a plan may take once there is one that fits; then the best so far is given, and the
         report names the kinds of plans that were left out. Ctrl-C ends it the same way. None: the search ends by itself.
+    workers: processes that the search may use at once, itself included; the plan is the same for every number. None: as many as
+        cores it may use. Others are forked, which is safe only where no library has left a lock taken (1, the default: never;
+        nor elsewhere than on Linux, nor where the process has threads).
     explain_s: seconds that may be spent on the nearest changes that would do when nothing fits (0: none are looked for).
     seed: seed of every random number of the program (dropout).
     compensated_sums: add the gradients of microbatches with a compensation of what rounding loses (Kahan), for one more
@@ -80,6 +83,7 @@ class Options:
     memory_bytes: float | None = None
     solver_time_limit_s: float = 60.0
     search_s: float | None = None
+    workers: int | None = 1
     explain_s: float = 30.0
     seed: int = 0
     compensated_sums: bool = False
@@ -160,7 +164,7 @@ def _are_paths(value: Any) -> bool:
     return value is None or (isinstance(value, (list, tuple)) and all(isinstance(path, str) for path in value))
 
 
-_COUNTS = ("microbatches", "pp", "chunks")
+_COUNTS = ("microbatches", "pp", "chunks", "workers")
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] = (
     *(
         (name, lambda value: value is None or isinstance(value, Mapping), "must be a dict, it is a {kind}")

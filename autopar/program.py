@@ -15,7 +15,7 @@ from autopar.capture.trees import check_like, rebuild
 from autopar.codegen.directory import Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
 from autopar.codegen.pipeline import pipeline_source
-from autopar.codegen.stage import stage_source
+from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
 from autopar.errors import EmitError, InputError
 from autopar.ir.lowered import LoweredProgram
@@ -218,7 +218,7 @@ def emit(
 
 def _printed(lowered: LoweredProgram, program: Program, name: str) -> Emitted:
     """The lines as text. name: of the model."""
-    sources = tuple(stage_source(s, f"Stage {s.index} of {name} on {s.mesh}.") for s in lowered.stages)
+    sources = stage_sources(lowered.stages, lambda stage: f"Stage {stage.index} of {name} on {stage.mesh}.")
     ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
     return Emitted(lowered, sources, pipeline_source(lowered, program, f"The pipeline of {name} on {ranks} ranks."))
 

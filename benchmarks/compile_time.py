@@ -61,6 +61,9 @@ class Case:
         return Case(f"{layers}-on-{devices}", shape, None, seq=8192, batch=max(2048, devices // 8), devices=devices)
 
 
+LLAMA_200T = LlamaShape(layers=30, dim=655360, ffn=2516992, heads=4096, kv_heads=4096, vocab=131072)
+"""200 trillion parameters."""
+
 QUICK = (Case.of(2, 64, "8"), Case.of(4, 256, "8x8"), Case.of(2, 256, "8x4x2"))
 CASES = (
     Case.of(2, 64, "8"),
@@ -73,17 +76,20 @@ CASES = (
     Case.of(32, 4096, "8x4x2"),
     Case("405b-8x64", LLAMA_405B, "8x64", batch=64),
 )
-GROWTH = tuple(
-    Case.searched(layers, devices)
-    for layers, devices in (
-        (32, 1024),
-        (126, 1024),
-        (126, 4096),
-        (126, 16384),
-        (500, 16384),
-        (1000, 16384),
-        (1000, 98304),
-    )
+GROWTH = (
+    *(
+        Case.searched(layers, devices)
+        for layers, devices in (
+            (32, 1024),
+            (126, 1024),
+            (126, 4096),
+            (126, 16384),
+            (500, 16384),
+            (1000, 16384),
+            (1000, 98304),
+        )
+    ),
+    Case("200t-on-65536", LLAMA_200T, None, seq=4096, batch=64, devices=65536),
 )
 
 

@@ -1,13 +1,12 @@
 """Emitted recompute against PyTorch's, on one process: the same GPT and optimizer, at the peak that the other one has.
 
-The peak of a PyTorch program is measured; autopar compiles with that many bytes as its limit, on a profile calibrated on
-this machine, and must stay below it when it is measured alike. Then the two take turns.
+The peak of a PyTorch program is counted; autopar compiles with that many bytes as its limit, on a profile calibrated on this
+machine, and must stay below it when the same counter counts (`autopar/counter.py`). Then the two take turns.
 
     checkpoint            torch.utils.checkpoint around every block
     selective             the same, saving products and attention (create_selective_checkpoint_contexts)
     budget 0.3 … 0.7      torch.compile with activation_memory_budget: joint graph and partition as inductor has them, run
                           op by op, so that only the choice of what to recompute differs
-    budget 0.5 inductor   the same with inductor's kernels (not run unless asked for: they take minutes to build)
 """
 
 from __future__ import annotations
@@ -16,13 +15,18 @@ import functools
 import gc
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from autopar.counter import ByteCounter
 from benchmarks.models import next_token_loss, seeded_gpt
 from benchmarks.reference_steps import autopar_step
 from benchmarks.turns import Batch, Step, make_batch, print_json, take_turns
@@ -58,45 +62,62 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False, context_fn=context)
 
 
-def min_cut_eager(model: Any, inputs: Any) -> Any:
-    """A backend of torch.compile: forward and backward as inductor's partitioner divides them, run by PyTorch's ops."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+class Watch:
+    """Enters a counter around the parts of a step that are to be counted, when there is one. The code of torch.compile runs only
+    where no counter is entered, so there its graphs enter it themselves."""
 
-    return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)(
-        model, inputs
-    )
+    def __init__(self) -> None:
+        self.counter: ByteCounter | None = None
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.counter is None else self.counter
+
+
+def min_cut_eager(watch: Watch) -> Callable[[Any, Any], Any]:
+    """A backend of torch.compile: forward and backward as inductor's partitioner divides them, run by PyTorch's ops, watched."""
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        run = boxed_nop(graph, inputs)
+
+        def watched(arguments: Any) -> Any:
+            with watch():
+                return run(arguments)
+
+        watched._boxed_call = True  # type: ignore[attr-defined]
+        return watched
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
 
 
 def backend(kind: str) -> str:
     """Of torch.compile: what runs the partitioned graphs."""
-    if not kind.startswith("budget"):
-        return "eager"
-    return "inductor" if kind.endswith("inductor") else "aot_eager with min_cut_rematerialization_partition"
+    return "aot_eager with min_cut_rematerialization_partition" if kind.startswith("budget") else "eager"
 
 
-def torch_step(kind: str) -> tuple[Step, int]:
+def torch_step(kind: str, watch: Watch) -> tuple[Step, int]:
     """A training step of PyTorch ("eager", "checkpoint", "selective", "budget 0.5"), warm; bytes that rest between steps."""
     gpt = seeded_gpt(SEQ)
     if kind in ("checkpoint", "selective"):
         gpt.blocks = nn.ModuleList(Checkpointed(block, kind == "selective") for block in gpt.blocks)
     optimizer = OPTIMIZER(gpt.parameters())
+    compiled = kind.startswith("budget")
 
     def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return next_token_loss(gpt(ids), labels)
 
     run: Callable[..., torch.Tensor] = loss_of
-    if kind.startswith("budget"):
+    if compiled:
         torch._functorch.config.activation_memory_budget = float(kind.split()[1])
         torch._dynamo.reset()
-        run = torch.compile(loss_of, backend="inductor" if backend(kind) == "inductor" else min_cut_eager)
+        run = torch.compile(loss_of, backend=min_cut_eager(watch))
 
     def step(batch: Batch) -> float:
-        loss = run(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with nullcontext() if compiled else watch():
+            loss = run(*batch)
+            loss.backward()
+        with watch():
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.item()
 
     step(batch_of(0))
@@ -118,50 +139,37 @@ def program_within(limit_bytes: float, profile: Any) -> Any:
     )
 
 
-def counted(step: Step, resting_bytes: int) -> int:
+def counted(step: Step, watch: Watch, resting_bytes: int) -> int:
     """The most bytes alive in a step, those that rest beside what the step makes."""
-    from autopar.counter import ByteCounter
-
     gc.collect()
     gc.disable()
+    counter = watch.counter = ByteCounter()
     try:
-        counter = ByteCounter()
-        with counter:
-            step(batch_of(1))
-            counter.restart()
-            step(batch_of(2))
+        step(batch_of(1))
+        counter.restart()
+        step(batch_of(2))
         return resting_bytes + counter.peak
     finally:
+        watch.counter = None
         gc.enable()
-
-
-def profiled(step: Step, resting_bytes: int) -> int:
-    """The same from PyTorch's profiler, which sees the allocator: torch.compile does not run its code under a counter."""
-    from torch.profiler import ProfilerActivity, profile
-
-    gc.collect()
-    step(batch_of(1))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
-        step(batch_of(2))
-    changes = [e for e in recording.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = peak = 0
-    for change in sorted(changes, key=lambda e: e.start_ns()):
-        alive += change.nbytes()
-        peak = max(peak, alive)
-    return resting_bytes + peak
 
 
 def compare(kind: str, profile: Any, steps: int, warmup: int) -> dict[str, Any]:
     """One of PyTorch's ways against what autopar finds at its peak."""
-    theirs, resting = torch_step(kind)
-    measure = profiled if kind.startswith("budget") else counted
-    peak = measure(theirs, resting)
+    watch = Watch()
+    theirs, resting = torch_step(kind, watch)
+    peak = counted(theirs, watch, resting)
     with tempfile.TemporaryDirectory() as directory:
         program = program_within(peak, profile)
         program.save(directory)
-        ours = autopar_step(Path(directory))
+        program_step = autopar_step(Path(directory))
+
+        def ours(batch: Batch) -> float:
+            with watch():
+                return program_step(batch)
+
         ours(batch_of(0))
-        own = counted(ours, resting)  # a gradient that lies there from the step before is none of the profiler's
+        own = counted(ours, watch, resting)
         turns = take_turns({"autopar": ours, kind: theirs}, batch_of, steps, warmup, barrier=lambda: None)
     return {
         "benchmark": "memory: recompute",

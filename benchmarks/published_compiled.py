@@ -27,12 +27,13 @@ from autopar.errors import AutoparError
 from autopar.passes.account.program import account
 from autopar.passes.price.pricer import Pricers
 from benchmarks.published_models import Transformer
+from benchmarks.published_order import Timed, order_in_series, ordered_otherwise, report_order
 from benchmarks.published_rows import Row, measured_step_s
 
 ANY_MEMORY_BYTES = 1e15
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
-SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-h2"}
-"""Schedules that the zero-bubble paper searched for with the memory of these."""
+SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-auto"}
+"""What comes next to the schedules that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
 
 
 @dataclass(frozen=True)
@@ -150,19 +151,29 @@ def score_compiled(rows: Sequence[Row], limit: int | None = None) -> dict[str, A
         else:
             possible.append(row)
     compiled: list[Compiled] = []
+    by_compile: list[Timed] = []
+    by_estimate: list[Timed] = []
     for row in evenly(possible, limit or len(possible)):
         measured_s = measured_step_s(row)
         assert measured_s is not None
         try:
-            compiled.append(compile_row(row, measured_s))
+            c = compile_row(row, measured_s)
         except AutoparError as error:
             refused.append({"id": str(row["id"]), "reason": f"{type(error).__name__}: {error}"})
+            continue
+        compiled.append(c)
+        by_compile.append(Timed(row, measured_s, c.predicted_s))
+        by_estimate.append(Timed(row, measured_s, c.estimated_s))
+    pairs, differ = ordered_otherwise(by_compile, by_estimate)
     differences = [abs(c.predicted_s / c.estimated_s - 1) for c in compiled]
     return {
         "rows": len(compiled),
         "dense_median_abs_error": _median([abs(c.error) for c in compiled if c.arch != "moe"]),
         "moe_median_abs_error": _median([abs(c.error) for c in compiled if c.arch == "moe"]),
         "estimate_compile_median_difference": _median(differences),
+        "series": order_in_series(by_compile),
+        "pairs_apart": pairs,
+        "ordered_otherwise": differ,
         "compiled": [vars(c) for c in compiled],
         "not_compiled": refused,
     }
@@ -179,7 +190,9 @@ def report_compiled(result: Mapping[str, Any]) -> str:
     names = ("dense_median_abs_error", "moe_median_abs_error", "estimate_compile_median_difference")
     lines += [f"{result['rows']} rows compiled, {len(result['not_compiled'])} not"]
     lines += [f"{name}: {result[name]:.1%}" for name in names if result[name] is not None]
-    return "\n".join(lines)
+    lines += report_order(result["series"])
+    lines += [f"{result['pairs_apart']} pairs measured 5 % apart or more; ordered otherwise by the estimate:"]
+    return "\n".join(lines + [f"  {a} and {b}" for a, b in result["ordered_otherwise"]])
 
 
 def _median(values: Sequence[float]) -> float | None:

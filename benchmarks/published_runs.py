@@ -23,6 +23,7 @@ import numpy as np
 from autopar.costmodel import Estimate, estimate_row
 from autopar.errors import AutoparError
 from benchmarks.published_compiled import report_compiled, score_compiled
+from benchmarks.published_order import Timed, order_in_series, report_order
 from benchmarks.published_rows import (
     GB,
     Row,
@@ -54,23 +55,6 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
     }
 
 
-def ranks(values: Sequence[float]) -> np.ndarray:
-    """Ranks, ties averaged."""
-    v = np.asarray(values)
-    return np.array([(v < x).sum() + ((v == x).sum() - 1) / 2 for x in v])
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's."""
-    x, y = ranks(a), ranks(b)
-    return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else float("nan")
-
-
-def per_token(row: Row, seconds: float) -> float:
-    """Device-seconds per token: what plans of one model compete on."""
-    return seconds * row["hardware"]["gpus"] / (row["batch"]["global"] * row["model"]["seq_len"])
-
-
 def by_category(items: Sequence[tuple[Row, float]]) -> dict[str, dict[str, Any]]:
     """Summaries of errors, by what a row can be grouped by."""
     tables: dict[str, dict[str, Any]] = {}
@@ -94,43 +78,18 @@ CATEGORIES: dict[str, Callable[[Row], str]] = {
 class Scored:
     """A row with a measured step time, and what the cost model says of it."""
 
-    row: Row
-    measured_s: float
+    timed: Timed
     estimate: Estimate
-
-    @property
-    def predicted_s(self) -> float:
-        """Predicted step seconds."""
-        return self.estimate.step_time_s
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
-        return self.predicted_s / self.measured_s - 1
+        return self.timed.predicted_s / self.timed.measured_s - 1
 
     def to_dict(self) -> dict[str, Any]:
         """The row's name and both times."""
-        return {"id": self.row["id"], "measured_s": self.measured_s, "predicted_s": self.predicted_s}
-
-
-def order_in_series(scored: Sequence[Scored]) -> dict[str, dict[str, float]]:
-    """Rank correlations of the series that have at least four rows."""
-    series: dict[str, list[Scored]] = {}
-    for s in scored:
-        series.setdefault(str(s.row["series"]), []).append(s)
-    correlations = {}
-    for name, items in sorted(series.items()):
-        if len(items) >= 4:
-            measured = [per_token(s.row, s.measured_s) for s in items]
-            correlations[name] = {
-                "rows": len(items),
-                "rank_correlation": rank_correlation(measured, [per_token(s.row, s.predicted_s) for s in items]),
-                "rank_correlation_step_time": rank_correlation(
-                    [s.measured_s for s in items], [s.predicted_s for s in items]
-                ),
-                "spread": float(np.ptp(np.log(measured))),
-            }
-    return correlations
+        t = self.timed
+        return {"id": t.row["id"], "measured_s": t.measured_s, "predicted_s": t.predicted_s}
 
 
 def score(rows: Sequence[Row]) -> dict[str, Any]:
@@ -148,18 +107,18 @@ def score(rows: Sequence[Row]) -> dict[str, Any]:
         if "oom" in row.get("score_on", []):
             oom.append({"id": row["id"], "fits": e.fits, "reserved_GB": e.memory_bytes["reserved"] / GB})
         if step := measured_step_s(row):
-            scored.append(Scored(row, step, e))
+            scored.append(Scored(Timed(row, step, e.step_time_s), e))
         if held := measured_memory_bytes(row):
             memory.append((row, e.memory_bytes["total"] / held - 1))
     worst = sorted(scored, key=lambda s: -abs(s.error))[:10]
     return {
-        "step_time": by_category([(s.row, s.error) for s in scored]),
+        "step_time": by_category([(s.timed.row, s.error) for s in scored]),
         "memory": by_category(memory) | ({"all": summary([e for _, e in memory])} if memory else {}),
-        "series": order_in_series(scored),
+        "series": order_in_series([s.timed for s in scored]),
         "oom": oom,
         "failed": failed,
         "worst": [{**s.to_dict(), "error": s.error, "breakdown_s": s.estimate.breakdown} for s in worst],
-        "points": [{**s.to_dict(), "arch": s.row["category"]["arch"]} for s in scored],
+        "points": [{**s.to_dict(), "arch": s.timed.row["category"]["arch"]} for s in scored],
     }
 
 
@@ -194,12 +153,7 @@ def report(result: Mapping[str, Any]) -> str:
             lines.append(f"\n{part} by {what}: rows, median |error|, mean |error|, bias")
             for name, s in table.items():
                 lines.append(f"  {name:34s} {s['rows']:4d} {s['median']:7.1%} {s['mean']:7.1%} {s['bias']:+7.1%}")
-    lines.append("\nrank correlation within series (device-seconds per token; step time)")
-    for name, s in result["series"].items():
-        lines.append(
-            f"  {name:34s} {s['rows']:4d} {s['rank_correlation']:6.2f} {s['rank_correlation_step_time']:6.2f}"
-            f"  (measured spread {s['spread']:.0%})"
-        )
+    lines += ["", *report_order(result["series"])]
     for row in result["oom"]:
         lines.append(
             f"out of memory: {row['id']}: {row['reserved_GB']:.1f} GB, "

@@ -12,7 +12,7 @@ from autopar.codegen.printer import Dtypes, Printer
 from autopar.codegen.stage import render
 from autopar.codegen.table import table_lines
 from autopar.codegen.text import comment
-from autopar.ir.actions import show_row
+from autopar.ir.actions import show_row, splits_backward
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 
@@ -54,7 +54,7 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],
-        split=any(a.kind == "W" for row in lowered.table for a in row),
+        split=splits_backward(lowered.table),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -33,14 +33,25 @@ def render(template: str, **values: Any) -> str:
     return _ENVIRONMENT.get_template(template).render(**values)
 
 
-def stage_source(stage: LoweredStage, title: str, dtypes: Dtypes | None = None) -> str:
-    """The file of a stage."""
+def stage_sources(
+    stages: Sequence[LoweredStage], title: Callable[[LoweredStage], str], dtypes: Dtypes | None = None
+) -> tuple[str, ...]:
+    """The file of every stage. A template that stages share is printed once."""
     printer = Printer(dtypes, local)
+    templates = dict.fromkeys(template for stage in stages for template in stage.templates.values())
+    functions = {template: [*_functions(template, printer)] for template in templates}
+    return tuple(_source(stage, title(stage), functions, printer) for stage in stages)
+
+
+def _source(
+    stage: LoweredStage, title: str, functions: Mapping[LoweredTemplate, list[dict[str, Any]]], printer: Printer
+) -> str:
+    """functions: those of every template, as the file's template takes them."""
     return render(
         "stage.py.j2",
         title=title,
         stage=stage,
-        functions=[row for template in stage.templates.values() for row in _functions(template, printer)],
+        functions=[row for template in stage.templates.values() for row in functions[template]],
         actions=stage_functions(stage, printer),
         parameters=table_lines([_parameter(p, printer) for p in stage.parameters.values()], named=True),
         buffers=table_lines(

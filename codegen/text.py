@@ -13,7 +13,8 @@ from autopar.errors import EmitError
 
 def comment(text: str, most: int = 1000) -> str:
     """One printable line: white space becomes one space, other characters that do not print a question mark."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:most]
+    line = " ".join(text.split())
+    return (line if line.isprintable() else "".join(c if c.isprintable() else "?" for c in line))[:most]
 
 
 def docstring(text: str) -> str:

@@ -1,12 +1,14 @@
 """Measures this machine and fits the cost model's constants to it.
 
 Device: matrix products of many shapes (rate R and the length d at which a dim halves it), attention, memory passes,
-launch time. Links: collectives over torch.distributed for several sizes, T = a + f S / B with f the ring's factor.
-A fit minimises squared relative error; its residuals are part of the profile. `ClusterSpec.with_profile` loads it.
+launch time; on CPUs also the ops of programs one by one, on all ranks at once (`host_kernels.py`). Links: the collectives of
+emitted programs (`calibrate_links.py`). A fit minimises squared relative error; its residuals are part of the profile.
+`ClusterSpec.with_profile` loads it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import tempfile
@@ -22,18 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from autopar.cluster.device import DeviceSpec, device_preset, preset_key
-
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measurement: matmul (m, n, k), attention (batch*heads, seq, head), memory (bytes,), or a collective."""
-
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    seconds: float
+from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
+from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels
 
 
 def timed_s(run: Callable[[], Any], device: torch.device, least_s: float) -> float:
@@ -102,16 +94,6 @@ def fit_matmul(samples: Sequence[Sample], launch_s: float) -> tuple[float, float
     return best
 
 
-def fit_line(factor_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
-    """(a, B, median relative residual) of T = a + x / B, relative least squares, both at least tiny."""
-    A = np.stack([1 / seconds, factor_bytes / seconds], axis=1)
-    (a, per_byte), *_ = np.linalg.lstsq(A, np.ones(len(seconds)), rcond=None)
-    a = max(float(a), 1e-9)
-    per_byte = max(float(per_byte), 1e-15)
-    residual = float(np.median(np.abs((a + factor_bytes * per_byte) / seconds - 1)))
-    return a, 1 / per_byte, residual
-
-
 def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, Any], dict[str, float]]:
     """The `device` part of a profile (what to replace in `base`), and residuals by kind.
 
@@ -154,80 +136,21 @@ def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, A
     return profile, residuals
 
 
-def ring_factor(kind: str, n: int) -> float:
-    """Bytes that cross a rank's link for each byte of the full array."""
-    return {
-        "all_reduce": 2 * (n - 1) / n,
-        "all_gather": (n - 1) / n,
-        "reduce_scatter": (n - 1) / n,
-        "all_to_all": (n - 1) / n,
-        "broadcast": 1.0,
-    }[kind]
+@dataclass(frozen=True)
+class Ranks:
+    """What the ranks of a process group measured: the ops of programs (CPUs alone), all at once, and their collectives."""
+
+    kernels: list[Measured]
+    collectives: list[Sample]
 
 
-def measure_collectives(device: torch.device, quick: bool, say: Progress) -> list[Sample]:
-    """Times collectives in the initialised process group; every rank must call it."""
-    n = dist.get_world_size()
-    gpu = device.type == "cuda"
-    sizes = [2**14, 2**18, 2**22] if quick else [2**12, 2**16, 2**20, 2**24] + ([2**28] if gpu else [])
-    samples = []
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"):
-        for size in sizes:
-            elements = max(n, size // 4 // n * n)
-            full, part = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device)
-            other = torch.zeros(elements, device=device)
-            calls: dict[str, Callable[[], Any]] = {
-                "all_reduce": lambda full=full: dist.all_reduce(full),  # type: ignore[misc]
-                "all_gather": lambda full=full, part=part: gather(full, part),  # type: ignore[misc]
-                "reduce_scatter": lambda full=full, part=part: scatter(part, full),  # type: ignore[misc]
-                "all_to_all": lambda full=full, other=other: dist.all_to_all_single(other, full),  # type: ignore[misc]
-                "broadcast": lambda full=full: dist.broadcast(full, 0),  # type: ignore[misc]
-            }
-            try:
-                calls[kind]()
-            except RuntimeError as err:
-                say(f"{kind}: not available on this backend ({str(err).splitlines()[0][:60]})")
-                break
-            times = []
-            for _ in range(5 if quick else 15):
-                dist.barrier()
-                start = time.perf_counter()
-                calls[kind]()
-                if gpu:
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - start)
-            seconds = torch.tensor(float(np.median(times)), device=device)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            samples.append(Sample(kind, (4 * elements, n), "float32", float(seconds)))
-            say(f"{kind} of {4 * elements} bytes over {n}: {float(seconds) * 1e6:.0f} us")
-    return samples
+def measure_ranks(device: torch.device, quick: bool, kernels: bool, say: Progress) -> Ranks:
+    """Of this rank, in the initialised process group; every rank must call it. kernels: whether ops are measured."""
+    ops = measure_kernels(quick, say, dist.barrier) if kernels else []
+    return Ranks(ops, measure_collectives(device, quick, say))
 
 
-def fit_links(samples: Sequence[Sample], level: str = "node") -> tuple[dict[str, Any], dict[str, float]]:
-    """The `links` part of a profile: a level's launch time and bandwidth, from all collectives together."""
-    if not samples:
-        return {}, {}
-    x = np.array([s.shape[0] * ring_factor(s.kind, s.shape[1]) for s in samples])
-    y = np.array([s.seconds for s in samples])
-    a, B, _ = fit_line(x, y)
-    residuals = {}
-    for kind in dict.fromkeys(s.kind for s in samples):
-        pick = np.array([s.kind == kind for s in samples])
-        residuals[kind] = float(np.median(np.abs((a + x[pick] / B) / y[pick] - 1)))
-    link = {
-        "bandwidth_Bps": B,
-        "base_s": a,
-        "latency_s": 0.0,
-        "ramp_s": 0.0,
-        "efficiency": 1.0,
-        "in_switch_efficiency": 1.0,
-    }
-    return {level: link}, residuals
-
-
-def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str) -> None:
+def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, kernels: bool, path: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
@@ -235,25 +158,26 @@ def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl" if gpu else "gloo", init_method=address, rank=rank, world_size=world)
     try:
-        lines: list[str] = []
-        samples = measure_collectives(device, quick, lines.append)
+        ranks = measure_ranks(device, quick, kernels, lambda text: None)
         if rank == 0:
-            torch.save([(s.kind, s.shape, s.dtype, s.seconds) for s in samples], path)
+            Path(path).write_text(json.dumps([ranks.kernels, ranks.collectives]))
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def local_collectives(world: int, gpu: bool, quick: bool) -> list[Sample]:
-    """Collectives over `world` processes of this machine (one per GPU with NCCL, else Gloo)."""
-    if world < 2:
-        return []
+def local_ranks(world: int, gpu: bool, quick: bool, kernels: bool) -> Ranks:
+    """What `world` processes of this machine measure (one per GPU with NCCL, else Gloo)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "samples.pt")
-        torch.multiprocessing.spawn(_worker, args=(world, port, gpu, quick, path), nprocs=world)
-        return [Sample(*fields) for fields in torch.load(path)] if Path(path).exists() else []
+        path = os.path.join(folder, "ranks.json")
+        torch.multiprocessing.spawn(_worker, args=(world, port, gpu, quick, kernels, path), nprocs=world)
+        kernels_, collectives = json.loads(Path(path).read_text())
+    return Ranks(
+        [Measured(*row) for row in kernels_], [Sample(k, tuple(shape), *rest) for k, shape, *rest in collectives]
+    )
 
 
 def group_sizes(world: int) -> list[int]:
@@ -261,15 +185,15 @@ def group_sizes(world: int) -> list[int]:
     return [n for n in (2**i for i in range(1, 10)) if n < world] + ([world] if world > 1 else [])
 
 
-def launched_collectives(gpu: bool, quick: bool, say: Progress) -> tuple[str, list[Sample]]:
-    """(link level, timings) over the ranks that torchrun started: across nodes this is the cluster's level."""
+def launched_ranks(gpu: bool, quick: bool, say: Progress) -> tuple[str, Ranks]:
+    """(link level, measurements) of the ranks that torchrun started: across nodes this is the cluster's level."""
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if gpu else "gloo")
     try:
         across = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < dist.get_world_size()
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        return ("cluster" if across else "node"), measure_collectives(device, quick, say)
+        return ("cluster" if across else "node"), measure_ranks(device, quick, not gpu, say)
     finally:
         dist.destroy_process_group()
 
@@ -293,18 +217,23 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
     base = base_device(device)
     samples = measure_device(device, dtypes, quick, say)
     profile, residuals = fit_device(samples, base)
-    links: dict[str, Any] = {}
-    link_residuals: dict[str, float] = {}
-    link_samples: list[Sample] = []
+    level, kernels, link_samples = "node", [], []
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        level, link_samples = launched_collectives(gpu, quick, say)
-        links, link_residuals = fit_links(link_samples, level)
+        level, measured = launched_ranks(gpu, quick, say)
+        kernels, link_samples = measured.kernels, measured.collectives
     else:
         world = ranks if ranks is not None else (torch.cuda.device_count() if gpu else 2)
         for n in group_sizes(world):
             say(f"collectives over {n} processes")
-            link_samples += local_collectives(n, gpu, quick)
-        links, link_residuals = fit_links(link_samples)
+            measured = local_ranks(n, gpu, quick, kernels=not gpu and n == world)
+            kernels, link_samples = measured.kernels, link_samples + measured.collectives
+        if not gpu and world == 1:
+            kernels = measure_kernels(quick, say)
+    links, link_residuals = fit_links(link_samples, level, tables=not gpu)
+    if kernels:
+        times, kernel_residuals = fit_kernels(kernels)
+        profile["kernels"] = times.to_dict()
+        residuals |= kernel_residuals
     return {
         "base": base.name,
         "device": profile,

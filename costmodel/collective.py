@@ -57,8 +57,12 @@ RAMP_BYTES = 12e6
 def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tuple[float, float]:
     """(seconds that grow with the bytes, seconds that do not) of the cheapest algorithm on one level.
 
-    The ramp grows with the bytes too, but saturates: ramp * log2(P) * S / (S + RAMP_BYTES).
+    The ramp grows with the bytes too, but saturates: ramp * log2(P) * S / (S + RAMP_BYTES). Where the collective was measured
+    on the level it takes what it took.
     """
+    known_s = level.measured_s(kind, P, S) if level.measured else None
+    if known_s is not None:
+        return known_s * level.rate_Bps() / B, 0.0
     a, depth = level.latency_s, ceil(log2(P))
     ramp = level.ramp_s * depth * S / (S + RAMP_BYTES)
     if level.mesh_links:

@@ -10,6 +10,7 @@ and head width in the same way.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
 from autopar.errors import ClusterError
@@ -54,8 +55,10 @@ def op_time_s(
     kind: str,
     shape: tuple[int, ...] | None = None,
     eager: bool = False,
+    op: str = "",
 ) -> float:
-    """Seconds of one kernel. eager: attention by kernels of the generation before the device's own.
+    """Seconds of one kernel. eager: attention by kernels of the generation before the device's own. op: its name, by which a
+    calibrated device knows it.
 
     kind: matmul (shape (m, n, k), or (batch, m, n, k)), attention (shape (seq, head width)), conv or pointwise.
     Raises ClusterError for an unknown kind, and for a dtype the device has no arithmetic for (pointwise excepted).
@@ -64,6 +67,9 @@ def op_time_s(
     if kind not in OP_KINDS:
         raise ClusterError(f"unknown kind of operation {kind!r}; known: {', '.join(OP_KINDS)}")
     memory_s = nbytes / (device.memory_bandwidth_Bps * curve.memory)
+    known_s = _measured_s(device, op, kind, flops, nbytes, shape)
+    if known_s is not None:
+        return known_s
     if kind == "pointwise":
         return device.launch_overhead_s + memory_s
     name = dtype_name(dtype)
@@ -75,3 +81,25 @@ def op_time_s(
     else:
         share = curve.conv
     return device.launch_overhead_s + max(flops / (device.peak(name) * share), memory_s)
+
+
+def _measured_s(
+    device: DeviceSpec, op: str, kind: str, flops: float, nbytes: float, shape: tuple[int, ...] | None
+) -> float | None:
+    """Seconds of an op as they were measured on the device; None where they were not."""
+    if device.kernels is None:
+        return None
+    name = op.rpartition(".")[0] if op.count(".") > 1 else op
+    if kind == "pointwise":
+        return float(device.kernels.pass_s(name, nbytes))
+    product = device.kernels.products.get(name, device.kernels.products.get(kind))
+    return None if product is None else product.seconds(flops, () if shape is None else shape[-3:])
+
+
+def update_time_s(device: DeviceSpec, states: float, nbytes: Any) -> Any:
+    """Seconds to update a parameter's shard of nbytes (a number or an array) by an optimizer that keeps so many elements of state
+    for each of the parameter's: gradient, parameter and state are read, parameter and state written."""
+    moved = (3 + 2 * states) * nbytes
+    if device.kernels is None:
+        return moved * (1.0 / (device.memory_bandwidth_Bps * device.curve.memory))
+    return device.kernels.pass_s(f"update {min(round(states), 2)}", moved)

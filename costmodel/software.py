@@ -2,7 +2,8 @@
 
 `Software` says how a bill (`costmodel/bill.py`) is read. What emitted programs are depends on the machine: on GPUs whose
 family was fitted they are read with the fitted constants and without the overlap that they do not have (`emitted_on`);
-elsewhere (CPUs, devices that a user measured or described) everything counts in full (`NEUTRAL`).
+elsewhere (CPUs, devices that a user measured or described) everything counts in full (`NEUTRAL`), where collectives were measured
+one by one with the time to meet counted once for the gathers of a call, which are under way together, one call ahead.
 """
 
 from __future__ import annotations
@@ -142,7 +143,11 @@ NEUTRAL = Software(
 def emitted_on(cluster: ClusterSpec) -> Software:
     """What the programs that are emitted for a cluster run on."""
     if not all(_fitted(device) for _, device in cluster.devices):
-        return NEUTRAL
+        measured = [level.exposed for level in cluster.levels if level.measured]
+        if not measured:
+            return NEUTRAL
+        constants = replace(NEUTRAL.constants, zero3_exposed=max(measured))
+        return replace(NEUTRAL, joins_gathers=True, late_gather=True, constants=constants)
     constants = replace(default_constants(), ep_exposed=1.0, cp_exposed=1.0)
     return replace(NEUTRAL, late_gather=True, constants=constants)
 

@@ -23,6 +23,7 @@ from autopar.capture.fold import Segment, cut, signature
 from autopar.capture.index_guards import guard_indices, without_guards
 from autopar.capture.inputs import batch_dim
 from autopar.capture.precision import lower_precision, use_dtype
+from autopar.capture.tidy import tidied
 from autopar.errors import CaptureError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.ir.program import Buffer, Call, Parameter, Program, Template, ValueRef, op_name
@@ -47,7 +48,7 @@ def capture_program(
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
-    exported = export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+    exported = tidied(export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards))
     if precision is not None:
         lower_precision(exported, PRECISIONS[precision], mode)
     with mode:

@@ -23,9 +23,18 @@ def kept(model: nn.Module, loss_fn: object) -> Iterator[State]:
         state.restore()
 
 
-def check_changes(changes: Sequence[Change], state: State, run: Callable[[], object], mode: FakeTensorMode) -> None:
-    """Raises CaptureError for a change that outlives the step. run: the step under fake tensors, run again only where
-    attributes of modules were bound anew, to see which of them are read before they are written."""
+def check_changes(
+    changes: Sequence[Change],
+    state: State,
+    run: Callable[[], object],
+    mode: FakeTensorMode,
+    later_changes: Callable[[], Sequence[Change] | None] = lambda: None,
+) -> None:
+    """Raises CaptureError for a change that outlives the step, unless the first step made it once for all.
+
+    run: the step under fake tensors, run again only where attributes of modules were bound anew, to see which of them are
+    read before they are written. later_changes: those of a step after the first one; None where it computes something else.
+    """
     lasting = [c for c in changes if not c.is_attribute]
     attributes = {(id(c.owner), str(c.key)): c for c in changes if c.is_attribute}
     if attributes and not lasting:
@@ -33,11 +42,22 @@ def check_changes(changes: Sequence[Change], state: State, run: Callable[[], obj
         with mode, reads_before_writes(attributes.keys()) as read_first:
             run()
         lasting = [attributes[key] for key in attributes if key in read_first]
-    if lasting:
+    if lasting and not _once(lasting, later_changes):
         raise CaptureError(
             f"forward changes {', '.join(dict.fromkeys(c.name for c in lasting[:4]))}, which a program traced once cannot "
             f"follow; {_instead(lasting[0])}"
         )
+
+
+def _once(lasting: Sequence[Change], later_changes: Callable[[], Sequence[Change] | None]) -> bool:
+    """Whether the first step notes something once for all (the kind of a problem, a hook that it registers), and a later step
+    computes the same and leaves that as it is. What belongs to the process (torch's default dtype) a program does not set."""
+    if any(c.owner is None for c in lasting):
+        return False
+    later = later_changes()
+    if later is None or not all(c.is_attribute for c in later):
+        return False
+    return not {c.name for c in lasting} & {c.name for c in later}
 
 
 def _instead(change: Change) -> str:

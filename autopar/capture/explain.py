@@ -19,11 +19,18 @@ from autopar.errors import AutoparError, CaptureError, InputError
 
 _DYNAMIC = (
     "its shape or branch depends on the data. Use a static form: torch.where instead of if, masks instead of boolean "
-    "indexing or nonzero, tensors instead of .item(), and for expert routing topk with a fixed capacity or a grouped matmul. "
+    "indexing or nonzero, tensors instead of .item(). A loop over the experts that a batch chose: a grouped product "
+    "(autopar.grouped_mm), or leave the module as it is and give its class another forward to be traced by: "
+    "@autopar.forward_of(TheModule). "
     "A branch that goes one way for all data may be taken as the example takes it, and checked at run time: "
     'Options(branches="as-example")'
 )
 _FIXES = (
+    (
+        ("aten.bincount",),
+        "how many counts bincount gives depends on the data. Pass minlength=, the number of classes, to which the data is then "
+        "held",
+    ),
     (
         (
             "data-dependent",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autopar.capture import functions
 from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
-from autopar.capture.clocks import clocks_read, same_graph
+from autopar.capture.clocks import noted_clocks, same_graph
 from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
 from autopar.capture.functional import functional
+from autopar.capture.known_blocks import known_forwards, prove
 from autopar.capture.reached import parameters_reached
-from autopar.capture.state import State, state_of
+from autopar.capture.state import Change, State, state_of
 from autopar.capture.trees import flatten, rebuild
 from autopar.capture.watch import memory_of, watched
 from autopar.errors import AutoparError, CaptureError, InputError
@@ -34,7 +35,8 @@ from autopar.ops.integers import expect
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index)."""
+    """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index). known_blocks: modules that were
+    traced by another forward than their own, in words."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -48,6 +50,7 @@ class Exported:
     eager_grads: frozenset[str]
     parameter_names: dict[str, str]
     output_names: tuple[str, ...]
+    known_blocks: tuple[str, ...] = ()
 
 
 class _Step(nn.Module):
@@ -178,6 +181,21 @@ def export_step(
 
     Raises CaptureError, InputError.
     """
+    with known_forwards(model) as uses:
+        exported = _export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+    return replace(exported, known_blocks=prove(uses))
+
+
+def _export_step(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Any,
+    targets: int,
+    mode: FakeTensorMode,
+    pieces: int,
+    as_example: bool,
+    guards: bool,
+) -> Exported:
     leaves, names, structure = flatten(inputs)
     check_inputs(leaves, names)
     check_model(model, loss_fn)
@@ -187,20 +205,23 @@ def export_step(
     step.training = model.training
     if as_example:
         step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
+        seen.clear()  # what the example's run noted: it draws random numbers, which a trace does not
     _trace_into(loss_fn)
     sharing = shared_memory(model)
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
-            with functions.recording(), quiet():
+            with functions.recording(), quiet(), noted_clocks(state.functions) as clocks:
                 exported, writes = functional(step, fakes)
         except Exception as error:
             check_changes(seen.get("changes", []), state, lambda: step(*fakes), mode)
             if seen.get("training") and not isinstance(error, AutoparError):
                 _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
-        check_changes(seen["changes"], state, lambda: step(*fakes), mode)
+        later_changes = functools.partial(_later_changes, exported.graph, step, fakes, mode, state, seen)
+        check_changes(seen["changes"], state, lambda: step(*fakes), mode, later_changes)
         _check_dynamic(exported.graph, step, fakes, mode)
-        _check_clocks(exported.graph, step, fakes, state)
+        if clocks:
+            _check_clocks(exported.graph, step, fakes, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
         eager = frozenset(first[n] for n in seen.get("reached", ()))
@@ -257,11 +278,8 @@ def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode
     raise dynamic(node.target, step.model)
 
 
-def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state: State) -> None:
-    """A model that names a clock is traced again: both traces must compute the same."""
-    clocks = clocks_read(state.functions)
-    if not clocks:
-        return
+def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state: State, clocks: Sequence[str]) -> None:
+    """A model that reads clocks is traced again: both traces must compute the same."""
     state.restore()
     with functions.recording(), quiet():
         again, _ = functional(step, fakes)
@@ -270,6 +288,21 @@ def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state
             f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
             "of the program; pass the value as an input, or draw with torch"
         )
+
+
+def _later_changes(
+    graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
+) -> Sequence[Change] | None:
+    """What Python state the second step in a row changes; None where its trace is another one."""
+    state.restore()
+    try:
+        with mode:
+            step(*fakes)  # not exported: export puts attributes back
+        with functions.recording(), quiet():
+            again, _ = functional(step, fakes)
+    except Exception:  # what is found in the first trace is the better reason
+        return None
+    return seen["changes"] if same_graph(graph, again.graph) else None
 
 
 def _check_constants(constants: dict[str, torch.Tensor]) -> None:

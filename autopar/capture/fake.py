@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.ops.dialect import SHAPES
 
 
 def fake_mode() -> FakeTensorMode:
@@ -35,6 +39,8 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, str]]:
     memo: dict[int, torch.Tensor] = {}
     names: dict[int, str] = {}
     undo: list[tuple[nn.Module, dict[str, torch.Tensor], str, torch.Tensor]] = []
+    torchs_shapes = dict(fake_impls.op_implementations_dict)
+    fake_impls.op_implementations_dict.update(dict.fromkeys(SHAPES, _run_fake))
     try:
         for prefix, module in model.named_modules(remove_duplicate=True):
             tables = ((module._parameters, True), (module._buffers, False))
@@ -48,8 +54,16 @@ def faked(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[int, str]]:
                     _put(module, table, name, fake, is_parameter)
         yield names
     finally:
+        for op in SHAPES:
+            fake_impls.op_implementations_dict.pop(op)
+        fake_impls.op_implementations_dict.update(torchs_shapes)
         for module, table, name, tensor in undo:
             _put(module, table, name, tensor, isinstance(tensor, nn.Parameter))
+
+
+def _run_fake(mode: FakeTensorMode, op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    with mode:
+        return SHAPES[op](*args, **kwargs)
 
 
 def _put(

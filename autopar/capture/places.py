@@ -78,7 +78,7 @@ def items(value: object) -> Values:
     if len(value) > MOST_ITEMS:
         return {"": len(value)}
     if isinstance(value, dict):
-        return value
+        return dict(dict.items(value))  # a class of the user's may have methods of its own under these names
     return {item: item for item in value} if isinstance(value, set) else dict(enumerate(value))
 
 

@@ -227,6 +227,18 @@ def _padded(forward: Callable[..., Any], in_inference: list[CaptureError]) -> Ca
     return run
 
 
+def _cast_already(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`Module.to` of a module that is as it is asked to be; devices are those of the program."""
+    dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+    tensors = (*self.parameters(), *self.buffers())
+    if dtype is not None and any(t.is_floating_point() and t.dtype != dtype for t in tensors):
+        raise refusal(
+            f"casts the parameters of a module to {dtype}",
+            "cast the module before compile, or in forward what is computed: F.linear(x, self.weight.to(dtype))",
+        )
+    return self
+
+
 def _enter_no_grad(self: Any) -> None:
     """Export does not see inference mode: it is traced as the `no_grad` that it is for values and gradients."""
     self.as_no_grad = torch.no_grad() if self.mode else nullcontext()
@@ -259,6 +271,7 @@ def _patched(in_inference: list[CaptureError]) -> Iterator[None]:
 
     patches: list[Any] = [mock.patch.object(home, name, seed) for home in (torch, torch.random) for name in _SEEDS]
     patches.append(mock.patch.object(saved_tensors_hooks, "__enter__", enter_unmarked))
+    patches.append(mock.patch.object(nn.Module, "to", _cast_already))
     patches.append(mock.patch.object(torch.inference_mode, "__enter__", _enter_no_grad))
     patches.append(mock.patch.object(torch.inference_mode, "__exit__", _exit_no_grad))
     patches.append(

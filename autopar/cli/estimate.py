@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from autopar.cli.cluster_argument import read_cluster
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.search import SearchResult, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
@@ -73,13 +74,6 @@ def read_model(args: argparse.Namespace) -> TransformerShape:
     if args.seq_len:
         fields["seq_len"] = args.seq_len
     return TransformerShape(**fields, name=args.model)
-
-
-def read_cluster(args: argparse.Namespace) -> ClusterSpec:
-    """A preset, or a file."""
-    if Path(args.cluster).suffix in (".json", ".yaml", ".yml"):
-        return ClusterSpec.from_file(args.cluster)
-    return ClusterSpec.preset(args.cluster, nodes=args.nodes)
 
 
 def show(console: Console, e: Estimate, cluster: ClusterSpec) -> None:
@@ -151,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        model, cluster = read_model(args), read_cluster(args)
+        model, cluster = read_model(args), read_cluster(args.cluster, args.nodes)
         precision = (
             args.precision if args.precision == "mxfp8" else {"fp4": "float4"}.get(args.precision, args.precision)
         )

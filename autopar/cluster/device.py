@@ -15,9 +15,23 @@ from importlib import resources
 from typing import Any
 
 from autopar.cluster.checks import RATE, SECONDS, check_fields, checked, name_text
+from autopar.cluster.kernels import KernelTimes, kernels_from_dict
 from autopar.cluster.tiers import Tier, tiers_from_dict
 from autopar.errors import ClusterError
-from autopar.runtime.schema import Schema, either, listed, number, parsed, positive, record, shown, table, text, where
+from autopar.runtime.schema import (
+    Schema,
+    anything,
+    either,
+    listed,
+    number,
+    parsed,
+    positive,
+    record,
+    shown,
+    table,
+    text,
+    where,
+)
 
 DTYPE_BYTES: dict[str, float] = {
     "float64": 8,
@@ -113,7 +127,8 @@ NO_TIERS = "describe tiers in the cluster file (`tiers: usual`, or their figures
 @dataclass(frozen=True)
 class DeviceSpec:
     """One device. FLOP/s, bytes, bytes/s, seconds. host_bandwidth_Bps: to the host's memory, one direction. tiers: memory
-    beyond its own that a rank on it may use, fastest first (none: everything rests on the device)."""
+    beyond its own that a rank on it may use, fastest first (none: everything rests on the device). kernels: seconds of ops as
+    they were measured on it, where they were."""
 
     name: str
     peak_flops: Mapping[str, float]
@@ -124,6 +139,7 @@ class DeviceSpec:
     curve: EfficiencyCurve = field(default_factory=EfficiencyCurve)
     kind: str = "gpu"
     tiers: tuple[Tier, ...] = ()
+    kernels: KernelTimes | None = None
 
     def __post_init__(self) -> None:
         what = f"device {name_text(self.name, 'device')}"
@@ -139,7 +155,9 @@ class DeviceSpec:
             self.memory_bandwidth_Bps,
             self.tiers,
         )
-        object.__setattr__(self, "_hash", hash((key, self.launch_overhead_s, self.host_bandwidth_Bps, self.curve)))
+        object.__setattr__(
+            self, "_hash", hash((key, self.launch_overhead_s, self.host_bandwidth_Bps, self.curve, self.kernels))
+        )
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -169,6 +187,7 @@ class DeviceSpec:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `device_from_dict` reads it back."""
         tiers = {"tiers": {tier.name: tier.to_dict() for tier in self.tiers}} if self.tiers else {}
+        kernels = {"kernels": self.kernels.to_dict()} if self.kernels is not None else {}
         return {
             "name": self.name,
             "kind": self.kind,
@@ -179,6 +198,7 @@ class DeviceSpec:
             "host_bandwidth_Bps": self.host_bandwidth_Bps,
             "curve": self.curve.to_dict(),
             **tiers,
+            **kernels,
         }
 
 
@@ -191,6 +211,7 @@ _FIGURES: dict[str, Schema[Any]] = {
     "kind": text(),
     "curve": where(lambda curve: isinstance(curve, EfficiencyCurve), "an EfficiencyCurve"),
     "tiers": listed(where(lambda tier: isinstance(tier, Tier), "a Tier")),
+    "kernels": where(lambda kernels: kernels is None or isinstance(kernels, KernelTimes), "KernelTimes"),
 }
 
 
@@ -275,6 +296,7 @@ _DEVICE = record(
             (str, text()), (Mapping, record({}, _CURVE)), what="the name of a curve, or a mapping of figures"
         ),
         "tiers": where(lambda tiers: isinstance(tiers, Mapping), "a mapping such as {ddr: {capacity_GB: 2000, …}}"),
+        "kernels": anything,
     },
 )
 
@@ -291,6 +313,8 @@ def device_from_dict(data: str | Mapping[str, Any], path: str = "device") -> Dev
         fields["curve"] = EfficiencyCurve(**fields["curve"])
     if "tiers" in fields:
         fields["tiers"] = tiers_from_dict(fields["tiers"])
+    if "kernels" in fields:
+        fields["kernels"] = kernels_from_dict(fields["kernels"])
     if base is not None:
         return replace(base, **fields)
     missing = [k for k in ("name", "peak_flops", "memory_bytes", "memory_bandwidth_Bps") if k not in fields]

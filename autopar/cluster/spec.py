@@ -20,7 +20,8 @@ from autopar.cluster.checks import OVERSUBSCRIPTION, RANKS, RATE, SECONDS, SHARE
 from autopar.cluster.device import DeviceSpec, EfficiencyCurve, device_from_dict, device_preset, usual_tiers
 from autopar.cluster.family import add_rack, link_family, usual_link
 from autopar.cluster.files import described, read_cluster_file
-from autopar.cluster.link import LinkLevel
+from autopar.cluster.kernels import kernels_from_dict
+from autopar.cluster.link import PROFILED_LINK, LinkLevel, profiled_link
 from autopar.cluster.tiers import Tier
 from autopar.errors import ClusterError
 from autopar.runtime.datafile import read_json
@@ -116,7 +117,7 @@ class ClusterSpec:
         measured = checked(_PROFILE, profile, "profile")
         devices = tuple((n, _profiled_device(d, measured.get("device", {}))) for n, d in self.devices)
         links = measured.get("links", {})
-        levels = tuple(replace(level, **links.get(level.name, {})) for level in self.levels)
+        levels = tuple(profiled_link(level, links.get(level.name, {})) for level in self.levels)
         return replace(self, devices=devices, levels=levels)
 
     def with_tiers(self, *tiers: Tier) -> ClusterSpec:
@@ -258,7 +259,6 @@ _HOMOGENEOUS: dict[str, Schema[Any]] = {
 }
 _RUNS = listed(row(RANKS, where(lambda device: isinstance(device, DeviceSpec), "a DeviceSpec")), least=1)
 _LEVELS = listed(where(lambda level: isinstance(level, LinkLevel), "a LinkLevel"), least=1)
-_FIGURES = ("bandwidth_Bps", "base_s", "latency_s", "ramp_s", "efficiency", "in_switch_efficiency")
 _PROFILE = record(
     {},
     {
@@ -270,9 +270,10 @@ _PROFILE = record(
                 "memory_bytes": RATE,
                 "peak_flops": table(text(), RATE),
                 "curve": table(text(), number()),
+                "kernels": anything,
             },
         ),
-        "links": table(text(), table(choice(_FIGURES), number())),
+        "links": table(text(), PROFILED_LINK),
         "base": anything,
         "residuals": anything,
         "samples": anything,
@@ -299,4 +300,6 @@ def _profiled_device(device: DeviceSpec, measured: Mapping[str, Any]) -> DeviceS
     if "curve" in measured:
         curve = checked(table(choice(tuple(device.curve.to_dict())), number()), measured["curve"], "profile", "curve")
         fields["curve"] = EfficiencyCurve(**{**device.curve.to_dict(), **curve})
+    if "kernels" in measured:
+        fields["kernels"] = kernels_from_dict(measured["kernels"], "profile.kernels")
     return replace(device, **fields)

@@ -98,6 +98,11 @@ class StageGraph:
         return tuple(found)
 
 
+def splits_backward(rows: Iterable[Iterable[Action]]) -> bool:
+    """Whether B and W are apart in any of these rows."""
+    return any(action.kind == "W" for row in rows for action in row)
+
+
 def show_row(row: Iterable[Action]) -> str:
     """`F0.0 F1.0 B0.0 …`."""
     return " ".join(map(str, row))

@@ -17,9 +17,10 @@ from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoweredTemplate:
-    """forward(params…, inputs…) -> outputs…, saved; backward(saved, params…, tangents…) -> gradients.
+    """forward(params…, inputs…) -> outputs…, saved; backward(saved, params…, tangents…) -> gradients. Stages that run a
+    template alike share it.
 
     Where the schedule runs B and W apart, backward returns the gradients of the inputs and `later`, and
     weights(later) -> gradients of the parameters. late_params: slots of the parameters that backward reads as its own

@@ -78,11 +78,6 @@ class Schedule:
     in_flight: Callable[[int], InFlight] = as_one_f_one_b
     branch_idle_left: float = 0.4
 
-    @property
-    def fill_left(self) -> float:
-        """The share of the seconds to fill and drain a pipeline that stays idle; with W apart, W fills most of them."""
-        return 0.4 if self.splits_backward else 1.0
-
     def serves(self, stages_per_group: int) -> bool:
         """Whether groups may run that many stages each."""
         least, most = self.stages

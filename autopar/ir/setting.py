@@ -42,6 +42,8 @@ class OptimizerState:
 
     def ratio(self, *names: str) -> float:
         """Elements of state per element of a parameter; of several parameters of one shape, on average."""
+        if not self.elements_of:
+            return self.elements
         return sum(self.elements_of.get(name, self.elements) for name in names) / len(names)
 
     def kind(self, name: str) -> tuple[float, int]:
@@ -52,10 +54,6 @@ class OptimizerState:
         """Bytes of state for a shard of so many bytes of a parameter (on average, of several that are alike)."""
         itemsize = type_.dtype.itemsize
         return nbytes / itemsize * self.ratio(*names) * max(self.element_bytes, itemsize)
-
-    def update_s(self, nbytes: Bytes, copy_s: float, *names: str) -> Bytes:
-        """Seconds to update a shard of so many bytes of a parameter; copy_s: seconds per byte that is read or written."""
-        return (3 + 2 * self.ratio(*names)) * nbytes * copy_s
 
     def scratch_bytes(self, shards: Sequence[float]) -> float:
         """The most bytes that updating shards of so many bytes, one after another, needs beside their state."""

@@ -11,6 +11,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     convolution,
     creation,
     embedding,
+    grouped,
     indexing,
     integers,
     loss,

@@ -17,6 +17,9 @@ from autopar.ops.registry import RuleFunction, define
 
 _LIBRARY = torch.library.Library("autopar", "DEF")
 LIFT: dict[Any, Callable[..., Any]] = {}
+SHAPES: dict[Any, Callable[..., Any]] = {}
+"""Shape functions of ATen ops for which torch has none, or one that takes less than the op does; used while a model is
+captured."""
 
 
 def graph_op(
@@ -38,6 +41,16 @@ def graph_op(
     return add
 
 
+def differentiable(op: Any, backward: Callable[..., Any]) -> None:
+    """Autograd's way back through an op of the dialect that models may call themselves. backward(ctx, g): a gradient per
+    argument; ctx.saved_tensors are the op's tensors."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
+
+    torch.library.register_autograd(op.name(), backward, setup_context=save, lib=_LIBRARY)
+
+
 def lifts(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as what `targets` become. Raises ValueError where one has another lift."""
 
@@ -45,6 +58,16 @@ def lifts(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         for target in targets:
             if LIFT.setdefault(target, f) is not f:
                 raise ValueError(f"{target} is lifted twice")
+        return f
+
+    return add
+
+
+def shapes(target: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the shape function of an ATen op."""
+
+    def add(f: Callable[..., Any]) -> Callable[..., Any]:
+        SHAPES[target] = f
         return f
 
     return add

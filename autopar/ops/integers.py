@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.ranges import Index, Range
 from autopar.ir.rule import Rule
-from autopar.ops.dialect import empty_like, graph_op, lifts
+from autopar.ops.dialect import empty_like, graph_op, lifts, shapes
 from autopar.ops.labels import Maker
 from autopar.ops.pointwise import pointwise
 from autopar.ops.registry import define, named
@@ -55,6 +56,30 @@ def _one_hot(x: Tensor, classes: int = -1) -> Tensor:
         return aten.one_hot.default(x, classes)
     checked = in_range(x, 0, classes)
     return (checked.unsqueeze(-1) == torch.arange(classes, device=x.device)).to(torch.int64)
+
+
+@shapes(aten.bincount.default)
+def _bincount_shape(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many counts as are asked for at least; without a least number they depend on the data."""
+    if minlength <= 0:
+        raise DynamicOutputShapeException(aten.bincount.default)
+    return x.new_empty([minlength], dtype=_count_dtype(weights))
+
+
+@lifts(aten.bincount.default)
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """The classes below `minlength`, which the data is held to; eager would give more counts for others."""
+    checked = in_range(x, 0, minlength)
+    member = checked.unsqueeze(-1) == torch.arange(minlength, device=x.device)
+    if weights is None:
+        return member.sum(0)
+    return (member * weights.to(_count_dtype(weights)).unsqueeze(-1)).sum(0)
+
+
+def _count_dtype(weights: Tensor | None) -> torch.dtype:
+    if weights is None:
+        return torch.int64
+    return torch.float32 if weights.dtype == torch.float32 else torch.float64
 
 
 # --- indices

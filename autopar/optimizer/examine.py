@@ -52,6 +52,10 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
             _check_schedulers(rule.scheduler, optimizers)
         parameters = _with_gradients(parameters)
         optimizers = make_optimizers(factory, list(parameters.items()))
+        alike = _updated_alike(optimizers)
+        for parameter in parameters.values():
+            if alike.get(id(parameter), parameter) is not parameter:
+                parameter.grad = None  # one of them tells the state of all
         for optimizer in optimizers:
             optimizer.step()
         whole = _whole(factory, optimizers, parameters, shapes, ranks)
@@ -70,7 +74,7 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
                 "others to a second optimizer: return both"
             )
         ) from error
-    kept, each = _state(optimizers, parameters)
+    kept, each = _state(optimizers, parameters, alike)
     total = sum(math.prod(shape) for shape in sizes.values())
     ratio = sum(kept[name] * math.prod(shape) for name, shape in sizes.items()) / max(total, 1)
     other = {name: count for name, count in kept.items() if count != ratio}
@@ -94,7 +98,7 @@ def _with_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Para
 
 def _refuse(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
-    if type(optimizer).__module__.split(".")[0] == "torch" and kind in REFUSED_OPTIMIZERS:
+    if _is_torchs(optimizer) and kind in REFUSED_OPTIMIZERS:
         raise InputError(f"{kind} cannot train a compiled program: {REFUSED_OPTIMIZERS[kind]}")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise InputError(
@@ -114,10 +118,28 @@ def _check_schedulers(scheduler: Callable[[Any], Any], optimizers: Iterable[torc
         )
 
 
+def _updated_alike(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
+    """By id of a parameter that torch's own elementwise optimizer updates the first one of its group with as many dims."""
+    alike: dict[int, nn.Parameter] = {}
+    for optimizer in optimizers:
+        if _is_torchs(optimizer) and type(optimizer).__name__ in ELEMENTWISE:
+            for group in optimizer.param_groups:
+                first: dict[int, nn.Parameter] = {}
+                alike |= {id(p): first.setdefault(p.dim(), p) for p in group["params"]}
+    return alike
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.split(".")[0] == "torch"
+
+
 def _state(
-    optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+    optimizers: Iterable[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    alike: Mapping[int, nn.Parameter],
 ) -> tuple[dict[str, float], int]:
-    """Per parameter the state elements per element, and the bytes of one. Single numbers count for nothing."""
+    """Per parameter the state elements per element, and the bytes of one. Single numbers count for nothing. alike: by id of a
+    parameter the one whose state is like its own."""
     kept: dict[int, list[torch.Tensor]] = {}
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
@@ -125,7 +147,8 @@ def _state(
     each = max((v.dtype.itemsize for values in kept.values() for v in values), default=0)
     most = {len(values) for values in kept.values() if values}
     usual = float(most.pop()) if len(most) == 1 else 0.0
-    return {n: float(len(kept.get(id(p), ()))) if p.dim() else usual for n, p in parameters.items()}, each
+    told = {n: kept.get(id(alike.get(id(p), p)), []) for n, p in parameters.items()}
+    return {n: float(len(told[n])) if p.dim() else usual for n, p in parameters.items()}, each
 
 
 def _groups(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
@@ -177,7 +200,7 @@ def _whole(
     unknown: set[str] = set()
     for optimizer in optimizers:
         taken = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-        kind, own = type(optimizer).__name__, type(optimizer).__module__.split(".")[0] == "torch"
+        kind, own = type(optimizer).__name__, _is_torchs(optimizer)
         if own and kind in WHOLE_TENSOR_OPTIMIZERS:
             whole |= taken
         elif not (own and kind in ELEMENTWISE):

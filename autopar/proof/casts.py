@@ -13,6 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.ops.grouped import grouped_by_loops
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
@@ -71,13 +73,39 @@ def _can_be_copied(value: object) -> bool:
 @contextmanager
 def promoted(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
     """The model computes in `dtype` whatever it says. Updates stay outside: the optimizer's own dtypes are part of it."""
-    previous = torch.get_default_dtype()
+    previous, own = torch.get_default_dtype(), _dtype_of(model)
+    constants = _KeepConstants(dtype, own, previous)
     torch.set_default_dtype(dtype)
     try:
-        with _Promote(dtype), _KeepEps(_eps(model)), _finfo_as(dtype, _dtype_of(model)):
+        with _Promote(dtype), _KeepEps(_eps(model)), constants, _finfo_as(dtype, own):
             yield
     finally:
         torch.set_default_dtype(previous)
+
+
+class DividedAs(TorchDispatchMode):
+    """Integers that an op turns into floats, as a division does, become `dtype` and not torch's default.
+
+    For the ranks of one process: the default is the process's, and their optimizers read it while others still compute.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        widened = isinstance(result, torch.Tensor) and result.dtype == torch.get_default_dtype() != self.dtype
+        if (
+            not widened
+            or not tensors
+            or any(a.is_floating_point() or a.is_complex() for a in tensors)
+            or "dtype" in kwargs
+        ):
+            return result
+        return func(*(a.to(self.dtype) if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
 
 
 @contextmanager
@@ -107,6 +135,7 @@ class _Promote(TorchDispatchMode):
         aliased = [a.alias_info is not None for a in func._schema.arguments]
         named = {a.name for a, alias in zip(func._schema.arguments, aliased, strict=True) if alias}
         kwargs = {k: a if k in named else self._argument(a) for k, a in (kwargs or {}).items()}
+        func = grouped_by_loops if func is torch.ops.aten._grouped_mm.default else func  # its kernel takes no float64
         return func(*(a if alias else self._argument(a) for a, alias in zip(args, aliased, strict=False)), **kwargs)
 
     def _argument(self, a: Any) -> Any:
@@ -132,6 +161,30 @@ class _KeepEps(TorchFunctionMode):
             args = args[:3]
             kwargs["eps"] = self.eps
         return func(*args, **kwargs)
+
+
+class _KeepConstants(TorchFunctionMode):
+    """Tensors that a model makes of numbers hold them as its own dtype does: a captured program has that rounding."""
+
+    def __init__(self, dtype: torch.dtype, own: torch.dtype, default: torch.dtype) -> None:
+        """own: the model's dtype, which is promoted for code that asks a tensor. default: of code that names none."""
+        super().__init__()
+        self.dtype, self.named = dtype, {dtype: own, None: default}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor, torch.scalar_tensor) and _has_floats(args[:1]):
+            asked = kwargs.get("dtype")
+            made = func(*args, **{**kwargs, "dtype": self.named.get(asked, asked)})
+            return cast(made, self.dtype).requires_grad_(made.requires_grad) if made.is_floating_point() else made
+        return func(*args, **kwargs)
+
+
+def _has_floats(data: Any) -> bool:
+    """Whether nested lists hold a float and nothing but numbers."""
+    if isinstance(data, (list, tuple)):
+        return any(map(_has_floats, data)) and not any(isinstance(value, torch.Tensor) for value in data)
+    return isinstance(data, float)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

@@ -9,7 +9,7 @@ import torch
 
 from autopar.codegen.in_process import load
 from autopar.codegen.pipeline import pipeline_source
-from autopar.codegen.stage import stage_source
+from autopar.codegen.stage import stage_sources
 from autopar.ir.lines import Compute, Function, Line
 from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
@@ -19,7 +19,7 @@ from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
-from autopar.proof.casts import replaced
+from autopar.proof.casts import DividedAs, replaced
 from autopar.proof.compare import Values, difference, largest
 from autopar.runtime.session import Session
 
@@ -38,10 +38,14 @@ def values_on_ranks(
     ranks after the first says).
     """
     source_dtypes = replaced(dtype)
-    sources = [stage_source(stage, "verification", source_dtypes) for stage in lowered.stages]
+    sources = stage_sources(lowered.stages, lambda stage: "verification", source_dtypes)
     modules = load(lowered, sources, pipeline_source(lowered, program.ir, "verification", source_dtypes))
 
     def body(session: Session) -> Values:
+        with DividedAs(dtype):
+            return values_of(session)
+
+    def values_of(session: Session) -> Values:
         if not program.training:
             outputs = session.forward(list(leaves))
             return {f"output/{i}": output for i, output in enumerate(outputs) if output is not None}

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
+from .heap import keep_freed_memory
 from .manifest import Manifest, WrongWorldSize
 from .process import TorchComm
 from .session import Session
@@ -104,6 +105,8 @@ def load(
         store = _join(backend or _pick_backend(), timeout_s, manifest.placement)
     pipeline = manifest.load_pipeline()
     comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
+    if comm.device.type == "cpu":
+        keep_freed_memory()
 
     def stage(index: int) -> ModuleType:
         return load_stage(manifest.directory / pipeline.STAGES[index]["file"])

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from . import random as rng
+from .grouped import grouped_mm as grouped_mm
+from .grouped import grouped_mm_dw as grouped_mm_dw
 
 Tensor = torch.Tensor
 Window = tuple[list[int], list[int], list[int], bool, list[int], int]

@@ -31,6 +31,7 @@ from .notes import Notes
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 MESSAGE_TAG = 1 << 28
+FAILED, TIMED_OUT = "failed in", "timed out in"
 _START = {"send": dist.isend, "recv": dist.irecv}
 # torch 2.13 renamed these two.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -256,10 +257,12 @@ class TorchComm(Comm):
         where = f"#{number} over {group}: {what}" if group is not None else what
         first = str(error).splitlines()[0]
         notes = self._job.notes
-        notes.leave(f"failed in {where}")
+        timed_out = "timed out" in first.lower() or "timeout" in first.lower()
+        notes.leave(f"{TIMED_OUT if timed_out else FAILED} {where}")
         others = notes.of_others(group.ranks if group is not None else range(dist.get_world_size()))
         text = f"{self.describe_rank()}: {where} failed: {first}" + "".join(f"; {note}" for note in others)
-        timed_out = "timed out" in first.lower() or "timeout" in first.lower()
+        # Who times out first closes its connections, which is what its peers see.
+        timed_out = timed_out or any(f" {TIMED_OUT} " in note for note in others)
         return CollectiveTimeout(text) if timed_out else RuntimeProgramError(text)
 
     def release(self) -> None:

@@ -21,6 +21,7 @@ from autopar.passes.price.bills import template_seconds
 from autopar.passes.price.lines import TemplateSeconds, gradient_work, line_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.once import once
 from autopar.plan import StagePlan
 
 
@@ -98,6 +99,12 @@ def _spread(
 
 def boundaries(program: Program, pricer: Pricer) -> np.ndarray:
     """Seconds to send what is alive between calls l-1 and l, and the gradients back; ranks share the bytes."""
+    return np.array([pricer.hand_over_s(b) if b else 0.0 for b in _alive_bytes(program) / pricer.mesh.size])
+
+
+@once
+def _alive_bytes(program: Program) -> np.ndarray:
+    """(calls,) bytes of what is alive before each call, and of the gradients that come back."""
     alive = np.zeros(len(program.calls) + 1)
     for ref, readers in program.readers.items():
         if ref.kind != "call":
@@ -106,5 +113,5 @@ def boundaries(program: Program, pricer: Pricer) -> np.ndarray:
         type_ = program.type_of(ref)
         owner = program.template_of(program.calls[ref.index])
         directions = 2 if owner.tangents[ref.output] is not None and ref.index in program.backward_calls else 1
-        alive[ref.index + 1 : last + 1] += directions * type_.nbytes / pricer.mesh.size
-    return np.array([pricer.hand_over_s(b) if b else 0.0 for b in alive[:-1]])
+        alive[ref.index + 1 : last + 1] += directions * type_.nbytes
+    return alive[:-1]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
-from autopar.costmodel.bill import Bill, StepSeconds, cluster_nodes
+from autopar.costmodel.bill import Bill, Pipeline, StepSeconds, cluster_nodes
 from autopar.costmodel.bill import step_seconds as read_bill
-from autopar.costmodel.simulate import Durations, Timeline, makespan_s, simulate
+from autopar.costmodel.simulate import Timeline, makespan_s, simulate
 from autopar.costmodel.software import Software
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
-from autopar.passes.account.collectives import Collective
-from autopar.passes.account.stage import StageAccount, account_stage
+from autopar.passes.account.collectives import Collective, stage_collectives
+from autopar.passes.account.stage import Later, StageAccount, account_stage
 from autopar.passes.memory.peak import group_peaks, tier_peaks
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.price.tiers import TierMove
@@ -23,47 +23,30 @@ from autopar.plan import StagePlan
 
 
 @dataclass(frozen=True)
-class TablePipeline:
-    """A table of actions, simulated (`costmodel.bill.Pipeline`). sends_s: from stage to stage, of one microbatch."""
-
-    table: Table
-    graph: StageGraph
-    sends_s: dict[tuple[int, int], float]
-
-    def __call__(self, seconds: Durations) -> float:
-        return makespan_s(self.table, self.graph, seconds, self.sends_s)
-
-
-@dataclass(frozen=True)
 class Account:
-    """A whole program per step. peaks: bytes of a rank of every group. hand_over: seconds from stage to stage.
-    software: what the bill is read with. tier_peaks: bytes in memory tiers of a rank of every group, by tier."""
+    """A whole program per step. hand_over: seconds from stage to stage. software: what the bill is read with."""
 
     stages: tuple[StageAccount, ...]
-    peaks: tuple[float, ...]
-    comm_time_s: float
     table: Table
     graph: StageGraph
     hand_over: dict[tuple[int, int], float]
     microbatches: int
     nodes: float
     software: Software
-    tier_peaks: tuple[dict[str, float], ...] = ()
 
-    def bill(self, table: Table) -> Bill:
-        """The step's bill under a table."""
-        pipeline = TablePipeline(table, self.graph, self.hand_over)
+    def read(self, pipeline: Pipeline) -> StepSeconds:
+        """The step's seconds, and what they are spent on, where its actions take what a pipeline says of them."""
         bills = tuple(stage.bill for stage in self.stages)
-        return Bill(bills, self.graph.groups, self.microbatches, pipeline, self.nodes)
+        return read_bill(Bill(bills, self.graph.groups, self.microbatches, pipeline, self.nodes), self.software)
 
-    def least_step_s(self, span_s: float) -> float:
-        """Seconds of a step whose pipeline takes so many."""
-        return read_bill(replace(self.bill(()), pipeline=lambda _: span_s), self.software).step_s
+    def read_under(self, table: Table) -> StepSeconds:
+        """The same where its actions are simulated in the order of a table."""
+        return self.read(lambda seconds: makespan_s(table, self.graph, seconds, self.hand_over))
 
     @cached_property
     def step(self) -> StepSeconds:
-        """The step's seconds and what they are spent on."""
-        return read_bill(self.bill(self.table), self.software)
+        """The same under the account's own table."""
+        return self.read_under(self.table)
 
     @property
     def step_time_s(self) -> float:
@@ -85,6 +68,16 @@ class Account:
         """The simulated step, without what comes once at its end."""
         return simulate(self.table, self.graph, self.seconds, self.hand_over)
 
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Bytes of a rank of every group."""
+        return group_peaks(self.graph, self.table, [s.memory for s in self.stages])
+
+    @cached_property
+    def tier_peaks(self) -> tuple[dict[str, float], ...]:
+        """Bytes in memory tiers of a rank of every group, by tier."""
+        return tier_peaks(self.graph, self.table, [s.memory for s in self.stages])
+
     @property
     def peak_bytes(self) -> float:
         return max(self.peaks)
@@ -93,6 +86,11 @@ class Account:
     def resting_bytes(self) -> dict[str, float]:
         """Of the stage that rests most."""
         return max((s.memory for s in self.stages), key=lambda m: m.resting_bytes).resting
+
+    @property
+    def comm_time_s(self) -> float:
+        """Seconds of all collectives of the stage that sends most, whatever hides them."""
+        return max(s.comm_time_s for s in self.stages)
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -119,7 +117,7 @@ def stage_costs(
     setting: Setting,
     rules: RuleBook,
 ) -> Account:
-    """What the stages cost, whichever schedule they run under: an account without table, step and peaks.
+    """What the stages cost, whichever schedule they run under: an account without a table.
 
     Stages that share their functions cost the same.
     """
@@ -129,11 +127,8 @@ def stage_costs(
             priced = account_stage(stage, plan, templates, pricers[stage.mesh], setting, rules)
             by_function[id(stage.forward)] = priced
     stages = tuple(by_function[id(stage.forward)] for stage in lowered.stages)
-    comm_time_s = max(s.comm_time_s for s in by_function.values())
     return Account(
         stages,
-        (),
-        comm_time_s,
         (),
         lowered.graph,
         hand_over(lowered, pricers),
@@ -143,20 +138,24 @@ def stage_costs(
     )
 
 
+def as_lowered(costs: Account, lowered: LoweredProgram, pricers: Pricers) -> Account:
+    """The account of a program that costs so much, by stages some of which are like others: in their own names."""
+    stages = tuple(
+        replace(
+            counted,
+            listed=Later(partial(stage_collectives, stage, pricers[stage.mesh])),
+            moves=tuple(replace(move, stage=stage.index) for move in counted.moves),
+        )
+        for counted, stage in zip(costs.stages, lowered.stages, strict=True)
+    )
+    account = replace(costs, stages=stages)
+    vars(account).update(step=costs.step, peaks=costs.peaks)  # whatever the names are
+    return account
+
+
 def under(costs: Account, table: Table) -> Account:
     """The account of stages that cost so much under a table of actions."""
-    memory = [s.memory for s in costs.stages]
-    return replace(
-        costs,
-        peaks=group_peaks(costs.graph, table, memory),
-        table=table,
-        tier_peaks=tier_peaks(costs.graph, table, memory),
-    )
-
-
-def step_seconds(counted: Account, table: Table) -> float:
-    """Seconds of a step under a table."""
-    return read_bill(counted.bill(table), counted.software).step_s
+    return replace(costs, table=table)
 
 
 def hand_over(lowered: LoweredProgram, pricers: Pricers) -> dict[tuple[int, int], float]:
@@ -164,7 +163,7 @@ def hand_over(lowered: LoweredProgram, pricers: Pricers) -> dict[tuple[int, int]
     between: dict[tuple[int, int], float] = {}
     for t in lowered.transfers:
         if lowered.graph.group_of[t.source] != lowered.graph.group_of[t.target]:
-            mesh = lowered.stages[t.target].mesh
-            seconds = pricers[mesh].hand_over_s(t.target_spec.local_bytes(t.type, mesh))
+            source, target = lowered.stages[t.source].mesh, lowered.stages[t.target].mesh
+            seconds = pricers.hand_over_s(t.target_spec.local_bytes(t.type, target), source, target)
             between[t.source, t.target] = between.get((t.source, t.target), 0.0) + seconds
     return between

@@ -5,7 +5,10 @@ The bill is `passes.price.bills`' of the stage's lines and what memory tiers add
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
 
 from autopar.costmodel.bill import StageBill, exposed_parameters_s, stage_seconds
 from autopar.ir.lowered import LoweredStage
@@ -20,19 +23,50 @@ from autopar.passes.price.tiers import TierMove, gather_moves, gradient_moves, o
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan
 
+Value = TypeVar("Value")
+
+
+class Later(Generic[Value]):
+    """A value that is made when it is first asked for, or goes to another process."""
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        self._make, self._values = make, list[Value]()
+
+    def __call__(self) -> Value:
+        if not self._values:
+            self._values.append(self._make())
+        return self._values[0]
+
+    def __reduce__(self) -> tuple[type[Later[Value]], tuple[Callable[[], Value]]]:
+        return Later, (partial(_itself, self()),)
+
+
+def _itself(value: Value) -> Value:
+    return value
+
 
 @dataclass(frozen=True)
 class StageAccount:
     """One stage on one of its ranks. seconds: of one action by kind, exposed communication and transfers to memory tiers
     included; step_s: what a step of this stage alone adds to its actions; moves: what goes to memory tiers and back per step.
+
+    Seconds say which plans are worth a look at their bytes, so bytes are counted, and collectives listed, when asked for.
     """
 
-    memory: StageMemory
     bill: StageBill
     seconds: dict[str, float]
     step_s: float
-    collectives: tuple[Collective, ...]
+    counted: Later[StageMemory]
+    listed: Later[tuple[Collective, ...]]
     moves: tuple[TierMove, ...] = ()
+
+    @property
+    def memory(self) -> StageMemory:
+        return self.counted()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return self.listed()
 
     @property
     def comm_time_s(self) -> float:
@@ -67,11 +101,11 @@ def account_stage(
     F, B, W = stage_seconds((bill,), pricer.software)[0].values()
     messages_s = exposed_parameters_s(bill.parameters, (F, B + W), stage.microbatches, 1.0, pricer.software)
     return StageAccount(
-        stage_memory(stage, setting),
         bill,
         {"F": F, "B": B, "W": W},
         messages_s + bill.optimizer_s + bill.rest_s,
-        stage_collectives(stage, pricer),
+        Later(partial(stage_memory, stage, setting)),
+        Later(partial(stage_collectives, stage, pricer)),
         tuple(moves),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain, count
 from typing import Any, Literal
 
 import torch
@@ -71,7 +72,7 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
 
 def _fresh(stem: str, taken: Iterable[str]) -> str:
     names = set(taken)
-    return next(n for n in (stem, *(f"{stem}_v{k}" for k in range(2, 9999))) if n not in names)
+    return next(n for n in chain([stem], (f"{stem}_v{k}" for k in count(2))) if n not in names)
 
 
 def _join(program: Program, batch: Batched, k: int, state: State) -> Join:

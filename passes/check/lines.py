@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from autopar.errors import CheckError
 from autopar.ir import lines as ir
+from autopar.ir.actions import splits_backward
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.lines import Compute, Convert, Function, Line, Ref, label
-from autopar.ir.lowered import LoweredProgram, LoweredStage, Port, Row
+from autopar.ir.lowered import LoweredProgram, LoweredStage, LoweredTemplate, Port, Row
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule
 from autopar.ir.spec import Spec
@@ -28,15 +29,18 @@ Typed = tuple[TensorType, Spec]
 
 def check_program(lowered: LoweredProgram, rules: RuleBook) -> None:
     """Every stage, both ends of every transfer, and the action table. Raises CheckError."""
+    templates = {(t, stage.mesh.axes): stage.mesh for stage in lowered.stages for t in stage.templates.values()}
+    for (template, _), mesh in templates.items():
+        _check_template(template, mesh, rules)
     for stage in lowered.stages:
-        check(stage, rules)
+        _check_stage(stage, rules)
     for transfer in lowered.transfers:
         for s, spec in ((transfer.source, transfer.source_spec), (transfer.target, transfer.target_spec)):
             if spec.partial or not spec.divides(transfer.type.shape, lowered.stages[s].mesh):
                 raise CheckError(
                     f"transfer {transfer.name}: {spec.show(transfer.type)} cannot cross to or from stage {s}"
                 )
-    split = any(action.kind == "W" for row in lowered.table for action in row)
+    split = splits_backward(lowered.table)
     stages = lowered.stages
     check_table(lowered.table, lowered.graph, stages[0].microbatches, training=stages[0].training, split=split)
 
@@ -44,17 +48,24 @@ def check_program(lowered: LoweredProgram, rules: RuleBook) -> None:
 def check(stage: LoweredStage, rules: RuleBook) -> None:
     """Types every line of a stage. Raises CheckError naming function and line."""
     for template in stage.templates.values():
-        typed = _function(template.forward, stage.mesh, rules, dict(template.forward.arg_types))
-        for function, kept in ((template.backward, template.saved), (template.weights, template.later)):
-            if function is not None:
-                arguments = dict(function.arg_types)
-                _same(
-                    f"{template.name}: {'weights' if function is template.weights else 'backward'}",
-                    kept,
-                    typed,
-                    arguments,
-                )
-                typed = _function(function, stage.mesh, rules, arguments)
+        _check_template(template, stage.mesh, rules)
+    _check_stage(stage, rules)
+
+
+def _check_template(template: LoweredTemplate, mesh: Mesh, rules: RuleBook) -> None:
+    """The functions of a template."""
+    typed = _function(template.forward, mesh, rules, dict(template.forward.arg_types))
+    for function, kept in ((template.backward, template.saved), (template.weights, template.later)):
+        if function is not None:
+            arguments = dict(function.arg_types)
+            _same(
+                f"{template.name}: {'weights' if function is template.weights else 'backward'}", kept, typed, arguments
+            )
+            typed = _function(function, mesh, rules, arguments)
+
+
+def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
+    """The functions that a stage's actions run, what leaves them, and how its parameters rest."""
     for function in stage.functions:
         typed = _function(function, stage.mesh, rules, dict(function.arg_types))
         ends: dict[str, tuple[Row | Port, ...]] = {

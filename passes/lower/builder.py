@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from autopar.errors import PlanError
 from autopar.ir.lines import Function, GatherKey, Line, ParameterGather, Prefetch, Ref, Stored, TakeParameters
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
@@ -14,23 +11,6 @@ from autopar.passes.lower.names import Names
 
 LocalValue = tuple[str, Spec]
 """A value by its local name, and the spec it is held in."""
-
-
-@dataclass(frozen=True)
-class ParameterUse:
-    """A parameter as a call wants it: how it is gathered, and the type and spec that come out. stem: of its local name.
-    tier: where the shard rests ("": on the device)."""
-
-    gather: ParameterGather
-    stem: str
-    type: TensorType
-    wanted: Spec
-    tier: str = ""
-
-    @property
-    def moves(self) -> bool:
-        """Whether what is stored is not what is wanted, where it is wanted."""
-        return bool(self.gather.steps) or self.gather.dtype is not None or bool(self.tier)
 
 
 class Builder:
@@ -54,15 +34,20 @@ class Builder:
 
     def prefetch(self, index: int, backward: bool) -> None:
         """Start the gathers of a call."""
-        gathers = tuple(use.gather for use in self._parameter_uses(index, backward) if use.moves)
+        call = self.program.calls[index]
+        gathers = tuple(
+            ParameterGather(call.params[use.slot], use.steps, use.dtype)
+            for use in self.context.parameter_uses(call, backward)
+            if use.moves
+        )
         if gathers:
             key = GatherKey(self.context.number(index), backward)
-            path_of_call = self.program.calls[index].path
-            self.lines.append(Prefetch(key, gathers, phase="B" if backward else "F", source=path_of_call))
+            self.lines.append(Prefetch(key, gathers, phase="B" if backward else "F", source=call.path))
 
     def params(self, index: int, backward: bool) -> tuple[Ref | Stored, ...]:
         """Arguments for the parameters of a call: stored shards, and the local names of those that were gathered."""
-        uses = self._parameter_uses(index, backward)
+        call = self.program.calls[index]
+        uses = self.context.parameter_uses(call, backward)
         key = GatherKey(self.context.number(index), backward)
         local = {i: self.names.fresh(f"{use.stem}_{key}") for i, use in enumerate(uses) if use.moves}
         if local:
@@ -75,27 +60,4 @@ class Builder:
                     phase="B" if backward else "F",
                 )
             )
-        return tuple(Ref(local[i]) if i in local else Stored(use.gather.name) for i, use in enumerate(uses))
-
-    def _parameter_uses(self, index: int, backward: bool) -> list[ParameterUse]:
-        """What a call reads of its parameters. Raises PlanError where no gather leads there."""
-        call = self.program.calls[index]
-        template = self.program.template_of(call)
-        specs = self.context.stage.templates[template.name].specs
-        places = [(slot, "late" if backward else "use") for slot in range(len(call.params))]
-        if backward:
-            places += [(slot, "use") for slot in self.context.templates[call.template].again_params]
-        uses = []
-        for slot, hub in places:
-            name, wanted = call.params[slot], specs.get(f"{template.params[slot]}@{hub}")
-            if wanted is None:
-                continue
-            stored = self.context.stage.parameters[name]
-            type_ = template.type_of(template.params[slot])
-            steps = self.context.steps(type_, stored.storage, wanted)
-            if steps is None:
-                raise PlanError(f"parameter {name}: no gather leads from {stored.storage} to {wanted}")
-            dtype = None if type_ == self.program.parameters[name].type else type_.dtype
-            gather = ParameterGather(name, steps, dtype)
-            uses.append(ParameterUse(gather, template.params[slot], type_, wanted, stored.tier))
-        return uses
+        return tuple(Ref(local[i]) if i in local else Stored(call.params[use.slot]) for i, use in enumerate(uses))

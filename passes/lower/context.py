@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from autopar.errors import PlanError
 from autopar.ir.lowered import LoweredTemplate, StoredParameter
-from autopar.ir.program import Program, Template, ValueRef
+from autopar.ir.program import Call, Program, Template, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
@@ -31,6 +34,26 @@ class GradientSteps:
     arrival: Spec | None = None
 
 
+@dataclass(frozen=True)
+class ParameterUse:
+    """A parameter as calls of a template want it: the slot it is passed in, the steps from its storage and the dtype it is
+    cast to before (None: as stored), and the type and spec that come out. stem: of its local name. tier: where the shard
+    rests ("": on the device)."""
+
+    slot: int
+    steps: tuple[RuntimeStep, ...]
+    dtype: torch.dtype | None
+    stem: str
+    type: TensorType
+    wanted: Spec
+    tier: str = ""
+
+    @property
+    def moves(self) -> bool:
+        """Whether what is stored is not what is wanted, where it is wanted."""
+        return bool(self.steps) or self.dtype is not None or bool(self.tier)
+
+
 @dataclass
 class StageContext:
     """A stage's plan and what lowering derives from it once. lowered_templates: what lowering has made of templates so
@@ -45,9 +68,13 @@ class StageContext:
 
     def __post_init__(self) -> None:
         self._steps: dict[tuple[TensorType, Spec, Spec, bool], tuple[RuntimeStep, ...] | None] = {}
+        self._uses: dict[tuple[str, bool, tuple[int, ...]], tuple[ParameterUse, ...]] = {}
+        self._gradients: dict[tuple[int, tuple[tuple[str, int], ...]], GradientSteps] = {}
+        self._regathers: dict[int, tuple[RuntimeStep, ...]] = {}
         program, stage = self.program, self.stage
         if set(program.templates) - set(stage.templates) or set(program.parameters) - set(stage.parameters):
             raise PlanError("the plan misses templates or parameters of this model; compile again without plan=")
+        self.kinds = _kinds(program, stage)
         needs_backward = {program.calls[i].template for i in program.backward_calls}
         self.templates: dict[str, LoweredTemplate] = {
             name: self._template(t, name in needs_backward) for name, t in program.templates.items()
@@ -90,10 +117,45 @@ class StageContext:
         tangent = template.tangents[ref.output]
         return None if tangent is None else self.planned(template.name, tangent)
 
+    def parameter_uses(self, call: Call, backward: bool) -> tuple[ParameterUse, ...]:
+        """What a call reads of its parameters; calls of a template whose parameters rest alike read alike. Raises PlanError
+        where no gather leads there."""
+        key = call.template, backward, tuple(self.kinds[name] for name in call.params)
+        if key not in self._uses:
+            self._uses[key] = self._parameter_uses(call, backward)
+        return self._uses[key]
+
+    def _parameter_uses(self, call: Call, backward: bool) -> tuple[ParameterUse, ...]:
+        template = self.program.template_of(call)
+        specs = self.stage.templates[template.name].specs
+        places = [(slot, "late" if backward else "use") for slot in range(len(call.params))]
+        if backward:
+            places += [(slot, "use") for slot in self.templates[call.template].again_params]
+        uses = []
+        for slot, hub in places:
+            name, wanted = call.params[slot], specs.get(f"{template.params[slot]}@{hub}")
+            if wanted is None:
+                continue
+            stored = self.stage.parameters[name]
+            type_ = template.type_of(template.params[slot])
+            steps = self.steps(type_, stored.storage, wanted)
+            if steps is None:
+                raise PlanError(f"parameter {name}: no gather leads from {stored.storage} to {wanted}")
+            dtype = None if type_ == self.program.parameters[name].type else type_.dtype
+            uses.append(ParameterUse(slot, steps, dtype, template.params[slot], type_, wanted, stored.tier))
+        return tuple(uses)
+
     def _gradient_steps(self, name: str) -> GradientSteps:
         """Contributions that all arrive alike are summed as they come, and reduced in the store."""
-        places = self.program.gradient_places[name]
-        specs = {self.templates[self.program.calls[c].template].param_grads[slot] for c, slot in places}
+        places = tuple((self.program.calls[c].template, slot) for c, slot in self.program.gradient_places[name])
+        key = self.kinds[name], places
+        if key not in self._gradients:
+            self._gradients[key] = self._steps_from(name, places)
+        return self._gradients[key]
+
+    def _steps_from(self, name: str, places: Collection[tuple[str, int]]) -> GradientSteps:
+        """places: (template, slot) of the calls that give the parameter a gradient."""
+        specs = {self.templates[template].param_grads[slot] for template, slot in places}
         target = self.stage.parameters[name].optimizer
         first = next(iter(specs))
         if len(specs) == 1 and first is not None:
@@ -109,9 +171,12 @@ class StageContext:
         foreign = self.program.boundary.foreign if self.program.boundary else frozenset()
         for name, parameter in self.program.parameters.items():
             planned = self.stage.parameters[name]
-            regather = self.steps(parameter.type, planned.optimizer, planned.storage, bucketed=True)
-            if regather is None:
-                raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
+            kind = self.kinds[name]
+            if kind not in self._regathers:
+                regather = self.steps(parameter.type, planned.optimizer, planned.storage, bucketed=True)
+                if regather is None:
+                    raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
+                self._regathers[kind] = regather
             gradient = self.gradients.get(name, GradientSteps())
             stored[name] = StoredParameter(
                 name,
@@ -119,7 +184,7 @@ class StageContext:
                 planned.storage,
                 planned.optimizer,
                 parameter.trainable,
-                regather,
+                self._regathers[kind],
                 gradient.contributions,
                 gradient.steps,
                 name not in foreign,
@@ -127,3 +192,14 @@ class StageContext:
                 planned.optimizer_tier,
             )
         return stored
+
+
+def _kinds(program: Program, stage: StagePlan) -> dict[str, int]:
+    """Numbers of the stage's parameters, the same for those that are of one type and rest alike."""
+    numbers: dict[tuple[object, ...], int] = {}
+    kinds = {}
+    for name, parameter in program.parameters.items():
+        planned = stage.parameters[name]
+        kind = parameter.type, planned.storage, planned.optimizer, planned.tier
+        kinds[name] = numbers.setdefault(kind, len(numbers))
+    return kinds

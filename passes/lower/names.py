@@ -16,7 +16,8 @@ class Names:
 
     def fresh(self, stem: str) -> str:
         """`stem` as an identifier, or `stem_2`, `stem_3`, … when taken."""
-        stem = re.sub(r"\W", "_", stem).lstrip("0123456789_") or "x"
+        if not (stem.isascii() and stem.isidentifier()) or stem[0] == "_":
+            stem = re.sub(r"\W", "_", stem).lstrip("0123456789_") or "x"
         count = self._taken.get(stem, 0) + 1
         self._taken[stem] = count
         if count == 1:

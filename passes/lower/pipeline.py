@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.ir.actions import StageGraph, Table, parse_row
+from autopar.ir.actions import StageGraph, Table, parse_row, splits_backward
 from autopar.ir.lowered import LoweredProgram, LoweredStage, Transfer
 from autopar.ir.program import Program
 from autopar.passes.lower.alike import like_stage, stage_kind
@@ -32,7 +32,7 @@ def lower(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> Lo
     parts, planned, shared = _cut(program, plan)
     graph = stage_graph(plan, parts)
     table = table_of(plan, graph, program.training)
-    split = program.training and any(a.kind == "W" for row in table for a in row)
+    split = program.training and splits_backward(table)
     stages = tuple(
         lower_stage(part, stage, pricers, rules, plan.microbatches, split)
         for part, stage in zip(parts, planned, strict=True)

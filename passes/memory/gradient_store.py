@@ -118,6 +118,10 @@ class StoreBytes:
         self._pool.clear()
         self._finished = True
 
+    def earn(self, name: str) -> None:
+        """A gradient goes to the stage that owns its parameter."""
+        self.hold -= self._done.pop(name, 0)
+
     def forget(self) -> None:
         """The step after: gradients handed out are let go."""
         self.hold -= sum(self._done.values()) + self._lent

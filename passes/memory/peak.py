@@ -10,7 +10,7 @@ is held then and what the action needs beside it; or what the optimizer needs wh
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.actions import Action, StageGraph, Table
@@ -32,7 +32,8 @@ class Moment:
 
     `peak` counts what the same microbatch held before; `after` is what that microbatch holds afterwards; `sums` what the
     gradient store holds more then. received: bytes that must be there before; sent: on their way after. parked: what the
-    microbatch has in memory tiers afterwards; sums_parked: what the gradient store has there more then.
+    microbatch has in memory tiers afterwards; sums_parked: what the gradient store has there more then; parked_peak: the most
+    that the microbatch has there, with what the store has more, while it runs.
     """
 
     peak: float
@@ -42,6 +43,7 @@ class Moment:
     sent: float = 0.0
     parked: dict[str, int] = field(default_factory=dict)
     sums_parked: dict[str, int] = field(default_factory=dict)
+    parked_peak: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
         order.append({k: _moment(a, store, last and k == list(played)[-1]) for k, a in played.items()})
     store.top = store.hold
     store.finish()
+    for name, parameter in stage.parameters.items():
+        if not parameter.owned:
+            store.earn(name)
     step = max(store.top, store.hold + _update_peak(stage, setting))
     middle = order[1] if len(order) > 2 else order[0]
     return StageMemory(resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked))
@@ -91,16 +96,25 @@ def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
 def _moment(action: ActionBytes, store: StoreBytes, flush: bool = False) -> Moment:
     """An action of a microbatch, its gradients going to the store; beside what the store holds before."""
     before, peak, parked = store.hold, 0, dict(store.parked)
+    parked_peak: dict[str, int] = {}
+
+    def look_at_tiers(own: Mapping[str, int]) -> None:
+        for tier in {*own, *store.parked}:
+            now = own.get(tier, 0) + store.parked.get(tier, 0) - parked.get(tier, 0)
+            parked_peak[tier] = max(parked_peak.get(tier, 0), now)
+
     for gradient in action.gradients:
         peak = max(peak, gradient.top + store.hold - before)
         store.top = 0
         store.add(gradient.name, gradient.nbytes, gradient.owned, gradient.itemsize)
         peak = max(peak, gradient.alive + store.top - before)
+        look_at_tiers(gradient.parked)
     peak = max(peak, action.top + store.hold - before)
     if flush:
         store.top = 0
         store.flush()
         peak = max(peak, action.end + store.top - before)
+    look_at_tiers(action.parked)
     return Moment(
         peak,
         action.end,
@@ -109,6 +123,7 @@ def _moment(action: ActionBytes, store: StoreBytes, flush: bool = False) -> Mome
         action.sent,
         action.parked,
         {tier: n - parked.get(tier, 0) for tier, n in store.parked.items()},
+        parked_peak,
     )
 
 
@@ -117,22 +132,37 @@ def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) 
     peaks = []
     for group, row in zip(graph.groups, table, strict=True):
         resting = sum(stages[s].resting_bytes for s in group)
-        held: dict[tuple[int, int], float] = {}
         sums = dict.fromkeys(group, 0.0)
-        moments = _moments(row, stages)
-        worst = waiting = 0.0
-        for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
-            key = (action.stage, action.microbatch)
-            others = waiting - held.get(key, 0.0)
-            coming = moments[i + 1].received if i + 1 < len(moments) else 0.0  # posted an action ahead
-            worst = max(worst, others + sum(sums.values()) + moment.peak + coming)
-            held[key], waiting = moment.after, others + moment.after
+        worst = 0.0
+        for action, moment, others, _, need in _replayed(row, stages):
+            worst = max(worst, others + sum(sums.values()) + need)
             sums[action.stage] += moment.sums
         worst = max(
             worst, max((stages[s].step + sum(v for t, v in sums.items() if t != s) for s in group), default=0.0)
         )
         peaks.append(resting + worst)
     return tuple(peaks)
+
+
+def _replayed(
+    row: Sequence[Action], stages: Sequence[StageMemory]
+) -> Iterator[tuple[Action, Moment, float, float, float]]:
+    """A row's actions with what each does, what other microbatches and its own hold before, and the most beside the others.
+
+    What an action receives is posted before the one ahead of it runs, and what it sends is there until the receives of the
+    action after the next are posted.
+    """
+    held: dict[tuple[int, int], float] = {}
+    waiting = 0.0
+    moments = _moments(row, stages)
+    coming = [*(moment.received for moment in moments[1:]), 0.0, 0.0]
+    for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
+        key = (action.stage, action.microbatch)
+        own = held.get(key, 0.0)
+        left = moment.after + moment.sums + moment.sent + coming[i + 1]
+        yield action, moment, waiting - own, own, max(moment.peak, left) + coming[i]
+        waiting += moment.after - own
+        held[key] = moment.after
 
 
 def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
@@ -144,21 +174,16 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
     largest: dict[str, float] = {}
     for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
         resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
-        held: dict[tuple[int, int], float] = {}
+        sums = dict.fromkeys(group, 0.0)
         summed, worst, split = 0.0, 0.0, (0.0, 0.0)
-        waiting: float = 0
-        moments = _moments(row, stages)
-        for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
-            key = (action.stage, action.microbatch)
-            others = waiting - held.get(key, 0)
-            coming = moments[i + 1].received if i + 1 < len(moments) else 0.0
-            if others + summed + moment.peak + coming > worst:
-                own = min(held.get(key, moment.after), moment.peak)
-                grown = min(max(moment.sums, 0.0), moment.peak - own)
-                worst, split = others + summed + moment.peak + coming, (summed + grown, others + own)
-            held[key], waiting = moment.after, others + moment.after
+        for action, moment, others, before, need in _replayed(row, stages):
+            if others + summed + need > worst:
+                own = min(before or moment.after, need)
+                grown = min(max(moment.sums, 0.0), need - own)
+                worst, split = others + summed + need, (summed + grown, others + own)
             summed += moment.sums
-        last = max(stages[s].step + summed - _sums(row, moments, s) for s in group)
+            sums[action.stage] += moment.sums
+        last = max(stages[s].step + summed - sums[s] for s in group)
         if last > worst:
             worst, split = last, (min(summed, last), 0.0)
         kinds = {
@@ -169,11 +194,6 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
         }
         largest = max(largest, kinds, key=lambda kinds: sum(kinds.values()))
     return largest
-
-
-def _sums(row: Sequence[Action], moments: list[Moment], stage: int) -> float:
-    """Bytes that a stage's gradient store has grown by when the step ends."""
-    return sum(m.sums for action, m in zip(row, moments, strict=True) if action.stage == stage)
 
 
 def _moments(row: Sequence[Action], stages: Sequence[StageMemory]) -> list[Moment]:
@@ -206,9 +226,10 @@ def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -
             before = parked.get((action.stage, action.microbatch), {})
             parked[action.stage, action.microbatch] = moment.parked
             for tier in {*before, *moment.parked, *moment.sums_parked}:
+                running = now.get(tier, 0.0) - before.get(tier, 0) + moment.parked_peak.get(tier, 0)
                 more = moment.parked.get(tier, 0) - before.get(tier, 0) + moment.sums_parked.get(tier, 0)
                 now[tier] = now.get(tier, 0.0) + more
-                worst[tier] = max(worst.get(tier, 0.0), now[tier])
+                worst[tier] = max(worst.get(tier, 0.0), running, now[tier])
         for tier in {t for s in group for t in stages[s].gradients}:
             ended = resting.get(tier, 0.0) + sum(stages[s].gradients.get(tier, 0) for s in group)
             worst[tier] = max(worst.get(tier, 0.0), ended)

@@ -7,16 +7,17 @@ the actions. The result is the same for every microbatch; what the gradient stor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autopar.ir import lines as ir
 from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Function, GatherKey, Line, Ref, Stored
-from autopar.ir.lowered import LoweredStage, Port
+from autopar.ir.lowered import LoweredStage, LoweredTemplate, Port
+from autopar.ir.mesh import Mesh
 from autopar.passes.memory.probe import GatheredShard, Layout, gather_effect, line_effect, local
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
+from autopar.passes.rules.once import once
 
 Binding = LiveValue | list[LiveValue]
 """What a local name of a stage's function stands for: a value, or a list of saved ones."""
@@ -25,7 +26,7 @@ Binding = LiveValue | list[LiveValue]
 @dataclass(frozen=True)
 class HandedGradient:
     """A gradient goes to the store: the most alive since the one before it, what is alive without it, and its bytes.
-    owned: nobody else holds it; itemsize: of its elements."""
+    owned: nobody else holds it; itemsize: of its elements; parked: bytes that the microbatch has in tiers then."""
 
     top: int
     alive: int
@@ -33,6 +34,7 @@ class HandedGradient:
     nbytes: int
     owned: bool
     itemsize: int
+    parked: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,6 @@ class _Walk:
     def __init__(self, stage: LoweredStage) -> None:
         self.stage = stage
         self.machine = Machine()
-        self.tapes: dict[Any, Tape] = {}
-        self.forward = {n: fuse_bias(t.forward, t.saved) for n, t in stage.templates.items()}
         self.names: dict[str, Binding] = {}
         self.layouts: dict[str, Layout | None] = {}
         self.started: dict[GatherKey, tuple[int, tuple[GatheredShard, ...]]] = {}
@@ -166,22 +166,16 @@ class _Walk:
         template = self.stage.templates[line.template]
         match line:
             case ir.CallForward(params=params, inputs=inputs):
-                function, listed = self.forward[line.template], template.saved
                 arguments = [*map(self._param, params), *map(self._one, inputs)]
-                returned = [n for n in function.returns if n]
-                results = self._play(function, [*returned, *listed], [], arguments)
-                leaves = template.backward is not None
+                listed, leaves = template.saved, template.backward is not None
+                results = self._play(template, line.action, [], arguments)
             case ir.CallBackward(saved=saved, params=params, tangents=tangents):
-                assert template.backward is not None
-                function, listed = template.backward, template.later
-                function = replace(function, args=(*template.saved, *function.args))
                 arguments = [*map(self._param, params), *map(self._one, tangents)]
-                results = self._play(function, [*function.returns, *listed], self._list(saved), arguments)
-                leaves = bool(listed)
+                listed, leaves = template.later, bool(template.later)
+                results = self._play(template, line.action, self._list(saved), arguments)
             case ir.CallWeights(later=later):
-                assert template.weights is not None
-                function, listed, leaves = template.weights, (), False
-                results = self._play(function, function.returns, self._list(later), [])
+                listed, leaves = (), False
+                results = self._play(template, line.action, self._list(later), [])
         count = len(results) - len(listed)
         bindings: list[Binding] = [*results[:count]]
         if leaves:
@@ -191,16 +185,14 @@ class _Walk:
             self._bind(name, binding)
 
     def _play(
-        self, function: Function, returned: Sequence[str | None], listed: list[LiveValue], arguments: list[LiveValue]
+        self, template: LoweredTemplate, action: str, listed: list[LiveValue], arguments: list[LiveValue]
     ) -> list[LiveValue]:
         """What a template's function returns; it takes its first values out of a list, which then holds them no longer."""
         taken = list(listed)
         listed.clear()
         ordered = [*taken, *arguments]
-        key = (function.name, tuple(value.layout for value in ordered))
-        if key not in self.tapes:
-            self.tapes[key] = tape(function, returned, [value.layout for value in ordered], self.stage.mesh)
-        return play(self.machine, self.tapes[key], [value.block for value in ordered], [value.block for value in taken])
+        played = _taped(template, action, tuple(value.layout for value in ordered), self.stage.mesh)
+        return play(self.machine, played, [value.block for value in ordered], [value.block for value in taken])
 
     def _prefetch(self, line: ir.Prefetch) -> None:
         stage = self.stage
@@ -225,8 +217,8 @@ class _Walk:
         layout, top = self._one(line.value).layout, self.machine.top
         self._drop(dropped)
         nbytes, itemsize = (layout.nbytes, layout.dtype.itemsize) if layout is not None else (0, 0)
-        alive = self.machine.alive
-        self.gradients.append(HandedGradient(top, alive, line.parameter, nbytes, line.owned, itemsize))
+        alive, parked = self.machine.alive, dict(self.machine.parked)
+        self.gradients.append(HandedGradient(top, alive, line.parameter, nbytes, line.owned, itemsize, parked))
         self.machine.top = alive
 
     def _park(self, saved: list[LiveValue], places: Sequence[int], tier: str) -> None:
@@ -294,3 +286,30 @@ class _Walk:
     def _release(self, value: Binding) -> None:
         for one in value if isinstance(value, list) else [value]:
             self.machine.drop(one.block)
+
+
+def _taped(template: LoweredTemplate, action: str, layouts: tuple[Layout | None, ...], mesh: Mesh) -> Tape:
+    """The tape of a template's function for an action, made once for all stages that share the template. layouts: of the
+    values that it takes out of a list, then of its arguments."""
+    tapes, key = _tapes(template), (action, layouts, mesh.axes)
+    if key not in tapes:
+        returned: list[str | None]
+        match action:
+            case "F":
+                function = fuse_bias(template.forward, template.saved)
+                returned = [*filter(None, function.returns), *template.saved]
+            case "B":
+                assert template.backward is not None
+                function = replace(template.backward, args=(*template.saved, *template.backward.args))
+                returned = [*function.returns, *template.later]
+            case _:
+                assert template.weights is not None
+                function, returned = template.weights, [*template.weights.returns]
+        tapes[key] = tape(function, returned, layouts, mesh)
+    return tapes[key]
+
+
+@once
+def _tapes(template: LoweredTemplate) -> dict[Hashable, Tape]:
+    """Those made so far."""
+    return {}

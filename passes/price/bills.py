@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
 from autopar.ir.lines import Compute, Convert, Function, Line, Prefetch, TemplateCall
@@ -20,25 +21,38 @@ from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
     Message,
     cast_seconds,
+    conversion_copied_s,
     conversion_messages,
     gather_alone_s,
+    gradient_messages,
     line_messages,
     optimizer_s,
     reduce_seconds,
+    regather_messages,
     regather_seconds,
 )
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.once import once
 from autopar.plan import TemplatePlan
 
 
 def template_bill(
     lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
 ) -> CallBill:
-    """One call's forward, backward and weights on a block."""
-    functions = (lowered.forward, lowered.backward, lowered.weights)
-    F, B, W = (_function_work(function, plan, template, pricer, rules) for function in functions)
-    return CallBill(F, B, W, _host_s(pricer, F, B, W))
+    """One call's forward, backward and weights on a block, made once for all stages that share them."""
+    bills = _bills(lowered)
+    if pricer not in bills:
+        functions = (lowered.forward, lowered.backward, lowered.weights)
+        F, B, W = (_function_work(function, plan, template, pricer, rules) for function in functions)
+        bills[pricer] = CallBill(F, B, W, _host_s(pricer, F, B, W))
+    return bills[pricer]
+
+
+@once
+def _bills(lowered: LoweredTemplate) -> WeakKeyDictionary[Pricer, CallBill]:
+    """Those made so far."""
+    return WeakKeyDictionary()
 
 
 def template_seconds(
@@ -71,6 +85,7 @@ def _function_work(
     for line in function.lines:
         if isinstance(line, Convert):
             _add(messages, conversion_messages(line, held, pricer.mesh), pricer)
+            computed_s += conversion_copied_s(line, held, pricer)
         elif isinstance(line, Compute) and line.node in template.op_calls:
             call = template.op_calls[line.node]
             seconds = pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
@@ -90,10 +105,16 @@ def passes_over_memory(line: Line) -> bool | None:
         return False
     if not isinstance(line, Compute):
         return None
-    definition = find(line.op)
-    if definition is not None and definition.free:
+    if not is_kernel(line.op):
         return None
+    definition = find(line.op)
     return definition is None or definition.work is None
+
+
+def is_kernel(op: str) -> bool:
+    """Whether an op runs a kernel, rather than show a value in another form."""
+    definition = find(op)
+    return definition is None or not definition.free
 
 
 def _add(messages: dict[Purpose, float], sent: Iterable[Message], pricer: Pricer) -> None:
@@ -110,8 +131,10 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     F, B, W = (between[action].work for action in "FBW")
     each_forward_s, each_backward_s = between["F"].gathers_s, between["B"].gathers_s + between["W"].gathers_s
     trained = [p for p in stage.parameters.values() if p.contributions]
-    reduce_s = sum(reduce_seconds(p, pricer) for p in trained)
-    gather_s = sum(regather_seconds(p, pricer) for p in trained)
+    reduced_along = (m.axis for p in trained for m in gradient_messages(p, pricer.mesh))
+    gathered_along = (m.axis for p in trained for m in regather_messages(p, pricer.mesh))
+    reduce_s = sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(reduced_along)
+    gather_s = sum(regather_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(gathered_along)
     early = _between(stage.prepare, stage, pricer)
     early_s = early.gathers_s + call_seconds(CallBill(early.work), pricer.software).F
     early_s += sum(
@@ -165,13 +188,16 @@ def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> 
         return _Between()
     held = function.local_bytes(stage.mesh)
     messages: dict[Purpose, float] = {}
-    casts_s = gathers_s = 0.0
+    copies_s = gathers_s = 0.0
     for line in function.lines:
         if isinstance(line, Prefetch):
             for gather in line.gathers:
                 p = stage.parameters[gather.name]
-                casts_s += cast_seconds(gather, p, pricer)
+                copies_s += cast_seconds(gather, p, pricer)
                 gathers_s += gather_alone_s(gather, p, pricer)
+            gathers_s += pricer.rendezvous_s(m.axis for m in line_messages(line, held, stage))
         elif not isinstance(line, TemplateCall):
             _add(messages, line_messages(line, held, stage), pricer)
-    return _Between(Work(casts_s, messages=messages), gathers_s)
+            if isinstance(line, Convert):
+                copies_s += conversion_copied_s(line, held, pricer)
+    return _Between(Work(copies_s, messages=messages), gathers_s)

@@ -15,9 +15,10 @@ from autopar.ir.lines import Convert, Line, ParameterGather, Prefetch, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
-from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_after, bytes_before_per_byte
+from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte
 from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.lattice import copied_s
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
 """Seconds of a call by template, then by action: F, B and W."""
@@ -114,13 +115,32 @@ def _step_messages(
 # --- seconds
 
 
+def conversion_copied_s(line: Convert, held: Mapping[str, float], pricer: Pricer) -> float:
+    """Seconds that a rank copies for a conversion, beside its message."""
+    size = pricer.mesh.sizes[line.step.axis]
+    return copied_s(line.step, held.get(line.value, 0.0), size, pricer.copy_s) if size > 1 else 0.0
+
+
+def _steps_copied_s(steps: Iterable[RuntimeStep], held: float, pricer: Pricer) -> float:
+    """Seconds that a rank copies for steps of a parameter or gradient. held: its bytes before them."""
+    total = 0.0
+    for step in steps:
+        kind, dim = "slice" if step.kind == "shard" else step.kind, step.dims[0] if step.dims else -1
+        for axis in step.axes:
+            size = pricer.mesh.sizes[axis]
+            total += copied_s(Step(kind, axis, dim), held, size, pricer.copy_s) if size > 1 else 0.0
+            held = bytes_after(step.kind, held, size)
+    return total
+
+
 def line_seconds(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
     """Seconds of what happens between calls, without what is hidden: conversions, gathers, the loss's sum. held: bytes of the
     function's values."""
     if isinstance(line, Prefetch):
         return sum(gather_seconds(gather, stage.parameters[gather.name], pricer) for gather in line.gathers)
     share = pricer.software.exposed_share
-    return sum(share(m.purpose.overlap) * m.seconds(pricer) for m in line_messages(line, held, stage))
+    copied = conversion_copied_s(line, held, pricer) if isinstance(line, Convert) else 0.0
+    return copied + sum(share(m.purpose.overlap) * m.seconds(pricer) for m in line_messages(line, held, stage))
 
 
 def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
@@ -130,10 +150,12 @@ def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
 
 
 def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds of a gather's messages."""
+    """Seconds of a gather's messages, and of what is copied for them."""
     joined = pricer.software.joins_gathers
     messages = gather_messages(gather, p, pricer.mesh)
-    return sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
+    held = float(p.storage.local_bytes(gathered_type(gather, p), pricer.mesh))
+    sent_s = sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
+    return sent_s + _steps_copied_s(gather.steps, held, pricer)
 
 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
@@ -143,13 +165,16 @@ def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) ->
 
 
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds of the messages that reduce a gradient."""
-    return _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
+    """Seconds of the messages that reduce a gradient, and of what is copied for them."""
+    held = p.optimizer.local_bytes(p.type, pricer.mesh) * bytes_before_per_byte(p.reduce, pricer.mesh.sizes)
+    sent_s = _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
+    return sent_s + _steps_copied_s(p.reduce, held, pricer)
 
 
 def regather_seconds(p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds of the messages that bring an updated value to where it is stored."""
-    return _sent_s(regather_messages(p, pricer.mesh), p, pricer.software.copy_bytes, pricer)
+    """Seconds of the messages that bring an updated value to where it is stored, and of what is copied for them."""
+    sent_s = _sent_s(regather_messages(p, pricer.mesh), p, pricer.software.copy_bytes, pricer)
+    return sent_s + _steps_copied_s(p.regather, float(p.optimizer.local_bytes(p.type, pricer.mesh)), pricer)
 
 
 def _sent_s(messages: Iterable[Message], p: StoredParameter, element_bytes: float | None, pricer: Pricer) -> float:
@@ -175,6 +200,6 @@ def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting
     if not (p.owned and p.contributions):
         return 0.0
     nbytes, itemsize = p.optimizer.local_bytes(p.type, stage.mesh), p.type.dtype.itemsize
-    update_s = setting.optimizer.update_s(nbytes, pricer.copy_s, p.name)
+    update_s = float(pricer.update_s(setting.optimizer.ratio(p.name), nbytes))
     copy_bytes = pricer.software.copy_bytes or itemsize
     return update_s + (nbytes * (1 + copy_bytes / itemsize) * pricer.copy_s if copy_bytes < itemsize else 0.0)

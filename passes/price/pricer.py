@@ -6,7 +6,7 @@ One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -83,6 +83,15 @@ class Pricer:
         whole = self.software.bucket_bytes
         return self.collective_s(kind, max(nbytes, whole), axis) * min(nbytes / whole, 1.0)
 
+    def rendezvous_s(self, axes: Iterable[str]) -> float:
+        """Seconds until ranks that compute meet for messages along these axes that are under way together, however small they
+        are; where collectives were not measured it is in the price of each."""
+        if not any(level.measured for level in self.cluster.levels):
+            return 0.0
+        return sum(
+            self.collective_s("all_reduce", 1.0, axis) for axis in sorted(set(axes)) if self.mesh.sizes[axis] > 1
+        )
+
     def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
         """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message. Types of
         as many bytes whose dims divide alike share one lattice."""
@@ -111,13 +120,26 @@ class Pricer:
         """Seconds to cast a block from one dtype to another: it is read and written."""
         return self.copy_s * (spec.local_bytes(before, self.mesh) + spec.local_bytes(after, self.mesh))
 
+    def update_s(self, states: float, nbytes: Any) -> Any:
+        """Seconds to update a shard of nbytes of a parameter (a number or an array), by elements of state per element."""
+        return compute.update_time_s(self.device, states, nbytes)
+
     def hand_over_s(self, nbytes: float) -> float:
-        """Seconds of a point-to-point message of nbytes to a rank of the next stage."""
-        if self.cluster.size <= self.mesh.size:
-            return 0.0
-        first = self.mesh.offset
-        peer = first + self.mesh.size if first + self.mesh.size < self.cluster.size else first - self.mesh.size
-        return collective.collective_time_s(self.cluster, "p2p", nbytes, (first, max(peer, 0)))
+        """Seconds of a point-to-point message of nbytes to a rank of the next stage, where all stages have as many ranks: on
+        average over the places where one follows another, as some of these lie inside a node and some do not."""
+        places = self._borders
+        sent_s = [n * collective.collective_time_s(self.cluster, "p2p", nbytes, (rank - 1, rank)) for rank, n in places]
+        return sum(sent_s) / sum(n for _, n in places) if places else 0.0
+
+    @cached_property
+    def _borders(self) -> list[tuple[int, int]]:
+        """First ranks of submeshes of this size that follow another one, of those that are linked alike one with their number."""
+        levels = self.cluster.levels
+        alike: dict[int, list[int]] = {}
+        for rank in range(self.mesh.size, self.cluster.size, self.mesh.size):
+            inside = sum(level.group_of(rank - 1) == level.group_of(rank) for level in levels)
+            alike.setdefault(inside, []).append(rank)
+        return [(ranks[0], len(ranks)) for ranks in alike.values()]
 
     def arrival(self, type_: TensorType, wanted: Spec) -> tuple[Spec, float]:
         """How a value comes from another stage: the spec it is received in, and seconds until it is `wanted`.
@@ -220,6 +242,7 @@ class Pricer:
                     kind=kind,
                     shape=_shape(groups, rule, parts),
                     eager=self.software.kernels != "fused",
+                    op=call.op,
                 )
             )
         return seconds
@@ -274,6 +297,12 @@ class Pricers:
     def least_step_s(self, seconds: float) -> float:
         """A step that spends at least so many seconds on what a solver counts."""
         return least_step_s(seconds, cluster_nodes(self.cluster), self.software)
+
+    def hand_over_s(self, nbytes: float, source: Mesh, target: Mesh) -> float:
+        """Seconds of a point-to-point message of nbytes from a rank of one mesh to a rank of another, over the slowest link
+        between them."""
+        ranks = min(source.offset, target.offset), max(m.offset + m.size for m in (source, target)) - 1
+        return collective.collective_time_s(self.cluster, "p2p", nbytes, ranks)
 
     def __getitem__(self, mesh: Mesh) -> Pricer:
         if self.is_over():

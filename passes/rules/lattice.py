@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
-from autopar.ir.steps import Step
+from autopar.ir.steps import LOCAL_KINDS, Step
 from autopar.passes.rules.alphabet import BIT, Alphabet, shards
 
 CollectiveCost = Callable[[str, float, str], float]
@@ -60,18 +60,25 @@ def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]
                     yield Step("slice", axis, dim), Spec(longer, spec.partial)
 
 
-def step_cost(step: Step, held: float, size: int, cost: CollectiveCost, copy_s: float) -> float:
-    """Seconds of one step over an axis of `size` ranks that hold so many bytes. Slices and masks cost a little, so that equal
-    paths prefer fewer steps; so do gathers and scatters along any dim but the first, where chunks lie apart in memory and
-    are copied."""
+def copied_s(step: Step, held: float, size: int, copy_s: float) -> float:
+    """Seconds that a rank which holds so many bytes spends on a step over an axis of `size` ranks beside its message. Slices and
+    masks cost a little, so that equal paths prefer fewer steps; so do gathers and scatters along any dim but the first, where
+    chunks lie apart in memory and are copied."""
     if step.kind == "slice":
-        return copy_s * held / size * 0.1 + 1e-9
+        return 0.1 * copy_s * held / size + 1e-9
     if step.kind == "to_partial":
         return copy_s * held + 1e-8
-    if step.kind == "all_gather":
-        return cost("all_gather", held * size, step.axis) + (0.1 * copy_s * held * size if step.dim else 0.0)
-    apart = step.kind == "reduce_scatter" and step.dim
-    return cost(step.kind, held, step.axis) + (0.1 * copy_s * held if apart else 0.0)
+    if step.kind in ("all_gather", "reduce_scatter") and step.dim:
+        return 0.1 * copy_s * (held * size if step.kind == "all_gather" else held)
+    return 0.0
+
+
+def step_cost(step: Step, held: float, size: int, cost: CollectiveCost, copy_s: float) -> float:
+    """Seconds of one step over an axis of `size` ranks that hold so many bytes: its message, and what is copied for it."""
+    copied = copied_s(step, held, size, copy_s)
+    if step.kind in LOCAL_KINDS:
+        return copied
+    return cost(step.kind, held * size if step.kind == "all_gather" else held, step.axis) + copied
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.passes.schedule.timed_pipeline import Step, TimedPipeline, TimedTable
@@ -49,16 +48,14 @@ class _ListScheduler:
 
     def __init__(self, pipeline: TimedPipeline, policy: Policy, longest_s: float) -> None:
         graph, n, p = pipeline.graph, pipeline.graph.stages, len(pipeline.graph.groups)
-        self.pipeline, self.policy, self.room, self.m = pipeline, policy, pipeline.room, pipeline.m
-        owner = graph.group_of
+        self.pipeline, self.policy, self.m = pipeline, policy, pipeline.m
+        self.f, self.b, self.w = pipeline.f, pipeline.b, pipeline.w
+        self.after_F, self.after_B = pipeline.room.after_F, pipeline.room.later
+        self.owner = owner = graph.group_of
         self.readers, self.credits = graph.readers, graph.credits
-        self.reading_groups = [sorted({owner[v] for v in graph.readers[s]}) for s in range(n)]
-        self.credited_groups = [sorted({owner[u] for u in graph.credits[s]}) for s in range(n)]
         self.order = [tuple(reversed(g)) if policy.deep else g for g in graph.groups]
-        self.bound = [x * (1 + 1e-9) for x in self.room.bound]
-        self.reserve = [
-            max((self.room.after_F[x] for x in graph.groups[owner[s]] if x > s), default=0.0) for s in range(n)
-        ]
+        self.bound = [x * (1 + 1e-9) for x in pipeline.room.bound]
+        self.reserve = [max((self.after_F[x] for x in graph.groups[owner[s]] if x > s), default=0.0) for s in range(n)]
         self.next_F, self.next_B = [0] * n, [0] * n
         self.end_F, self.end_B = ([[NEVER] * self.m for _ in range(n)] for _ in "FB")
         self.ready_F, self.ready_B = [NEVER if pipeline.feeds[s] else 0.0 for s in range(n)], [NEVER] * n
@@ -81,7 +78,7 @@ class _ListScheduler:
         for g, owed in enumerate(self.owed):
             for s, k in owed:
                 self.rows[g].append(("W", k, s))
-                self.free[g] += self.pipeline.w[s]
+                self.free[g] += self.w[s]
         spans_s = tuple(end - first for end, first in zip(self.free, self.first, strict=True))
         return TimedTable(self.rows, spans_s, max(self.free))
 
@@ -92,7 +89,7 @@ class _ListScheduler:
         if s >= 0:
             return self._run_B(g, s, now)
         s, coming_F = self._arrived_F(g, now + tiny)
-        f, w = self.pipeline.f, self.pipeline.w
+        f, w = self.f, self.w
         if s >= 0 and now + f[s] <= coming_B + policy.patience_F * f[s] + tiny:
             return self._run_F(g, s, now)
         if self.owed[g]:
@@ -122,7 +119,7 @@ class _ListScheduler:
             at = self.ready_F[s]
             if at == NEVER or self.next_F[s] - self.next_B[s] >= self.policy.flight[s]:
                 continue
-            if self.held[g] + self.room.after_F[s] + self.reserve[s] > self.bound[g]:
+            if self.held[g] + self.after_F[s] + self.reserve[s] > self.bound[g]:
                 continue
             if at > now:
                 coming = min(coming, at)
@@ -132,7 +129,7 @@ class _ListScheduler:
 
     def _run_F(self, g: int, s: int, now: float) -> None:
         k = self.next_F[s]
-        end = self.end_F[s][k] = now + self.pipeline.f[s]
+        end = self.end_F[s][k] = now + self.f[s]
         self.next_F[s] += 1
         self._see_F(s)
         if self.next_B[s] == k:
@@ -140,33 +137,35 @@ class _ListScheduler:
         for v in self.readers[s]:
             if self.next_F[v] == k:
                 self._see_F(v)
+                self._look_again(v, self.ready_F[v])
         self.rows[g].append(("F", k, s))
-        self.held[g] += self.room.after_F[s]
+        self.held[g] += self.after_F[s]
         self.left -= 1
-        self._occupy(g, now, end, self.reading_groups[s])
+        self._occupy(g, now, end)
 
     def _run_B(self, g: int, s: int, now: float) -> None:
         k = self.next_B[s]
-        end = self.end_B[s][k] = now + self.pipeline.b[s]
+        end = self.end_B[s][k] = now + self.b[s]
         self.next_B[s] += 1
         self._see_B(s)
         for u in self.credits[s]:
             if self.next_B[u] == k:
                 self._see_B(u)
+                self._look_again(u, self.ready_B[u])
         self.rows[g].append(("B", k, s))
-        self.held[g] += self.room.later[s] - self.room.after_F[s]
+        self.held[g] += self.after_B[s] - self.after_F[s]
         self.owed[g].append((s, k))
         self.left -= 1
-        self._occupy(g, now, end, self.credited_groups[s])
+        self._occupy(g, now, end)
 
     def _run_W(self, g: int, now: float) -> None:
         s, k = self.owed[g].popleft()
         self.rows[g].append(("W", k, s))
-        self.held[g] -= self.room.later[s]
-        self._occupy(g, now, now + self.pipeline.w[s], ())
+        self.held[g] -= self.after_B[s]
+        self._occupy(g, now, now + self.w[s])
 
-    def _occupy(self, g: int, now: float, end: float, woken: Iterable[int]) -> None:
-        """The group is busy until `end`, when it and the groups that wait for the result look again."""
+    def _occupy(self, g: int, now: float, end: float) -> None:
+        """The group is busy until `end`, when it looks again."""
         if self.first[g] == NEVER:
             self.first[g] = now
         elif now > self.free[g]:
@@ -177,9 +176,11 @@ class _ListScheduler:
             return
         self.free[g] = end
         heapq.heappush(self.events, (end, g))
-        for other in woken:
-            if other != g:
-                heapq.heappush(self.events, (end, other))
+
+    def _look_again(self, s: int, arrival: float) -> None:
+        """The group of a stage looks again when something arrives, if it is free then."""
+        if arrival < NEVER:
+            heapq.heappush(self.events, (arrival, self.owner[s]))
 
     def _see_F(self, s: int) -> None:
         """When the next F of a stage has all that it reads."""

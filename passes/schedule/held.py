@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.ir.actions import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table, splits_backward
 
 
 def held_after(
@@ -15,7 +15,7 @@ def held_after(
     after_F[s]: what stage s keeps of a microbatch between F and B. after_B[s]: what it keeps of it between B and W
     (None: the same). Without W in the row B releases all; forwards alone keep nothing.
     """
-    split = any(a.kind == "W" for a in row)
+    split = splits_backward([row])
     training = split or any(a.kind == "B" for a in row)
     later = after_F if after_B is None else after_B
     held = 0.0

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import CheckError
-from autopar.ir.actions import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table, splits_backward
 from autopar.passes.schedule.costs import MemoryRoom
 from autopar.passes.schedule.held import held_after
 
@@ -47,7 +47,7 @@ def check_table(
     if len(table) != len(graph.groups):
         raise CheckError(f"the action table has {len(table)} rows for {len(graph.groups)} groups")
     if split is None:
-        split = any(a.kind == "W" for row in table for a in row)
+        split = splits_backward(table)
     kinds = ("FBW" if split else "FB") if training else "F"
     for g, row in enumerate(table):
         _complete(g, row, graph, microbatches, kinds)

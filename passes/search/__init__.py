@@ -7,6 +7,6 @@
   fastest schedule (`schedule_choice`) and as little recomputed as fits (`recompute_levels`).
 - `one_mesh/`: plans without stages. The solver's strategies (`by_strategy`); mesh, microbatches, recompute and offload
   together (`short_memory`), by plans within the limit (`within_memory`) from one joint problem (`joint`).
-- `adopted`: from programs derived for pricing to the program as captured; `lower_bounds`: what no plan can do without;
-  `microbatches`: which counts, and the task for each; `task`: what is planned; `clock`: when a search ends early.
+- `lower_bounds`: what no plan can do without; `microbatches`: which counts, and the task for each; `task`: what is
+  planned; `clock`: when a search ends early.
 """

@@ -44,20 +44,21 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
     task.pricers = task.pricers.until(clock.is_over)
     rankings: dict[str, RankedPlans] = {}
     unfinished: list[str] = []
-    for kind, search in _kinds(task, batch):
-        if not unfinished:
-            clock.say(kind, _best_s(rankings))
-            try:
-                for ranking in search(_best_s(rankings)):
-                    rankings[kind] = ranking
-                    clock.has_plan = True
-                    clock.say(kind, _best_s(rankings))
-                continue
-            except (OutOfTime, KeyboardInterrupt):
-                if not rankings:
-                    clock.stop()
-                    raise
-        unfinished.append(kind)
+    with task.workers:
+        for kind, search in _kinds(task, batch):
+            if not unfinished:
+                clock.say(kind, _best_s(rankings))
+                try:
+                    for ranking in search(_best_s(rankings)):
+                        rankings[kind] = ranking
+                        clock.has_plan = True
+                        clock.say(kind, _best_s(rankings))
+                    continue
+                except (OutOfTime, KeyboardInterrupt):
+                    if not rankings:
+                        clock.stop()
+                        raise
+            unfinished.append(kind)
     clock.stop()
     plans = [
         plan for ranking in sorted(rankings.values(), key=lambda ranking: ranking[0][1].step_s) for plan in ranking

@@ -6,10 +6,13 @@ pipelines that cannot fit or cannot win.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from autopar.ir.memory_levers import MOVABLE
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import resolve
-from autopar.passes.rules.hubs import flow
+from autopar.passes.price.bills import is_kernel
+from autopar.passes.rules.hubs import flow, phase_is_late
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.rules.recomputation import recomputation
 from autopar.passes.rules.structure import shows_held
@@ -67,6 +70,20 @@ def template_work_s(task: Task) -> dict[str, float]:
         name: sum(pricer.work_s(call, task.rules.rule(call)) for call in template.op_calls.values())
         for name, template in task.program.templates.items()
     }
+
+
+def least_busy_s(task: Task, mesh: Mesh) -> float:
+    """Seconds that a rank is busy with one microbatch of the whole program on one mesh at least: with every call for as long as
+    its products take, perfectly shared, or as the host needs to launch its kernels."""
+    program, pricer = task.program, task.pricers[mesh]
+    kinds = Counter((call.template, i in program.backward_calls) for i, call in enumerate(program.calls))
+    busy_s = 0.0
+    for (name, has_backward), times in kinds.items():
+        template = program.templates[name]
+        ops = [template.op_calls[n.name] for n in template.ops if has_backward or not phase_is_late(n)]
+        products_s = sum(pricer.work_s(op, task.rules.rule(op)) for op in ops) / mesh.size
+        busy_s += times * max(products_s, pricer.software.launch_host_s * sum(is_kernel(op.op) for op in ops))
+    return busy_s
 
 
 def least_step_s(task: Task) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.passes.search.task import Task
+from autopar.passes.shard.meshes import odd_part
 
 MOST_GROUPS = 64
 """Groups of ranks that a pipeline has at most."""
@@ -45,12 +46,23 @@ class TasksByCount:
 
 
 def microbatch_counts(task: Task, batch: int) -> list[int]:
-    """Counts to try: the forced one, or divisors of the batch from 2 on that it can be cut into, at most one per doubling."""
+    """Counts to try: the forced one, or divisors of the batch from 2 on that it can be cut into, at most one per doubling.
+
+    Where the number of ranks has an odd part, multiples of that are tried as well, also one per doubling: of a batch of 96,
+    3 microbatches are 32 samples each, which divide among the ranks of a submesh that is a power of two.
+    """
     if task.options.microbatches is not None:
         return [task.options.microbatches]
     most = min(batch, _PER_GROUP * (task.options.pp or min(task.cluster.size, MOST_GROUPS)))
+    odd = odd_part(task.cluster.size)
+    counts = {*_doubling(task, batch, most, 1), *(_doubling(task, batch, most, odd) if odd > 1 else ())}
+    return sorted(counts) or [1]
+
+
+def _doubling(task: Task, batch: int, most: int, step: int) -> list[int]:
+    """Divisors of the batch that are multiples of `step`, from 2 on and up to `most`, at most one per doubling."""
     counts: list[int] = []
-    for divisor in (d for d in range(2, most + 1) if batch % d == 0):
+    for divisor in (d for d in range(step, most + 1, step) if d > 1 and batch % d == 0):
         if (not counts or divisor >= 2 * counts[-1]) and task.batches.may_be(divisor):
             counts.append(divisor)
-    return counts or [1]
+    return counts

@@ -19,11 +19,12 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
-from autopar.passes.account.program import Account, account, stage_costs
+from autopar.passes.account.program import Account, account, as_lowered, stage_costs
 from autopar.passes.batch.microbatches import Captured, Microbatches
 from autopar.passes.lower import lower, outline
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.search.workers import Workers
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 
@@ -33,7 +34,8 @@ class Task:
     """A program to be planned, with all that planning it depends on.
 
     batches: the program by number of microbatches; by default `program` is that of the whole batch. software: what plans are
-    priced with, by default that of the programs that are emitted. lowering_s: seconds spent in `finish` so far.
+    priced with, by default that of the programs that are emitted. workers: processes that the search may use. lowering_s: seconds
+    spent in `finish` so far.
     """
 
     program: Program
@@ -44,10 +46,12 @@ class Task:
     batches: Microbatches = None  # type: ignore[assignment]
     software: Software | None = None
     pricers: Pricers = field(init=False)
+    workers: Workers = field(init=False)
     lowering_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.pricers = Pricers(self.cluster, self.software)
+        self.workers = Workers(self.options.workers)
         if self.batches is None:
             self.batches = Microbatches(Captured(self.program), self.rules)
 
@@ -66,6 +70,7 @@ class Task:
     def changed(self, **fields: Any) -> Task:
         """The same task with some of its fields changed; prices are shared where the cluster stays the same."""
         task = replace(self, lowering_s=0.0, **fields)
+        task.workers = self.workers
         if task.cluster is self.cluster:
             task.pricers = self.pricers
         return task
@@ -105,7 +110,10 @@ class Task:
             return candidate
         started = time.perf_counter()
         lowered = self.lower(candidate.plan)
-        counted = self.account(lowered, candidate.plan)
+        if candidate.account is None:
+            counted = self.account(lowered, candidate.plan)
+        else:
+            counted = as_lowered(candidate.account, lowered, self.pricers)
         self.lowering_s += time.perf_counter() - started
         return replace(candidate, lowered=lowered, account=counted)
 

@@ -1,4 +1,9 @@
-"""Which meshes are tried for so many ranks: the one that the options force, or a few that keep fast links inside."""
+"""Which meshes are tried for so many ranks: the one that the options force, or a few that keep fast links inside.
+
+A number of ranks with an odd part, such as 96 = 3 · 32, is rarely a divisor of tensor dims, most of which are multiples of
+powers of two. There two more axes are tried, as in hybrid sharded data parallelism: `dp` over the power of two, which
+parameters can be sharded over, and `replica` over the odd part, which they may be replicated over.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,17 @@ from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
 from autopar.options import Options
 
+REPLICA = "replica"
+"""The axis over the odd part of a number of ranks."""
+
+
+def odd_part(n: int) -> int:
+    """What is left of n without its factors of two: 3 of 96."""
+    return n // (n & -n)
+
 
 def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None = None) -> list[Mesh]:
-    """The forced mesh, or: one axis over all ranks, and two axes with the inner one inside the fast links.
+    """The forced mesh, or: one axis over all ranks, two axes with the inner one inside the fast links, and the odd part apart.
 
     ranks: of a stage of a pipeline (default: the whole cluster).
     """
@@ -21,4 +34,7 @@ def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None =
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
     for k in inner[:3]:
         meshes.append(Mesh.of(dp=ranks // k, tp=k))
+    odd = odd_part(ranks)
+    if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
+        meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
     return meshes

@@ -36,11 +36,12 @@ def overlap_shares(program: Program, pricer: Pricer, rules: RuleBook, setting: S
         for name, template in templates
         for call in template.op_calls.values()
     )
-    types = [parameter.type for parameter in program.parameters.values()]
+    sizes = [parameter.type.nbytes for parameter in program.parameters.values()]
     axes = [axis for axis, size in pricer.mesh.axes if size > 1]
 
     def messages_s(kind: str) -> float:
-        return min((sum(pricer.bucketed_s(kind, t.nbytes, axis) for t in types) for axis in axes), default=0.0)
+        seconds = [{nbytes: pricer.bucketed_s(kind, nbytes, axis) for nbytes in set(sizes)} for axis in axes]
+        return min((sum(map(along_axis.__getitem__, sizes)) for along_axis in seconds), default=0.0)
 
     def share(least: float, seconds: float, behind_s: float) -> float:
         return max(least, 1 - behind_s / seconds) if seconds > 0 else least

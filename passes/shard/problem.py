@@ -27,6 +27,7 @@ from autopar.passes.rules.recomputation import Recomputation, recomputation
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
+from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
 from autopar.passes.shard.parameters import Resting
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
@@ -126,6 +127,7 @@ class Problem:
     def _add_ops(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
         recomputed, rests = self.recomputations[template.name], self._rests(template)
+        launching = host_is_slower(template, self.pricer, self.rules)
         for op in self.facts[template.name].operations.values():
             times = calls * self.setting.microbatches * (2 if op.name in recomputed.again else 1)
             key = ("op", template.name, op.name)
@@ -134,7 +136,8 @@ class Problem:
             nbytes = np.zeros(len(choices.strategies))
             if op.view_of not in rests:
                 nbytes = calls * sum((choices.result_bytes[i] for i in held), nbytes)
-            v = self._add_held(key, choices.strategies, times * choices.seconds, nbytes)
+            seconds = launched_s(op.call, choices.seconds, self.pricer) if launching else choices.seconds
+            v = self._add_held(key, choices.strategies, times * seconds, nbytes)
             self._operands[template.name, op.name] = v, choices.operands
             for i, value in op.results.items():
                 numbers = choices.results[i]
@@ -273,7 +276,7 @@ class Problem:
             seconds = count * resting.moved_bytes(self._reads(group) / count, self.setting) * self._move_s
         if updated:
             gather_s = self._gather_s(type_, optimizer, stored)
-            update_s = self.setting.optimizer.update_s(resting.shard, self.pricer.copy_s, *updated)
+            update_s = self.pricer.update_s(self.setting.optimizer.ratio(*updated), resting.shard)
             seconds = seconds + count * (self.shares.update * gather_s + update_s)
         nbytes = count * resting.nbytes(self.setting)
         return self._add(("param", name), states, seconds, nbytes), stored, optimizer

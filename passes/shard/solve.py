@@ -111,11 +111,11 @@ def priced(
         return [int(np.argmin(m)) for m in alone.cost], 0.0, {}
     r = shortened(start(graph, price))
     size = r.size
-    if _order(r) is not None:
-        return _exact(r, deadline)
+    if (optimum := _by_elimination(r)) is not None:
+        return optimum
     bounds = bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
-    if _order(r) is not None:
-        return _exact(r, deadline)
+    if (optimum := _by_elimination(r)) is not None:
+        return optimum
     lower = _settled(r) + bounds.lower
     choice = _promising(r, bounds, deadline)
     upper = graph.value(choice) + price * graph.memory_of(choice)
@@ -134,19 +134,21 @@ def priced(
 def _exact(r: Reduced, deadline: float) -> tuple[list[int] | None, float, dict[str, int]]:
     """The optimum of what is left as a full assignment; its proven bound; the size of what was left. By elimination where the
     tables are small, else by LP and MIP."""
-    order = _order(r)
-    if order is not None:
-        chosen, value = eliminated(r, order)
-        return restore(r, chosen), _settled(r) + value, r.size
+    if (optimum := _by_elimination(r)) is not None:
+        return optimum
     answer = solve_ilp(r, None, max(deadline - time.monotonic(), 1.0))
     if answer.chosen is None:
         return None, -float("inf"), r.size
     return restore(r, answer.chosen), _total_bound(r, answer), r.size
 
 
-def _order(r: Reduced) -> list[int] | None:
-    """How to eliminate what is left; None where tables get too large."""
-    return elimination_order({v: len(c) for v, c in r.cost.items()}, r.near)
+def _by_elimination(r: Reduced) -> tuple[list[int], float, dict[str, int]] | None:
+    """The same by elimination; None where tables get too large."""
+    order = elimination_order({v: len(c) for v, c in r.cost.items()}, r.near)
+    if order is None:
+        return None
+    chosen, value = eliminated(r, order)
+    return restore(r, chosen), _settled(r) + value, r.size
 
 
 def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int]:

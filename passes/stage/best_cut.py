@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import InfeasibleError
+from autopar.passes.stage.apart import fastest_apart
 from autopar.passes.stage.intervals import condense
 from autopar.passes.stage.mixed import Mixed, fastest_mixed
 from autopar.passes.stage.stage_problem import Piece, StageProblem, StageShortage, StageSolution, evaluate
@@ -37,7 +38,15 @@ def solve_stages(
         )
     if chunks > 1:
         return _chunked(problem, small, marks, usable, chunks, shape, gap)
-    return (_mixed if mixed else _uniform)(problem, small, marks, usable, gap)
+    if mixed:
+        return _mixed(problem, small, marks, usable, gap)
+    alike = _uniform(replace(problem, weights_apart=False), replace(small, weights_apart=False), marks, usable, gap)
+    return _read(problem, alike) if problem.weights_apart and isinstance(alike, StageSolution) else alike
+
+
+def _read(problem: StageProblem, solution: StageSolution) -> StageSolution:
+    """A solution as the problem counts its seconds; of what is faster nothing is proven."""
+    return replace(evaluate(problem, solution.pieces), bound_s=0.0, method=solution.method)
 
 
 def _no_devices(problem: StageProblem) -> str:
@@ -87,12 +96,13 @@ def _mixed(
     best: StageSolution | None = None
     for S, exactly in runs:
         cutoff = np.inf if best is None else best.total_s
-        pieces = fastest_mixed(reduced, S, exactly, gap, cutoff)
+        pieces = (fastest_apart if problem.weights_apart else fastest_mixed)(reduced, S, exactly, gap, cutoff)
         if pieces is not None:
             cut = evaluate(problem, _original(((i, j, usable[o]) for i, j, o in pieces), marks))
             best = cut if best is None or cut.total_s < best.total_s else best
     if best is not None:
-        return replace(best, bound_s=best.total_s * (1 - 2 * gap), method="mixed")
+        method = "apart" if problem.weights_apart else "mixed"
+        return replace(best, bound_s=best.total_s * (1 - 2 * gap), method=method)
     tries = [Mixed(reduced, S, exactly).least_memory() for S, exactly in runs]
     least = min((t for t in tries if t is not None), default=None, key=lambda t: t[0])
     if least is None:
@@ -102,8 +112,10 @@ def _mixed(
 
 def _by_total(problem: StageProblem, most: int) -> bool:
     """Whether what is in flight depends on the number of stages, not only on how many come after."""
-    M, rule = problem.microbatches, problem.in_flight
-    return any(rule(after, S, M) != rule(after, most, M) for S in range(1, most) for after in range(S))
+    M, rules = problem.microbatches, [rule for rule in (problem.in_flight, problem.most_in_flight) if rule is not None]
+    return any(
+        rule(after, S, M) != rule(after, most, M) for rule in rules for S in range(1, most) for after in range(S)
+    )
 
 
 def _uniform(

@@ -31,7 +31,8 @@ def condense(problem: StageProblem) -> tuple[StageProblem, np.ndarray]:
         }
         peak = np.maximum.reduceat(np.asarray(o.peak_bytes, float), first)
         enter = None if o.boundary_s is None else np.asarray(o.boundary_s, float)[first]
-        options.append(replace(o, **rows, peak_bytes=peak, boundary_s=enter))
+        weights = None if o.weights_s is None else np.add.reduceat(np.asarray(o.weights_s, float), first)
+        options.append(replace(o, **rows, peak_bytes=peak, boundary_s=enter, weights_s=weights))
     merged = replace(
         problem,
         options=tuple(options),

@@ -27,11 +27,20 @@ Cell = Callable[[int, int], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class DeviceSpan:
-    """Where an option's devices lie: stages of it may start at device `first` .. `last` of the row."""
+    """Where an option's devices lie: stages of it may start at device `first` .. `last` of the row, but for those where they
+    would lie across more groups of fast links than they have to (starts: last + 1 flags)."""
 
     devices: int
     first: int
     last: int
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, devices: int, first: int, end: int, link_groups: tuple[int, ...]) -> DeviceSpan:
+        """Of an option with so many devices, of the kind from device `first` on to `end`."""
+        start = np.arange(max(end - devices, first - 1) + 1)
+        across = [(start + devices - 1) // n - start // n <= -(-devices // n) - 1 for n in link_groups]
+        return cls(devices, first, end - devices, np.logical_and.reduce([start >= first, *across]))
 
 
 class Mixed:
@@ -45,7 +54,8 @@ class Mixed:
         offsets = np.concatenate([[0], np.cumsum(problem.available)]).astype(int)
         self.D = int(offsets[-1])
         self.rows = [
-            DeviceSpan(o.devices, int(offsets[o.kind]), int(offsets[o.kind + 1]) - o.devices) for o in problem.options
+            DeviceSpan.of(o.devices, int(offsets[o.kind]), int(offsets[o.kind + 1]), problem.link_groups)
+            for o in problem.options
         ]
         self.tables = [intervals(problem, i) for i in range(len(problem.options))]
         self.flights = flights(problem, stages)
@@ -60,7 +70,7 @@ class Mixed:
         """F: (L+1, S+1, D+1), or (L+1, 1, D+1) where stages are not counted."""
         L, shift = self.problem.units, int(counted)
         F = np.full((L + 1, self.S + 1 if counted else 1, self.D + 1), np.inf)
-        F[L, 0] = 0.0
+        F[L, 0, self.D if self.problem.no_idle else 0 :] = 0.0
         for l in reversed(range(L)):
             for o, row in enumerate(self.rows):
                 values = cell(o, l)
@@ -68,10 +78,12 @@ class Mixed:
                     continue
                 after = F[l + 1 : l + 1 + len(values), : F.shape[1] - shift]
                 best = join(after[:, :, row.first + row.devices : row.last + row.devices + 1], values).min(0)
+                best[:, ~row.starts[row.first :]] = np.inf
                 here = F[l, shift:]
                 part = here[:, row.first : row.last + 1]
                 np.minimum(part, best, out=part)
-                np.minimum(here[:, : row.first], best[:, :1], out=here[:, : row.first])
+                if not self.problem.no_idle:
+                    np.minimum(here[:, : row.first], best[:, :1], out=here[:, : row.first])
         return F
 
     def walk(self, F: np.ndarray, cell: Cell, join: np.ufunc, s: int, counted: bool) -> tuple[Piece, ...]:
@@ -80,8 +92,8 @@ class Mixed:
         while l < self.problem.units:
             best: tuple[float, int, int, int] | None = None
             for o, row in enumerate(self.rows):
-                values, start = cell(o, l), max(d, row.first)
-                if start > row.last or not len(values):
+                values, start = cell(o, l), d if self.problem.no_idle else max(d, row.first)
+                if start > row.last or not len(values) or not row.starts[start]:
                     continue
                 stage_values = values[:, min(s - 1, values.shape[1] - 1), 0] if counted else values[:, 0, 0]
                 sums = join(F[l + 1 : l + 1 + len(values), s - 1 if counted else 0, start + row.devices], stage_values)
@@ -103,11 +115,12 @@ class Mixed:
         differs = any((f.min(0) < c).any() for f, c in zip(self.fit, counts, strict=True))
         if not self.fixed:
             cheapest = self._cheapest(counts, False, cutoff)
-            if cheapest is None or not differs or self._fits(cheapest[1]):
+            if cheapest is None or not differs or self.fits(cheapest[1]):
                 return cheapest
         return self._cheapest(counts, True, cutoff)
 
-    def _fits(self, pieces: tuple[Piece, ...]) -> bool:
+    def fits(self, pieces: tuple[Piece, ...]) -> bool:
+        """Whether every stage of a cut fits at its position."""
         last = len(pieces) - 1
         return last < self.S and all(j - i <= self.fit[o][last - n, i] for n, (i, j, o) in enumerate(pieces))
 
@@ -152,8 +165,8 @@ def fastest_mixed(
     """Stages with the least total below `cutoff` seconds, to within the relative gap; None when there are none."""
     dp = Mixed(problem, stages, fixed)
     M, tables = problem.microbatches, dp.tables
-    slowest, floor = _least(problem, "time", dp.D)
-    least_step, _ = _least(problem, "step", dp.D)
+    slowest, floor = least_of_stages(problem, "time", dp.D)
+    least_step, _ = least_of_stages(problem, "step", dp.D)
     times = distinct(np.concatenate([t.busy[t.busy >= slowest * (1 - 1e-9)] for t in tables]))
     steps = distinct(np.concatenate([t.step[t.step >= least_step * (1 - 1e-9)] for t in tables]))
 
@@ -176,7 +189,7 @@ def fastest_mixed(
     return None if best is None else best.pieces
 
 
-def _least(problem: StageProblem, row: str, devices: int) -> tuple[float, float]:
+def least_of_stages(problem: StageProblem, row: str, devices: int) -> tuple[float, float]:
     """Lower bounds of (the largest stage, the sum over stages) of a row: no stage is below its units at their cheapest,
     and devices times seconds are at least the work."""
     units = [np.diff(o.sums[row]) for o in problem.options]

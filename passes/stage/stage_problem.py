@@ -10,7 +10,12 @@ and a step of M microbatches is estimated as in Alpa (Zheng et al., OSDI 2022), 
     total = sum over stages of t  +  (M - 1) * max over stages of t  +  max over stages of step_s
 
 `boundary_busy` is the share of boundary_s that also keeps the stage busy, that is, counts in the maximum (0 where sends
-hide behind compute). A stage holds resting_bytes + in_flight * held_bytes + the largest peak_bytes of its units.
+hide behind compute). Where schedules may have the gradients of weights apart (`weights_apart`), which fill what 1F1B idles,
+
+    total = the least seconds that any table of such actions takes  +  max over stages of step_s
+
+(`passes.schedule.least_span_s`; sends hide behind compute). A stage holds resting_bytes + in_flight * held_bytes + the largest
+peak_bytes of its units.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ from itertools import pairwise
 import numpy as np
 
 from autopar.errors import InputError, PlanError
+from autopar.ir.actions import StageGraph
 from autopar.ir.schedules import InFlight, one_f_one_b
+from autopar.passes.schedule import ActionCosts, least_span_s
 
 Piece = tuple[int, int, int]
 """(first unit, unit after the last, index of the option)."""
@@ -36,7 +43,7 @@ class StageOption:
     devices: how many (in the unit of `StageProblem.available`). forward_s, backward_s: seconds of a unit for one
     microbatch. step_s: seconds once per step (gradient reduction, optimizer). resting_bytes: always there.
     held_bytes: per microbatch in flight. peak_bytes: largest moment inside the unit. limit_bytes: what one device has.
-    boundary_s: replaces the problem's for stages on this option.
+    boundary_s: replaces the problem's for stages on this option. weights_s: of backward_s what gradients of weights take.
     """
 
     name: str
@@ -50,16 +57,18 @@ class StageOption:
     limit_bytes: float
     kind: int = 0
     boundary_s: np.ndarray | None = None
+    weights_s: np.ndarray | None = None
+
+    @cached_property
+    def unit_s(self) -> np.ndarray:
+        """(L,) seconds of every unit for one microbatch."""
+        return np.asarray(self.forward_s, float) + np.asarray(self.backward_s, float)
 
     @cached_property
     def sums(self) -> dict[str, np.ndarray]:
-        """Prefix sums (L+1,) of time, step, resting and held."""
-        rows = {
-            "time": np.asarray(self.forward_s, float) + np.asarray(self.backward_s, float),
-            "step": self.step_s,
-            "resting": self.resting_bytes,
-            "held": self.held_bytes,
-        }
+        """Prefix sums (L+1,) of time and of it forward and weights, of step, resting and held."""
+        rows = {"time": self.unit_s, "step": self.step_s, "resting": self.resting_bytes, "held": self.held_bytes}
+        rows |= {"forward": self.forward_s, "weights": 0 * self.unit_s if self.weights_s is None else self.weights_s}
         return {name: np.concatenate([[0.0], np.cumsum(np.asarray(row, float))]) for name, row in rows.items()}
 
 
@@ -70,7 +79,10 @@ class StageProblem:
     available: devices per kind, laid out in the order of the kinds; stages take them in that order and may leave some
     idle. boundary_s: (L,) seconds to hand one microbatch's values, and their gradients back, across the cut before
     unit l. cuts: (L,) whether a stage may start at unit l (unit 0 always may). stages, boundaries: what the user fixed:
-    how many stages, or the first units of all stages but the first.
+    how many stages, or the first units of all stages but the first. weights_apart: whether schedules may run the gradients
+    of weights on their own; most_in_flight: what they may hold then beside what fits (None: any number). Where stages may
+    differ: no_idle: whether all devices are to be used. link_groups: how many neighbours links of each level join; a stage lies
+    across no more such groups than it has to, as the seconds of an option are those of a submesh that starts with a group.
     """
 
     options: tuple[StageOption, ...]
@@ -82,6 +94,10 @@ class StageProblem:
     stages: int | None = None
     boundaries: tuple[int, ...] | None = None
     boundary_busy: float = 1.0
+    weights_apart: bool = False
+    most_in_flight: InFlight | None = None
+    no_idle: bool = False
+    link_groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         L = len(self.cuts)
@@ -128,6 +144,13 @@ class StageProblem:
     def fixed_stages(self) -> int | None:
         """Number of stages where the user fixed it."""
         return self.stages if self.boundaries is None else len(self.boundaries) + 1
+
+    def may_hold(self, stages: int) -> np.ndarray:
+        """(stages,) microbatches that a schedule with W apart holds at most, by stages after this one."""
+        M, rule = self.microbatches, self.most_in_flight
+        return np.array(
+            [M if rule is None else max(1.0, min(M, rule(after, stages, M))) for after in range(stages)], float
+        )
 
     def enter_s(self, option: StageOption) -> np.ndarray:
         """(L,) boundary_s of stages on an option; 0 at unit 0."""
@@ -233,5 +256,34 @@ def evaluate(
     t_max = max(sum(busy[s] for s in group) for group in groups)
     step_s = max(sum(stages[s].step_s for s in group) for group in groups)
     memory = tuple(sum(parts[s][0] for s in group) + max(parts[s][1] for s in group) for group in groups)
-    total = sum(s.seconds for s in stages) + (M - 1) * t_max + step_s
-    return StageSolution(tuple(stages), total, t_max, step_s, groups, memory, total)
+    span_s = (
+        _least_span_s(problem, pieces) if problem.weights_apart else sum(s.seconds for s in stages) + (M - 1) * t_max
+    )
+    return StageSolution(tuple(stages), span_s + step_s, t_max, step_s, groups, memory, span_s + step_s)
+
+
+def _least_span_s(problem: StageProblem, pieces: Sequence[Piece]) -> float:
+    """The least seconds of any table of a chain of stages, whose W are apart."""
+    seconds: dict[tuple[int, str], float] = {}
+    comm_s: dict[tuple[int, int], float] = {}
+    held: list[float] = []
+    for s, (i, j, o) in enumerate(pieces):
+        option = problem.options[o]
+        forward_s, weights_s, all_s = (float(option.sums[row][j] - option.sums[row][i]) for row in _ACTIONS)
+        seconds |= {(s, "F"): forward_s, (s, "B"): all_s - forward_s - weights_s, (s, "W"): weights_s}
+        if s:
+            comm_s[s - 1, s] = comm_s[s, s - 1] = float(problem.enter_s(option)[i]) / 2
+        base = np.sum(option.resting_bytes[i:j]) + np.max(option.peak_bytes[i:j])
+        most = problem.may_hold(len(pieces))[len(pieces) - 1 - s]
+        held.append(float(most_held(base, np.sum(option.held_bytes[i:j]), option.limit_bytes, most)))
+    return least_span_s(StageGraph.chain(len(pieces)), problem.microbatches, ActionCosts(seconds, comm_s), held)
+
+
+_ACTIONS = ("forward", "weights", "time")
+
+
+def most_held(base: np.ndarray, held: np.ndarray, limit: float, most: np.ndarray) -> np.ndarray:
+    """How many microbatches stages can hold at once, from 1 to `most`. base: bytes that do not grow with them; held: of each."""
+    room = np.maximum(limit - np.asarray(base, float), 0.0) * (1 + 1e-9)
+    each = np.maximum(np.asarray(held, float), 1e-9)
+    return np.asarray(np.clip(np.minimum(room / each, most) // 1, 1, most))

@@ -180,11 +180,12 @@ def fastest_uniform(
     dp = Uniform(problem, option, stages, problem.options[option].limit_bytes if limit is None else limit)
     if dp.within(dp.limit * (1 + ROUND)) is None:
         return None
-    sums, enter = problem.options[option].sums, problem.enter_s(problem.options[option])
+    o = problem.options[option]
+    sums, enter = o.sums, problem.enter_s(o)
     floor, slowest, least_step = floor_s(problem, option, stages)
     most = (cutoff - floor - least_step) / (M - 1) if M > 1 and np.isfinite(cutoff) else np.inf
-    times = _candidates(sums["time"], slowest, most, problem.boundary_busy * enter)
-    steps = _candidates(sums["step"], least_step, np.inf, None)
+    times = runs_between(o.unit_s, problem.boundary_busy * enter, slowest, most)
+    steps = runs_between(np.asarray(o.step_s, float), np.zeros(problem.units), least_step, np.inf)
 
     def real(pieces: tuple[Piece, ...]) -> tuple[float, float]:
         busy = max(sums["time"][j] - sums["time"][i] + problem.boundary_busy * enter[i] for i, j, _ in pieces)
@@ -205,13 +206,18 @@ def fastest_uniform(
     return None if best is None else best.pieces
 
 
-def _candidates(sums: np.ndarray, least: float, most: float, enter: np.ndarray | None) -> np.ndarray:
-    sums_in_range = []
-    for l in range(len(sums) - 1):
-        row = sums[l + 1 :] - sums[l] + (0.0 if enter is None else enter[l])
-        a, b = np.searchsorted(row, [least * (1 - ROUND), most * (1 + ROUND)])
-        sums_in_range.append(row[a : b + 1])
-    return distinct(np.concatenate(sums_in_range))
+def runs_between(unit_s: np.ndarray, enter_s: np.ndarray, least_s: float, most_s: float) -> np.ndarray:
+    """The distinct seconds of runs of units [l, e), sum(unit_s[l:e]) + enter_s[l], that lie between both limits.
+
+    A run [l, e) takes as long as [l + 1, e + 1) where the unit that it loses is as long as the one that it gets, so of all
+    runs of as many equal layers one is looked at.
+    """
+    L = len(unit_s)
+    sums = np.concatenate([[0.0], np.cumsum(unit_s)])
+    as_long_as_next = (unit_s[:, None] == unit_s) & np.append(enter_s[:-1] == enter_s[1:], False)[:, None]
+    first, end = np.nonzero(np.triu(np.column_stack([~as_long_as_next, np.ones(L, bool)]), 1))
+    seconds = sums[end] - sums[first] + enter_s[first]
+    return distinct(seconds[(seconds >= least_s * (1 - ROUND)) & (seconds <= most_s * (1 + ROUND))])
 
 
 def group_stages(S: int, V: int, shape: str) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar.capture.functional import functional
-from autopar.capture.lean import lean
+from autopar.capture.lean import lean, settled
 
 
 class Scaled(nn.Module):
@@ -64,3 +64,10 @@ def test_the_garbage_collector_is_afterwards_what_it_was(collects: bool) -> None
         assert gc.isenabled() is collects
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_garbage_is_afterwards_looked_for_as_often_as_before() -> None:
+    before = gc.get_threshold()
+    with settled():
+        assert gc.get_threshold()[0] >= before[0]
+    assert gc.get_threshold() == before

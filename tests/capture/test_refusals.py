@@ -95,7 +95,7 @@ def test_data_dependent_control_flow_and_shapes_name_the_line_and_the_fix(forwar
 def test_data_dependent_expert_routing_names_the_line_and_the_static_form() -> None:
     message = refusal(Router())
     assert f"test_refusals.py:{marked_line(Router)} in forward" in message
-    assert "topk with a fixed capacity or a grouped matmul" in message
+    assert "@autopar.forward_of(TheModule)" in message
 
 
 def test_data_dependence_inside_a_layer_of_torch_names_the_line_of_that_layer() -> None:
@@ -118,6 +118,13 @@ def test_an_embedding_that_renormalizes_its_weight_is_refused_by_name() -> None:
     message = refusal(Net(lambda net, ids: net.e(ids), e=nn.Embedding(8, 8, max_norm=1.0)), (IDS,))
     assert "writes to the parameter e.weight" in message
     assert "max_norm" in message
+
+
+def test_a_module_that_is_cast_in_forward_is_refused_unless_it_has_that_dtype() -> None:
+    compiled(Net(lambda net, x: net.last.to(torch.float32)(net.first(x))), (X,), lambda out: out.sum())
+    message = refusal(Net(lambda net, x: net.last.to(torch.float64)(net.first(x).double())))
+    assert "casts the parameters of a module to torch.float64" in message
+    assert "test_refusals.py" in message
 
 
 def test_writing_to_an_input_is_refused_by_name() -> None:

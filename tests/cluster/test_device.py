@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import device_from_dict, device_names, device_preset, dtype_bytes, dtype_name
-from autopar.costmodel.calibrate import Sample, fit_device, fit_line, fit_links, fit_matmul, ring_factor
+from autopar.costmodel.calibrate import fit_device, fit_matmul
+from autopar.costmodel.calibrate_links import Sample, fit_line, fit_links, ring_factor
 from autopar.costmodel.compute import matmul_share, op_time_s
 from autopar.errors import ClusterError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.ops import attention, contraction, convolution, embedding, integers, normalization, recurrence
+from autopar.ops import attention, contraction, convolution, embedding, grouped, integers, normalization, recurrence
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, call, makes, overload
 
@@ -93,6 +93,19 @@ def _rnn(draw: Draw, name: str) -> Case:
     if name == "autopar.rnn":
         return call(recurrence.rnn, *args)
     return call(recurrence.rnn_grad, *args, draw.f(t, b, h), draw.f(b, h), draw.f(b, h))
+
+
+# --- grouped products -------------------------------------------------------------------------------------------------
+
+
+@makes("autopar.grouped_mm", "autopar.grouped_mm_dw")
+def _grouped(draw: Draw, name: str) -> Case:
+    """Some rows belong to no group; some groups have no rows."""
+    lead, groups, k, n = draw.shape(1, 2), draw.size(), draw.size(), draw.size()
+    x, group = draw.f(*lead, k), draw.i(groups + 1, *lead)
+    if name == "autopar.grouped_mm":
+        return call(grouped.grouped_mm, x, draw.f(groups, k, n), group)
+    return call(grouped.grouped_mm_dw, x, draw.f(*lead, n), group, groups)
 
 
 # --- norms, embedding ----------------------------------------------------------------------------------------------

@@ -46,9 +46,11 @@ def test_a_right_program_is_equal(program: autopar.Program) -> None:
 def test_a_wrong_program_is_not(program: autopar.Program, monkeypatch: pytest.MonkeyPatch) -> None:
     from autopar.proof import ranks
 
-    source = ranks.stage_source
+    sources = ranks.stage_sources
     monkeypatch.setattr(
-        ranks, "stage_source", lambda *args: source(*args).replace("rt.loss_scale, ", "1.5 * rt.loss_scale, ")
+        ranks,
+        "stage_sources",
+        lambda *args: [source.replace("rt.loss_scale, ", "1.5 * rt.loss_scale, ") for source in sources(*args)],
     )
     result = autopar.check(program)
     assert result.outcome == "not equal"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -229,12 +231,16 @@ def test_inference_holds_what_was_predicted() -> None:
     assert_kept(program, zoo.inference_batch(1))
 
 
+def sweep() -> Iterator[tuple[ZooModel, str, str, int, int]]:
+    """Every model under every plan and recompute policy; microbatches and ranks take turns, so that all pairs occur."""
+    turns = ((1, 2), (4, 4), (4, 2), (1, 4))
+    kinds = (tuple(enumerate(kind)) for kind in ([*WIDE, *MODELS], PLANS, [*RECOMPUTE_POLICIES, "random"]))
+    for (i, zoo), (j, plan), (k, policy) in itertools.product(*kinds):
+        yield zoo, plan, policy, *turns[(i + j + k) % len(turns)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("microbatches", [1, 4])
-@pytest.mark.parametrize("policy", [*RECOMPUTE_POLICIES, "random"])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("zoo", [*WIDE, *MODELS], ids=str)
+@pytest.mark.parametrize(("zoo", "plan", "policy", "microbatches", "ranks"), list(sweep()), ids=str)
 def test_every_model_holds_what_was_predicted(
     zoo: ZooModel, plan: str, policy: str, microbatches: int, ranks: int
 ) -> None:

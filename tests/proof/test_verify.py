@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import autopar
 from autopar.ir.lines import AddGradient, Compute, Convert, Function, Line, Ref, Site, SumLoss, WriteBuffer
 from autopar.ir.lowered import LoweredStage
 from autopar.proof.compare import compare
-from autopar.proof.verify import Verification
+from autopar.proof.verify import Verification, verify
 from tests.capture.equal import SGD
 
 BATCH = (torch.randn(8, 8), torch.arange(8))
@@ -257,3 +258,58 @@ def test_a_tensor_that_is_mathematically_zero_is_measured_at_the_scale_of_its_ki
     reference = values(grad_a=torch.ones(2), grad_b=torch.full((2,), 1e-18))
     assert compare(values(grad_a=torch.ones(2), grad_b=torch.zeros(2)), reference)["grad/b"] < 1e-12
     assert compare(values(grad_a=torch.ones(2), grad_b=torch.full((2,), 1e-3)), reference)["grad/b"] > 1e-4
+
+
+def test_a_gradient_of_zeros_is_that_of_a_parameter_that_the_batch_did_not_reach() -> None:
+    """An expert that no row chose has no gradient in eager."""
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    assert compare({"grad/a": zeros}, {}) == {"grad/a": 0.0}
+    assert compare({"grad/a": ones}, {}) == {"grad/a": math.inf}
+    assert compare({"param/a": zeros}, {}) == {"param/a": math.inf}
+
+
+class Scaled(nn.Module):
+    """Multiplies by the root of a number, as float32 holds it. of: how the constant is made."""
+
+    def __init__(self, of: Callable[[float, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.of, self.lin = of, nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x)
+        return (h * self.of(37**0.5, h)).sin().square().mean()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda value, h: torch.tensor(value, dtype=h.dtype),
+        lambda value, h: torch.tensor(value),
+        lambda value, h: torch.tensor([value] * 6, dtype=torch.float32),
+        lambda value, h: torch.as_tensor(value, dtype=h.dtype),
+    ],
+)
+def test_constants_that_a_model_makes_have_its_rounding(of: Callable[[float, Tensor], Tensor]) -> None:
+    model, batch = Scaled(of), (torch.randn(4, 6),)
+    program = autopar.compile(model, autopar.ClusterSpec.local(2), batch, optimizer=SGD)
+    assert verify(program, model, batch).max_error < 1e-13
+
+
+class Quantized(nn.Module):
+    """Latents of 8 bits: integers that are divided have the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 4), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encoder(x).sigmoid()
+        levels = z.detach().mul(255).round().to(torch.uint8) / 255.0
+        return (self.decoder(levels) + self.decoder(z)).square().mean()
+
+
+def test_integers_that_are_divided_are_as_wide_as_the_reference() -> None:
+    model, batch = Quantized(), (torch.randn(8, 6),)
+    program = autopar.compile(model, autopar.ClusterSpec.local(2), batch, optimizer=SGD)
+    assert verify(program, model, batch).ok
+    assert torch.get_default_dtype() is torch.float32

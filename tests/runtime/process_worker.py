@@ -132,10 +132,14 @@ def disagree(out: Path) -> dict[str, Any]:
         return TorchComm({"a": 2}, timeout_s=1.0, store=dist.PrefixStore(case, store), **options)
 
     checked, late, silent = comm("checked", check=True), comm("late"), comm("silent")
+    tardy = comm("tardy")
     first = dist.get_rank() == 0
     wrong = lambda c: c.all_reduce(x, "a", site="A.py:1") if first else c.all_gather(x, 0, "a", site="B.py:2")  # noqa: E731
     got["checked"] = caught(lambda: wrong(checked))
     got["late"] = caught(lambda: wrong(late))
+    dist.barrier()
+    time.sleep(0 if first else 2.5)
+    got["closed"] = caught(lambda: tardy.all_reduce(x, "a", site="D.py:4" if first else "E.py:5"))
     dist.barrier()
     got["alone"] = caught(lambda: silent.all_reduce(x, "a", site="C.py:3") if first else time.sleep(0.1))
     time.sleep(0 if first else 3)

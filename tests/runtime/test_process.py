@@ -129,6 +129,10 @@ def test_ranks_that_disagree_or_stay_away_are_named(folder):
         for word in (me, other, "#0 over a (ranks 0, 1)", "rank 0", "rank 1"):
             assert word in got["late"]["message"]
         assert got["late"]["seconds"] < 10
+    for got in (first, second):  # the second finds the connection closed, because the first timed out
+        assert got["closed"]["type"] == "CollectiveTimeout"
+    assert "rank 0 timed out in #0" in second["closed"]["message"]
+    assert "D.py:4" in second["closed"]["message"]
     assert first["alone"]["type"] == "CollectiveTimeout"
     assert "rank 1 said nothing" in first["alone"]["message"]
     assert "C.py:3" in first["alone"]["message"]

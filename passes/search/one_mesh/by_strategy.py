@@ -11,7 +11,8 @@ from __future__ import annotations
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.task import Task, account_of
-from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.search.workers import Answers
+from autopar.passes.shard.meshes import REPLICA, candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
@@ -20,6 +21,8 @@ _BUDGETS = 4
 """Budgets that are tried in turn."""
 _MARGIN = 1.02
 """A budget shrinks by a little more than what was too much."""
+_CLOSE = 1.001
+"""A bound may be this much above what the plan takes: conversions that readers share are bounded as often as they are read."""
 _MEMORY_DECIDED = ("priced memory", "memory row")
 """Methods of a `Solution` that say that the fastest assignment did not fit."""
 
@@ -33,27 +36,31 @@ def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
         candidates, fell_short = _on_meshes(task, budget, policy)
         if not candidates:
             break
-        best = task.finish(candidates[0])
-        peak = account_of(best).peak_bytes
-        if peak <= task.limit:
-            plans = _fastest_first(task, [best, *candidates[1:]])
-            return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
+        with task.workers.answers(task.finish, candidates) as finished:
+            peak = account_of(finished[0]).peak_bytes
+            if peak <= task.limit:
+                plans = _fastest_first(task, candidates, finished)
+                return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
         budget -= _MARGIN * (peak - task.limit)
         if budget <= 0:
             break
     return [], True
 
 
-def _fastest_first(task: Task, candidates: list[PricedPlan]) -> list[PricedPlan]:
-    """The candidates, of which the first is lowered and fits, with the fastest one that fits in front: others are lowered
-    where their bound is better than the best step so far."""
-    best, others = candidates[0], candidates[1:]
-    for i, candidate in enumerate(others):
-        if candidate.step_s < best.step_s:
-            others[i] = task.finish(candidate)
+def _fastest_first(
+    task: Task, candidates: list[PricedPlan], finished: Answers[PricedPlan, PricedPlan]
+) -> list[PricedPlan]:
+    """The candidates, of which the first fits, with the fastest one that fits in front: others are lowered where their bound
+    is better than the best step so far. finished: the candidates lowered."""
+    best, others = finished[0], dict(enumerate(candidates[1:], 1))
+    hopeless = {i for i, candidate in others.items() if candidate.step_s >= _CLOSE * best.step_s}
+    finished.leave_out(hopeless)
+    for i in sorted(others.keys() - hopeless):
+        if others[i].step_s < _CLOSE * best.step_s:
+            others[i] = finished[i]
             if others[i].step_s < best.step_s and account_of(others[i]).peak_bytes <= task.limit:
                 best, others[i] = others[i], best
-    return [best, *sorted(others, key=lambda c: (c.step_s, c.solution.memory))]
+    return [best, *sorted(others.values(), key=lambda c: (c.step_s, c.solution.memory))]
 
 
 def _paid_for_memory(task: Task, candidate: PricedPlan) -> bool:
@@ -67,18 +74,24 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
     budget on a mesh."""
     asked, fell_short = task.options.strategy, False
     candidates: list[PricedPlan] = []
-    for mesh in candidate_meshes(task.cluster, task.options):
-        for strategy in _strategies(asked, mesh):
-            try:
-                on = OnMesh(task.program, task.pricers[mesh], task.rules, task.setting, task.options)
-                result = solve_mesh(on, strategy, budget, recompute=policy)
-            except (InfeasibleError, ConstraintError):
-                if strategy == asked:
-                    raise
-                continue
+
+    def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | None:
+        mesh, strategy = question
+        try:
+            on = OnMesh(task.program, task.pricers[mesh], task.rules, task.setting, task.options)
+            return solve_mesh(on, strategy, budget, recompute=policy)
+        except (InfeasibleError, ConstraintError):
+            if strategy == asked:
+                raise
+            return None
+
+    meshes = candidate_meshes(task.cluster, task.options)
+    questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh)]
+    with task.workers.answers(solved, questions) as results:
+        for (_, strategy), result in zip(questions, results, strict=True):
             if isinstance(result, Shortage):
                 fell_short = fell_short or strategy == asked
-            else:
+            elif result is not None:
                 candidates.append(result)
     candidates.sort(key=lambda c: (c.solution.cost, c.solution.memory))
     if not candidates:
@@ -89,6 +102,6 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
 
 def _strategies(asked: str, mesh: Mesh) -> list[str]:
     """The strategy that was asked for; where the choice is free, the baselines that this mesh can have as well."""
-    if asked != "auto":
+    if asked != "auto" or REPLICA in mesh.names:
         return [asked]
     return ["auto", *{1: ("dp", "zero3"), 2: ("megatron",)}.get(len(mesh.axes), ())]

@@ -86,6 +86,7 @@ class JointSearch:
         self.problems: dict[_Key, Problem] = {}
         self.points: list[Point] = []
         self._looked_for_smallest = False
+        self._from_the_start = 1
 
     @property
     def fastest(self) -> Point:
@@ -99,7 +100,12 @@ class JointSearch:
         if not self._looked_for_smallest:
             self.points += self._small_points()
             self._looked_for_smallest = True
+            self._from_the_start = len(self.points)
         return self.smallest_so_far
+
+    def forget_budgets(self) -> None:
+        """Leave out the points that budgets led to, so that what the next one gets does not depend on those before it."""
+        del self.points[self._from_the_start :]
 
     @property
     def smallest_so_far(self) -> Point:

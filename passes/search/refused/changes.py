@@ -33,13 +33,14 @@ from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.runtime.schema import MOST_RANKS
 
 SettingFor = Callable[[int], Setting]
 """The setting on so many ranks: what an optimizer updates as whole tensors may depend on them."""
 
 EACH_S = 10.0
 """Seconds for one change, where the total allows it."""
-MOST_RANKS = 1024
+_MOST_TIMES = 1024
 """Times as many ranks as there are, at most."""
 
 
@@ -214,7 +215,7 @@ def _divisions(task: Task, batch: int, microbatches: int) -> Iterator[int]:
 
 def _more_ranks(task: Task, batch: int, setting_for: SettingFor) -> Iterator[_Attempt]:
     times, ranks = 2, task.cluster.size
-    while times <= MOST_RANKS:
+    while times <= _MOST_TIMES and ranks * times <= MOST_RANKS:
         options = task.options
         if options.mesh is not None:
             axis = "dp" if "dp" in options.mesh else next(iter(options.mesh))

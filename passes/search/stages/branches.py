@@ -114,11 +114,13 @@ class BranchSearch:
     def _plans(self, low: int, high: int) -> PlansAtTwoCounts:
         """Plans on all submeshes."""
         pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
-        for mesh in self.limits.submeshes(self.task):
-            at_high = self.submeshes.on(high, mesh)
-            at_low = self.submeshes.on(low, mesh) if at_high is not None else None
-            if at_high is not None and at_low is not None:
-                pairs.append((at_low, at_high))
+        meshes = self.limits.submeshes(self.task)
+        with self.submeshes.ahead([(M, mesh) for mesh in meshes for M in dict.fromkeys((high, low))]) as plans:
+            for mesh in meshes:
+                at_high = plans.on(high, mesh)
+                at_low = plans.on(low, mesh) if at_high is not None else None
+                if at_high is not None and at_low is not None:
+                    pairs.append((at_low, at_high))
         return PlansAtTwoCounts(low, high, pairs)
 
     def _plans_at(self, plans: PlansAtTwoCounts, M: int) -> list[SubmeshPlan]:

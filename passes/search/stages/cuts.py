@@ -9,7 +9,8 @@ most promising cuts in turn: planned at that count, within memory, and cut again
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from autopar.errors import InfeasibleError, InputError
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut_points
 from autopar.passes.schedule import schedule_row
-from autopar.passes.search.lower_bounds import could_fit, least_bytes, least_step_s
+from autopar.passes.search.lower_bounds import could_fit, least_busy_s, least_bytes, least_step_s
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, boundary_calls
 from autopar.passes.search.stages.submesh import (
@@ -25,11 +26,12 @@ from autopar.passes.search.stages.submesh import (
     SubmeshPlan,
     SubmeshPlans,
     flight_rule,
+    held_apart,
     option_of,
     two_counts,
 )
 from autopar.passes.search.task import Task
-from autopar.passes.stage import StageProblem, StageShortage, solve_stages
+from autopar.passes.stage import StageProblem, StageShortage, evaluate, solve_stages
 
 MOST_CHUNKED = 6
 """Cuts that are made again with several stages per group."""
@@ -42,13 +44,13 @@ _BUSY = 2.0
 
 
 class CutSearch:
-    """One search over cuts. best_s: step time to beat; shortages: cuts that did not fit."""
+    """One search over cuts. best_s: step time to beat. nearest: of the cuts that did not fit the one that is short of least."""
 
     def __init__(self, submeshes: SubmeshPlans, best_s: float) -> None:
         self.submeshes, self.best_s = submeshes, best_s
         self.task = submeshes.task
         self.limits = StageLimits.of(self.task)
-        self.shortages: list[StageShortage] = []
+        self.nearest: StageShortage | None = None
         self._least_bytes: dict[Program, tuple[float, float]] = {}
 
     # --- rough ----------------------------------------------------------------------------------------------------------
@@ -73,21 +75,29 @@ class CutSearch:
 
     def _plans(self, low: int, high: int) -> PlansAtTwoCounts:
         """Plans on all submeshes that might win."""
+        task, share = self.submeshes.tasks.at(high), 1 / self.task.cluster.size
+        meshes = [
+            mesh
+            for mesh in self.limits.submeshes(self.task)
+            if high * least_busy_s(task, mesh) * mesh.size * share < self.best_s
+        ]
         pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
-        least_busy_s = math.inf
-        for mesh in self.limits.submeshes(self.task):
-            at_high = self.submeshes.on(high, mesh)
-            if at_high is None:
-                continue
-            busy_s = self._busy_s(at_high)
-            if high * busy_s >= self.best_s:  # even as a pipeline without bubble, in any memory
-                continue
-            least_busy_s = min(least_busy_s, busy_s)
-            if busy_s > _BUSY * least_busy_s and not self.limits.mixed:
-                continue
-            at_low = self.submeshes.on(low, mesh) if low != high else at_high
-            if at_low is not None:
-                pairs.append((at_low, at_high))
+        best_busy_s = math.inf
+        with self.submeshes.ahead([(M, mesh) for M in dict.fromkeys((high, low)) for mesh in meshes]) as plans:
+            high_plans: list[SubmeshPlan] = []
+            for mesh in meshes:
+                at_high = plans.on(high, mesh)
+                busy_s = self._busy_s(at_high) if at_high is not None else math.inf
+                best_busy_s = min(best_busy_s, busy_s)
+                # Even as a pipeline without bubble, in any memory; or much longer than on the best submesh so far.
+                if high * busy_s >= self.best_s or (busy_s > _BUSY * best_busy_s and not self.limits.mixed):
+                    plans.leave_out(low, mesh)
+                elif at_high is not None:
+                    high_plans.append(at_high)
+            for at_high in high_plans:
+                at_low = plans.on(low, at_high.mesh)
+                if at_low is not None:
+                    pairs.append((at_low, at_high))
         return PlansAtTwoCounts(low, high, pairs)
 
     def _busy_s(self, plan: SubmeshPlan) -> float:
@@ -128,11 +138,19 @@ class CutSearch:
         for tight in _TIGHTER if policy == "auto" else (1.0,):
             plans = self.submeshes.within(M, rough.used_meshes(), share * tight, policy)
             cuts = list(self._cuts(task, M, plans, share, rough.chunks))
-            self.shortages += [cut for cut in cuts if isinstance(cut, StageShortage)]
+            for cut in cuts:
+                if isinstance(cut, StageShortage):
+                    self.note(cut)
             drafts = [cut for cut in cuts if isinstance(cut, Draft)]
             if drafts:
-                return min(drafts, key=lambda draft: draft.step_s)
+                method = rough.solution.method
+                return min(drafts, key=lambda draft: (draft.solution.method != method, draft.step_s))
         return None
+
+    def note(self, shortage: StageShortage | None) -> None:
+        """A cut, if any, did not fit."""
+        known = [s for s in (self.nearest, shortage) if s is not None]
+        self.nearest = min(known, key=lambda s: (s.ratio, s.describe()), default=None)
 
     # --- both -----------------------------------------------------------------------------------------------------------
 
@@ -140,26 +158,22 @@ class CutSearch:
         self, task: Task, M: int, plans: list[SubmeshPlan], share: float, chunks: int | None
     ) -> Iterator[Draft | StageShortage]:
         """The best cut on these submeshes for every number of stages per group, and where none fits, what is short."""
-        limits, ranks = self.limits, task.cluster.size
-        questions = list(self._problems(task, plans, M, chunks))
-        while questions:
-            members, V, shape, mixed = questions.pop(0)
-            try:
-                problem = self._stage_problem(task, M, [plans[i] for i in members], share, V)
-                cut = solve_stages(problem, mixed=mixed, chunks=V, shape=shape, gap=_STAGE_GAP)
-            except InfeasibleError:
-                continue
-            if isinstance(cut, StageShortage):
-                yield cut
-                continue
-            used = sum(plans[members[cut.stages[group[0]].option]].mesh.size for group in cut.groups)
-            if used == ranks and len(cut.groups) > 1:
-                yield Draft(task, M, V, shape, cut, tuple(plans[i] for i in members))
-            elif used < ranks and len(members) > 1 and len(limits.kinds) == 1:
-                # It would leave devices idle; stages that are alike use all of them.
-                questions += [([i], 1, "loop", False) for i in members if ranks % plans[i].mesh.size == 0]
+        for members, V, shape, mixed in self._problems(task, plans, M, chunks):
+            of_members = tuple(plans[i] for i in members)
+            problem = self._stage_problem(task, M, of_members, share, V)
+            for aim in _aims(problem, mixed):
+                try:
+                    cut = solve_stages(aim, mixed=mixed, chunks=V, shape=shape, gap=_STAGE_GAP)
+                except InfeasibleError:
+                    break
+                if isinstance(cut, StageShortage):
+                    yield cut
+                    break
+                cut = replace(evaluate(problem, cut.pieces, cut.groups), method=cut.method)
+                if len(cut.groups) > 1:
+                    yield Draft(task, M, V, shape, cut, of_members)
 
-    def _stage_problem(self, task: Task, M: int, plans: list[SubmeshPlan], share: float, V: int) -> StageProblem:
+    def _stage_problem(self, task: Task, M: int, plans: Sequence[SubmeshPlan], share: float, V: int) -> StageProblem:
         """What the stage DP is asked: V stages per group on these submeshes, each in a share of its memory."""
         limits = self.limits
         points = cut_points(task.program)
@@ -176,6 +190,9 @@ class CutSearch:
             limits.pp if boundaries is None and V == 1 else None,
             boundaries,
             0.0,
+            *held_apart(task, V),
+            no_idle=True,
+            link_groups=tuple(level.group_size for level in task.cluster.levels),
         )
 
     def _problems(
@@ -209,3 +226,9 @@ class CutSearch:
             for V in (wanted,) if wanted else (2, 4):
                 if groups > 1 and groups * V <= limits.most_stages and (wanted or M % groups == 0):
                     yield [i], V, shape, False
+
+
+def _aims(problem: StageProblem, mixed: bool) -> list[StageProblem]:
+    """What a cut should be best at. Where W is apart the least span, which no table may reach, and the span of 1F1B: a cut
+    that is good at that leaves little to fill."""
+    return [problem, replace(problem, weights_apart=False)] if mixed and problem.weights_apart else [problem]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
-from autopar.passes.search.stages.submesh import SubmeshPlan, possible_schedules
+from autopar.passes.search.stages.submesh import SubmeshPlan
 from autopar.passes.search.task import Task
 from autopar.passes.stage import StageSolution
 
@@ -28,16 +28,10 @@ class Draft:
 
     @property
     def step_s(self) -> float:
-        """Estimated seconds of a step: the slowest group's work, and what is left of filling the pipeline.
-
-        Chunks divide the fill; with one stage per group the schedule's row says how much is left of it.
-        """
-        found = self.solution
-        fill = sum(s.seconds for s in found.stages) - found.t_max_s
-        left = 1 / self.chunks
-        if self.chunks == 1 and self.task.program.training:
-            left = min(row.fill_left for row in possible_schedules(self.task))
-        return self.task.pricers.least_step_s(float(self.microbatches * found.t_max_s + fill * left + found.step_s))
+        """Estimated seconds of a step: what the stage solver says, where chunks divide what fills the pipeline."""
+        cut = self.solution
+        fill_s = cut.total_s - self.microbatches * cut.t_max_s - cut.step_s
+        return self.task.pricers.least_step_s(float(cut.total_s - fill_s * (1 - 1 / self.chunks)))
 
     def used_meshes(self) -> list[Mesh]:
         """Submeshes of the stages, each once, in the order of the stages."""

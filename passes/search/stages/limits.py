@@ -14,7 +14,7 @@ from autopar.passes.lower.cut import cut_points
 from autopar.passes.schedule import SCHEDULES
 from autopar.passes.search.microbatches import MOST_GROUPS
 from autopar.passes.search.task import Task
-from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes, odd_part
 
 MIXED_RANKS = 16
 """Up to here stages may have submeshes of different sizes."""
@@ -125,8 +125,9 @@ class StageLimits:
         ]
 
     def _may_have(self, n: int, ranks: int) -> bool:
-        """Whether a stage may have a submesh of n ranks."""
+        """Whether a stage may have a submesh of n ranks: the odd part of all ranks lies in the submeshes or in their number."""
         groups = ranks // n
         if self.mixed:
             return ranks % n == 0 or n & (n - 1) == 0
-        return ranks % n == 0 and 2 <= groups <= min(self.most_stages, MOST_GROUPS) and groups & (groups - 1) == 0
+        few = 2 <= groups <= min(self.most_stages, MOST_GROUPS)
+        return ranks % n == 0 and few and 1 in (odd_part(groups), odd_part(n))

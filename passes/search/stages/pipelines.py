@@ -7,7 +7,7 @@ program as captured (`autopar.passes.search.stages.plan_of_draft`), each under i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar.errors import NoRoomError
 from autopar.ir.text import size_text
@@ -25,7 +25,11 @@ from autopar.passes.search.stages.plan_of_draft import (
 )
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
+from autopar.passes.search.workers import Answers
 from autopar.passes.stage import StageShortage
+
+Drafts = Answers[Draft, tuple[list[DraftInMemory], StageShortage | None]]
+"""What rough cuts become within memory."""
 
 MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""
@@ -44,36 +48,70 @@ def search_pipelines(submeshes: SubmeshPlans, best_s: float) -> Iterator[RankedP
     """
     task = submeshes.task
     search = CutSearch(submeshes, best_s)
+    roughs = _roughs(search)
     plans: list[DraftPlan] = []
-    for promising in _promising(search):
-        to_beat_s = plans[0].cost_s if plans else best_s
-        if promising.draft.step_s >= to_beat_s or len(plans) >= MOST_PLANNED:
-            break
-        plan = plan_that_fits(search.exact, promising, to_beat_s)
-        if plan is not None and plan.cost_s < to_beat_s:
-            plans = [plan, *plans]
-            yield ranked(plans)
+
+    def to_beat_s() -> float:
+        return plans[0].cost_s if plans else best_s
+
+    with _drafts(search, roughs) as drafts:
+        for in_memory in _promising(search, roughs, drafts, to_beat_s):
+            if in_memory.draft.step_s >= to_beat_s() or len(plans) >= MOST_PLANNED:
+                break
+            plan = plan_that_fits(search.exact, in_memory, to_beat_s())
+            if plan is not None and plan.cost_s < to_beat_s():
+                plans = [plan, *plans]
+                yield ranked(plans)
     if plans:
         yield ranked([with_less_recompute(plans[0]), *plans[1:]])
     elif asks_for_pipeline(task.options):
-        raise NoRoomError(_no_pipeline(task, search.shortages))
+        raise NoRoomError(_no_pipeline(task, search.nearest))
 
 
-def _promising(search: CutSearch) -> list[DraftInMemory]:
-    """The most promising cuts within memory, best first."""
-    in_memory: list[DraftInMemory] = []
-    best_s = search.best_s
+def _roughs(search: CutSearch) -> list[Draft]:
+    """The most promising cuts that might fit in memory, best first."""
     tried: set[tuple[object, ...]] = set()
+    roughs: list[Draft] = []
     for rough in search.rough():
-        if rough.step_s >= best_s * _FASTER or len(tried) >= MOST_TRIED:
+        if rough.step_s >= search.best_s * _FASTER or len(tried) >= MOST_TRIED:
             break
-        if not search.within_reach(rough):
-            continue
-        tried.add(_kind(rough))
-        for draft_in_memory in drafts_in_memory(search.exact, rough):
-            in_memory.append(draft_in_memory)
-            best_s = min(best_s, _ROUGHNESS * draft_in_memory.draft.step_s)
-    return sorted(in_memory, key=lambda d: d.draft.step_s)
+        if search.within_reach(rough):
+            tried.add(_kind(rough))
+            roughs.append(rough)
+    return roughs
+
+
+def _drafts(search: CutSearch, roughs: Sequence[Draft]) -> Drafts:
+    """What the cuts become within memory, each with what was short of least so far where that was found."""
+    tasks = [search.submeshes.tasks.at(M) for M in search.submeshes.tasks.counts()]
+    return search.task.workers.answers(
+        lambda rough: (list(drafts_in_memory(search.exact, rough)), search.nearest), roughs, tasks
+    )
+
+
+def _promising(
+    search: CutSearch, roughs: Sequence[Draft], drafts: Drafts, to_beat_s: Callable[[], float]
+) -> Iterator[DraftInMemory]:
+    """Cuts within memory, the best estimate first.
+
+    A rough cut is made to fit in memory only when none that was made to fit has a better estimate than it, so plans that
+    are made of those that this gives (to_beat_s: of the best one so far) spare most rough cuts that.
+    """
+    in_memory: list[DraftInMemory] = []
+    known: set[tuple[object, ...]] = set()
+    best_s = search.best_s
+    for k, rough in enumerate(roughs):
+        while in_memory and in_memory[0].draft.step_s <= rough.step_s:
+            yield in_memory.pop(0)
+        if rough.step_s >= min(best_s * _FASTER, to_beat_s()):
+            break
+        of_rough, shortage = drafts[k]
+        search.note(shortage)
+        different = [d for d in of_rough if _cut(d) not in known]
+        known.update(map(_cut, different))
+        in_memory = sorted([*in_memory, *different], key=lambda d: d.draft.step_s)
+        best_s = min([best_s, *(_ROUGHNESS * d.draft.step_s for d in different)])
+    yield from in_memory
 
 
 def _kind(rough: Draft) -> tuple[object, ...]:
@@ -81,11 +119,18 @@ def _kind(rough: Draft) -> tuple[object, ...]:
     return rough.microbatches, *sorted({mesh.axes for mesh in rough.used_meshes()})
 
 
-def _no_pipeline(task: Task, shortages: list[StageShortage]) -> str:
-    """Why none fits, and what would."""
+def _cut(in_memory: DraftInMemory) -> tuple[object, ...]:
+    """What makes drafts within memory different plans."""
+    draft = in_memory.draft
+    stages = ((s.start, s.end, draft.submesh_plans[s.option].mesh) for s in draft.solution.stages)
+    return draft.microbatches, draft.chunks, draft.shape, in_memory.policy, *stages
+
+
+def _no_pipeline(task: Task, nearest: StageShortage | None) -> str:
+    """Why none fits, and what would. nearest: of the cuts that did not fit the one that is short of least."""
     options = task.options
     asked = f"pp={options.pp}" if options.pp else f"stages at {list(options.stage_boundaries or ())}"
-    if not shortages:
+    if nearest is None:
         resting, held = least_bytes(task)
         least = resting / task.cluster.size
         short = (
@@ -99,7 +144,6 @@ def _no_pipeline(task: Task, shortages: list[StageShortage]) -> str:
             f"no pipeline with {asked} fits in {size_text(task.limit)} per rank with microbatches="
             f"{options.microbatches or 'any'} and schedule={options.schedule}: {short}"
         )
-    nearest = min(shortages, key=lambda s: s.ratio)
     return (
         f"no pipeline with {asked} fits: {nearest.describe()}. With {size_text(nearest.needed_bytes)} per rank it would; or "
         f"use {math.ceil(task.cluster.size * nearest.ratio)} ranks, more stages, or more microbatches of a smaller size"

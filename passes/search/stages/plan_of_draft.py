@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.ir.actions import splits_backward
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import under
 from autopar.passes.lower.cut import cut
@@ -53,7 +54,7 @@ class DraftPlan:
     @property
     def cost_s(self) -> float:
         """Predicted seconds of a step."""
-        return self.candidate.solution.cost
+        return self.candidate.step_s
 
 
 def ranked(plans: Sequence[DraftPlan]) -> RankedPlans:
@@ -136,12 +137,14 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
 
 
 def with_less_recompute(found: DraftPlan) -> DraftPlan:
-    """The same plan and schedule with as little recomputed as fits (`recompute_levels`), where that is faster."""
+    """The same plan and schedule with as little recomputed as fits (`recompute_levels`), where the options leave that open
+    and it is faster."""
     draft, plan, counted = found.draft, found.candidate.plan, account_of(found.candidate)
     task = draft.task
-    if not any(t.recompute for stage in plan.stages for t in stage.templates.values()):
+    recomputes = any(t.recompute for stage in plan.stages for t in stage.templates.values())
+    if task.options.recompute != "auto" or not recomputes:
         return found
-    split = any(action.kind == "W" for row in counted.table for action in row)
+    split = splits_backward(counted.table)
     result = fitted(
         task, plan, counted.graph.groups, lambda changed: under(task.stage_costs(changed, split), counted.table)
     )

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.errors import PlanError
-from autopar.ir.actions import StageGraph, Table, show_row
-from autopar.passes.account.program import Account, step_seconds, under
-from autopar.passes.memory.peak import StageMemory, group_peaks
+from autopar.ir.actions import StageGraph, Table, show_row, splits_backward
+from autopar.passes.account.program import Account, under
+from autopar.passes.memory.peak import StageMemory
 from autopar.passes.schedule import ActionCosts, MemoryRoom, build, least_span_s, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
@@ -23,7 +23,8 @@ _FASTER = 1e-3
 
 
 def scheduled(plan: Plan, draft: Draft, useless_from_s: float = math.inf) -> PricedPlan | float:
-    """The plan under the fastest schedule that fits; or how full its fullest group is at least (over 1).
+    """The plan under the fastest schedule that fits; or how full its fullest group is at least (over 1; infinite where it
+    takes too many seconds).
 
     useless_from_s: a plan that takes so many seconds or more is of no interest, and need not be found.
     """
@@ -32,70 +33,54 @@ def scheduled(plan: Plan, draft: Draft, useless_from_s: float = math.inf) -> Pri
     if not task.program.training:
         return candidate_under(plan, draft, under(together, build("forward", together.graph, plan.microbatches)))
     apart = task.stage_costs(plan, True)
-    together_memory, limits_bytes = [s.memory for s in together.stages], _limits(plan, draft, apart.graph)
-    result = fastest_schedule(draft, apart, together_memory, limits_bytes, useless_from_s)
+    result = fastest_schedule(draft, apart, together, _limits(plan, draft, apart.graph), useless_from_s)
     if isinstance(result, float):
         return result
-    name, table = result
+    name, counted = result
     written_out = schedule_row(name).timed or (draft.shape == "any" and draft.chunks > 1)
-    rows = tuple(map(show_row, table)) if written_out else ()
-    costs = apart if _splits(table) else together
-    return candidate_under(replace(plan, schedule=name, table=rows), draft, under(costs, table))
+    rows = tuple(map(show_row, counted.table)) if written_out else ()
+    return candidate_under(replace(plan, schedule=name, table=rows), draft, counted)
 
 
 def fastest_schedule(
-    draft: Draft,
-    apart: Account,
-    together_memory: list[StageMemory],
-    limits_bytes: list[float],
-    useless_from_s: float = math.inf,
-) -> tuple[str, Table] | float:
-    """Name and table of the fastest schedule that fits; or how full the fullest group is at least (over 1).
+    draft: Draft, apart: Account, together: Account, limits_bytes: list[float], useless_from_s: float = math.inf
+) -> tuple[str, Account] | float:
+    """Name and account of the fastest schedule that fits; or how full the fullest group is at least (over 1; infinite where
+    what fits takes too many seconds).
 
-    apart: what the stages cost with B and W apart. together_memory: bytes of the stages with both in one action, as
-    schedules that do not split them have it. limits_bytes: what a rank of every group has. useless_from_s: a schedule that
-    takes so many seconds or more is of no interest; one that takes that in any table of its form is not built.
+    apart: what the stages cost with B and W apart; together: with both in one action, as schedules that do not split them
+    have it. limits_bytes: what a rank of every group has. useless_from_s: a schedule that takes so many seconds or more is
+    of no interest; one that takes that in any table of its form is not built.
     """
-    apart_memory = [s.memory for s in apart.stages]
-    best: tuple[float, str, Table] | None = None
+    best: tuple[str, Account] | None = None
     least = math.inf
-    least_s = {
-        True: _least_step_s(apart, apart.seconds, apart_memory, limits_bytes),
-        False: _least_step_s(apart, _blocks(apart.seconds), together_memory, limits_bytes),
-    }
+    least_s = {True: _least_step_s(apart, limits_bytes), False: _least_step_s(together, limits_bytes)}
     for name in schedule_names(draft.task, draft):
-        if least_s[schedule_row(name).splits_backward] >= (useless_from_s if best is None else best[0] * (1 - _FASTER)):
+        to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
+        if least_s[schedule_row(name).splits_backward] >= to_beat_s:
             continue
         table = schedule_table(name, draft, apart, limits_bytes)
         if table is None:
             continue
-        peaks = group_peaks(apart.graph, table, apart_memory if _splits(table) else together_memory)
-        fullest = max(p / limit for p, limit in zip(peaks, limits_bytes, strict=True))
-        least = min(least, fullest)
+        counted = under(apart if splits_backward(table) else together, table)
+        fullest = max(p / limit for p, limit in zip(counted.peaks, limits_bytes, strict=True))
         if fullest > 1:
-            continue
-        seconds = step_seconds(apart, table)
-        if seconds < (useless_from_s if best is None else best[0] * (1 - _FASTER)):
-            best = (seconds, name, table)
-    return best[1:] if best is not None else least
+            least = min(least, fullest)
+        elif counted.step_time_s < to_beat_s:
+            best = name, counted
+    return best if best is not None else least
 
 
-def _least_step_s(
-    counted: Account, seconds: dict[tuple[int, str], float], memory: list[StageMemory], limits_bytes: list[float]
-) -> float:
-    """Seconds that a step takes in any table whose actions take so many seconds and bytes."""
+def _least_step_s(counted: Account, limits_bytes: list[float]) -> float:
+    """Seconds that a step of stages that cost so much takes in any table."""
     graph = counted.graph
+    memory = [stage.memory for stage in counted.stages]
     most_held = [
         _most_held(stage, limits_bytes[graph.group_of[s]] - stage.resting_bytes) for s, stage in enumerate(memory)
     ]
-    costs = ActionCosts(seconds, counted.hand_over)
-    return counted.least_step_s(least_span_s(graph, counted.microbatches, costs, most_held))
-
-
-def _blocks(seconds: dict[tuple[int, str], float]) -> dict[tuple[int, str], float]:
-    """Seconds of actions where W is part of B."""
-    blocks = {(s, kind): t + (seconds[s, "W"] if kind == "B" else 0.0) for (s, kind), t in seconds.items()}
-    return {(s, kind): 0.0 if kind == "W" else t for (s, kind), t in blocks.items()}
+    costs = ActionCosts(counted.seconds, counted.hand_over)
+    span_s = least_span_s(graph, counted.microbatches, costs, most_held)
+    return counted.read(lambda _: span_s).step_s
 
 
 def _most_held(stage: StageMemory, room: float) -> float:
@@ -104,11 +89,6 @@ def _most_held(stage: StageMemory, room: float) -> float:
     held = min(moment.after for moment in moments["F"])
     beside = max(min(moment.peak for moment in of_kind) for of_kind in moments.values())
     return 1 + max(room - beside, 0.0) * (1 + 1e-9) // held if held > 0 else math.inf
-
-
-def _splits(table: Table) -> bool:
-    """Whether B and W are apart."""
-    return any(action.kind == "W" for row in table for action in row)
 
 
 def schedule_names(task: Task, draft: Draft) -> list[str]:

@@ -8,7 +8,8 @@ microbatches, so two counts are planned and others are interpolated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -26,6 +27,7 @@ from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
+from autopar.passes.search.workers import Answers
 from autopar.passes.shard.solve import Shortage, Solution
 from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
 from autopar.passes.stage import StageOption
@@ -81,8 +83,7 @@ class SubmeshPlans:
         "none". None where nothing fits.
         """
         task = self.tasks.at(M)
-        forced = self.task.options.recompute
-        policy = policy or (forced if forced != "auto" else "none")
+        policy = policy or self._policy()
         key = (M, mesh, share, policy)
         if key not in self._plans:
             budget = share * groups * task.limit_at(mesh.offset)
@@ -90,6 +91,23 @@ class SubmeshPlans:
             solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, mesh, budget, groups, policy)
             self._plans[key] = _measured(task, self._short(task), mesh, *solved) if solved is not None else None
         return self._plans.get(key)
+
+    @contextmanager
+    def ahead(self, questions: Sequence[tuple[int, Mesh]]) -> Iterator[PlansAhead]:
+        """Plans in any memory for these microbatch counts on these submeshes, made ahead in this order by other processes."""
+        for M in dict.fromkeys(M for M, _ in questions):
+            self._short(self.tasks.at(M))  # before processes are forked, so that it is made once
+        with self.task.workers.answers(lambda question: self.on(*question), questions) as plans:
+            yield PlansAhead(self, plans, {question: i for i, question in enumerate(questions)})
+
+    def keep(self, M: int, mesh: Mesh, plan: SubmeshPlan | None) -> None:
+        """Remember a plan in any memory that another process made."""
+        self._plans[M, mesh, 0.0, self._policy()] = plan
+
+    def _policy(self) -> str:
+        """The recompute policy that the options force, or "none"."""
+        forced = self.task.options.recompute
+        return forced if forced != "auto" else "none"
 
     def within(self, M: int, meshes: Iterable[Mesh], share: float, policy: str | None) -> list[SubmeshPlan]:
         """Plans on these submeshes within a share of the memory, where there are any."""
@@ -111,6 +129,28 @@ class SubmeshPlans:
         return joint
 
 
+class PlansAhead:
+    """Plans that other processes make ahead. place: of every (microbatch count, submesh) in plans."""
+
+    def __init__(
+        self,
+        submeshes: SubmeshPlans,
+        plans: Answers[tuple[int, Mesh], SubmeshPlan | None],
+        place: Mapping[tuple[int, Mesh], int],
+    ) -> None:
+        self._submeshes, self._plans, self._place = submeshes, plans, place
+
+    def on(self, M: int, mesh: Mesh) -> SubmeshPlan | None:
+        """The plan for M microbatches on one submesh; None where nothing fits."""
+        plan = self._plans[self._place[M, mesh]]
+        self._submeshes.keep(M, mesh, plan)
+        return plan
+
+    def leave_out(self, M: int, mesh: Mesh) -> None:
+        """This one will not be asked for."""
+        self._plans.leave_out([self._place[M, mesh]])
+
+
 def _first_stage(task: Task, groups: int) -> Setting:
     """The setting of the stage that holds most microbatches: the first of so many groups."""
     in_flight = min(groups, task.setting.microbatches) if task.program.training else 1
@@ -120,6 +160,7 @@ def _first_stage(task: Task, groups: int) -> Setting:
 def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] | None:
     """Sharding and recompute chosen together. budget: bytes of all groups, one device each (0: any)."""
     try:
+        joint.forget_budgets()  # which were asked for before depends on the process that was asked
         point = joint.within(budget or math.inf, _JOINT_CLOSE)
         return None if isinstance(point, Shortage) else (point.plan, solution_of(point, joint.fastest.seconds))
     except InfeasibleError:
@@ -200,6 +241,7 @@ def option_of(plan: SubmeshPlan, kinds: list[int], limit: float) -> StageOption:
         limit,
         kinds.index(plan.mesh.offset),
         u.boundary_s,
+        u.weights_s,
     )
 
 
@@ -212,3 +254,11 @@ def possible_schedules(task: Task) -> list[Schedule]:
 def flight_rule(task: Task, V: int) -> InFlight:
     """What a cut counts on that stages hold at once, with V stages per group."""
     return possible_schedules(task)[0].in_flight(V) if task.program.training else one_at_a_time
+
+
+def held_apart(task: Task, V: int) -> tuple[bool, InFlight | None]:
+    """Whether a cut counts on schedules that have W apart, and what these hold at most (None: as much as fits)."""
+    rows = [row for row in possible_schedules(task) if row.splits_backward and row.serves(1)]
+    if V > 1 or not rows or not task.program.training:
+        return False, None
+    return True, None if any(row.timed for row in rows) else rows[-1].in_flight(1)

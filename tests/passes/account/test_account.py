@@ -1,20 +1,34 @@
 """What a lowered program costs, against the solver's bill of the same plan and against its own list of collectives.
 
-The solver prices a conversion for every reader; lowering makes each once, and a slice or a mask, which the solver gives
-a little weight so that it prefers fewer, is nothing here. So the account is never more than the solver's bill, and on
-plans that the solver chose within 1 % of it. One thing is dearer than the solver thinks: gradients of a tied parameter
-that arrive in several specs are brought to one each, for itself and in every microbatch.
+The solver prices a conversion for every reader; lowering makes each once. So the account is never more than the solver's
+bill, and on plans that the solver chose within 1 % of it. One thing is dearer than the solver thinks: gradients of a tied
+parameter that arrive in several specs are brought to one each, for itself and in every microbatch.
 """
 
 from __future__ import annotations
 
 import math
+import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import autopar
-from autopar.ir.lines import Convert, Line
-from autopar.passes.account.program import step_seconds
+from autopar.ir.lines import Convert, Function, Line, Prefetch, TemplateCall
+from autopar.ir.lowered import LoweredStage
+from autopar.passes.account import stage as stage_module
+from autopar.passes.account.program import account
+from autopar.passes.account.stage import Later
+from autopar.passes.price.lines import (
+    conversion_copied_s,
+    gather_alone_s,
+    gather_messages,
+    gradient_messages,
+    reduce_seconds,
+    regather_messages,
+    regather_seconds,
+)
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.evaluate import evaluate
 from tests.zoo.models import MODELS, ZooModel
@@ -98,13 +112,37 @@ def test_no_plan_costs_more_than_the_solver_would_say(zoo: ZooModel, m: int) -> 
         assert made.account.step_time_s - of_tied_gradients_s(made) <= solver_s(made) * (1 + 1e-9)
 
 
+def copied_s(stage: LoweredStage, function: Function | None, pricer: Pricer) -> float:
+    """Seconds that a rank copies for the conversions and gathers of a function and of the templates that it calls."""
+    if function is None:
+        return 0.0
+    held, total = function.local_bytes(stage.mesh), 0.0
+    for line in function.lines:
+        if isinstance(line, Convert):
+            total += conversion_copied_s(line, held, pricer)
+        elif isinstance(line, Prefetch):
+            for gather in line.gathers:
+                p = stage.parameters[gather.name]
+                sent = gather_messages(gather, p, pricer.mesh)
+                joined = pricer.software.joins_gathers
+                total += gather_alone_s(gather, p, pricer)
+                total -= sum(replace(message, bucketed=joined).seconds(pricer) for message in sent)
+        elif isinstance(line, TemplateCall):
+            template = stage.templates[line.template]
+            actions = {"F": template.forward, "B": template.backward, "W": template.weights}
+            total += copied_s(stage, actions[line.action], pricer)
+    return total
+
+
 def bill(program: autopar.Program) -> list[float]:
-    """Per stage the seconds of a step: ops of every call on their blocks, the collectives, and the optimizer."""
+    """Per stage the seconds of a step: ops of every call on their blocks, conversions, the collectives, and the optimizer."""
     pricers, m = Pricers(program.cluster), program.plan.microbatches
     found = []
     for stage, planned, counted in zip(program.stages, program.plan.stages, program.account.stages, strict=True):
         pricer = pricers[stage.mesh]
         total = sum(c.time_s for c in counted.collectives)
+        functions = (stage.forward, stage.backward, stage.weights, stage.prepare)
+        total += m * sum(copied_s(stage, function, pricer) for function in functions)
         for i in range(*planned.calls):
             call = program.ir.calls[i]
             if call.early and m == 1:
@@ -116,6 +154,10 @@ def bill(program: autopar.Program) -> list[float]:
                     strategy = planned.templates[template.name].strategies[node.name]
                     total += m * pricer.op_s(op, program.rules.rule(op), strategy)
         for p in stage.parameters.values():
+            if p.contributions:
+                sent = (*gradient_messages(p, pricer.mesh), *regather_messages(p, pricer.mesh))
+                total += reduce_seconds(p, pricer) + regather_seconds(p, pricer)
+                total -= sum(message.seconds(pricer) for message in sent)
             if p.contributions and p.owned:
                 touched = 3 + 2 * program.setting.optimizer.ratio(p.name)
                 total += touched * p.optimizer.local_bytes(p.type, stage.mesh) * pricer.copy_s
@@ -164,6 +206,44 @@ def test_more_microbatches_of_the_same_size_take_longer() -> None:
     for m in (2, 4):
         program = on_ranks("mlp", 4, m)
         made = program.with_plan(autopar.random_plan(program, 3, 2, "1f1b"))
-        times[m] = step_seconds(made.account, made.lowered.table)
+        times[m] = made.account.read_under(made.lowered.table).step_s
         assert math.isclose(times[m], made.account.step_time_s)
     assert times[4] > times[2]
+
+
+def test_a_later_value_is_made_once_and_goes_to_another_process_as_it_is() -> None:
+    asked: list[int] = []
+
+    def make() -> int:
+        asked.append(1)
+        return 7
+
+    later = Later(make)
+    assert asked == []
+    assert (later(), later(), pickle.loads(pickle.dumps(later))()) == (7, 7, 7)
+    assert asked == [1]
+
+
+def test_bytes_of_a_candidate_are_counted_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = on_ranks("mlp", 2, 2)
+    counted: list[str] = []
+    count = stage_module.stage_memory
+
+    def noted(*given: Any) -> Any:
+        counted.append("once")
+        return count(*given)
+
+    monkeypatch.setattr(stage_module, "stage_memory", noted)
+    again = account(
+        program.lowered,
+        program.plan.stages,
+        program.ir.templates,
+        Pricers(program.cluster),
+        program.setting,
+        program.rules,
+    )
+    assert again.step_time_s == program.account.step_time_s
+    assert counted == []
+    assert again.peaks == program.account.peaks
+    assert again.tier_peaks == program.account.tier_peaks
+    assert counted == ["once"]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.passes.account.calls import Units, measure
-from autopar.passes.account.program import stage_costs
-from autopar.passes.lower import outline
+from autopar.passes.account.program import account, stage_costs
+from autopar.passes.lower import lower, outline
 from autopar.passes.lower.repeats import Shortened, shortened, whole
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.price.pricer import Pricers
@@ -107,9 +107,12 @@ def test_stages_that_are_alike_cost_what_each_costs_by_itself(how: str, split: b
     )
     plan, pricers = program.plan, Pricers(program.cluster)
     drawn = outline(program.ir, plan, pricers, program.rules, split, lambda name: kind(program, name))
-    costs = stage_costs(drawn, plan.stages, program.ir.templates, pricers, program.setting, program.rules)
+    given = plan.stages, program.ir.templates, pricers, program.setting, program.rules
+    costs, in_full = stage_costs(drawn, *given), account(lower(program.ir, plan, pricers, program.rules), *given)
     assert len({id(stage.forward) for stage in drawn.stages}) < len(drawn.stages) or how == "half frozen"
-    assert costs.hand_over == program.account.hand_over
-    assert costs.graph == program.account.graph
-    for mine, full in zip(costs.stages, program.account.stages, strict=True):
+    assert costs.hand_over == in_full.hand_over
+    assert costs.graph == in_full.graph
+    for mine, full in zip(costs.stages, in_full.stages, strict=True):
         assert (mine.memory, mine.seconds, mine.step_s) == (full.memory, full.seconds, full.step_s)
+    assert program.account.collectives == in_full.collectives, "in the names of each stage itself"
+    assert (program.account.peaks, program.account.step_time_s) == (in_full.peaks, in_full.step_time_s)

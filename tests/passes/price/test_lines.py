@@ -259,7 +259,11 @@ CONVERTS = [
     converted("b", "c", Step("slice", "tp", 1), ON_TP),
     converted("c", "d", Step("all_to_all", "tp", 1, 0), Spec((("tp",), ()))),
 ]
-CONVERT_SECONDS = gathered(4096, 4) + gathered(8192, 2) + gathered(2048, 4)
+COPIED_TO_GATHER = 0.1 * 4096 / MEMORY
+"""Chunks of the second dim lie apart."""
+COPIED_SECONDS = COPIED_TO_GATHER + 0.1 * 2048 / MEMORY + 1e-9
+"""The slice is copied too."""
+CONVERT_SECONDS = gathered(4096, 4) + gathered(8192, 2) + gathered(2048, 4) + COPIED_SECONDS
 
 
 FULL = replace(
@@ -286,7 +290,7 @@ def test_a_stage_bills_its_calls_and_what_is_between_them() -> None:
     bill = stage_bill(one, {"block": block}, pricer(FULL), setting)
 
     between, *calls = bill.calls
-    assert between[0].F.computed_s == pytest.approx((1024 + 512) / MEMORY)
+    assert between[0].F.computed_s == pytest.approx((1024 + 512) / MEMORY + COPIED_SECONDS)
     assert between[0].F.messages == {
         Purpose("tp", "tp_exposed"): pytest.approx(gathered(4096, 4)),
         Purpose("dp", "tp_exposed"): pytest.approx(gathered(8192, 2)),
@@ -308,7 +312,7 @@ def test_what_is_hidden_of_a_line_does_not_count() -> None:
     gather = ParameterGather("w", (GATHER_DP,), None)
     assert gather_seconds(gather, parameter(ON_DP), pricer(FULL)) == pytest.approx(0.25 * gathered(2048, 2))
     exposed = line_seconds(CONVERTS[0], {"x": 1024.0}, stage(), pricer(FULL))
-    assert exposed == pytest.approx(0.5 * gathered(4096, 4))
+    assert exposed == pytest.approx(0.5 * gathered(4096, 4) + COPIED_TO_GATHER)
 
 
 def test_a_lines_seconds_are_the_sum_of_its_messages() -> None:
@@ -349,7 +353,7 @@ def test_a_call_costs_its_ops_on_their_blocks_and_its_conversions() -> None:
     lowered, template, plan = block(CONVERTS[:1])
     seconds = template_seconds(lowered, plan, template, pricer(), RuleBook())
     assert seconds["F"] == pytest.approx(LAUNCH + 2 * (8192 / 2) / MEMORY + CONVERT_SECONDS)
-    assert seconds["B"] == pytest.approx(gathered(4096, 4))
+    assert seconds["B"] == pytest.approx(gathered(4096, 4) + COPIED_TO_GATHER)
     assert seconds["W"] == 0.0
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, EfficiencyCurve
 from autopar.cluster.link import LinkLevel
+from autopar.costmodel.compute import update_time_s
 from autopar.ir.mesh import Mesh
-from autopar.ir.setting import OptimizerState
 from autopar.ops.registry import find
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -107,6 +107,5 @@ def test_a_look_up_reads_and_writes_the_rows_that_are_looked_up() -> None:
 @pytest.mark.parametrize(("state", "moved"), [(0, 3), (1, 5), (2, 7)])
 def test_an_update_reads_weight_gradient_and_state_and_writes_weight_and_state(state: int, moved: int) -> None:
     """Adam: reads w, g, m, v and writes w, m, v."""
-    optimizer = OptimizerState(elements=float(state), element_bytes=4)
-    assert optimizer.update_s(4.0 * 1000, 1 / MEMORY, "w") == pytest.approx(moved * 4 * 1000 / MEMORY)
+    assert update_time_s(DEVICE, float(state), 4.0 * 1000) == pytest.approx(moved * 4 * 1000 / MEMORY)
     assert math.isclose(moved, 3 + 2 * state)

@@ -258,3 +258,12 @@ def test_a_pipeline_recomputes_where_memory_is_short() -> None:
     assert any(t.recompute for stage in auto.plan.stages for t in stage.templates.values())
     full = llama_on(recompute="full", memory_bytes=limit, **asked)
     assert auto.predicted.step_time_s < full.predicted.step_time_s
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_a_pipeline_recomputes_as_it_was_told_to_however_much_memory_there_is(policy: str) -> None:
+    program = llama_on(recompute=policy, layers=4, pp=2, microbatches=4, schedule="1f1b", chunks=1)
+    asked = {name: set(policy_set(template, policy)) for name, template in program.ir.templates.items()}
+    assert any(asked.values())
+    for stage in program.plan.stages:
+        assert {name: set(t.recompute) for name, t in stage.templates.items()} == {n: asked[n] for n in stage.templates}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.passes.search.stages.pipelines import _promising
+from autopar.passes.search.stages.plan_of_draft import DraftInMemory
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
@@ -135,3 +139,36 @@ def test_a_program_is_captured_once_also_when_its_best_plan_has_microbatches(mon
     program = tower(nodes(5e9))
     assert program.plan.microbatches > 1
     assert len(captured) == 1
+
+
+def made_to_fit(plan_s: float) -> tuple[list[int], list[float]]:
+    """Of three rough cuts those that are made to fit in memory, and the estimates that are given, in order, where the first
+    that is given becomes a plan of so many seconds."""
+
+    def draft(step_s: float) -> Any:
+        """Another cut for every number of seconds."""
+        solution = SimpleNamespace(stages=())
+        return SimpleNamespace(
+            step_s=step_s, microbatches=step_s, chunks=1, shape="loop", solution=solution, submesh_plans=()
+        )
+
+    roughs = [draft(s) for s in (1.0, 1.01, 1.02)]
+    within_memory = [draft(s) for s in (1.005, 1.03, 1.02)]
+    search: Any = SimpleNamespace(best_s=2.0, note=lambda shortage: None)
+    made: list[int] = []
+    given: list[float] = []
+
+    class Drafts:
+        def __getitem__(self, k: int) -> tuple[list[DraftInMemory], None]:
+            made.append(k)
+            return [DraftInMemory(roughs[k], "none", within_memory[k])], None
+
+    drafts: Any = Drafts()
+    for in_memory in _promising(search, roughs, drafts, lambda: plan_s if given else 2.0):
+        given.append(in_memory.draft.step_s)
+    return made, given
+
+
+def test_a_rough_cut_is_made_to_fit_when_no_better_estimate_is_left() -> None:
+    assert made_to_fit(plan_s=1.5) == ([0, 1, 2], [1.005, 1.02, 1.03])
+    assert made_to_fit(plan_s=1.008) == ([0], [1.005]), "a plan beats the estimates that are left"

@@ -12,7 +12,8 @@ from autopar.costmodel.bill import CallBill, StageBill, Work
 from autopar.costmodel.software import NEUTRAL
 from autopar.ir.actions import StageGraph
 from autopar.options import Options
-from autopar.passes.account.program import Account, StageAccount
+from autopar.passes.account.collectives import Collective
+from autopar.passes.account.program import Account, Later, StageAccount
 from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
 from autopar.passes.search.stages import schedule_choice
 from autopar.passes.search.stages.draft import Draft
@@ -41,11 +42,19 @@ def chosen(
     """What a chain of equal stages gets, whose F, B and W take a second each."""
     graph = StageGraph.chain(groups)
     second = Work(computed_s=1.0)
-    bill = StageBill(((CallBill(second, second, second), 1),))
-    counted = StageAccount(memory(True), bill, {"F": 1.0, "B": 1.0, "W": 1.0}, 0.0, ())
-    account = Account((counted,) * groups, (), 0.0, (), graph, {}, M, 1.0, NEUTRAL)
-    limits = [limit] * groups
-    return fastest_schedule(draft(groups, limit, schedule), account, [memory(False)] * groups, limits, useless_from_s)
+
+    def account(split: bool) -> Account:
+        backward = (second, second) if split else (Work(computed_s=2.0), Work())
+        seconds = {"F": 1.0, "B": 1.0, "W": 1.0} if split else {"F": 1.0, "B": 2.0, "W": 0.0}
+        bytes_held, nothing_sent = Later(lambda: memory(split)), Later[tuple[Collective, ...]](lambda: ())
+        bill = StageBill(((CallBill(second, *backward), 1),))
+        counted = StageAccount(bill, seconds, 0.0, bytes_held, nothing_sent)
+        return Account((counted,) * groups, (), graph, {}, M, 1.0, NEUTRAL)
+
+    result = fastest_schedule(
+        draft(groups, limit, schedule), account(True), account(False), [limit] * groups, useless_from_s
+    )
+    return result if isinstance(result, float) else (result[0], result[1].table)
 
 
 def test_in_any_memory_backward_is_split_to_fill_the_bubble() -> None:
@@ -87,6 +96,11 @@ def test_a_schedule_whose_form_cannot_beat_what_is_known_is_not_built(monkeypatc
 
 def test_where_nothing_fits_the_fullest_group_is_told() -> None:
     assert chosen(3, 18.0) == pytest.approx(36.0 / 18.0)
+
+
+def test_what_fits_and_is_too_slow_is_not_said_to_be_too_full() -> None:
+    """GPipe is built, as its form allows 15 s, and takes 18."""
+    assert chosen(3, 1e9, "gpipe", useless_from_s=15.5) == math.inf
 
 
 def test_a_forced_schedule_is_the_only_one_tried() -> None:

@@ -43,6 +43,26 @@ def test_counts_are_divisors_at_most_one_per_doubling(batch: int, options: dict,
     assert microbatch_counts(task(**options), batch) == counts
 
 
+@pytest.mark.parametrize(
+    ("ranks", "batch", "counts"),
+    [
+        (96, 96, [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]),
+        (96, 64, [2, 4, 8, 16, 32, 64]),
+        (20, 40, [2, 4, 5, 8, 10, 20, 40]),
+    ],
+)
+def test_counts_for_ranks_with_an_odd_part_are_multiples_of_it_too(ranks: int, batch: int, counts: list[int]) -> None:
+    assert microbatch_counts(task(ranks), batch) == counts
+
+
+def test_the_odd_part_of_all_ranks_lies_in_the_submeshes_or_in_their_number() -> None:
+    cluster = ClusterSpec.preset("dgx-h100", 12)
+    stub: Any = SimpleNamespace(options=Options(), cluster=cluster)
+    limits = StageLimits(None, None, 100, [0], (96,), False)
+    groups = sorted({96 // mesh.size for mesh in limits.submeshes(stub)})
+    assert groups == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+
+
 def test_two_counts_are_planned_a_quarter_from_either_end() -> None:
     assert two_counts([2, 4, 8, 16, 32, 64]) == (4, 32)
     assert two_counts([3]) == (3, 3)

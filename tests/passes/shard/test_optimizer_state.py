@@ -68,7 +68,6 @@ def test_parameters_that_share_a_variable_have_the_average_of_their_states():
     assert state.ratio("another") == 1.7
     assert state.shard_bytes(half, 8, "a") == 4 * 1.0 * 4  # four elements, of four bytes each
     assert state.shard_bytes(vector, 32, "b") == 4 * 2.0 * 8  # never narrower than the parameter
-    assert state.update_s(100, 0.5, "b") == 7 * 100 * 0.5
 
 
 def test_scratch_is_the_most_that_an_update_and_the_one_before_it_need():

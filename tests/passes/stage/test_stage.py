@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, InputError, PlanError
+from autopar.ir.actions import StageGraph
 from autopar.ir.schedules import interleaved, one_f_one_b
+from autopar.passes.schedule import ActionCosts, least_span_s
 from autopar.passes.stage import (
     StageOption,
     StageProblem,
@@ -22,6 +24,8 @@ from autopar.passes.stage import (
     min_max_partition,
     solve_stages,
 )
+from autopar.passes.stage.bottleneck import distinct
+from autopar.passes.stage.uniform import runs_between
 
 seeds = st.integers(0, 10**6)
 
@@ -92,6 +96,8 @@ def random_problem(seed: int, L: int, kinds: int = 1, **changes) -> StageProblem
         rng.random(L) < float(rng.choice([0.6, 1.0])),
         (one_f_one_b, all_at_once, twice_one_f_one_b, fewer_with_more_stages)[int(rng.integers(0, 4))],
         boundary_busy=float(rng.choice([0.0, 0.5, 1.0])),
+        no_idle=bool(rng.random() < 0.3),
+        link_groups=((), (2,), (4, 2))[int(rng.integers(0, 3))],
     )
     return replace(problem, **changes)
 
@@ -110,10 +116,22 @@ def fewer_with_more_stages(after: int, stages: int, M: int) -> float:
 
 def lies_on_devices(problem: StageProblem, chosen: tuple[int, ...]) -> bool:
     kinds = [problem.options[o].kind for o in chosen]
-    return kinds == sorted(kinds) and all(
-        sum(problem.options[o].devices for o in chosen if problem.options[o].kind == k) <= n
-        for k, n in enumerate(problem.available)
-    )
+    used = [sum(problem.options[o].devices for o in chosen if problem.options[o].kind == k) for k in range(9)]
+    if kinds != sorted(kinds) or any(used[k] > n for k, n in enumerate(problem.available)):
+        return False
+    return (not problem.no_idle or sum(used) == sum(problem.available)) and starts_are_near(problem, chosen)
+
+
+def starts_are_near(problem: StageProblem, chosen: tuple[int, ...]) -> bool:
+    """Whether no stage reaches into more groups of fast links than its devices take."""
+    first = dict.fromkeys(range(len(problem.available)), 0)
+    for o in chosen:
+        kind, n = problem.options[o].kind, problem.options[o].devices
+        devices = range(start := sum(problem.available[:kind]) + first[kind], start + n)
+        first[kind] += n
+        if any(len({d // size for d in devices}) > -(-n // size) for size in problem.link_groups):
+            return False
+    return True
 
 
 def brute_force(problem: StageProblem, alike: bool = False) -> tuple[float | None, float | None]:
@@ -153,9 +171,36 @@ def brute_force(problem: StageProblem, alike: bool = False) -> tuple[float | Non
                     )
                 least = max(ratios) if least is None else min(least, max(ratios))
                 if max(ratios) <= 1 + 1e-12:
-                    total = sum(times) + (M - 1) * max(busy) + max(steps)
+                    span = sum(times) + (M - 1) * max(busy)
+                    total = (least_span(problem, runs, chosen) if problem.weights_apart else span) + max(steps)
                     best = total if best is None else min(best, total)
     return best, least
+
+
+def least_span(problem: StageProblem, runs: list, chosen: tuple[int, ...]) -> float:
+    """The least seconds of any table of these stages with W apart, in which they hold what they have room for."""
+    seconds, links, held = {}, {}, []
+    for s, ((a, b), o) in enumerate(zip(runs, chosen, strict=True)):
+        option = problem.options[o]
+        forward, backward, weights = (sum(row[a:b]) for row in (option.forward_s, option.backward_s, option.weights_s))
+        seconds |= {(s, "F"): forward, (s, "B"): backward - weights, (s, "W"): weights}
+        enter = (problem.boundary_s if option.boundary_s is None else option.boundary_s)[a]
+        links |= {(s - 1, s): enter / 2, (s, s - 1): enter / 2}
+        base, each = sum(option.resting_bytes[a:b]) + max(option.peak_bytes[a:b]), sum(option.held_bytes[a:b])
+        rule, M = problem.most_in_flight or all_at_once, problem.microbatches
+        room = (option.limit_bytes - base) // each if each else M
+        held.append(max(min(room, rule(len(runs) - 1 - s, len(runs), M)) // 1, 1))
+    return least_span_s(StageGraph.chain(len(runs)), problem.microbatches, ActionCosts(seconds, links), held)
+
+
+def with_weights_apart(problem: StageProblem, seed: int) -> StageProblem:
+    """The same where a part of every backward is of weights."""
+    rng = np.random.default_rng(seed)
+    options = tuple(
+        replace(option, weights_s=option.backward_s * rng.random(problem.units)) for option in problem.options
+    )
+    rule = (None, one_f_one_b, twice_one_f_one_b, fewer_with_more_stages)[int(rng.integers(0, 4))]
+    return replace(problem, options=options, weights_apart=True, most_in_flight=rule)
 
 
 def check_against_brute_force(problem: StageProblem, **how) -> None:
@@ -186,9 +231,20 @@ def test_kinds_of_devices_are_taken_in_order(seed: int, L: int) -> None:
     check_against_brute_force(random_problem(seed, L, kinds=2), mixed=True)
 
 
+@given(seeds, st.integers(1, 5), st.integers(1, 2))
+def test_stages_with_weights_apart_equal_brute_force(seed: int, L: int, kinds: int) -> None:
+    check_against_brute_force(with_weights_apart(random_problem(seed, L, kinds=kinds), seed), mixed=True)
+
+
+@given(seeds, st.integers(2, 6), st.integers(1, 3))
+def test_as_many_stages_as_asked_for_with_weights_apart_equal_brute_force(seed: int, L: int, stages: int) -> None:
+    problem = with_weights_apart(random_problem(seed, L, stages=stages), seed)
+    check_against_brute_force(problem, mixed=True)
+
+
 @given(seeds, st.integers(2, 5), st.booleans(), st.booleans())
 def test_fixed_stages_and_boundaries_are_kept(seed: int, L: int, boundaries: bool, mixed: bool) -> None:
-    problem = random_problem(seed, L)
+    problem = random_problem(seed, L) if mixed else random_problem(seed, L, no_idle=False, link_groups=())
     rng = np.random.default_rng(seed + 1)
     places = tuple(int(x) for x in np.flatnonzero(problem.cuts) if x > 0)
     if boundaries:
@@ -201,19 +257,20 @@ def test_fixed_stages_and_boundaries_are_kept(seed: int, L: int, boundaries: boo
 
 @given(seeds, st.integers(1, 6))
 def test_alike_stages_equal_brute_force(seed: int, L: int) -> None:
-    check_against_brute_force(random_problem(seed, L), mixed=False)
+    check_against_brute_force(random_problem(seed, L, no_idle=False, link_groups=()), mixed=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(300))
 def test_more_problems_equal_brute_force(seed: int) -> None:
     check_against_brute_force(random_problem(seed, 6, kinds=1 + seed % 2), mixed=True)
-    check_against_brute_force(random_problem(seed, 7), mixed=False)
+    check_against_brute_force(with_weights_apart(random_problem(seed, 6, kinds=1 + seed % 2), seed), mixed=True)
+    check_against_brute_force(random_problem(seed, 7, no_idle=False, link_groups=()), mixed=False)
 
 
 @given(seeds)
 def test_alike_stages_are_the_mixed_answer_restricted_to_one_option(seed: int) -> None:
-    problem = random_problem(seed, 8)
+    problem = random_problem(seed, 8, no_idle=False, link_groups=())
     problem = replace(problem, options=problem.options[:1])
     S = problem.available[0] // problem.options[0].devices
     if not 1 <= S <= 1 + int(problem.cuts[1:].sum()):
@@ -333,3 +390,14 @@ def test_large_uniform_clusters_cut_a_thousand_units() -> None:
 def test_impossible_wishes_are_refused_in_words(changes: dict, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         solve_stages(layers(34, 4, **changes))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_equal_layers_take_the_seconds_of_all_runs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    unit_s = rng.choice([0.1, 0.2, 1 / 3], 12)[np.sort(rng.integers(0, 12, 24))]
+    enter_s = rng.choice([0.0, 0.7], 24) if seed % 2 else np.full(24, 0.7)
+    every = [float(unit_s[l:e].sum() + enter_s[l]) for l in range(24) for e in range(l + 1, 25)]
+    found = runs_between(unit_s, enter_s, 0.5, 4.0)
+    expected = distinct(np.array([x for x in every if 0.5 * (1 - 1e-12) <= x <= 4.0 * (1 + 1e-12)]))
+    assert found == pytest.approx(expected, rel=1e-9)

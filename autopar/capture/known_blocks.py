@@ -1,0 +1,163 @@
+"""Modules that are traced by another forward than their own, which is known to compute the same.
+
+A loop over the experts that a batch chose has no graph: how often it runs, and over how many rows, only the data decides.
+What it computes has one, and whoever knows it says so:
+
+    @autopar.forward_of(Experts)
+    def experts(self, x, chosen, weights): ...
+
+While a step is traced that function takes the place of `Experts.forward`; afterwards the module is as it was. Before a
+program is made of it both are run in float64 on random numbers of the shapes that the module was given, and must agree in
+values and gradients. `autopar.capture.known_transformers` knows the experts of Hugging Face's transformers.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture.equal_forwards import Forward, Given, Integers, largest_difference
+from autopar.capture.explain import first_line
+from autopar.capture.trees import flatten
+from autopar.errors import CaptureError, InputError
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Known:
+    """A forward for the modules that `matches` names."""
+
+    matches: Callable[[nn.Module], bool]
+    forward: Forward
+    integers: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A module that was traced by a known forward, and what it was given."""
+
+    name: str
+    module: nn.Module
+    known: Known
+    given: Given
+
+    @property
+    def what(self) -> str:
+        """Module class and function, in words."""
+        cls, forward = type(self.module), self.known.forward
+        return f"{cls.__module__}.{cls.__qualname__} by {forward.__module__}.{forward.__qualname__}"
+
+
+_KNOWN: list[Known] = []
+_PROVEN: set[Any] = set()
+
+
+def below(n: int) -> Integers:
+    """Numbers below n; along the last dim no number twice, where it is no longer than n."""
+
+    def integers(module: nn.Module, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        if shape and shape[-1] <= n:
+            return torch.rand(*shape[:-1], n, generator=generator).argsort(-1)[..., : shape[-1]]
+        return torch.randint(0, n, shape, generator=generator)
+
+    return integers
+
+
+def know(matches: Callable[[nn.Module], bool], forward: Forward, integers: Integers) -> None:
+    """Trace modules that match by `forward`; of several that match the last one counts."""
+    _KNOWN.insert(0, Known(matches, forward, integers))
+
+
+def forward_of(cls: type[nn.Module], *, integers: int | Integers = 2) -> Callable[[Forward], Forward]:
+    """Decorate a function `forward(self, …)` that modules of class `cls` are traced by, instead of by their own forward.
+
+    It must compute the same with torch ops of fixed shapes, which is proven before it is used. `autopar.grouped_mm`
+    multiplies every row by the matrix of its group. integers: what integer tensors hold when it is proven: numbers below
+    so many (no number twice along the last dim, as experts are chosen), or a function of module, shape and generator.
+    Raises InputError.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise InputError(f"forward_of takes a class of modules, not {cls!r}")
+
+    def add(forward: Forward) -> Forward:
+        drawn = integers if callable(integers) else below(integers)
+        know(lambda module: forward_class(module) is cls, forward, drawn)
+        return forward
+
+    return add
+
+
+def forward_class(module: nn.Module) -> type:
+    """The class that the forward of a module comes from."""
+    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+
+
+@contextmanager
+def known_forwards(model: nn.Module) -> Iterator[list[Use]]:
+    """Within the context known modules of the model run by their known forward. Yields their uses, once they have run."""
+    uses: list[Use] = []
+    replaced = []
+    for name, module in model.named_modules():
+        known = next((one for one in _KNOWN if one.matches(module)), None)
+        if known is not None and "forward" not in vars(module):
+            vars(module)["forward"] = types.MethodType(_noting(name, known, uses), module)
+            replaced.append(module)
+    try:
+        yield uses
+    finally:
+        for module in replaced:
+            del vars(module)["forward"]
+
+
+def _noting(name: str, known: Known, uses: list[Use]) -> Forward:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tensors, _, structure = flatten((args, kwargs))
+        likes = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors)
+        uses.append(Use(name, self, known, Given(likes, structure)))
+        return known.forward(self, *args, **kwargs)
+
+    return forward
+
+
+# --- proof
+
+
+def prove(uses: Sequence[Use]) -> tuple[str, ...]:
+    """What was traced by a known forward, in words, each proven. Raises CaptureError for the first that is not equal."""
+    for use in uses:
+        key = _key(use)
+        if key not in _PROVEN:
+            _prove(use)
+            _PROVEN.add(key)
+    return tuple(dict.fromkeys(use.what for use in uses))
+
+
+def _key(use: Use) -> Any:
+    """What a proof depends on."""
+    weights = tuple((name, tuple(p.shape)) for name, p in use.module.named_parameters())
+    given = tuple((tuple(t.shape), t.dtype) for t in use.given.tensors)
+    plain = tuple((k, repr(v)) for k, v in vars(use.module).items() if isinstance(v, (bool, int, float, str)))
+    return type(use.module), use.known, weights, given, repr(use.given.structure), plain
+
+
+def _prove(use: Use) -> None:
+    where = f"{use.what}, module {use.name}"
+    try:
+        difference, tensor = largest_difference(use.module, use.known.forward, use.given, use.known.integers)
+    except Exception as error:
+        raise CaptureError(
+            f"{where}: whether both forwards are equal could not be found out, as one fails in float64: "
+            f"{first_line(str(error))}. Fix the function given to forward_of"
+        ) from error
+    if not difference <= TOLERANCE:
+        raise CaptureError(
+            f"{where}: the forwards are not equal in float64: {tensor} differs by {difference:.1e} of its largest entry (inf: "
+            "one has none, or of another shape or dtype). Fix the function given to forward_of, or register one that is equal"
+        )

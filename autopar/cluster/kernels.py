@@ -1,0 +1,95 @@
+"""Kernels of one device as they were measured: what a profile knows beyond peaks, one bandwidth and one curve.
+
+On a CPU what an op takes depends on which op it is: `gelu` computes for longer than it waits for memory, a norm's gradient is
+several passes, a small tensor lies in a cache, and the first thing that any op does is to find its code. So a calibration times
+the ops of programs one by one: those that pass over memory at several sizes, products at several shapes.
+
+    passes    {"aten.gelu": ((8e3, 6e-6), (4e6, 4e-4))}      8 kB read and written take 6 us, 4 MB take 400 us
+    products  {"autopar.linear": (4e-6, 9e10, 6.0)}          T = 4 us + flops / 90 GFLOP/s · (1+6/m)(1+6/n)(1+6/k)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autopar.cluster.checks import RATE, SECONDS, checked
+from autopar.errors import ClusterError
+from autopar.runtime.schema import Schema, listed, number, record, row, shown, table, text
+
+Points = tuple[tuple[float, float], ...]
+"""(bytes, seconds), the bytes ascending."""
+COPY = "copy"
+"""The pass whose seconds an op has that was not measured."""
+
+POINTS: Schema[Any] = listed(row(RATE, RATE), least=2, most=64)
+_SCHEMA = record({"passes": table(text(), POINTS), "products": table(text(), row(SECONDS, RATE, number(0, 1e9)))})
+
+
+def points_of(rows: Iterable[Sequence[float]], what: str) -> Points:
+    """Points out of plain lists. Raises ClusterError where their bytes do not ascend."""
+    points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in rows)
+    if any(a[0] >= b[0] for a, b in pairwise(points)):
+        raise ClusterError(f"{what}: bytes must ascend, got {shown([nbytes for nbytes, _ in points])}")
+    return points
+
+
+def seconds_at(points: Points, nbytes: Any) -> Any:
+    """Seconds of so many bytes (a number or an array): on straight lines between the points, below the first what it takes, and
+    beyond the last at the rate of the last two."""
+    x, y = np.array(points).T
+    slope = max(float((y[-1] - y[-2]) / (x[-1] - x[-2])), 0.0)
+    return np.interp(nbytes, x, y) + slope * np.maximum(np.asarray(nbytes) - x[-1], 0.0)
+
+
+@dataclass(frozen=True)
+class Product:
+    """T = launch_s + flops / rate · (1 + half_dim / dim) for every dim that it has: those of a product, or the keys and the head
+    width of attention. FLOP/s."""
+
+    launch_s: float
+    rate: float
+    half_dim: float
+
+    def seconds(self, flops: float, dims: Sequence[float]) -> float:
+        """Of one op."""
+        return self.launch_s + flops / self.rate * math.prod(1 + self.half_dim / max(dim, 1.0) for dim in dims)
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of ops by their names without overload: `passes` by bytes read and written, `products` by FLOPs and dims."""
+
+    passes: Mapping[str, Points]
+    products: Mapping[str, Product] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if COPY not in self.passes:
+            raise ClusterError(f"kernels: passes has no {COPY!r}, which says what unknown ops take; measure again")
+        object.__setattr__(self, "_hash", hash((tuple(self.passes.items()), tuple(self.products.items()))))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def pass_s(self, op: str, nbytes: Any) -> Any:
+        """Seconds of an op that reads and writes so many bytes (a number or an array)."""
+        return seconds_at(self.passes.get(op, self.passes[COPY]), nbytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "passes": {op: [list(point) for point in points] for op, points in self.passes.items()},
+            "products": {op: [p.launch_s, p.rate, p.half_dim] for op, p in self.products.items()},
+        }
+
+
+def kernels_from_dict(data: object, path: str = "kernels") -> KernelTimes:
+    """Reads `to_dict`'s form. Raises ClusterError."""
+    fields = checked(_SCHEMA, data, "", path)
+    passes = {op: points_of(points, f"{path}.passes.{op}") for op, points in fields["passes"].items()}
+    return KernelTimes(passes, {op: Product(*figures) for op, figures in fields["products"].items()})

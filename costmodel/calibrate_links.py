@@ -1,0 +1,212 @@
+"""Times the collectives of emitted programs between ranks, and fits a link's constants to them.
+
+T = a + f S / B with f the ring's factor. Between processes on CPUs the ranks compute in between, as they do in a step, and every
+kind of collective has a line of its own: the cores that compute also move the bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from autopar.cluster.kernels import Points
+from autopar.costmodel.host_kernels import usual_s
+from autopar.runtime.comm import Comm, Handle, Message
+from autopar.runtime.process import TorchComm
+
+Progress = Callable[[str], None]
+Links = dict[str, dict[str, Any]]
+OVERLAPPED, OVERLAPPED_BYTES = "all_gather while computing", 1 << 22
+SMALL_BYTES = 2**18
+ONE_WAY = ("broadcast", "p2p")
+
+
+class Sample(NamedTuple):
+    """One measurement: matmul (m, n, k), attention (batch*heads, seq, head), memory (bytes,), or a collective."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    seconds: float
+
+
+def fit_line(factor_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    """(a, B, median relative residual) of T = a + x / B, relative least squares, both at least tiny."""
+    A = np.stack([1 / seconds, factor_bytes / seconds], axis=1)
+    (a, per_byte), *_ = np.linalg.lstsq(A, np.ones(len(seconds)), rcond=None)
+    a = max(float(a), 1e-9)
+    per_byte = max(float(per_byte), 1e-15)
+    residual = float(np.median(np.abs((a + factor_bytes * per_byte) / seconds - 1)))
+    return a, 1 / per_byte, residual
+
+
+def ring_factor(kind: str, n: int) -> float:
+    """Bytes that cross a rank's link for each byte of the full array."""
+    return {
+        "all_reduce": 2 * (n - 1) / n,
+        "all_gather": (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_to_all": (n - 1) / n,
+        "broadcast": 1.0,
+        "p2p": 1.0,
+    }[kind]
+
+
+def measure_collectives(device: torch.device, quick: bool, say: Progress) -> list[Sample]:
+    """Times the collectives of emitted programs in the initialised process group; every rank must call it."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    gpu = device.type == "cuda"
+    comm = TorchComm({"all": n}, device)
+    sizes = [2**10, 2**14, 2**18, 2**22, 2**24] if quick else [2 ** (10 + 2 * i) for i in range(10 if gpu else 9)]
+    samples = []
+    for size in sizes:
+        elements = max(n * n, size // 4 // n * n)
+        full, part = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device)
+        table = full.view(n, -1) if elements % (n * n) else full.view(n, n, -1)
+
+        def hand_over(whole: torch.Tensor = full) -> None:
+            """From the first rank to the second, and back."""
+            for sender in (0, 1):
+                if rank in (0, 1):
+                    kind = "send" if rank == sender else "recv"
+                    comm.start_messages([Message(kind, whole, 1 - rank, sender)])[0].wait()
+
+        calls: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda full=full: comm.all_reduce(full, "all"),  # type: ignore[misc]
+            "all_gather": lambda part=part: comm.all_gather(part, 0, "all"),  # type: ignore[misc]
+            "reduce_scatter": lambda full=full: comm.reduce_scatter(full, 0, "all"),  # type: ignore[misc]
+            "all_to_all": lambda table=table: comm.all_to_all(table, 1, 0, "all"),  # type: ignore[misc]
+            "broadcast": lambda full=full: comm.broadcast(full, "all"),  # type: ignore[misc]
+            "p2p": hand_over,
+        }
+        for kind, call in calls.items():
+            turns = (12 if quick else 24) if size < 2**24 else 6
+            seconds = torch.tensor(_collective_s(call, comm, turns) / (2 if kind == "p2p" else 1), device=device)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            samples.append(Sample(kind, (4 * elements, n), "float32", float(seconds)))
+            say(f"{kind} of {4 * elements} bytes over {n}: {float(seconds) * 1e6:.0f} us")
+    if not gpu:
+        part = torch.zeros(OVERLAPPED_BYTES // 4 // n)
+        seconds = torch.tensor(_overlapped_s(lambda: comm.start_all_gather(part, 0, "all"), comm, 12))
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        samples.append(Sample(OVERLAPPED, (OVERLAPPED_BYTES, n), "float32", float(seconds)))
+    return samples
+
+
+def _collective_s(call: Callable[[], Any], comm: Comm, turns: int) -> float:
+    """Seconds that a collective adds to a round.
+
+    On CPUs ranks compute before it, as they do in a step: a message that finds every core at work waits for one, many times as
+    long as between idle ranks.
+    """
+    operand = torch.randn(512, 512)
+    rounds, computing = [], []
+    comm.barrier()
+    call()
+    start = time.perf_counter()
+    for _ in range(turns):
+        if comm.device.type == "cpu":
+            torch.mm(operand, operand)
+        computed = time.perf_counter()
+        call()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        rounds.append(end - start)
+        computing.append(computed - start)
+        start = end
+    return max(usual_s(rounds) - usual_s(computing), 1e-6)
+
+
+def _overlapped_s(begin: Callable[[], Handle[Any]], comm: Comm, turns: int) -> float:
+    """Seconds that a collective adds to a round in which ranks compute, until it has long arrived, before they wait."""
+    operand = torch.randn(512, 512)
+
+    def compute(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            torch.mm(operand, operand)
+        return time.perf_counter() - start
+
+    comm.barrier()
+    start = time.perf_counter()
+    begin().wait()
+    lasts_s = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(lasts_s, op=dist.ReduceOp.MAX)
+    times = max(4, int(2 * float(lasts_s) / max(compute(4) / 4, 1e-6)))
+    count = torch.tensor(times)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    computing = [compute(int(count)) for _ in range(turns)]
+    rounds = []
+    comm.barrier()
+    for _ in range(turns):
+        start = time.perf_counter()
+        handle = begin()
+        compute(int(count))
+        handle.wait()
+        rounds.append(time.perf_counter() - start)
+    return max(usual_s(rounds) - usual_s(computing), 1e-6)
+
+
+def collective_lines(samples: Sequence[Sample]) -> dict[str, Points]:
+    """T = a + S / B for each kind of collective among some ranks, as two points.
+
+    What a small message takes between busy ranks varies much, and it is the same for all kinds that go both ways: a is the median
+    over those. An all_reduce takes no longer than its two halves, which could be sent instead.
+    """
+    latency_s = {
+        one_way: float(
+            np.median([s.seconds for s in samples if s.shape[0] < SMALL_BYTES and (s.kind in ONE_WAY) is one_way])
+        )
+        for one_way in (False, True)
+    }
+    per_byte: dict[str, float] = {}
+    for kind in dict.fromkeys(s.kind for s in samples):
+        large = [s for s in samples if s.kind == kind and s.shape[0] >= SMALL_BYTES]
+        rates = [max(s.seconds - latency_s[kind in ONE_WAY], 0.1 * s.seconds) / s.shape[0] for s in large]
+        per_byte[kind] = float(np.average(rates, weights=[s.shape[0] for s in large]))
+    per_byte["all_reduce"] = min(per_byte["all_reduce"], per_byte["reduce_scatter"] + per_byte["all_gather"])
+    most = max(s.shape[0] for s in samples)
+    return {
+        kind: tuple((float(S), latency_s[kind in ONE_WAY] + S * rate) for S in (1, most))
+        for kind, rate in per_byte.items()
+    }
+
+
+def fit_links(samples: Sequence[Sample], level: str = "node", tables: bool = False) -> tuple[Links, dict[str, float]]:
+    """The `links` part of a profile: a level's launch time and bandwidth, from all collectives together; with `tables` also what
+    each collective took, which then is what it is taken to take."""
+    if not samples:
+        return {}, {}
+    overlapped_s = next((s.seconds for s in samples if s.kind == OVERLAPPED), None)
+    samples = [s for s in samples if s.kind != OVERLAPPED]
+    x = np.array([s.shape[0] * ring_factor(s.kind, s.shape[1]) for s in samples])
+    y = np.array([s.seconds for s in samples])
+    a, B, _ = fit_line(x, y)
+    residuals = {}
+    for kind in dict.fromkeys(s.kind for s in samples):
+        pick = np.array([s.kind == kind for s in samples])
+        residuals[kind] = float(np.median(np.abs((a + x[pick] / B) / y[pick] - 1)))
+    link: dict[str, Any] = {
+        "bandwidth_Bps": B,
+        "base_s": a,
+        "latency_s": 0.0,
+        "ramp_s": 0.0,
+        "efficiency": 1.0,
+        "in_switch_efficiency": 1.0,
+    }
+    if tables:
+        link["measured"] = [
+            [kind, n, [list(point) for point in points]]
+            for n in dict.fromkeys(s.shape[1] for s in samples)
+            for kind, points in collective_lines([s for s in samples if s.shape[1] == n]).items()
+        ]
+        alone_s = [s.seconds for s in samples if s.kind == "all_gather" and s.shape[0] == OVERLAPPED_BYTES]
+        if overlapped_s is not None and alone_s:
+            link["exposed"] = float(np.clip(overlapped_s / max(alone_s), 0.01, 1.0))
+    return {level: link}, residuals

@@ -1,0 +1,162 @@
+"""Measured kernels and collectives: what a profile says of them, how they are read, and fits on made-up measurements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from autopar.cluster import ClusterSpec
+from autopar.cluster.device import device_from_dict, device_preset
+from autopar.cluster.kernels import KernelTimes, Product, kernels_from_dict, points_of, seconds_at
+from autopar.cluster.link import link_from_dict
+from autopar.costmodel import host_kernels
+from autopar.costmodel.calibrate_links import OVERLAPPED, OVERLAPPED_BYTES, Sample, collective_lines, fit_links
+from autopar.costmodel.collective import collective_time_s
+from autopar.costmodel.compute import op_time_s, update_time_s
+from autopar.costmodel.host_kernels import Measured, fit_kernels, fit_product, usual_s
+from autopar.costmodel.software import NEUTRAL, emitted_on
+from autopar.errors import ClusterError
+
+KERNELS = KernelTimes(
+    {
+        "copy": ((1e3, 1e-6), (1e6, 1e-4)),
+        "aten.gelu": ((1e3, 5e-6), (1e6, 1e-3)),
+        "update 2": ((1e3, 2e-5), (1e6, 5e-4)),
+    },
+    {"autopar.linear": Product(2e-6, 1e11, 8.0)},
+)
+DEVICE = replace(device_preset("cpu"), kernels=KERNELS)
+
+
+def seconds(op: str, nbytes: float, device=DEVICE, **more) -> float:
+    return op_time_s(device, flops=0.0, nbytes=nbytes, dtype="float32", kind="pointwise", op=op, **more)
+
+
+def test_a_measured_op_takes_what_it_took_between_its_points_and_the_last_rate_beyond_them():
+    assert seconds("aten.gelu.default", 1e3) == pytest.approx(5e-6)
+    assert seconds("aten.gelu.default", 1.0) == pytest.approx(5e-6)
+    assert seconds("aten.gelu.default", (1e3 + 1e6) / 2) == pytest.approx((5e-6 + 1e-3) / 2)
+    rate = (1e-3 - 5e-6) / (1e6 - 1e3)
+    assert seconds("aten.gelu.default", 3e6) == pytest.approx(1e-3 + 2e6 * rate)
+
+
+def test_an_op_that_was_not_measured_takes_what_a_copy_takes():
+    assert seconds("aten.cosh.default", 1e6) == pytest.approx(1e-4)
+
+
+def test_a_product_takes_its_launch_and_its_flops_stretched_by_thin_dims():
+    taken = op_time_s(
+        DEVICE, flops=2e9, nbytes=1.0, dtype="float32", kind="matmul", shape=(5, 8, 8, 1e12), op="autopar.linear"
+    )
+    assert taken == pytest.approx(2e-6 + 2e9 / 1e11 * 2 * 2)
+
+
+def test_a_device_without_measured_kernels_knows_no_ops():
+    assert seconds("aten.gelu.default", 1e6, device_preset("cpu")) == seconds(
+        "aten.add.Tensor", 1e6, device_preset("cpu")
+    )
+
+
+def test_updates_are_measured_by_state_and_read_for_numbers_and_arrays_alike():
+    assert update_time_s(DEVICE, 2.0, 1e6 / 7) == pytest.approx(5e-4)
+    assert update_time_s(DEVICE, 2.0, np.array([1e6 / 7, 0.0])) == pytest.approx([5e-4, 2e-5])
+
+
+def test_a_profile_with_kernels_and_collectives_round_trips():
+    assert kernels_from_dict(KERNELS.to_dict()) == KERNELS
+    assert device_from_dict(DEVICE.to_dict()) == DEVICE
+    assert hash(device_from_dict(DEVICE.to_dict())) == hash(DEVICE) != hash(device_preset("cpu"))
+    links = {"node": {"measured": [["all_reduce", 2, [[1.0, 1e-3], [1e6, 2e-3]]]], "exposed": 0.5}}
+    cluster = ClusterSpec.local(2).with_profile({"device": {"kernels": KERNELS.to_dict()}, "links": links})
+    assert cluster.device(0).kernels == KERNELS
+    assert link_from_dict(cluster.levels[0].to_dict()) == cluster.levels[0]
+    assert ClusterSpec.from_dict(cluster.to_dict()) == cluster
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ({"passes": {"aten.gelu": [[1, 1], [2, 2]]}, "products": {}}, "passes has no 'copy'"),
+        ({"passes": {"copy": [[2, 1], [1, 1]]}, "products": {}}, "bytes must ascend"),
+        ({"passes": {"copy": [[1, 1]]}, "products": {}}, "at least 2"),
+        ({"passes": {"copy": [[1, -1], [2, 2]]}, "products": {}}, "positive number"),
+    ],
+)
+def test_a_profile_whose_kernels_make_no_sense_is_refused(kernels, message):
+    with pytest.raises(ClusterError, match=message):
+        ClusterSpec.local(2).with_profile({"device": {"kernels": kernels}})
+
+
+def test_seconds_between_points_never_fall_beyond_the_last():
+    falling = points_of([(1.0, 2.0), (2.0, 1.0)], "made up")
+    assert seconds_at(falling, 10.0) == 1.0
+
+
+def test_a_fit_of_products_recovers_made_up_constants():
+    product = Product(5e-6, 8e10, 16.0)
+    shapes = [(64, 64, 64), (512, 256, 256), (512, 1024, 256), (16, 512, 64), (1024, 1024, 1024)]
+    found = [
+        Measured("product", "autopar.linear", 0.0, 2.0 * np.prod(s), s, product.seconds(2.0 * np.prod(s), s))
+        for s in shapes
+    ]
+    fitted, residual = fit_product(found)
+    assert residual < 0.02
+    for m in found:
+        assert fitted.seconds(m.flops, m.dims) == pytest.approx(m.seconds, rel=0.05)
+
+
+def test_the_usual_time_counts_what_recurs_and_not_one_long_pause():
+    assert usual_s([1.0, 1.0, 2.0, 1.0]) == 1.25
+    assert usual_s([1.0] * 9 + [100.0]) == pytest.approx(1.2)
+
+
+def test_small_messages_of_a_kind_share_a_latency_and_an_all_reduce_takes_no_longer_than_its_halves():
+    samples = [
+        Sample(kind, (size, 2), "float32", latency + size * per_byte)
+        for kind, latency, per_byte in (
+            ("all_reduce", 1e-3, 5e-9),
+            ("all_gather", 2e-3, 1e-9),
+            ("reduce_scatter", 3e-3, 2e-9),
+            ("broadcast", 1e-4, 1e-9),
+            ("p2p", 1e-4, 1e-9),
+        )
+        for size in (1 << 10, 1 << 22, 1 << 24)
+    ]
+    lines = collective_lines(samples)
+    assert {round(points[0][1], 5) for kind, points in lines.items() if kind not in ("broadcast", "p2p")} == {2e-3}
+    assert lines["p2p"][0][1] == pytest.approx(1e-4, rel=0.1)
+    large = {kind: seconds_at(points, 1e9) for kind, points in lines.items()}
+    assert large["all_reduce"] <= large["reduce_scatter"] + large["all_gather"]
+
+
+def test_a_calibrated_link_is_read_as_measured_and_hides_what_computing_hid():
+    samples = [
+        Sample(kind, (size, 2), "float32", 1e-3 + size * 1e-9)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+        for size in (1 << 10, 1 << 22, 1 << 24)
+    ]
+    hidden = Sample(OVERLAPPED, (OVERLAPPED_BYTES, 2), "float32", 0.25 * (1e-3 + OVERLAPPED_BYTES * 1e-9))
+    links, _ = fit_links([*samples, hidden], tables=True)
+    cluster = ClusterSpec.local(2).with_profile({"links": links})
+    assert collective_time_s(cluster, "all_gather", 1e8, (0, 1)) == pytest.approx(1e-3 + 0.1, rel=0.02)
+    software = emitted_on(cluster)
+    assert software.shards_share == pytest.approx(0.25)
+    assert (software.reduce_share, software.gather_share) == (1.0, 1.0)
+    assert emitted_on(ClusterSpec.local(2)) == NEUTRAL
+
+
+def test_every_op_that_a_calibration_times_runs_and_its_kernels_are_those_of_a_profile():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = [
+            *host_kernels.measured([*host_kernels.passes(4), *host_kernels.updates(64)], 1),
+            *host_kernels.measured([*host_kernels.passes(8), *host_kernels.updates(128)], 1),
+            *host_kernels.measured([t for t in host_kernels.products(True) if t.flops < 2e7], 1),
+        ]
+    kernels, residuals = fit_kernels(found)
+    assert {"copy", "aten.gelu", "autopar.norm_dw", "update 2"} <= set(kernels.passes)
+    assert set(residuals) == set(kernels.products) - {"matmul"}
+    assert kernels_from_dict(kernels.to_dict()) == kernels

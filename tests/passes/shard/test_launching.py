@@ -1,0 +1,53 @@
+"""Blocks that a host launches more slowly than a device computes them: the solver's bill is the account's."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar
+from autopar.passes.price.pricer import Pricers
+from autopar.passes.shard.evaluate import evaluate
+from autopar.passes.shard.launching import host_is_slower
+from tests.zoo.models import MODELS, ZooModel
+
+SMALL = [zoo for zoo in MODELS if zoo.name in ("mlp", "gpt2", "bert")]
+
+
+def compiled(zoo: ZooModel, cluster: autopar.ClusterSpec) -> autopar.ParallelProgram:
+    return autopar.compile(
+        zoo.make(),
+        cluster,
+        zoo.batch(),
+        loss_fn=zoo.loss_fn,
+        optimizer=zoo.optimizer,
+        options=autopar.Options(mesh={"dp": cluster.size}),
+    )
+
+
+@pytest.mark.parametrize("zoo", SMALL, ids=str)
+def test_where_the_host_is_slower_it_is_what_the_solver_counts(zoo: ZooModel) -> None:
+    program = compiled(zoo, autopar.ClusterSpec.homogeneous(devices=1, device="h100"))
+    pricers = Pricers(program.cluster)
+    pricer = pricers[program.plan.stages[0].mesh]
+    assert all(host_is_slower(t, pricer, program.rules) for t in program.ir.templates.values() if t.op_calls)
+    counted_s = evaluate(program.ir, program.plan, pricers, program.rules, program.setting).cost
+    assert pricers.least_step_s(counted_s) == pytest.approx(program.predicted.step_time_s, rel=1e-3)
+
+
+def test_a_host_that_launches_nothing_is_never_slower() -> None:
+    program = compiled(SMALL[0], autopar.ClusterSpec.local(1))
+    pricer = Pricers(program.cluster)[program.plan.stages[0].mesh]
+    assert not any(host_is_slower(t, pricer, program.rules) for t in program.ir.templates.values())
+
+
+def test_nothing_is_sent_to_save_what_does_not_show() -> None:
+    """Small blocks on 8 ranks: one message a gradient bucket, and none between ops."""
+    program = autopar.compile(
+        SMALL[0].make(),
+        autopar.ClusterSpec.preset("dgx-h100"),
+        SMALL[0].batch(),
+        loss_fn=SMALL[0].loss_fn,
+        optimizer=SMALL[0].optimizer,
+    )
+    assert program.pp == 1
+    assert not [c for c in program.account.collectives if not c.what.startswith(("gradient", "regather", "loss"))]

@@ -1,0 +1,73 @@
+"""Meshes that are tried, for numbers of ranks that are powers of two and for others."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import autopar
+from autopar import ClusterSpec, Options
+from autopar.passes.shard.meshes import candidate_meshes, odd_part
+from autopar.proof.verify import verify
+from tests.passes.search.test_pipelines import Tower
+from tests.zoo.models import BY_NAME
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def of(ranks: int, a_stage: int | None = None) -> list[str]:
+    cluster = ClusterSpec.preset("dgx-h100", ranks // 8)
+    return [str(mesh) for mesh in candidate_meshes(cluster, Options(), a_stage)]
+
+
+@pytest.mark.parametrize(("n", "odd"), [(1, 1), (64, 1), (6, 3), (20, 5), (98304, 3), (45, 45)])
+def test_the_odd_part_of_a_number(n: int, odd: int) -> None:
+    assert odd_part(n) == odd
+
+
+def test_powers_of_two_are_tried_with_the_inner_axis_inside_the_fast_links() -> None:
+    assert of(64) == ["dp=64", "dp=8×tp=8", "dp=16×tp=4", "dp=32×tp=2"]
+
+
+def test_the_odd_part_of_many_ranks_gets_an_axis_of_its_own() -> None:
+    assert of(96) == ["dp=96", "dp=12×tp=8", "dp=24×tp=4", "dp=48×tp=2", "replica=3×dp=32"]
+    assert of(96, a_stage=48)[-1] == "replica=3×dp=16"
+
+
+def test_an_odd_part_that_has_an_axis_already_gets_no_other_one() -> None:
+    assert of(24) == ["dp=24", "dp=3×tp=8", "dp=6×tp=4", "dp=12×tp=2"]
+
+
+def test_parameters_are_sharded_over_the_power_of_two_of_the_ranks() -> None:
+    """16 layers of 4096 x 4096 and their optimizer state are 3.2 GB: no dim divides by 96, and 8 ranks of a node share too
+    few to keep to 300 MB each."""
+    with torch.device("meta"):
+        model, x = Tower(4096, 16).to(torch.bfloat16), torch.empty(96, 4096, dtype=torch.bfloat16)
+    options = Options(pp=1, memory_bytes=300e6, microbatches=1)
+    program = autopar.compile(model, ClusterSpec.preset("dgx-h100", 12), (x, x), optimizer=ADAMW, options=options)
+    (stage,) = program.plan.stages
+    assert dict(stage.mesh.axes) == {"replica": 3, "dp": 32}
+    weights = [p.storage for name, p in stage.parameters.items() if name.endswith("weight")]
+    assert all("dp" in spec.axes for spec in weights)
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_programs_on_an_odd_part_and_a_power_of_two_equal_eager(name: str) -> None:
+    """With memory short enough that parameters are sharded over `dp` and replicated over `replica`."""
+    zoo = BY_NAME[name]
+    model = zoo.make()
+    batch = pytree.tree_map(lambda x: torch.cat([x, x, x]) if x.ndim else x, zoo.batch())
+    mesh = {"replica": 3, "dp": 2}
+    compiled = functools.partial(
+        autopar.compile, model, ClusterSpec.local(6), batch, loss_fn=zoo.loss_fn, optimizer=ADAMW
+    )
+    roomy = compiled(options=Options(mesh=mesh, strategy="dp"))
+    program = compiled(options=Options(mesh=mesh, memory_bytes=0.85 * roomy.predicted.peak_bytes))
+    (stage,) = program.plan.stages
+    sharded = [p for p in stage.parameters.values() if "dp" in p.storage.axes | p.optimizer.axes]
+    assert sharded
+    assert all("replica" not in p.storage.axes for p in sharded)
+    assert verify(program, model, batch).ok
