@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from autopar.bucketed import bucket_request, laid_out_as, with_buckets
+from autopar.capture.buckets import Sizes
 from autopar.capture.inputs import LossFunction
 from autopar.capture.lean import settled
 from autopar.cluster import ClusterSpec
@@ -48,6 +50,8 @@ def compile(
     loss_scaling: bool | LossScaling = False,
     options: Options | None = None,
     plan: Plan | str | Path | None = None,
+    buckets: Sizes | None = None,
+    pad_values: Mapping[str, float] | None = None,
 ) -> ParallelProgram:
     """Compile a single-device model into one program per rank.
 
@@ -63,29 +67,48 @@ def compile(
     clip_grad_value: clamps them instead. loss_scaling: dynamic, as torch.amp.GradScaler does it; a step whose gradients
     overflow on any rank is skipped on all.
 
+    buckets: sizes that dims of inputs may have, `{"input_ids": {1: (512, 1024)}, "labels": {1: (512, 1024)}}` (an odd last
+    batch: `{0: (8, 3)}`): one program with one set of parameters runs them all; the largest decides how parameters are
+    stored, the others are planned for that. pad_values: number by input, with which a batch between two buckets is padded
+    up to the next one (never along its batch dim).
+
     Raises InputError, CaptureError, CoupledError, ClusterError, ConstraintError, PlanError, InfeasibleError.
     """
     options = checked_options(options)
     update = update_rule(optimizer, scheduler, clip_grad_norm, clip_grad_value, loss_scaling, options.compensated_sums)
-    return compile_request(make_request(model, cluster, example_inputs, loss_fn, update, options, plan))
+    return compile_request(
+        make_request(model, cluster, example_inputs, loss_fn, update, options, plan, buckets, pad_values)
+    )
 
 
 def compile_request(request: Request) -> ParallelProgram:
     """What `compile` does once its arguments are checked."""
+    program = _compiled(request, RuleBook())
+    if not request.buckets:
+        return program
+    buckets = [_compiled(bucket_request(program, inputs), program.rules, program) for inputs in request.buckets]
+    return with_buckets(program, buckets)
+
+
+def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None = None) -> ParallelProgram:
+    """One program. first: that whose parameters it is to compute with."""
     started = time.perf_counter()
-    rules = RuleBook()
     batches = in_microbatches(request, rules)
     program = batches.at(request.options.microbatches or 1)
     capture_s = time.perf_counter() - started
     setting_for = functools.partial(_setting, request, program)
-    task = Task(program, request.cluster, rules, setting_for(request.cluster.size), request.options, batches)
+    setting = setting_for(request.cluster.size)
+    layout = laid_out_as(first, program) if first is not None else None
+    task = Task(program, request.cluster, rules, setting, request.options, batches, layout=layout)
     with settled():
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan))]
         else:
             plans = _searched(task, request.batch, setting_for)
         task, best = plans[0]
-        if request.plan is None:
+        if first is not None:
+            best = replace(best, plan=replace(best.plan, placement=first.plan.placement))
+        elif request.plan is None:
             best = _on_ranks(task, best)
     lowering_s = sum({id(t): t.lowering_s for t, _ in plans}.values())
     seconds = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -85,13 +85,20 @@ class Emitted:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """All that is known of a compiled program. timings: seconds of capture, plan, lower, emit."""
+    """All that is known of a compiled program. timings: seconds of capture, plan, lower, emit. buckets: the programs that run
+    batches of other shapes with the same parameters."""
 
     request: Request = field(repr=False)
     captured: Captured = field(repr=False)
     decision: Decision
     emitted: Emitted = field(repr=False)
     timings: dict[str, float]
+    buckets: tuple[Self, ...] = field(default=(), repr=False, kw_only=True)
+
+    @property
+    def of_buckets(self) -> tuple[Self, ...]:
+        """The program of every bucket, this one first."""
+        return (self, *self.buckets)
 
     @property
     def model(self) -> nn.Module:
@@ -124,7 +131,9 @@ class Compiled:
 
     @property
     def predicted(self) -> Prediction:
-        return self.decision.predicted
+        """Of a step of the largest bucket; the peak is that of any bucket."""
+        own = self.decision.predicted
+        return replace(own, peak_bytes=max([own.peak_bytes, *(b.predicted.peak_bytes for b in self.buckets)]))
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:

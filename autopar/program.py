@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.capture.trees import check_like, rebuild
-from autopar.codegen.directory import Contents, write_directory
+from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_sources
@@ -29,8 +29,11 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.request import Request
+from autopar.runtime.errors import GuardError
+from autopar.runtime.guards import InputLike
 from autopar.runtime.schema import is_integer, shown
 from autopar.runtime.session import Session
+from autopar.runtime.shapes import Shapes
 
 T = TypeVar("T")
 
@@ -93,35 +96,60 @@ class ParallelProgram(Compiled):
             self.request.inputs,
             self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
             facts(self),
+            tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
+            self.request.pad_values,
         )
         return write_directory(contents, Path(directory))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""
         tensors = self.captured.exported.constants | model_tensors(self.model)
-        return {name: tensors[name].detach() for name in (*self.ir.parameters, *self.ir.buffers)}
+        own = {name: tensors[name].detach() for name in (*self.ir.parameters, *self.ir.buffers)}
+        for bucket in self.buckets:
+            own = bucket.weights() | own
+        return own
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
-        """Tensor leaves of a batch built like the example inputs. Raises InputError when it is not."""
+        """Tensor leaves of a batch built like the example inputs, of any bucket. Raises InputError when it is not."""
+        return self._bucket_of(batch)[1]
+
+    def for_batch(self, batch: Any) -> tuple[ParallelProgram, list[torch.Tensor]]:
+        """The program of the batch's bucket alone, and the batch's tensors padded as it takes them. Raises InputError."""
+        place, leaves = self._bucket_of(batch)
+        program = (replace(self, buckets=(), request=replace(self.request, buckets=())), *self.buckets)[place]
+        return (program if self.buckets else self), list(self._shapes.of(leaves)[1])
+
+    def _bucket_of(self, batch: Any) -> tuple[int, list[torch.Tensor]]:
+        """The bucket of a batch, and its tensors as they are."""
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         if isinstance(batch, list):
             batch = tuple(batch)
         leaves = check_like(batch, self.captured.exported.input_structure, "the batch")
-        parts = self.plan.microbatches
-        for leaf, (name, type_), dim in zip(leaves, self.ir.inputs, self.ir.batch_dims, strict=True):
-            whole = tuple(n * parts if i == dim else n for i, n in enumerate(type_.shape))
-            if tuple(leaf.shape) != whole:
+        try:
+            place, padded = self._shapes.of(leaves)
+        except GuardError as error:
+            raise InputError(str(error)) from None
+        for leaf, like in zip(padded, self._shapes.buckets[place], strict=True):
+            if tuple(leaf.shape) != like.shape:
                 raise InputError(
-                    f"the batch: input {name} has shape {tuple(leaf.shape)}, the program was compiled for {whole}; pass "
-                    "batches of that shape, or compile again with an example of the new one"
+                    f"the batch: input {like.name} has shape {tuple(leaf.shape)}, the program was compiled for {like.shape}; "
+                    "pass batches of that shape, or compile again with an example of the new one"
                 )
-        return leaves
+        return place, leaves
+
+    @cached_property
+    def _shapes(self) -> Shapes:
+        """Which bucket a batch belongs to."""
+        return Shapes([_inputs(one) for one in (self, *self.buckets)], self.request.pad_values)
 
     @cached_property
     def in_process(self) -> InProcess:
         """The emitted text as modules of this process."""
-        return load(self.lowered, self.sources, self.pipeline)
+        buckets = tuple(bucket.in_process for bucket in self.buckets)
+        return replace(
+            load(self.lowered, self.sources, self.pipeline), buckets=buckets, pad_values=self.request.pad_values
+        )
 
     def run(self, batches: Any, steps: int | None = None) -> RunResult:
         """Run every rank in this process from the model's weights.
@@ -158,7 +186,7 @@ class ParallelProgram(Compiled):
             raise InputError(f"with_plan takes an autopar.Plan, such as Plan.load(…), not {type(plan).__name__}")
         plan = checked_plan(plan)
         request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
-        if plan.microbatches != self.plan.microbatches:
+        if plan.microbatches != self.plan.microbatches or self.buckets:
             return self.compile_again(request.replaying(plan))
         return self._under(plan, request, self.captured)
 
@@ -166,7 +194,7 @@ class ParallelProgram(Compiled):
         """The same model under the same plan, for example inputs of another batch size. Raises PlanError where the plan
         does not fit it, CaptureError, InputError."""
         options = replace(self.options, microbatches=self.plan.microbatches)
-        request = replace(self.request, inputs=inputs, options=options)
+        request = replace(self.request, inputs=inputs, options=options, buckets=())
         captured = in_microbatches(request, self.rules).captured(self.plan.microbatches)
         return self._under(replace(self.plan, program=captured.program.fingerprint), request, captured)
 
@@ -177,6 +205,15 @@ class ParallelProgram(Compiled):
         candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
         return emit(request, captured, task, [candidate], seconds, self.compile_again)
+
+
+def _inputs(program: ParallelProgram) -> list[InputLike]:
+    """What a program's inputs are like, of the whole batch."""
+    parts, ir = program.plan.microbatches, program.ir
+    return [
+        InputLike(name, tuple(n * parts if i == dim else n for i, n in enumerate(type_.shape)), (type_.dtype,), dim)
+        for (name, type_), dim in zip(ir.inputs, ir.batch_dims, strict=True)
+    ]
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

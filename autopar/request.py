@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from autopar.capture.buckets import Sizes, bucket_examples, checked_pad_values
 from autopar.capture.inputs import LossFunction, batch_dim, batch_size, check_batch_dims, split_example
 from autopar.capture.trees import flatten
 from autopar.cluster import ClusterSpec
@@ -25,7 +27,8 @@ class Request:
 
     inputs: the example inputs of the global batch, nested as the user builds batches; the last `targets` entries go to
     the loss. update: what the optimizer's step does. plan: to be replayed instead of searching for one; microbatches and
-    precision of the options are then those of the plan.
+    precision of the options are then those of the plan. buckets: example inputs of other shapes, none of them larger, that the
+    same parameters are to be trained with. pad_values: what inputs are padded with up to the next of these shapes.
     """
 
     model: nn.Module
@@ -36,6 +39,8 @@ class Request:
     update: UpdateRule
     options: Options
     plan: Plan | None = None
+    buckets: tuple[Any, ...] = ()
+    pad_values: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -65,6 +70,8 @@ def make_request(
     update: UpdateRule,
     options: Options,
     plan: Plan | str | Path | None = None,
+    buckets: Sizes | None = None,
+    pad_values: Mapping[str, float] | None = None,
 ) -> Request:
     """The request that the arguments of `compile` make. Raises InputError, ClusterError, PlanError."""
     if plan is not None and not isinstance(plan, (Plan, str, Path)):
@@ -74,7 +81,11 @@ def make_request(
     if loss_fn is not None and not callable(loss_fn):
         raise InputError(f"loss_fn must be callable (output, *targets) -> scalar, not {type(loss_fn).__name__}")
     inputs, targets = split_example(model, example_inputs, loss_fn)
-    request = Request(model, as_cluster(cluster), inputs, targets, loss_fn, update, options)
+    inputs, *others = [inputs] if buckets is None else bucket_examples(inputs, buckets)
+    pad = checked_pad_values(pad_values, inputs)
+    request = Request(
+        model, as_cluster(cluster), inputs, targets, loss_fn, update, options, buckets=tuple(others), pad_values=pad
+    )
     if plan is not None:
         return request.replaying(checked_plan(plan))
     _check(request)

@@ -9,6 +9,7 @@ ranks/rank_0.py …    one short file per rank: its coordinates and its stages
 autopar_runtime/     the small runtime, torch only
 run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
 weights/             the model's weights, where it has any (torch.distributed.checkpoint)
+buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,21 @@ LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
 
 
 @dataclass(frozen=True, eq=False)
+class BucketContents:
+    """What is written for batches of another shape."""
+
+    plan: Plan
+    lowered: LoweredProgram
+    sources: tuple[str, ...]
+    pipeline: str
+    inputs: Any
+
+
+@dataclass(frozen=True, eq=False)
 class Contents:
     """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
     table name, on the meta device where there are none. inputs: a global batch. ranks_per_node: of the cluster. facts: of
-    program.json."""
+    program.json. buckets: batches of other shapes, and pad_values what inputs are padded with up to them."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -58,6 +70,8 @@ class Contents:
     inputs: Any
     ranks_per_node: int
     facts: Mapping[str, Any]
+    buckets: tuple[BucketContents, ...] = ()
+    pad_values: Mapping[str, float] = field(default_factory=dict)
 
 
 def write_directory(contents: Contents, directory: Path) -> Path:
@@ -73,6 +87,13 @@ def write_directory(contents: Contents, directory: Path) -> Path:
         "inputs": _inputs(contents.inputs),
         "placement": list(contents.plan.placement) or None,
     }
+    if contents.buckets:
+        folders = [bucket_folder(i) for i in range(len(contents.buckets))]
+        manifest["buckets"] = [
+            {"pipeline": f"{folder}/pipeline.py", "inputs": _inputs(bucket.inputs)}
+            for folder, bucket in zip(folders, contents.buckets, strict=True)
+        ]
+        manifest["pad_values"] = dict(contents.pad_values)
     texts = {**_texts(contents), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
     files = {name: content.encode() for name, content in texts.items()} | _runtime_files()
     try:
@@ -80,7 +101,7 @@ def write_directory(contents: Contents, directory: Path) -> Path:
         make_room(directory, [*files, FACTS], contents.plan)
         for name, content in files.items():
             path = directory / name
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True, parents=True)
             path.write_bytes(content)
         (directory / "launch.sh").chmod(0o755)
         hashes = {name: digest(content) for name, content in files.items()}
@@ -98,10 +119,14 @@ def _texts(contents: Contents) -> dict[str, str]:
     lowered, ranks = contents.lowered, contents.plan.ranks
     texts = {"plan.json": contents.plan.to_json(), "pipeline.py": contents.pipeline}
     texts |= {f"stages/stage_{i}.py": source for i, source in enumerate(contents.sources)}
+    for i, bucket in enumerate(contents.buckets):
+        folder = bucket_folder(i)
+        texts |= {f"{folder}/plan.json": bucket.plan.to_json(), f"{folder}/pipeline.py": bucket.pipeline}
+        texts |= {f"{folder}/stages/stage_{k}.py": source for k, source in enumerate(bucket.sources)}
     for rank, place in _places(lowered):
         if rank < MOST_RANK_FILES:
             texts[f"ranks/rank_{rank}.py"] = render("rank.py.j2", rank=rank, **place)
-    names = used_ops(lowered)
+    names = sorted({name for one in (lowered, *(b.lowered for b in contents.buckets)) for name in used_ops(one)})
     if names:
         texts["user_ops.py"] = user_ops_source(names)
     per_node = min(contents.ranks_per_node, ranks)
@@ -110,6 +135,11 @@ def _texts(contents: Contents) -> dict[str, str]:
         values = {"ranks": ranks, "nodes": max(ranks // per_node, 1), "per_node": per_node, "modules": modules}
         texts[name] = render(f"{name}.j2", **values)
     return texts
+
+
+def bucket_folder(place: int) -> str:
+    """Where the files of a bucket lie."""
+    return f"buckets/{place + 1}"
 
 
 def _runtime_files() -> dict[str, bytes]:

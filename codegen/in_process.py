@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -26,10 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class InProcess:
-    """An emitted program as modules of this process: pipeline.py and every stage."""
+    """An emitted program as modules of this process: pipeline.py and every stage. buckets: the same for batches of other
+    shapes; pad_values: of inputs, by name."""
 
     pipeline: types.ModuleType
     stages: tuple[types.ModuleType, ...]
+    buckets: tuple[InProcess, ...] = ()
+    pad_values: Mapping[str, float] = field(default_factory=dict)
 
     def run(
         self,
@@ -42,11 +45,18 @@ class InProcess:
         """Start a session on every rank, load weights, run `body`; results in rank order."""
 
         def rank(comm: Comm) -> T:
-            session = Session(self.pipeline, self.stages, comm, update, seed, dtype=dtype)
+            session = self.session(comm, update, seed, dtype)
             session.load_weights(weights)
             return body(session)
 
         return self.run_bare(rank)
+
+    def session(self, comm: Comm, update: UpdateRule | None, seed: int, dtype: torch.dtype | None = None) -> Session:
+        """A session of one rank, without weights."""
+        buckets = [(bucket.pipeline, bucket.stages) for bucket in self.buckets]
+        return Session(
+            self.pipeline, self.stages, comm, update, seed, dtype=dtype, buckets=buckets, pad=self.pad_values
+        )
 
     def run_bare(self, rank: Callable[[Comm], T]) -> list[T]:
         """What `rank` returns on every rank, in rank order; each runs as a thread."""

@@ -44,6 +44,7 @@ ORDER = """
     compiled
     report
     program
+    bucketed
     proof
     api
     cli

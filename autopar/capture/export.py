@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import functions
 from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import noted_clocks, same_graph
+from autopar.capture.constants import check_constants, named_by_content
 from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
@@ -244,9 +245,10 @@ def _export_step(
     kept_outputs = [n for n in exported.graph.output_node().args[0] if guards or n.name not in conditions]
     exported.graph.output_node().args = (tuple(kept_outputs),)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
-    _check_constants(
+    check_constants(
         {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
     )
+    kinds, constants = named_by_content(kinds, constants)
     if isinstance(loss_fn, nn.Module):
         own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
         constants |= {name: tensor.detach() for name, tensor in own}
@@ -303,20 +305,6 @@ def _later_changes(
     except Exception:  # what is found in the first trace is the better reason
         return None
     return seen["changes"] if same_graph(graph, again.graph) else None
-
-
-def _check_constants(constants: dict[str, torch.Tensor]) -> None:
-    """Raises CaptureError for a value that was computed while tracing and is no part of the graph."""
-    for name, tensor in constants.items():
-        if tensor.layout is not torch.strided:
-            raise CaptureError(
-                f"{name} is a sparse tensor ({tensor.layout}); a program holds dense tensors: convert it (to_dense)"
-            )
-        if isinstance(tensor, FakeTensor):
-            raise CaptureError(
-                f"a value of shape {tuple(tensor.shape)} ({name}) was computed outside the graph, so it would be lost; compute "
-                "it with torch ops from the inputs (not through .data, numpy or a second derivative)"
-            )
 
 
 def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:

@@ -62,6 +62,12 @@ def rebuild(structure: Any, leaves: list[Any]) -> Any:
     return structure
 
 
+def shapes_text(value: Any) -> str:
+    """`input_ids (8, 512), labels (8, 512)`."""
+    leaves, names, _ = flatten(value)
+    return ", ".join(f"{name or 0} {tuple(leaf.shape)}" for name, leaf in zip(names, leaves, strict=True))
+
+
 def check_like(value: Any, structure: Any, what: str) -> list[torch.Tensor]:
     """Tensor leaves of `value`, which must be built like `structure`. Raises InputError naming the first difference."""
     leaves: dict[int, torch.Tensor] = {}

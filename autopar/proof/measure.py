@@ -46,6 +46,22 @@ def measure_tiers(program: ParallelProgram, batch: Any, steps: int = 2) -> tuple
     return tuple(_counted(program, body))
 
 
+def measure_in_turn(program: ParallelProgram, batches: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
+    """The most bytes alive on every rank during the step on each of these global batches, of any buckets, in turn; counted the
+    second time round, when the optimizer state is there."""
+    leaves = [program.leaves(batch) for batch in batches]
+
+    def body(session: Session, counter: ByteCounter) -> list[float]:
+        peaks: list[float] = []
+        for i, batch in enumerate([*leaves, *leaves]):
+            counter.restart()
+            _step(session, batch, program.training)
+            peaks += [float(counter.peak)] if i >= len(leaves) else []
+        return peaks
+
+    return tuple(zip(*_counted(program, body), strict=True))
+
+
 def train_within(
     program: ParallelProgram, batches: Sequence[Any], limit_bytes: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -72,7 +88,7 @@ def _counted(
         counter = ByteCounter(limit_bytes, f"rank {comm.rank}")
         _send_uncounted(comm, counter)
         with counter:
-            session = Session(modules.pipeline, modules.stages, comm, program.request.update, program.options.seed)
+            session = modules.session(comm, program.request.update, program.options.seed)
             session.load_weights(weights)
             return body(session, counter)
 

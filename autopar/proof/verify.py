@@ -56,10 +56,11 @@ class Verification:
 def verify(
     program: ParallelProgram, model: nn.Module, batch: Any, *, steps: int = 2, dtype: torch.dtype = torch.float64
 ) -> Verification:
-    """Compare `program` on all its ranks with `model` run eagerly over `steps` steps on one global batch."""
+    """Compare `program` on all its ranks with `model` run eagerly over `steps` steps on one global batch, of any bucket, padded
+    up to it."""
     if not isinstance(model, nn.Module):
         raise InputError(f"verify needs the eager model, an nn.Module, not {type(model).__name__}")
-    given = program.leaves(batch)
+    program, given = program.for_batch(batch)
     batch = rebuild(program.captured.exported.input_structure, given)
     leaves = [cast(t, dtype) for t in given]
     weights = {k: cast(v, dtype) for k, v in _weights(program, model).items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autopar.capture.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.ir.actions import show_row
 from autopar.ir.lines import Convert, Function, Line, label
@@ -62,6 +63,15 @@ def facts(program: Compiled) -> dict[str, Any]:
         "recompute": program.recompute_curves(),
         "shared": {name: list(stages) for name, stages in program.lowered.shared.items()},
         "stages": [_stage(stage, program) for stage in program.stages],
+        "buckets": [
+            {
+                "inputs": shapes_text(one.request.inputs),
+                "plan": one.plan.show_meshes(),
+                "step_time_s": one.decision.predicted.step_time_s,
+                "peak_bytes": one.decision.predicted.peak_bytes,
+            }
+            for one in (program.of_buckets if program.buckets else ())
+        ],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.capture.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.program import Program
@@ -40,6 +41,7 @@ def report(program: Compiled) -> str:
     lines += _tiers(program)
     lines += _communication(program)
     lines += _placement(program)
+    lines += _buckets(program)
     if program.alternatives:
         lines.append("alternatives:")
         lines += [
@@ -57,6 +59,20 @@ def report(program: Compiled) -> str:
     timings = program.timings
     lines.append("compiled in " + ", ".join(f"{k.removesuffix('_s')} {v:.2f} s" for k, v in timings.items()))
     return "\n".join(lines)
+
+
+def _buckets(program: Compiled) -> list[str]:
+    """What a step takes for batches of every shape."""
+    if not program.buckets:
+        return []
+    lines = ["buckets, with the same parameters:"]
+    for one in program.of_buckets:
+        own = one.decision.predicted
+        lines.append(
+            f"  {shapes_text(one.request.inputs)}: {one.plan.show_meshes()}; step {time_text(own.step_time_s)}, peak "
+            f"{size_text(own.peak_bytes)}"
+        )
+    return lines
 
 
 def _masters(ir: Program) -> str:

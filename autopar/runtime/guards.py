@@ -40,6 +40,7 @@ class InputLike:
     name: str
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    batch_dim: int | None = None
 
 
 Say = Callable[[int, tuple[int, ...]], str]

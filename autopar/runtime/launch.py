@@ -108,11 +108,14 @@ def load(
     if comm.device.type == "cpu":
         keep_freed_memory()
 
-    def stage(index: int) -> ModuleType:
-        return load_stage(manifest.directory / pipeline.STAGES[index]["file"])
-
     session = Session(
-        pipeline, stage, comm, rule, manifest.seed if seed is None else seed, tier_directory=tier_directory
+        *with_stages(manifest.directory, manifest.directory, pipeline),
+        comm,
+        rule,
+        manifest.seed if seed is None else seed,
+        tier_directory=tier_directory,
+        buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
+        pad=manifest.pad_values,
     )
     source = weights or (manifest.directory / manifest.weights if manifest.weights else None)
     if source is not None:
@@ -120,14 +123,19 @@ def load(
     return LoadedProgram(manifest, session)
 
 
-def load_stage(path: Path) -> ModuleType:
+def with_stages(home: Path, folder: Path, pipeline: ModuleType) -> tuple[ModuleType, Callable[[int], ModuleType]]:
+    """A pipeline with what imports its stages, whose files lie in its folder. home: of the whole program."""
+    return pipeline, lambda index: load_stage(folder / pipeline.STAGES[index]["file"], home)
+
+
+def load_stage(path: Path, home: Path) -> ModuleType:
     """Import a stage file. It says `from autopar_runtime import …`, which is the package this module belongs to, and
-    `import user_ops`, which lies beside its folder when the model has ops of its own."""
+    `import user_ops`, which lies in the program's home when the model has ops of its own."""
     package = __name__.rpartition(".")[0]
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(package + "."):
             sys.modules.setdefault("autopar_runtime" + name[len(package) :], module)
-    own = path.parent.parent / "user_ops.py"
+    own = home / "user_ops.py"
     if own.exists():
         module_of(own, "user_ops")
     return module_of(path, f"autopar_{path.stem}")

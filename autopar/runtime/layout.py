@@ -80,6 +80,11 @@ class TensorInfo:
         self.batch_dim: int | None = row.get("batch_dim")
         self.join: tuple[str, int, int] = tuple(row.get("join", ("same", 0, 1)))
 
+    @property
+    def stored_as(self) -> tuple[object, ...]:
+        """What says how a parameter and its optimizer's state rest."""
+        return (self.shape, self.dtype, self.spec, self.opt_spec, self.trainable, self.tier, self.optimizer_tier)
+
 
 class StateEntry:
     """One value of a checkpoint: the local part, the global shape, and how it lies on the mesh of a stage."""

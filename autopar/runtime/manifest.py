@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,6 +26,7 @@ from .batches import module_of
 from .datafile import path_inside, read_json, read_text
 from .errors import RuntimeProgramError
 from .schema import (
+    MOST_NUMBER,
     MOST_RANKS,
     MOST_SIZE,
     SchemaError,
@@ -48,6 +49,7 @@ from .schema import (
 from .tables import show_meshes
 from .update_rule import ClipNorm, LossScaling, UpdateRule
 
+MOST_BUCKETS = 256
 _DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 _SEED = integer(-(1 << 63), (1 << 63) - 1)
 
@@ -97,6 +99,8 @@ _MANIFEST = record(
         "update": optional(_UPDATE),
         "seed": _SEED,
         "weights": optional(path_inside),
+        "buckets": listed(record({"pipeline": path_inside, "inputs": listed(_INPUT)}), most=MOST_BUCKETS),
+        "pad_values": table(text(), where(lambda x: is_number(x, -MOST_NUMBER, MOST_NUMBER), "a number"), most=1024),
         "placement": optional(listed(integer(0, MOST_RANKS))),
     },
 )
@@ -119,6 +123,8 @@ class Manifest:
     seed: int = 0
     weights: str | None = None
     placement: tuple[int, ...] = ()
+    buckets: tuple[dict[str, Any], ...] = ()
+    pad_values: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -145,6 +151,8 @@ class Manifest:
             seed=raw.get("seed", 0),
             weights=raw.get("weights"),
             placement=placement,
+            buckets=tuple(raw.get("buckets", ())),
+            pad_values=raw.get("pad_values", {}),
         )
 
     def check_world_size(self) -> None:
@@ -159,6 +167,12 @@ class Manifest:
     def load_pipeline(self) -> ModuleType:
         """The module of pipeline.py. Raises RuntimeProgramError when it is not there."""
         return module_of(self.directory / self.pipeline, "autopar_pipeline")
+
+    def load_buckets(self) -> Iterator[tuple[Path, ModuleType]]:
+        """The folder and the module of pipeline.py for every other shape of batch. Raises RuntimeProgramError."""
+        for i, bucket in enumerate(self.buckets):
+            path = self.directory / bucket["pipeline"]
+            yield path.parent, module_of(path, f"autopar_pipeline_of_bucket_{i + 1}")
 
     def show(self) -> str:
         """`dp=2 × tp=2`, or `2 stages: dp=2 | dp=2`."""

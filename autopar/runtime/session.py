@@ -1,6 +1,7 @@
 """A program with its state: weights in, training steps, forwards and full tensors out (checkpoints: state.py).
 
-One optimizer step: run the group's row of actions over the microbatches (pipeline.py), finish the gradients, bring
+One optimizer step: take the form of the batch's bucket (shapes.py, forms.py), run the group's row of actions over the
+microbatches (pipeline.py), finish the gradients, bring
 those of shared parameters to their owners, update this rank's optimizer shards of all its stages (update.py), gather
 the new shards back into storage, and tell everyone the loss. A program without pipeline is one stage on all ranks, with
 a row like `F0.0 B0.0 F1.0 B1.0`.
@@ -20,13 +21,14 @@ from .buckets import MIB
 from .clipping import counts
 from .comm import Comm, Handle
 from .errors import RuntimeProgramError
+from .forms import Form
 from .guards import Guards
 from .layout import TensorInfo, gather_full, local_shape
 from .parts import Parts
 from .pipeline import Executor, Record, put_together
 from .rank import Rank
-from .shared import Shared, held_alike
-from .stage import SliceReader, Stage
+from .shapes import PadValues, Shapes
+from .stage import SliceReader
 from .state import State
 from .tables import Modules, Pipeline
 from .tiers import Tiers
@@ -48,10 +50,13 @@ class Session(State):
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 25 * MIB,
         tier_directory: str | os.PathLike[str] | None = None,
+        buckets: Sequence[tuple[Any, Modules]] = (),
+        pad: PadValues | None = None,
     ) -> None:
         """pipeline: the module of pipeline.py; stages: the stage modules by index (all, or a function that imports
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
-        every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"."""
+        every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
+        pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name."""
         rule = as_rule(update)
         self.pipeline = Pipeline(pipeline, stages, dtype)
         self.comm = comm
@@ -64,25 +69,17 @@ class Session(State):
                 f"the program is for the mesh {self.pipeline.meshes[0][0]}, the ranks form {comm.mesh}"
             )
         self.training = self.pipeline.training
-        self.microbatches = self.pipeline.microbatches
         self.group = self.pipeline.group_of(comm.rank)
-        comms = comm.split(self.pipeline.meshes)
         tiers = Tiers(comm.device, tier_directory)
         self.guards = Guards()
-        self.stages: dict[int, Stage] = {}
-        for index in sorted(self.pipeline.groups[self.group]):
-            own = comms[index]
-            assert own is not None
-            tables = self.pipeline.tables(index)
-            self.stages[index] = Stage(
-                self.pipeline, tables, own, seed, bucket_bytes, self._held(index), rule.compensated, tiers, self.guards
-            )
-        self.shared = Shared(self.pipeline, comm, self.stages)
-        self.executor = Executor(self.pipeline, comm, self.stages, comm.in_order)
+        forms: list[Form] = []
+        for own in (self.pipeline, *(Pipeline(*bucket, dtype) for bucket in buckets)):
+            forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
+        self.forms, self._last = tuple(forms), forms[0]
+        self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
+        self.stages, self.shared = forms[0].stages, forms[0].shared
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
-        if self.training:
-            self._loss = self.pipeline.loss()
         self.grads: dict[str, Tensor] = {}
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule)
@@ -117,7 +114,13 @@ class Session(State):
 
     @record.setter
     def record(self, on: bool) -> None:
-        self.executor.record = on
+        for form in self.forms:
+            form.executor.record = on
+
+    @property
+    def executor(self) -> Executor:
+        """That of the last step's form, at first of the first one."""
+        return self._last.executor
 
     @property
     def timeline(self) -> list[Record]:
@@ -132,8 +135,9 @@ class Session(State):
 
         Only this rank's slice of each tensor is read and kept. Tied parameters appear once, under their table name.
         """
-        for stage in self.stages.values():
-            stage.load(full)
+        for form in self.forms:
+            for stage in form.stages.values():
+                stage.load(full)
 
     # ---- steps
 
@@ -147,15 +151,14 @@ class Session(State):
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
         self.grads = {}
         self.updater.forget_gradients()
-        for rt in self.rts:
-            rt.grads.forget()
-            rt.loss_scale = self.updater.loss_scale
-        outputs = self._run(batch)
-        gradients = {index: stage.rt.grads.finish() for index, stage in self.stages.items()}
-        self.shared.earn(gradients)
+        for stage in self._last.stages.values():
+            stage.rt.grads.forget()
+        form, outputs = self._run(batch)
+        gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
+        form.shared.earn(gradients)
         self.grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
-        loss = self._start_loss(outputs)
-        borrowed = {name for rt in self.rts for name in rt.grads.borrowed}
+        loss = self._start_loss(form, outputs)
+        borrowed = {name for stage in form.stages.values() for name in stage.rt.grads.borrowed}
         if self.updater.step(self.grads, loss, borrowed):
             for wait in [stage.start_regather() for stage in self.stages.values()]:
                 wait()
@@ -167,37 +170,45 @@ class Session(State):
         """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere)."""
         if self.training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
-        runs = self._run(batch)
+        form, runs = self._run(batch)
         results: list[Tensor | None] = []
-        for index, info in self.pipeline.outputs():
+        for index, info in form.pipeline.outputs():
             output: Tensor | None = None
-            if index in self.stages:
-                place = self.pipeline.tables(index).outputs.index(info)
+            if index in form.stages:
+                place = form.pipeline.tables(index).outputs.index(info)
                 values = [outputs[place] for outputs in runs[index]]
                 if not local:
-                    what, own = f"output {info.name}", self.stages[index].comm
+                    what, own = f"output {info.name}", form.stages[index].comm
                     values = [gather_full(value, info.spec, own, what) for value in values]
                 output = values[0] if len(values) == 1 else _join(values, *info.join)
-            results.append(output if local else self._tell(index, output, self._joined_shape(info), info))
+            joined = _joined_shape(info, form.pipeline.microbatches)
+            results.append(output if local else self._tell(index, output, joined, info))
         self._end_step(advance=False)
         return results
 
-    def _run(self, batch: Sequence[Tensor]) -> dict[int, list[list[Any]]]:
-        self.guards.check_batch(batch, self.pipeline.inputs, self.pipeline.ranges)
-        self.shared.before_step()
-        return self.executor.run(batch)
+    def _run(self, batch: Sequence[Tensor]) -> tuple[Form, dict[int, list[list[Any]]]]:
+        """The actions of a step: the form that is for the batch, and what the outputs of its stages are."""
+        place, batch = self.shapes.of(batch)
+        form = self.forms[place]
+        self.guards.check_batch(batch, form.pipeline.inputs, form.pipeline.ranges)
+        for stage in form.stages.values():
+            stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
+        self._last = form
+        form.shared.before_step()
+        return form, form.executor.run(batch)
 
     def _end_step(self, advance: bool = True) -> None:
-        self.executor.finish()
+        self._last.executor.finish()
         self.guards.end_step()
-        self.shared.spread_buffers()
+        self._last.shared.spread_buffers()
         self.comm.release()
         for rt in self.rts:
             rt.step += advance
 
-    def _start_loss(self, outputs: dict[int, list[list[Any]]]) -> Handle[Tensor]:
+    def _start_loss(self, form: Form, outputs: dict[int, list[list[Any]]]) -> Handle[Tensor]:
         """The loss of the batch, which its microbatches' add up to, from the stage that has it to every rank."""
-        stage, info = self._loss
+        assert form.loss is not None
+        stage, info = form.loss
         loss: Tensor | None = None
         if stage in outputs:
             losses = [values[0].wait() if isinstance(values[0], Handle) else values[0] for values in outputs[stage]]
@@ -250,19 +261,6 @@ class Session(State):
         first = self.pipeline.meshes[stage][1]
         return self.comm.start_broadcast(value, tuple(self.comm.mesh), first, site=f"{info.name} of stage {stage}")
 
-    def _joined_shape(self, info: TensorInfo) -> tuple[int, ...]:
-        how, joined, _ = info.join
-        return tuple(n * self.microbatches if how == "cat" and dim == joined else n for dim, n in enumerate(info.shape))
-
-    def _held(self, index: int) -> dict[str, Tensor]:
-        """Parameters that an earlier stage of this rank stores just as this one does."""
-        return {
-            name: stage.rt.params[name]
-            for other, stage in self.stages.items()
-            for name, holders in self.pipeline.shared.items()
-            if {index, other} <= set(holders) and held_alike(self.pipeline, index, other, name)
-        }
-
     def _updater(self, rule: UpdateRule) -> Updater:
         """What updates this rank's parameters; nothing where the program is for inference."""
         if not self.training:
@@ -311,6 +309,11 @@ class Session(State):
             )
         if cut and type(optimizer).__module__.split(".")[0] != "torch":
             warnings.warn(f"{kind} runs on shards of parameters: correct only if it is elementwise", stacklevel=4)
+
+
+def _joined_shape(info: TensorInfo, microbatches: int) -> tuple[int, ...]:
+    how, joined, _ = info.join
+    return tuple(n * microbatches if how == "cat" and dim == joined else n for dim, n in enumerate(info.shape))
 
 
 def _join(values: list[Tensor], how: str, dim: int, outer: int) -> Tensor:

@@ -28,7 +28,8 @@ Cut = tuple[slice, ...]
 
 
 class Stage:
-    """The state of a stage on a rank of its mesh. held: tensors of another stage of this rank to share."""
+    """The state of a stage on a rank of its mesh. held: tensors of another stage of this rank to share. owner: the same stage
+    of the session's first form, whose parameters the optimizer updates (this one, by default)."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Stage:
         compensated: bool = False,
         tiers: Tiers | None = None,
         guards: Guards | None = None,
+        owner: Stage | None = None,
     ) -> None:
         self.index = tables.index
         self.tables = tables
@@ -67,8 +69,8 @@ class Stage:
             guards=guards,
         )
         self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
-        self.opt_params: dict[str, nn.Parameter] = {}
-        if pipeline.training:
+        self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
+        if pipeline.training and owner is None:
             for info in pipeline.optimized(self.index):
                 self.opt_params[info.name] = self._optimizer_shard(info)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .comm import Comm
 from .errors import CheckpointError
+from .forms import Form
 from .layout import StateEntry, TensorInfo
 from .parts import Parts, on_device
 from .shared import Shared
@@ -30,6 +31,7 @@ class State:
     comm: Comm
     pipeline: Pipeline
     stages: dict[int, Stage]
+    forms: tuple[Form, ...]
     shared: Shared
     opt_params: dict[str, nn.Parameter]
     updater: Updater
@@ -127,10 +129,14 @@ class State:
         return {info.name for _, info, _ in self._owned()}
 
     def _owned(self) -> Iterator[tuple[Stage, TensorInfo, Tensor]]:
-        for stage in self.stages.values():
-            for info, value in stage.stored():
-                if self.pipeline.owns(stage.index, info.name):
-                    yield stage, info, value
+        """What rests on this rank and is nobody else's: of the first form; of others the constants that they alone have."""
+        known: set[str] = set()
+        for form in self.forms:
+            for stage in form.stages.values():
+                for info, value in stage.stored():
+                    if info.name not in known and form.pipeline.owns(stage.index, info.name):
+                        yield stage, info, value
+            known |= {info.name for stage in form.stages.values() for info, _ in stage.stored()}
 
     def _optimized(self) -> Iterator[tuple[Stage, str, nn.Parameter]]:
         for stage in self.stages.values():

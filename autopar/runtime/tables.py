@@ -192,7 +192,7 @@ def _input(row: Mapping[str, Any], dtype: torch.dtype | None) -> InputLike:
     """What an input is like. dtype: that all floating tensors are held in instead of the table's, if any."""
     own = dtype_of(row["dtype"])
     other = (dtype,) if dtype is not None and own.is_floating_point else ()
-    return InputLike(str(row["name"]), tuple(row["shape"]), (own, *other))
+    return InputLike(str(row["name"]), tuple(row["shape"]), (own, *other), row.get("batch_dim"))
 
 
 def show_meshes(meshes: Sequence[Mapping[str, int]]) -> str:

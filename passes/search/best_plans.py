@@ -20,6 +20,7 @@ from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
 from autopar.passes.search.one_mesh.short_memory import search_short_memory
 from autopar.passes.search.stages.branches import search_branches
+from autopar.passes.search.stages.laid_out import search_laid_out
 from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options
 from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
@@ -70,6 +71,10 @@ def _kinds(task: Task, batch: int) -> Iterator[Kind]:
     """The kinds of plans in the order in which they are looked for."""
     submeshes = SubmeshPlans(TasksByCount(task, batch))
     pipelines: Kind = "pipelines", lambda best_s: search_pipelines(submeshes, best_s)
+    layout = task.layout
+    if layout is not None and len(layout.stages) > 1:
+        yield "plans with the given stages", lambda best_s: search_laid_out(submeshes, layout, best_s)
+        return
     if asks_for_pipeline(task.options):
         yield pipelines
         return

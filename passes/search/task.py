@@ -16,6 +16,7 @@ from typing import Any
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.software import Software
 from autopar.ir.lowered import LoweredProgram
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
@@ -24,8 +25,10 @@ from autopar.passes.batch.microbatches import Captured, Microbatches
 from autopar.passes.lower import lower, outline
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.search.layout import Layout
 from autopar.passes.search.workers import Workers
 from autopar.passes.shard.priced_plan import PricedPlan
+from autopar.passes.shard.solve_mesh import OnMesh
 from autopar.plan import Plan
 
 
@@ -34,8 +37,9 @@ class Task:
     """A program to be planned, with all that planning it depends on.
 
     batches: the program by number of microbatches; by default `program` is that of the whole batch. software: what plans are
-    priced with, by default that of the programs that are emitted. workers: processes that the search may use. lowering_s: seconds
-    spent in `finish` so far.
+    priced with, by default that of the programs that are emitted. layout: of the plan whose parameters the program is to compute
+    with, where there is one. workers: processes that the search may use. lowering_s: seconds spent in `finish`
+    so far.
     """
 
     program: Program
@@ -45,6 +49,7 @@ class Task:
     options: Options
     batches: Microbatches = None  # type: ignore[assignment]
     software: Software | None = None
+    layout: Layout | None = None
     pricers: Pricers = field(init=False)
     workers: Workers = field(init=False)
     lowering_s: float = 0.0
@@ -85,6 +90,13 @@ class Task:
     def offloading(self, kinds: frozenset[str]) -> Task:
         """The task with these kinds of bytes resting in memory tiers (`autopar.passes.shard.offload`)."""
         return self if kinds == self.setting.offload else self.changed(setting=replace(self.setting, offload=kinds))
+
+    def on(self, mesh: Mesh, setting: Setting | None = None) -> OnMesh:
+        """The whole program on one mesh, its parameters stored as in the layout's stages on such a mesh. setting: by default
+        the task's."""
+        stages = self.layout.stages if self.layout is not None else ()
+        stored = {n: p for stage in stages if stage.mesh.axes == mesh.axes for n, p in stage.parameters.items()}
+        return OnMesh(self.program, self.pricers[mesh], self.rules, setting or self.setting, self.options, stored)
 
     def lower(self, plan: Plan) -> LoweredProgram:
         """A plan of this task's program as lines."""

@@ -1,9 +1,11 @@
-"""Which states a sharding problem may choose from: what a baseline leaves, and what the user's constraints pin."""
+"""Which states a sharding problem may choose from: what a baseline leaves, what the user's constraints pin, and where
+parameters rest already."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from autopar.errors import ConstraintError, ShardingError
@@ -14,21 +16,37 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.structure import parameter_groups
 from autopar.passes.shard.baselines import Baseline
 from autopar.passes.shard.graph import Key
+from autopar.plan import ParameterPlan
 
 Allowed = Callable[[Key, Any], bool]
 """Whether a variable may take a state."""
 
 
 def allowed_states(
-    program: Program, mesh: Mesh, rules: RuleBook, strategy: str, constraints: Mapping[str, str]
+    program: Program,
+    mesh: Mesh,
+    rules: RuleBook,
+    strategy: str,
+    constraints: Mapping[str, str],
+    stored: Mapping[str, ParameterPlan] = MappingProxyType({}),
 ) -> Allowed | None:
-    """What a strategy and the user's constraints leave; None where they leave everything. Raises ConstraintError, and
-    InfeasibleError where the program cannot have the strategy."""
-    baseline = Baseline(strategy, program, mesh, rules).allows if strategy != "auto" else None
-    pinned = _by_group(program, constraint_filter(program, mesh, constraints))
-    if baseline is None or pinned is None:
-        return baseline or pinned
-    return lambda key, state: baseline(key, state) and pinned(key, state)
+    """What a strategy, the user's constraints and the storage that is given leave; None where they leave everything. Raises
+    ConstraintError, and InfeasibleError where the program cannot have the strategy."""
+    filters = [
+        Baseline(strategy, program, mesh, rules).allows if strategy != "auto" else None,
+        _by_group(program, constraint_filter(program, mesh, constraints)),
+        _by_group(program, _storage_filter(stored)),
+    ]
+    given = [f for f in filters if f is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    return lambda key, state: all(f(key, state) for f in given)
+
+
+def _storage_filter(stored: Mapping[str, ParameterPlan]) -> Allowed | None:
+    """Pins of parameters by their names."""
+    pins: dict[Key, tuple[Spec, Spec]] = {("param", n): (p.storage, p.optimizer) for n, p in stored.items()}
+    return (lambda key, state: key not in pins or state == pins[key]) if pins else None
 
 
 def constraint_filter(program: Program, mesh: Mesh, constraints: Mapping[str, str]) -> Allowed | None:

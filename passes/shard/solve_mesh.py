@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.costmodel.bill import cluster_nodes, least_step_s
 from autopar.errors import ConstraintError, InfeasibleError
@@ -18,7 +18,7 @@ from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Shortage, Solution, solve
-from autopar.plan import StagePlan
+from autopar.plan import ParameterPlan, StagePlan
 
 _MOST_NAMED = 3
 """Parameters that an origin names."""
@@ -26,20 +26,22 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class OnMesh:
-    """A program on one mesh (the pricer's), and all that its sharding problem depends on."""
+    """A program on one mesh (the pricer's), and all that its sharding problem depends on. stored: parameters whose storage is
+    given, by name."""
 
     program: Program
     pricer: Pricer
     rules: RuleBook
     setting: Setting
     options: Options
+    stored: Mapping[str, ParameterPlan] = field(default_factory=dict)
 
 
 def build_problem(on: OnMesh, strategy: str, recompute: str | Mapping[str, tuple[str, ...]] = "none") -> Problem:
     """The factor graph under a strategy, a recompute policy (or sets of values per template) and the user's constraints.
     Raises ConstraintError or InfeasibleError where these leave no choice."""
     program, constraints = on.program, on.options.constraints
-    allowed = allowed_states(program, on.pricer.mesh, on.rules, strategy, constraints)
+    allowed = allowed_states(program, on.pricer.mesh, on.rules, strategy, constraints, on.stored)
     if isinstance(recompute, str):
         again = {name: policy_set(t, recompute) for name, t in program.templates.items()} if program.training else {}
     else:

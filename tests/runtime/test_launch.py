@@ -187,7 +187,7 @@ def test_a_damaged_directory_is_named(emitted, tmp_path):
     with pytest.raises(RuntimeProgramError, match="is damaged"):
         launch.Manifest.read(tmp_path)
     with pytest.raises(RuntimeProgramError, match="was the directory copied whole"):
-        launch.load_stage(tmp_path / "stage_0.py")
+        launch.load_stage(tmp_path / "stage_0.py", tmp_path)
 
 
 def test_random_batches_depend_on_seed_and_step_alone():

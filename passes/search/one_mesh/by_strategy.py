@@ -15,7 +15,7 @@ from autopar.passes.search.workers import Answers
 from autopar.passes.shard.meshes import REPLICA, candidate_meshes
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
-from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
+from autopar.passes.shard.solve_mesh import solve_mesh
 
 _BUDGETS = 4
 """Budgets that are tried in turn."""
@@ -78,15 +78,14 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
     def solved(question: tuple[Mesh, str]) -> PricedPlan | Shortage | None:
         mesh, strategy = question
         try:
-            on = OnMesh(task.program, task.pricers[mesh], task.rules, task.setting, task.options)
-            return solve_mesh(on, strategy, budget, recompute=policy)
+            return solve_mesh(task.on(mesh), strategy, budget, recompute=policy)
         except (InfeasibleError, ConstraintError):
             if strategy == asked:
                 raise
             return None
 
     meshes = candidate_meshes(task.cluster, task.options)
-    questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh)]
+    questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):
             if isinstance(result, Shortage):
@@ -100,8 +99,8 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
     return [best, *(c for c in candidates if c is not best)], fell_short
 
 
-def _strategies(asked: str, mesh: Mesh) -> list[str]:
+def _strategies(asked: str, mesh: Mesh, laid_out: bool) -> list[str]:
     """The strategy that was asked for; where the choice is free, the baselines that this mesh can have as well."""
-    if asked != "auto" or REPLICA in mesh.names:
+    if asked != "auto" or laid_out or REPLICA in mesh.names:
         return [asked]
     return ["auto", *{1: ("dp", "zero3"), 2: ("megatron",)}.get(len(mesh.axes), ())]

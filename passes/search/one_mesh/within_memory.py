@@ -15,7 +15,7 @@ from autopar.passes.search.one_mesh.joint import JointSearch, Point
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage, Solution
-from autopar.passes.shard.solve_mesh import OnMesh, build_problem
+from autopar.passes.shard.solve_mesh import build_problem
 from autopar.plan import Plan
 
 _TRIES = 6
@@ -27,13 +27,12 @@ _LITTLE = 0.005
 
 def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> JointSearch:
     """Sharding and recompute of the whole program on a mesh. setting: by default the task's."""
-    pricer, options = task.pricers[mesh], task.options
-    on = OnMesh(task.program, pricer, task.rules, setting or task.setting, options)
+    on, options = task.on(mesh, setting), task.options
     return JointSearch(
         task.program,
         lambda sets: build_problem(on, options.strategy, sets),
         options.solver_time_limit_s,
-        0.02 * pricer.copy_s,
+        0.02 * on.pricer.copy_s,
         None if options.recompute == "auto" else options.recompute,
     )
 

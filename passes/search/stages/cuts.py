@@ -160,7 +160,7 @@ class CutSearch:
         """The best cut on these submeshes for every number of stages per group, and where none fits, what is short."""
         for members, V, shape, mixed in self._problems(task, plans, M, chunks):
             of_members = tuple(plans[i] for i in members)
-            problem = self._stage_problem(task, M, of_members, share, V)
+            problem = self.stage_problem(task, M, of_members, share, V)
             for aim in _aims(problem, mixed):
                 try:
                     cut = solve_stages(aim, mixed=mixed, chunks=V, shape=shape, gap=_STAGE_GAP)
@@ -173,7 +173,7 @@ class CutSearch:
                 if len(cut.groups) > 1:
                     yield Draft(task, M, V, shape, cut, of_members)
 
-    def _stage_problem(self, task: Task, M: int, plans: Sequence[SubmeshPlan], share: float, V: int) -> StageProblem:
+    def stage_problem(self, task: Task, M: int, plans: Sequence[SubmeshPlan], share: float, V: int) -> StageProblem:
         """What the stage DP is asked: V stages per group on these submeshes, each in a share of its memory."""
         limits = self.limits
         points = cut_points(task.program)

@@ -29,7 +29,7 @@ from autopar.passes.search.one_mesh.within_memory import joint_on, solution_of
 from autopar.passes.search.task import Task
 from autopar.passes.search.workers import Answers
 from autopar.passes.shard.solve import Shortage, Solution
-from autopar.passes.shard.solve_mesh import OnMesh, solve_mesh
+from autopar.passes.shard.solve_mesh import solve_mesh
 from autopar.passes.stage import StageOption
 from autopar.plan import StagePlan
 
@@ -170,7 +170,7 @@ def _by_joint(joint: JointSearch, budget: float) -> tuple[StagePlan, Solution] |
 def _by_policy(task: Task, mesh: Mesh, budget: float, groups: int, policy: str) -> tuple[StagePlan, Solution] | None:
     """The sharding under a recompute policy. budget: bytes of all groups, one device each (0: any)."""
     try:
-        on = OnMesh(task.program, task.pricers[mesh], task.rules, _first_stage(task, groups), task.options)
+        on = task.on(mesh, _first_stage(task, groups))
         result = solve_mesh(on, task.options.strategy, budget or None, _CLOSE, policy)
     except InfeasibleError:
         return None

@@ -1,0 +1,75 @@
+"""Plans with the stages of another plan: the same calls on the same ranks, every parameter stored as it is there.
+
+A program for another shape of batch computes with the tensors of the first one (`Task.layout`), so its cut and its meshes
+are given. What is left is chosen as for any pipeline: microbatches, how values are sharded, recompute and the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.ir.mesh import Mesh
+from autopar.passes.search.layout import Layout
+from autopar.passes.search.stages.cuts import CutSearch
+from autopar.passes.search.stages.draft import Draft
+from autopar.passes.search.stages.limits import device_kinds
+from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ranked
+from autopar.passes.search.stages.submesh import SubmeshPlans
+from autopar.passes.search.task import RankedPlans, Task
+from autopar.passes.stage import evaluate
+from autopar.plan import StagePlan
+
+MOST_TRIED = 3
+"""Numbers of microbatches that become plans at most."""
+
+
+def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> Iterator[RankedPlans]:
+    """Plans with the stages of a layout that are faster than best_s, whenever there is a better one."""
+    task, search = submeshes.task, CutSearch(submeshes, best_s)
+    meshes, groups = _meshes(task, layout), groups_of(layout.stages)
+    chunks = max(map(len, groups))
+
+    def draft(M: int, share: float, policy: str | None) -> Draft | None:
+        plans = submeshes.within(M, dict.fromkeys(meshes), share, policy)
+        place = {plan.mesh: i for i, plan in enumerate(plans)}
+        if any(mesh not in place for mesh in meshes):
+            return None
+        own = submeshes.tasks.at(M)
+        problem = search.stage_problem(own, M, plans, share, chunks)
+        pieces = [(*calls, place[mesh]) for calls, mesh in zip(layout.ranges(own.program), meshes, strict=True)]
+        return Draft(own, M, chunks, shape_of(groups), evaluate(problem, pieces, groups), tuple(plans))
+
+    def exact(rough: Draft, share: float, policy: str | None) -> Draft | None:
+        return draft(rough.microbatches, share, policy)
+
+    roughs = [rough for M in submeshes.tasks.counts() if (rough := draft(M, 0.0, None)) is not None]
+    best: DraftPlan | None = None
+    for rough in sorted(roughs, key=lambda rough: rough.step_s)[:MOST_TRIED]:
+        plan = best_plan(exact, rough, best_s)
+        if plan is not None and (best is None or plan.cost_s < best.cost_s):
+            best_s, best = plan.cost_s, plan
+            yield ranked([plan])
+
+
+def groups_of(stages: Sequence[StagePlan]) -> tuple[tuple[int, ...], ...]:
+    """The stages of every group of ranks, in the order of the ranks."""
+    groups: dict[int, list[int]] = {}
+    for s, stage in enumerate(stages):
+        groups.setdefault(stage.mesh.offset, []).append(s)
+    return tuple(tuple(groups[first]) for first in sorted(groups))
+
+
+def shape_of(groups: Sequence[Sequence[int]]) -> str:
+    """How stages lie on groups: "loop" (round after round), "v" (there and back), or "any"."""
+    count = len(groups)
+    if all(list(stages) == list(range(g, g + count * len(stages), count)) for g, stages in enumerate(groups)):
+        return "loop"
+    if all(list(stages) == [g, 2 * count - 1 - g] for g, stages in enumerate(groups)):
+        return "v"
+    return "any"
+
+
+def _meshes(task: Task, layout: Layout) -> list[Mesh]:
+    """The submesh of every stage as it is planned for: at the first of its kind of devices."""
+    kinds = device_kinds(task.cluster)
+    return [Mesh(s.mesh.axes, max(first for first in kinds if first <= s.mesh.offset)) for s in layout.stages]
