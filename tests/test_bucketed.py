@@ -109,8 +109,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "chunks": 2, "microbatches": 2},
     "zb-v": {"pp": 2, "schedule": "zb-v"},
     "recompute": {"recompute": "full"},
-    "bf16": {"precision": "bf16"},
 }
+FEW = {"solver", "zero1 in microbatches", "1f1b", "interleaved"}
+"""Plans that are tried outside of the long sweep as well."""
 
 
 @functools.cache
@@ -121,13 +122,19 @@ def program_of(plan: str, ranks: int) -> autopar.ParallelProgram:
     return compiled(ranks, **options)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "bf16"])
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        pytest.param(plan, ranks, marks=() if plan in FEW and ranks == 4 else pytest.mark.slow)
+        for plan in PLANS
+        for ranks in (2, 4)
+    ],
+)
 def test_every_bucket_trains_the_same_parameters_as_eager(plan: str, ranks: int) -> None:
     assert_equal(program_of(plan, ranks), model(), EPOCH)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_random_plans_of_the_largest_bucket_carry_the_others(seed: int) -> None:
     program = program_of("solver", 4)
     other = program.with_plan(random_plan(program, seed))
@@ -150,7 +157,7 @@ def test_buckets_store_parameters_alike_and_nothing_else_is_given(plan: str) -> 
 
 @pytest.mark.parametrize("sizes", [(8, 24), (3, 24), (8, 11), (3, 8)])
 def test_every_bucket_can_be_verified(sizes: tuple[int, int]) -> None:
-    program = program_of("zero3", 2)
+    program = program_of("solver", 2)
     assert autopar.verify(program, model(), batch(*sizes)).ok
 
 
@@ -161,7 +168,7 @@ def test_buckets_with_dropout_and_low_precision_agree_with_one_rank() -> None:
         assert autopar.verify(program, made, batch(*sizes)).ok
 
 
-@pytest.mark.parametrize("plan", ["solver", "zero3", "zero1 in microbatches", "1f1b", "recompute"])
+@pytest.mark.parametrize("plan", ["solver", "zero1 in microbatches", "1f1b"])
 def test_the_peak_is_promised_over_all_buckets(plan: str) -> None:
     program = program_of(plan, 4)
     whole = [one for one in EPOCH if one["ids"].shape[1] in LENGTHS]
@@ -182,10 +189,14 @@ def test_twenty_steps_in_processes(ranks: int, plan: str, tmp_path: Path) -> Non
     program.save(tmp_path / "program")
     torch.save(batches, tmp_path / "program" / "batches.pt")
     losses, state = eager(model(), batches)
+    seen: set[str] = set()
     for got in in_torchrun("curve", ranks, tmp_path / "program", tmp_path):
         assert got["losses"] == pytest.approx(losses, rel=1e-9, abs=1e-9)
-        for name, value in state.items():
-            torch.testing.assert_close(got["weights"][name], value, rtol=1e-9, atol=1e-9)
+        held = state.keys() & got["weights"].keys()
+        for name in held:
+            torch.testing.assert_close(got["weights"][name], state[name], rtol=1e-9, atol=1e-9)
+        seen |= held
+    assert seen == state.keys() - {"head.weight"}, "a tied parameter stands under its first name"
 
 
 def test_state_goes_on_in_a_program_without_buckets() -> None:
