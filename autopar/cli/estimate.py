@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from autopar.cli.cluster_argument import read_cluster
+from autopar.cli.model_config import read_config
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.search import SearchResult, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
@@ -63,11 +63,7 @@ def parse_plan(text: str) -> dict[str, int]:
 def read_model(args: argparse.Namespace) -> TransformerShape:
     """The shape from --model or --config. Raises InputError."""
     if args.config:
-        try:
-            config = json.loads(Path(args.config).read_text())
-        except (OSError, ValueError) as err:
-            raise InputError(f"{args.config}: cannot read the model config ({err})") from err
-        return TransformerShape.from_hf_config(config, args.seq_len)
+        return TransformerShape.from_hf_config(read_config(args.config), args.seq_len)
     if args.model not in MODELS:
         raise InputError(f"unknown model {args.model!r}; known: {', '.join(MODELS)}; or use --config config.json")
     fields = dict(MODELS[args.model])

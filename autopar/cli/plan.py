@@ -24,6 +24,7 @@ import torch
 
 import autopar.api
 from autopar.cli.cluster_argument import read_cluster
+from autopar.cli.model_config import read_config
 from autopar.errors import AutoparError, InputError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
@@ -100,12 +101,12 @@ def of_config(path: Path, batch: int, sequence: int) -> Mapping[str, Any]:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise InputError(f"{path}: a config.json needs transformers: pip install transformers") from error
+    fields = read_config(path)
     try:
-        fields = json.loads(path.read_text())
         config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path}: transformers makes no language model of this configuration ({error})") from error
     with torch.device("meta"):
         tokens = torch.zeros(batch, sequence, dtype=torch.long)
