@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import CaptureError
+from autopar.ir.memory_levers import offload_name
 from autopar.ir.program import Program
 from autopar.passes.search.layout import Layout
 from autopar.program import ParallelProgram
@@ -31,6 +32,7 @@ def bucket_request(first: ParallelProgram, inputs: Any) -> Request:
         schedule="auto" if len(stages) == 1 else given.schedule,
         stage_boundaries=None,
         microbatches=None,
+        offload=offload_name(first.setting.offload),
     )
     request = replace(first.request, inputs=inputs, options=options, plan=None, buckets=(), pad_values={})
     if given.microbatches and request.batch % given.microbatches == 0:

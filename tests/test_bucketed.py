@@ -237,6 +237,37 @@ def test_a_batch_that_fits_no_bucket_is_refused() -> None:
             program.run([batch(*sizes)])
 
 
+@pytest.mark.parametrize("kind", ["all", pytest.param("optimizer", marks=pytest.mark.slow)])
+def test_what_rests_in_memory_tiers_rests_there_in_every_bucket(kind: str) -> None:
+    cluster = autopar.ClusterSpec.local(2).with_tiers()
+    options = autopar.Options(offload=kind)
+    program = autopar.compile(
+        model(), cluster, batch(8, 16), optimizer=SGD, options=options, buckets=SIZES, pad_values=PAD
+    )
+    assert all(b.setting.offload == program.setting.offload for b in program.buckets)
+    assert_equal(program, model(), EPOCH)
+
+
+def test_images_of_two_sizes_through_batch_statistics() -> None:
+    torch.manual_seed(3)
+    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    made = nn.Sequential(*layers, nn.Linear(8, 4))
+
+    def images(samples: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(samples, 3, side, side), torch.randint(0, 4, (samples,))
+
+    program = autopar.compile(
+        made,
+        autopar.ClusterSpec.local(4),
+        images(8, 16),
+        loss_fn=nn.functional.cross_entropy,
+        optimizer=SGD,
+        buckets={"0": {0: (8, 5), 2: (16, 12), 3: (16, 12)}, "1": {0: (8, 5)}},
+    )
+    for sizes in ((8, 16), (5, 12), (8, 12), (5, 16)):
+        assert autopar.verify(program, made, images(*sizes)).ok
+
+
 class Deeper(nn.Module):
     """Another layer for long batches."""
 

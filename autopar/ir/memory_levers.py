@@ -75,3 +75,8 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def forced_offload(name: str) -> frozenset[str]:
     """What `Options.offload` forces into memory tiers; nothing where the planner chooses."""
     return OFFLOAD_KINDS[name].moves if name != "auto" else frozenset()
+
+
+def offload_name(moves: frozenset[str]) -> str:
+    """The `Options.offload` that moves just this."""
+    return next(kind.name for kind in OFFLOAD_KINDS.values() if kind.moves == moves)
