@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.capture.saved_names import saved_names
 from autopar.capture.trees import check_like, rebuild
 from autopar.codegen.directory import Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
@@ -90,6 +91,7 @@ class ParallelProgram(Compiled):
             self.request.update if self.training else None,
             self.options.seed,
             self.weights(),
+            saved_names(self.model, (*self.ir.parameters, *self.ir.buffers)),
             self.request.inputs,
             self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
             facts(self),

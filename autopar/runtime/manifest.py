@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,6 +97,8 @@ _MANIFEST = record(
         "update": optional(_UPDATE),
         "seed": _SEED,
         "weights": optional(path_inside),
+        "state_names": table(text(), listed(text())),
+        "constants": optional(path_inside),
         "placement": optional(listed(integer(0, MOST_RANKS))),
     },
 )
@@ -108,7 +110,8 @@ class WrongWorldSize(RuntimeProgramError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json of an emitted directory."""
+    """manifest.json of an emitted directory. state_names: the names of every parameter and buffer in the model's own state
+    dict, none for what is not in it; constants: the folder with the values of the latter."""
 
     directory: Path
     world_size: int
@@ -119,6 +122,8 @@ class Manifest:
     seed: int = 0
     weights: str | None = None
     placement: tuple[int, ...] = ()
+    state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    constants: str | None = None
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -145,6 +150,8 @@ class Manifest:
             seed=raw.get("seed", 0),
             weights=raw.get("weights"),
             placement=placement,
+            state_names={name: tuple(names) for name, names in raw.get("state_names", {}).items()},
+            constants=raw.get("constants"),
         )
 
     def check_world_size(self) -> None:
