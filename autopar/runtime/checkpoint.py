@@ -43,7 +43,8 @@ def save(directory: str | Path, session: Session) -> None:
             f"{directory} cannot be a checkpoint directory: {error.strerror}; choose another"
         ) from error
     if isinstance(session.comm, TorchComm):
-        with named(directory, *_UNWRITABLE):
+        with named(directory, *_UNWRITABLE), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
             dcp.save(state, checkpoint_id=str(directory))
     else:
         if session.comm.rank == 0:

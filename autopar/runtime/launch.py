@@ -54,6 +54,11 @@ class LoadedProgram:
         outputs = self.session.forward(tensors)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    @property
+    def step(self) -> int:
+        """Steps done so far, those of the checkpoint that was resumed included."""
+        return self.session.rt.step
+
     def state_dict(self) -> dict[str, Any]:
         return self.session.state_dict()
 

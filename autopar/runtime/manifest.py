@@ -28,6 +28,7 @@ from .errors import RuntimeProgramError
 from .schema import (
     MOST_RANKS,
     MOST_SIZE,
+    MOST_TEXT,
     SchemaError,
     anything,
     choice,
@@ -50,6 +51,7 @@ from .update_rule import ClipNorm, LossScaling, UpdateRule
 
 _DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 _SEED = integer(-(1 << 63), (1 << 63) - 1)
+_NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"text of at most {MOST_TEXT} characters")
 
 
 def _module(name: str) -> str:
@@ -97,7 +99,7 @@ _MANIFEST = record(
         "update": optional(_UPDATE),
         "seed": _SEED,
         "weights": optional(path_inside),
-        "state_names": table(text(), listed(text())),
+        "state_names": table(_NAME, listed(_NAME)),
         "constants": optional(path_inside),
         "placement": optional(listed(integer(0, MOST_RANKS))),
     },
