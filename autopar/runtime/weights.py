@@ -9,7 +9,7 @@ A file's floats may have another width than the program's: they are rounded or w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,11 +36,6 @@ def load_weights(directory: str | Path, session: Session, manifest: Manifest) ->
     if (folder / ".metadata").exists():
         load(directory, session)
         return
-    if not any(folder.glob(f"*{SUFFIX}*")):
-        raise CheckpointError(
-            f"{folder} is no checkpoint directory (it has no .metadata) and holds no {SUFFIX}; other files of weights, such "
-            "as pytorch_model.bin, are pickles, which are programs: read them with what wrote them, and save safetensors"
-        )
     wanted = {
         name: info
         for stage in session.pipeline.stages
@@ -49,7 +44,7 @@ def load_weights(directory: str | Path, session: Session, manifest: Manifest) ->
     }
     names = {name: manifest.state_names.get(name, (name,)) for name in wanted}
     sources = matched(folder, stored_tensors(folder), wanted, names)
-    constants = _constants(folder, manifest, [name for name in wanted if not names[name]])
+    constants = _constants(folder, session, manifest, [name for name in wanted if not names[name]])
 
     def part(name: str, slices: tuple[slice, ...]) -> Tensor:
         if name in constants:
@@ -70,17 +65,24 @@ def load_weights(directory: str | Path, session: Session, manifest: Manifest) ->
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """What the files of a directory hold, by name. Raises CheckpointError."""
+    """What the files of a directory hold, by name: those that its index names, else its only file. Raises CheckpointError."""
+    indices, singles = sorted(folder.glob(f"*{INDEX}")), sorted(folder.glob(f"*{SUFFIX}"))
+    if not indices and not singles:
+        raise CheckpointError(
+            f"{folder} is no checkpoint directory (it has no .metadata) and holds no {SUFFIX}; other files of weights, such "
+            "as pytorch_model.bin, are pickles, which are programs: read them with what wrote them, and save safetensors"
+        )
+    if not indices:
+        plain = folder / f"model{SUFFIX}"
+        return _header_of(_only(folder, [plain] if plain in singles else singles))
+    index = _only(folder, indices)
     try:
-        index = _only(folder, folder.glob(f"*{INDEX}"))
-        files = _INDEX(read_json(index), "")["weight_map"] if index is not None else None
+        files = _INDEX(read_json(index), "")["weight_map"]
     except (OSError, SchemaError) as error:
         raise CheckpointError(f"{folder}: the index of the files is not to be read: {error}") from error
-    if files is None:
-        single = folder / f"model{SUFFIX}"
-        only = single if single.exists() else _only(folder, folder.glob(f"*{SUFFIX}"))
-        assert only is not None
-        return _header_of(only)
+    alone = index.with_name(index.name.removesuffix(INDEX) + SUFFIX)
+    if alone in singles and alone.name not in files.values():
+        _only(folder, [index, alone])
     tensors: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(files.values()):
         held = _header_of(folder / file)
@@ -92,15 +94,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _only(folder: Path, paths: Iterable[Path]) -> Path | None:
-    """The only one of some files; None where there is none. Raises CheckpointError."""
-    found = sorted(paths)
-    if len(found) > 1:
+def _only(folder: Path, paths: Sequence[Path]) -> Path:
+    """The only one of some files. Raises CheckpointError where there are several."""
+    if len(paths) > 1:
         raise CheckpointError(
-            f"{folder} holds {_some([path.name for path in found])}, and which of them are the model's weights is not "
+            f"{folder} holds {_some([path.name for path in paths])}, and which of them are the model's weights is not "
             "clear; move the others away"
         )
-    return found[0] if found else None
+    return paths[0]
 
 
 def _header_of(path: Path) -> dict[str, StoredTensor]:
@@ -166,17 +167,19 @@ def _prefix(missing: list[str], unexpected: str) -> Iterator[str]:
             yield f", and these start with {unexpected.removesuffix(name)!r}"
 
 
-def _constants(folder: Path, manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
-    """Values of what is in no file of weights. Raises CheckpointError where the program came without them."""
+def _constants(folder: Path, session: Session, manifest: Manifest, names: list[str]) -> dict[str, Tensor]:
+    """Of what is in no file of weights, the values that this rank stores. names: of all ranks. Raises CheckpointError where
+    the program came without them."""
     if not names:
         return {}
     if manifest.constants is None:
         raise CheckpointError(
             f"{folder} has no {_some(names)}: no directory of safetensors holds buffers that are not persistent, and the "
             "program has no values of them either, since they were on the meta device when it was compiled; compile with "
-            "such buffers on a real device (only the parameters on meta), or give a checkpoint that holds them"
+            "the parameters alone on meta (as accelerate's init_empty_weights has them), or give a checkpoint of all"
         )
-    return read_full(manifest.directory / manifest.constants, names)
+    own = {info.name for stage in session.stages.values() for info, _ in stage.stored()}
+    return read_full(manifest.directory / manifest.constants, [name for name in names if name in own])
 
 
 def _bits(part: Tensor) -> Tensor:

@@ -222,6 +222,16 @@ def test_directories_that_are_not_whole_are_refused(tmp_path: Path, change: Any,
         loaded(tmp_path, stages.mlp(1, 1))
 
 
+def test_an_index_and_a_single_file_beside_it_are_not_chosen_between(tmp_path: Path) -> None:
+    full = stages.weights()
+    files.write_shards(tmp_path, {"w1": full.pop("w1")}, full)
+    files.write(tmp_path / "consolidated.safetensors", {"of": torch.ones(1)})
+    same(loaded(tmp_path, stages.mlp(1, 1)), stages.weights())
+    files.write(tmp_path / "model.safetensors", stages.weights())
+    with pytest.raises(CheckpointError, match=r"holds model.safetensors.index.json, model.safetensors, and which"):
+        loaded(tmp_path, stages.mlp(1, 1))
+
+
 def test_pickled_weights_are_no_weights(tmp_path: Path) -> None:
     torch.save(stages.weights(), tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="are pickles, which are programs"):
