@@ -30,7 +30,8 @@ class Adapted(nn.Module):
         self.b = nn.Parameter(torch.randn(rank, outer))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.a @ self.b
+        low = x.to(self.base.weight.dtype)
+        return (self.base(low) + low.to(self.a.dtype) @ self.a @ self.b).to(low.dtype)
 
 
 class Block(nn.Module):
@@ -41,6 +42,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+def in_bf16(make: Callable[[], Made]) -> Made:
+    """What is frozen in bf16, adapters in float32, as PEFT has them."""
+    model, batch, loss = make()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model, batch, loss
 
 
 def by_hand() -> Made:
@@ -94,6 +104,16 @@ def test_adapters_train_as_on_one_device(make: Callable[[], Made], plan: str) ->
         for seed in (3, 8):
             other = program.with_plan(autopar.random_plan(program, seed, pp=1))
             assert autopar.verify(other, made[0], made[1]).max_error <= 1e-9
+
+
+@MADE
+@pytest.mark.parametrize("plan", ["chosen", "zero3"])
+def test_adapters_in_float32_beside_weights_in_bf16(make: Callable[[], Made], plan: str) -> None:
+    made = in_bf16(make)
+    program = compiled(made, **PLANS[plan])
+    assert autopar.verify(program, made[0], made[1]).max_error <= 1e-9
+    want = {torch.float32 if name in adapters(made[0]) else torch.bfloat16 for name, _ in made[0].named_parameters()}
+    assert want == {p.type.dtype for stage in program.stages for p in stage.parameters.values()}
 
 
 @MADE
