@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.capture.saved_names import saved_names
 from autopar.capture.trees import check_like, rebuild
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
@@ -85,6 +86,7 @@ class ParallelProgram(Compiled):
         """
         if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
             raise EmitError(f"save takes the path of a directory, not {shown(directory)}")
+        weights = self.weights()
         contents = Contents(
             self.plan,
             self.lowered,
@@ -92,7 +94,8 @@ class ParallelProgram(Compiled):
             self.pipeline,
             self.request.update if self.training else None,
             self.options.seed,
-            self.weights(),
+            weights,
+            saved_names(self.model, weights),
             self.request.inputs,
             self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
             facts(self),

@@ -8,7 +8,7 @@ stages/stage_0.py    the code; ranks that are alike share it
 ranks/rank_0.py …    one short file per rank: its coordinates and its stages
 autopar_runtime/     the small runtime, torch only
 run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
-weights/             the model's weights, where it has any (torch.distributed.checkpoint)
+weights/             the model's weights (torch.distributed.checkpoint); where they are on meta, what no state dict holds
 buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
 """
 
@@ -57,8 +57,9 @@ class BucketContents:
 @dataclass(frozen=True, eq=False)
 class Contents:
     """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
-    table name, on the meta device where there are none. inputs: a global batch. ranks_per_node: of the cluster. facts: of
-    program.json. buckets: batches of other shapes, and pad_values what inputs are padded with up to them."""
+    table name, on the meta device where there are none; state_names: what the same are called in the model's own state
+    dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
+    and pad_values what inputs are padded with up to them."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -67,6 +68,7 @@ class Contents:
     update: UpdateRule | None
     seed: int
     weights: Mapping[str, torch.Tensor]
+    state_names: Mapping[str, tuple[str, ...]]
     inputs: Any
     ranks_per_node: int
     facts: Mapping[str, Any]
@@ -77,13 +79,18 @@ class Contents:
 def write_directory(contents: Contents, directory: Path) -> Path:
     """Write everything; returns the directory. Raises EmitError when a part cannot be written, and, before anything is
     touched, where a file is in the way that autopar did not write."""
+    constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
+    complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
+    written = contents.weights if complete else constants if known else {}
     manifest = {
         "world_size": contents.plan.ranks,
         "pipeline": "pipeline.py",
         "training": contents.update is not None,
         "update": update_entry(contents.update) if contents.update is not None else None,
         "seed": contents.seed,
-        "weights": None if any(w.is_meta for w in contents.weights.values()) else WEIGHTS,
+        "weights": WEIGHTS if complete else None,
+        "state_names": {name: list(names) for name, names in contents.state_names.items()},
+        "constants": WEIGHTS if constants and known else None,
         "inputs": _inputs(contents.inputs),
         "placement": list(contents.plan.placement) or None,
     }
@@ -105,8 +112,8 @@ def write_directory(contents: Contents, directory: Path) -> Path:
             path.write_bytes(content)
         (directory / "launch.sh").chmod(0o755)
         hashes = {name: digest(content) for name, content in files.items()}
-        if manifest["weights"] is not None:
-            hashes |= _write_weights(contents.weights, directory)
+        if manifest["weights"] or manifest["constants"]:
+            hashes |= _write_weights(written, directory)
         (directory / FACTS).write_text(facts_text(contents.facts, hashes))
     except (OSError, CheckpointError) as error:
         said = getattr(error, "strerror", None) or error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cli.export import export
 from autopar.proof.measure import measure_in_turn
 from autopar.proof.random_plans import random_plan
+from autopar.runtime.manifest import Manifest
+from autopar.runtime.weights import load_weights
 from tests.proof.test_processes import in_torchrun
 
 VOCABULARY, LENGTHS, SAMPLES = 24, (8, 16, 24), (8, 3)
@@ -211,6 +215,22 @@ def test_state_goes_on_in_a_program_without_buckets() -> None:
 
     losses, _ = eager(model(), [EPOCH[0], EPOCH[5]])
     assert alone.on_ranks(resumed) == pytest.approx([losses[1]] * 2, rel=1e-9)
+
+
+def test_safetensors_in_and_out(tmp_path: Path) -> None:
+    """Constants of every bucket come with the program, weights from the files."""
+    program = program_of("solver", 2)
+    program.save(tmp_path / "program")
+    export(tmp_path / "program", tmp_path / "program" / "weights", tmp_path / "files", 1 << 30)
+
+    def trained(session: Any) -> list[float]:
+        session.load_weights({name: torch.full_like(w, math.nan) for name, w in program.weights().items()})
+        load_weights(tmp_path / "files", session, Manifest.read(tmp_path / "program"))
+        return [session.train_step(program.leaves(one)).item() for one in EPOCH]
+
+    losses, _ = eager(model(), EPOCH)
+    for of_rank in program.on_ranks(trained):
+        assert of_rank == pytest.approx(losses, rel=1e-9, abs=1e-9)
 
 
 def test_inference_in_buckets() -> None:

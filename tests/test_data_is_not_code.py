@@ -31,9 +31,10 @@ from autopar.runtime import RuntimeProgramError, checkpoint
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.schema import SchemaError, is_identifier
 from autopar.runtime.threads import run_threads
+from autopar.runtime.weights import load_weights
 
 from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes, pickles
-from .runtime import stages
+from .runtime import safetensors_files, stages
 from .runtime.scenarios import session_of
 
 FAST, ALL = range(80), range(80, 2280)
@@ -256,6 +257,32 @@ def test_checkpoints(trained: Path, seeds: range, tmp_path: Path) -> None:
             assert CANARY not in os.environ, f"mutant {seed} of {file} ran code"
         (path / file).write_bytes(whole)
     assert said["CheckpointError"] > said.total() // 3
+
+
+@counts
+def test_safetensors(seeds: range, tmp_path: Path) -> None:
+    """Of a file, and of the index of several."""
+    full, row = stages.weights(), stages.mlp(1, 1)
+    single = safetensors_files.write(tmp_path / "model.safetensors", full)
+    shards = safetensors_files.write_shards(tmp_path / "shards", {"w1": full.pop("w1")}, full)
+    index = shards / "model.safetensors.index.json"
+
+    def fill(path: Path) -> None:
+        manifest = Manifest(path.parent, 1, "pipeline.py", True, ())
+        run_threads(1, row.mesh, lambda comm: load_weights(path.parent, session_of(row, comm), manifest), timeout_s=60)
+
+    fill(single)
+    fill(index)
+    whole, said = single.read_bytes(), Counter[str]()
+    for seed in range(seeds.start, seeds.start + len(seeds) // 2):
+        single.write_bytes(mutated_bytes(whole, random.Random(seed)))
+        try:
+            said[outcome(lambda: fill(single))] += 1
+        except Exception as error:
+            raise AssertionError(f"mutant {seed}: {type(error).__name__}: {error}") from error
+    assert said["CheckpointError"] > said.total() // 4
+    data = json.loads(index.read_text())
+    assert every(data, range(seeds.start, seeds.start + len(seeds) // 2), index, fill)["CheckpointError"] > 0
 
 
 # --- crafted files -----------------------------------------------------------------------------------------------------

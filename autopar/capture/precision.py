@@ -259,7 +259,7 @@ def cast_again(graph: fx.Graph) -> None:
                 continue
             held = any(u.op == "call_function" and u.meta["phase"] != "F" for u in source.users)
             if (after.itemsize > before.itemsize) if widened else (after.itemsize < before.itemsize and held):
-                with graph.inserting_before(late_users[0]):
+                with graph.inserting_before(min(late_users)):  # the first in the graph; users stand as they were noted
                     new = graph.node_copy(node)
                 new.meta = {**node.meta, "phase": "W"}
                 node.replace_all_uses_with(new, lambda user, late_users=late_users: user in late_users)

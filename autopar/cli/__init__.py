@@ -1,1 +1,1 @@
-"""Command lines: autopar-dump, autopar-estimate, autopar-calibrate."""
+"""Command lines: autopar, autopar-dump, autopar-estimate, autopar-calibrate, autopar-export."""

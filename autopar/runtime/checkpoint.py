@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ def save(directory: str | Path, session: Session) -> None:
             f"{directory} cannot be a checkpoint directory: {error.strerror}; choose another"
         ) from error
     if isinstance(session.comm, TorchComm):
-        with named(directory, *_UNWRITABLE):
+        with named(directory, *_UNWRITABLE), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
             dcp.save(state, checkpoint_id=str(directory))
     else:
         if session.comm.rank == 0:
@@ -85,8 +86,32 @@ def load(directory: str | Path, session: Session) -> None:
     else:
         for name, entry in wanted.items():
             with named(directory):
-                values[name] = unpack(_read_alone(reader, name, entry, available[name]), entry)
+                values[name] = unpack(_read_alone(reader, name, entry.value, available[name]), entry)
     session.accept(values)
+
+
+def read_full(directory: str | Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Full tensors of a checkpoint, read by this rank alone. Raises CheckpointError."""
+    source = TensorSource(directory)
+    return {name: source.read(name) for name in names}
+
+
+class TensorSource:
+    """A checkpoint whose tensors are read one by one, full, without a process group."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises CheckpointError where the directory holds no checkpoint, or a damaged one."""
+        self.directory = directory
+        self.reader = DataReader(directory)
+        self.signatures = signatures(self.reader)
+
+    def read(self, name: str) -> Tensor:
+        """Raises CheckpointError where there is no such tensor, or its file is damaged."""
+        signature = self.signatures.get(name)
+        if signature is None:
+            raise CheckpointError(f"{self.directory}: no tensor {name!r} in this checkpoint")
+        with named(self.directory):
+            return _read_alone(self.reader, name, None, signature)
 
 
 def read_signatures(directory: str | Path) -> Signatures:
@@ -119,10 +144,9 @@ def _check_kind(what: str, entry: StateEntry, signature: Signature) -> None:
         raise CheckpointError(f"{what} has dtype {dtype}, the program has {value.dtype}")
 
 
-def _read_alone(reader: DataReader, name: str, entry: StateEntry, signature: Signature) -> Any:
-    """One value, full, without a process group."""
-    value = entry.value if signature is None else torch.empty(signature[0], dtype=signature[1])
-    target = {name: value}
+def _read_alone(reader: DataReader, name: str, plain: Any, signature: Signature) -> Any:
+    """One value, full, without a process group. plain: what stands for it where it is no tensor."""
+    target = {name: plain if signature is None else torch.empty(signature[0], dtype=signature[1])}
     with _alone():
         dcp.load(target, storage_reader=reader, planner=DataPlanner(), no_dist=True)
     return target[name]

@@ -54,6 +54,11 @@ class LoadedProgram:
         outputs = self.session.forward(tensors)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    @property
+    def step(self) -> int:
+        """Steps done so far, those of the checkpoint that was resumed included."""
+        return self.session.rt.step
+
     def state_dict(self) -> dict[str, Any]:
         return self.session.state_dict()
 
@@ -84,12 +89,13 @@ def load(
     """The program of an emitted directory on this rank, its weights loaded.
 
     Joins the default process group, or makes it (nccl when there is a GPU per local rank, else gloo). Weights come
-    from `weights`, else from those emitted with the program; without either they are uninitialized until
-    load_state_dict or resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of
-    temporary files). An optimizer that is not of torch.optim comes from a module that run.py or the calling script
-    imports (manifest.py). Raises RuntimeProgramError, and WrongWorldSize before any process group is made.
+    from `weights`, a checkpoint or a Hugging Face directory of safetensors, else from those emitted with the program;
+    without either they are uninitialized until load_state_dict or resume. tier_directory: for the files of what rests in
+    the memory tier "nvme" (default: that of temporary files). An optimizer that is not of torch.optim comes from a module
+    that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and WrongWorldSize before any
+    process group is made.
     """
-    from . import checkpoint  # its import takes most of a second
+    from .weights import load_weights  # its import takes most of a second
 
     manifest = Manifest.read(directory)
     rule = manifest.update_rule()
@@ -119,7 +125,7 @@ def load(
     )
     source = weights or (manifest.directory / manifest.weights if manifest.weights else None)
     if source is not None:
-        checkpoint.load(source, session)
+        load_weights(source, session, manifest)
     return LoadedProgram(manifest, session)
 
 
@@ -177,7 +183,7 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     if not (arguments.resume or arguments.weights or manifest.weights):
         raise RuntimeProgramError(
             "this program has no weights (its model was on the meta device when it was compiled); give --weights "
-            "CHECKPOINT, a torch.distributed.checkpoint directory of full or sharded tensors, or --resume CHECKPOINT"
+            "DIRECTORY, of torch.distributed.checkpoint (full or sharded tensors) or of safetensors, or --resume CHECKPOINT"
         )
     if arguments.resume:
         program.resume(arguments.resume)
@@ -209,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     count = whole_number(0)
     parser.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
     parser.add_argument("--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches; default: random")
-    parser.add_argument("--weights", help="checkpoint directory to start from, instead of the emitted weights")
+    parser.add_argument("--weights", help="checkpoint or Hugging Face directory to start from, not the emitted weights")
     parser.add_argument("--save", help="checkpoint directory to write at the end")
     parser.add_argument("--save-every", type=count, default=0, help="also write it every so many steps")
     parser.add_argument("--resume", help="checkpoint directory to continue from, of any mesh")

@@ -29,6 +29,7 @@ from .schema import (
     MOST_NUMBER,
     MOST_RANKS,
     MOST_SIZE,
+    MOST_TEXT,
     SchemaError,
     anything,
     choice,
@@ -52,6 +53,7 @@ from .update_rule import ClipNorm, LossScaling, UpdateRule
 MOST_BUCKETS = 256
 _DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 _SEED = integer(-(1 << 63), (1 << 63) - 1)
+_NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"text of at most {MOST_TEXT} characters")
 
 
 def _module(name: str) -> str:
@@ -101,6 +103,8 @@ _MANIFEST = record(
         "weights": optional(path_inside),
         "buckets": listed(record({"pipeline": path_inside, "inputs": listed(_INPUT)}), most=MOST_BUCKETS),
         "pad_values": table(text(), where(lambda x: is_number(x, -MOST_NUMBER, MOST_NUMBER), "a number"), most=1024),
+        "state_names": table(_NAME, listed(_NAME)),
+        "constants": optional(path_inside),
         "placement": optional(listed(integer(0, MOST_RANKS))),
     },
 )
@@ -112,7 +116,8 @@ class WrongWorldSize(RuntimeProgramError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """manifest.json of an emitted directory."""
+    """manifest.json of an emitted directory. state_names: the names of every parameter and buffer in the model's own state
+    dict, none for what is not in it; constants: the folder with the values of the latter."""
 
     directory: Path
     world_size: int
@@ -125,6 +130,8 @@ class Manifest:
     placement: tuple[int, ...] = ()
     buckets: tuple[dict[str, Any], ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
+    state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    constants: str | None = None
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -153,6 +160,8 @@ class Manifest:
             placement=placement,
             buckets=tuple(raw.get("buckets", ())),
             pad_values=raw.get("pad_values", {}),
+            state_names={name: tuple(names) for name, names in raw.get("state_names", {}).items()},
+            constants=raw.get("constants"),
         )
 
     def check_world_size(self) -> None:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture.build import capture_program
+from autopar.capture.precision import cast_again
 from autopar.ir.program import Program, op_name, operand_nodes, resolve
+from autopar.ir.types import TensorType
 from autopar.passes.rules.hubs import flow, phase_is_late
 from tests.zoo.models import MODELS, ZooModel
 
@@ -291,3 +293,21 @@ def _widens(node: torch.fx.Node) -> bool:
         return False
     before, after = operand_nodes(node)[0].meta["type"], node.meta["type"]
     return before.is_float and after.dtype.itemsize > before.dtype.itemsize
+
+
+def test_a_value_that_backward_widens_again_is_there_before_all_who_read_it() -> None:
+    """Readers are noted in any order: here the second one in the graph was the first to read the cast."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    wide = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": F32})
+    early = graph.call_function(torch.ops.aten.neg.default, (x,))
+    late = graph.call_function(torch.ops.aten.neg.default, (wide,))
+    early.args = (wide,)
+    graph.output((early, late))
+    for node, dtype, phase in ((x, BF16, "F"), (wide, F32, "F"), (early, F32, "W"), (late, F32, "W")):
+        node.meta = {"type": TensorType((8,), dtype), "phase": phase}
+    cast_again(graph)
+    graph.lint()
+    (again,) = (n for n in graph.nodes if n.op == "call_function" and n.meta["phase"] == "W" and n.kwargs)
+    assert set(again.users) == {early, late}
+    assert not wide.users

@@ -1,0 +1,168 @@
+"""`autopar-export OUT CHECKPOINT HF_DIR`: a checkpoint as safetensors, which `from_pretrained(HF_DIR)` loads.
+
+OUT is the emitted program that wrote CHECKPOINT with `run.py --save`; its manifest says what the model's own state dict
+holds, and under which names. Of a tied tensor one name is written, as `save_pretrained` does. Tensors are read and
+written one after another, so that memory holds one of them at a time, and the files get their names when all are whole.
+Configuration and tokenizer are the user's: `--config` copies a config.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.errors import AutoparError, InputError
+from autopar.ir.text import size_text
+from autopar.runtime.checkpoint import TensorSource
+from autopar.runtime.errors import RuntimeProgramError
+from autopar.runtime.manifest import Manifest
+from autopar.runtime.safetensors import DTYPES, file_order, header, tensor_bytes
+from autopar.runtime.schema import shown
+from autopar.runtime.weights import FLOATS, INDEX, SUFFIX
+
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""Of a tensor: dtype and shape."""
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"([0-9]{1,12})\s*([KMGT]B)?", re.IGNORECASE)
+
+
+def export(
+    program: Path, checkpoint: Path, directory: Path, shard_bytes: int, dtype: torch.dtype | None = None
+) -> list[Path]:
+    """Write the files; their paths. dtype: that floating tensors are converted to. Raises InputError, CheckpointError."""
+    names = Manifest.read(program).state_names
+    if not names:
+        raise InputError(f"{program} was written by another version of autopar; save the program again")
+    source = TensorSource(checkpoint)
+    kinds = {saved: _converted(kind, dtype) for saved, kind in exported(source, names).items()}
+    held = {also[0]: name for name, also in names.items() if also}
+    shards = list(sharded(kinds, shard_bytes))
+    paths = [directory / name for name in file_names(len(shards))]
+    _make_room(directory)
+    for path, shard in zip(paths, shards, strict=True):
+        with _unfinished(path).open("wb") as file:
+            rows = {name: kinds[name] for name in shard}
+            order = file_order(rows)
+            file.write(header((name, *rows[name]) for name in order))
+            for name in order:
+                tensor = source.read(held[name]).to(kinds[name][0]).contiguous()
+                tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
+    for path in paths:
+        os.replace(_unfinished(path), path)
+    if len(paths) > 1:
+        size = sum(tensor_bytes(*kind) for kind in kinds.values())
+        files = {name: path.name for path, shard in zip(paths, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+        paths.append(directory / f"model{INDEX}")
+        paths[-1].write_text(json.dumps(index, indent=2) + "\n")
+    return paths
+
+
+def exported(source: TensorSource, names: Mapping[str, Sequence[str]]) -> dict[str, Kind]:
+    """What is written, by its name in the model's state dict. Raises InputError where the checkpoint is of another
+    program."""
+    kinds: dict[str, Kind] = {}
+    for name, also in names.items():
+        signature = source.signatures.get(name)
+        if signature is None:
+            raise InputError(f"{source.directory} has no tensor {name!r}: it is a checkpoint of another program")
+        shape, dtype = signature
+        if dtype not in DTYPES.values():
+            raise InputError(f"{name} has dtype {dtype}, which safetensors do not know")
+        if also:
+            kinds[also[0]] = dtype, shape
+    others = [n for n in source.signatures if n not in names and n != "step" and not n.startswith("optim")]
+    if others:
+        raise InputError(
+            f"{source.directory} has {', '.join(others[:5])}, which this program does not: it is a checkpoint of another"
+        )
+    return kinds
+
+
+def _converted(kind: Kind, dtype: torch.dtype | None) -> Kind:
+    return (dtype, kind[1]) if dtype is not None and kind[0] in FLOATS else kind
+
+
+def sharded(kinds: Mapping[str, Kind], shard_bytes: int) -> list[list[str]]:
+    """Names in runs of at most `shard_bytes` each; a tensor that is larger stands alone."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, kind in kinds.items():
+        size = tensor_bytes(*kind)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def file_names(count: int) -> list[str]:
+    """As Hugging Face's libraries number them."""
+    if count == 1:
+        return [f"model{SUFFIX}"]
+    return [f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _make_room(directory: Path) -> None:
+    """Make the directory. Raises InputError where files of weights are there, which would be read beside the new ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    present = sorted(path.name for path in directory.glob(f"*{SUFFIX}*") if path.suffix != ".part")
+    if present:
+        raise InputError(f"{directory} holds {', '.join(present[:5])}; remove them, or export to another directory")
+
+
+def size(words: str) -> int:
+    """A type of arguments: bytes, such as 5GB."""
+    read = _SIZE.fullmatch(words.strip())
+    if read is None or not int(read[1]):
+        raise argparse.ArgumentTypeError(f"{shown(words)} is no size; give one such as 5GB or 500MB")
+    return int(read[1]) * UNITS[(read[2] or "").upper()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 after an error, which goes to standard error."""
+    parser = argparse.ArgumentParser(
+        prog="autopar-export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("program", metavar="OUT", type=Path, help="what program.save(…) wrote")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="what run.py --save wrote, or OUT/weights")
+    parser.add_argument("directory", metavar="HF_DIR", type=Path, help="where the files go")
+    parser.add_argument("--max-shard-size", type=size, default=size("5GB"), help="of a file (default: 5GB)")
+    floats = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(FLOATS, key=str)}
+    parser.add_argument("--dtype", choices=tuple(floats), help="convert floats to it (default: as they are)")
+    parser.add_argument("--config", type=Path, help="a config.json to copy into HF_DIR")
+    args = parser.parse_args(argv)
+    try:
+        if args.config is not None and not args.config.is_file():
+            raise InputError(f"--config {args.config}: there is no such file")
+        written = export(args.program, args.checkpoint, args.directory, args.max_shard_size, floats.get(args.dtype))
+        if args.config is not None:
+            shutil.copyfile(args.config, args.directory / "config.json")
+    except (AutoparError, RuntimeProgramError) as error:
+        print(f"autopar-export: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"autopar-export: {error.filename or args.directory}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    total = sum(path.stat().st_size for path in written)
+    print(
+        f"wrote {', '.join(path.name for path in written[:4])}{', …' if len(written) > 4 else ''}: {size_text(total)}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
