@@ -120,6 +120,12 @@ def current_user_line() -> str:
     return ""
 
 
+def refusal(does: str, instead: str) -> CaptureError:
+    """The error for what forward does at the line of user code that runs now."""
+    where = current_user_line()
+    return CaptureError(f"forward {does}{f' at {where}' if where else ''}: {instead}")
+
+
 def is_user_file(filename: str) -> bool:
     """Whether a file is neither torch's nor the compiler's."""
     path = filename.replace("\\", "/")

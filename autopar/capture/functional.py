@@ -62,8 +62,8 @@ def _needs_functions(graph: fx.Graph) -> bool:
         if isinstance(node.target, torch._ops.OpOverload):
             if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
                 raise CaptureError(
-                    "InstanceNorm(track_running_stats=True) in training: export loses the update of its statistics; use "
-                    "track_running_stats=False, or GroupNorm"
+                    f"torch.instance_norm in training at {source_of(node)}: export loses the update of its statistics; use "
+                    "F.instance_norm or nn.InstanceNorm, whose update is known"
                 )
             sparse = _SPARSE.get(node.target)
             if sparse is not None and len(node.args) > sparse and node.args[sparse]:

@@ -20,7 +20,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
-from autopar.capture.explain import current_user_line
+from autopar.capture.explain import refusal
+from autopar.capture.rewritten import rewritten
+from autopar.capture.selected import selected
 from autopar.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -119,6 +121,9 @@ class _Watch(TorchFunctionMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if self.owned is not None and isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                     self._check_hidden(tensor, self.owned)
+        if self.owned is not None and (rows := selected(func, args)) is not None:
+            return rows
+        func, args, kwargs = rewritten(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _check_hidden(self, tensor: Tensor, owned: dict[int, str]) -> None:
@@ -170,12 +175,6 @@ class _Watch(TorchFunctionMode):
     def _name(self, tensor: object) -> str | None:
         """The parameter that a tensor is."""
         return next((name for name, p in self.model.named_parameters() if p is tensor), None)
-
-
-def refusal(does: str, instead: str) -> CaptureError:
-    """The error for what forward does at the line of user code that runs now."""
-    where = current_user_line()
-    return CaptureError(f"forward {does}{f' at {where}' if where else ''}: {instead}")
 
 
 def _memory(tensor: Tensor) -> int:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from . import random as rng
+from .ctc import ctc as ctc
+from .ctc import ctc_grad as ctc_grad
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
 

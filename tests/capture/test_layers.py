@@ -97,6 +97,14 @@ LAYERS = {
     "bilinear": case(lambda m, x: m.b(x, m.first(x)), "row", b=lambda: nn.Bilinear(8, 8, 4)),
 }
 
+LAYERS |= {
+    f"lstm, projected{', both ways, two layers' if more else ''}": case(
+        lambda m, x: torch.cat([m.r(x)[0].flatten(1), *(h.transpose(0, 1).flatten(1) for h in m.r(x)[1])], 1),
+        r=lambda more=more: nn.LSTM(8, 6, 1 + more, batch_first=True, bidirectional=more, proj_size=3),
+    )
+    for more in (False, True)
+}
+
 OPS = {
     "einsum with a weight": case(lambda m, x: torch.einsum("bij,kj->bik", x, m.first.weight)),
     "einsum with an ellipsis": case(lambda m, x: torch.einsum("...j,kj->...k", x, m.first.weight)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.ops import loss
+import torch
+
+from autopar.ops import ctc, loss
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes, overload
 
@@ -42,3 +44,16 @@ def _elementwise_loss(draw: Draw, name: str) -> Case:
     weights = [draw.f(*shape).sigmoid() if draw.pick(True, False) else None]
     weights += [None] * name.endswith("with_logits")
     return call(overload(name), *backward, x, y, *weights, reduction)
+
+
+@makes("autopar.ctc", "autopar.ctc_grad")
+def _ctc(draw: Draw, name: str) -> Case:
+    """Some samples are too short for their labels."""
+    time, batch, classes, labels = draw.pick(4, 6), draw.size(), draw.pick(3, 5), draw.pick(1, 2, 3)
+    log_probs = draw.f(time, batch, classes).log_softmax(-1)
+    targets = draw.i(classes - 1, batch, labels) + 1
+    inputs, lengths = draw.i(time, batch) + 1, draw.i(labels + 1, batch)
+    config = (log_probs, targets, inputs, lengths, 0, True)
+    if name == "autopar.ctc":
+        return call(ctc.ctc, *config)
+    return call(ctc.ctc_grad, torch.ones(batch, dtype=torch.float64), *config)

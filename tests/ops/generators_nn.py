@@ -86,13 +86,16 @@ def _rnn(draw: Draw, name: str) -> Case:
     mode = draw.pick("lstm", "gru", "rnn_tanh", "rnn_relu")
     gates = {"lstm": 4, "gru": 3}.get(mode, 1)
     t, b, i, h = draw.pick(2, 3), draw.size(), draw.pick(2, 4), draw.pick(2, 4)
-    x, h0 = draw.f(t, b, i), draw.f(b, h)
+    out = draw.pick(h, 1, 3) if mode == "lstm" else h
+    x, h0 = draw.f(t, b, i), draw.f(b, out)
     c0 = draw.f(b, h) if mode == "lstm" else None
     biases = (draw.f(gates * h), draw.f(gates * h)) if draw.pick(True, False) else (None, None)
-    args = (mode, x, h0, c0, draw.f(gates * h, i), draw.f(gates * h, h), *biases)
+    projection = draw.f(out, h) if out != h else None
+    args = (mode, x, h0, c0, draw.f(gates * h, i), draw.f(gates * h, out), *biases, projection)
     if name == "autopar.rnn":
         return call(recurrence.rnn, *args)
-    return call(recurrence.rnn_grad, *args, draw.f(t, b, h), draw.f(b, h), draw.f(b, h))
+    last = draw.f(b, h if mode == "lstm" else out)
+    return call(recurrence.rnn_grad, *args, draw.f(t, b, out), draw.f(b, out), last)
 
 
 # --- grouped products -------------------------------------------------------------------------------------------------
