@@ -24,7 +24,9 @@ def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 def _ctc_loss(func: Any) -> Callable[..., Tensor]:
     """Lengths as tensors: with lists torch computes the mean with a tensor of its own that has no fake."""
 
-    def run(log_probs: Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any) -> Tensor:
+    def run(
+        log_probs: Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
+    ) -> Tensor:
         return func(log_probs, targets, _numbers(input_lengths), _numbers(target_lengths), *rest, **named)
 
     return run

@@ -112,7 +112,11 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *(f"__{side}{op}__" for op in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul") for side in ("", "r")),
+    *(
+        f"__{side}{op}__"
+        for op in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul")
+        for side in ("", "r")
+    ),
     *(f"__{op}__" for op in ("neg", "abs", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "invert")),
     *(f"__{op}__" for op in ("len", "bool", "int", "float", "index", "iter", "getitem", "setitem")),
 ):

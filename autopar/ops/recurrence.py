@@ -18,7 +18,9 @@ from autopar.runtime import rnn as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-_OPERANDS = "str mode, Tensor x, Tensor h0, Tensor? c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor? w_hr"
+_OPERANDS = (
+    "str mode, Tensor x, Tensor h0, Tensor? c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor? w_hr"
+)
 _GRADS = ", ".join(["Tensor"] * 8)
 _FACTS: dict[str, Any] = {"dear": True, "hidden_workspace": True, "home": "rnn"}
 

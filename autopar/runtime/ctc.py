@@ -26,9 +26,7 @@ def ctc_grad(
     if log_probs.is_meta:
         grad, _way_back = log_probs.new_empty(log_probs.shape), torch.empty_like(table)
         return grad
-    return _aten._ctc_loss_backward.Tensor(
-        g, log_probs, targets, inputs, lengths, loss, table, blank, zero_infinity
-    )
+    return _aten._ctc_loss_backward.Tensor(g, log_probs, targets, inputs, lengths, loss, table, blank, zero_infinity)
 
 
 def _forward(

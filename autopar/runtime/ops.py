@@ -113,11 +113,13 @@ def pick_grad(g: Tensor, index: Tensor, dim: int, size: int, offset: int = 0) ->
     )
 
 
-def cross_entropy_grad(x: Tensor, lse: Tensor, index: Tensor, g: Tensor, dim: int, offset: int = 0) -> Tensor:
-    """d/dx of (lse - x[index]) · g:  (softmax(x) - onehot(index)) · g."""
+def cross_entropy_grad(
+    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, dim: int, more: Tensor | None = None, offset: int = 0
+) -> Tensor:
+    """d/dx of (lse - x[index]) · g + lse · more:  softmax(x) · (g + more) - onehot(index) · g."""
     local = index - offset
     inside = (local >= 0) & (local < x.shape[dim])
-    dx = (x - lse.unsqueeze(dim)).exp_().mul_(g.unsqueeze(dim))
+    dx = (x - lse.unsqueeze(dim)).exp_().mul_((g if more is None else g + more).unsqueeze(dim))
     return dx.scatter_add_(
         dim,
         local.where(inside, torch.zeros_like(local)).unsqueeze(dim),

@@ -21,7 +21,8 @@ def _loss(draw: Draw, name: str) -> Case:
         return call(loss.pick, x, index, dim)
     if name == "autopar.pick_grad":
         return call(loss.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
-    return call(loss.cross_entropy_grad, x, x.logsumexp(dim), index, draw.f(*row.shape), dim)
+    g, more = draw.f(*row.shape), draw.pick(None, draw.f(*row.shape))
+    return call(loss.cross_entropy_grad, x, x.logsumexp(dim), index, g, dim, more)
 
 
 @makes(
