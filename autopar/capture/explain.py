@@ -140,7 +140,15 @@ def first_line(text: str) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within the context export does not print graphs and guards of what it cannot capture: the error says it."""
-    loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
+    loggers = [
+        logging.getLogger(n)
+        for n in (
+            "torch.fx.experimental.symbolic_shapes",
+            "torch.export",
+            "torch._export",
+            "torch._subclasses.fake_tensor",
+        )
+    ]
     levels = [(one, one.level) for one in loggers]
     for one in loggers:
         one.setLevel(logging.CRITICAL)

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.capture import functions
+from autopar.capture.autocast import check_outside
 from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import noted_clocks, same_graph
@@ -181,6 +182,7 @@ def export_step(
 
     Raises CaptureError, InputError.
     """
+    check_outside()
     with known_forwards(model) as uses:
         exported = _export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
     return replace(exported, known_blocks=prove(uses))

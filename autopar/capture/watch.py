@@ -20,6 +20,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
+from autopar.capture.autocast import Regions
 from autopar.capture.explain import refusal
 from autopar.capture.rewritten import rewritten
 from autopar.capture.selected import selected
@@ -81,14 +82,17 @@ class _Watch(TorchFunctionMode):
         self.owned = owned
         self.detached: set[int] = set()
         self.in_inference: list[CaptureError] = []
+        self.regions = Regions()
 
     def __enter__(self) -> Any:
         self.patches = _patched(self.in_inference)
         self.patches.__enter__()
+        self.regions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.regions.__exit__()
         self.patches.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,8 +127,10 @@ class _Watch(TorchFunctionMode):
                     self._check_hidden(tensor, self.owned)
         if self.owned is not None and (rows := selected(func, args)) is not None:
             return rows
+        writes = _writes(func, kwargs)
         func, args, kwargs = rewritten(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return result if writes else self.regions.detached(result)
 
     def _check_hidden(self, tensor: Tensor, owned: dict[int, str]) -> None:
         if tensor.requires_grad and _memory(tensor) not in owned:

@@ -143,14 +143,6 @@ def test_random_numbers_that_would_differ_between_ranks_are_refused_by_name() ->
     assert "differ from rank to rank" in message
 
 
-def test_autocast_inside_the_model_is_refused_with_the_fix() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return net.first(x)
-
-    assert "let Options choose the precision" in refusal(Net(forward))
-
-
 def test_an_error_of_the_model_itself_keeps_its_words_and_its_line() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
         return net.first(x) @ net.first(x)  # here
