@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
 from autopar.capture.autocast import Regions
+from autopar.capture.constants import UNKNOWN, Constants
+from autopar.capture.drawn import Drawn
 from autopar.capture.explain import refusal
 from autopar.capture.rewritten import rewritten
 from autopar.capture.selected import selected
@@ -83,6 +85,8 @@ class _Watch(TorchFunctionMode):
         self.detached: set[int] = set()
         self.in_inference: list[CaptureError] = []
         self.regions = Regions()
+        self.drawn = Drawn()
+        self.constants = Constants()
 
     def __enter__(self) -> Any:
         self.patches = _patched(self.in_inference)
@@ -127,9 +131,15 @@ class _Watch(TorchFunctionMode):
                     self._check_hidden(tensor, self.owned)
         if self.owned is not None and (rows := selected(func, args)) is not None:
             return rows
+        if (truth := self.drawn.truth(func, args)) is not None:
+            return truth
+        if self.owned is not None and (value := self.constants.answer(func, args)) is not UNKNOWN:
+            return value
         writes = _writes(func, kwargs)
         func, args, kwargs = rewritten(func, args, kwargs)
         result = func(*args, **kwargs)
+        self.drawn.see(func, args, result)
+        self.constants.see(func, args, kwargs, result, writes)
         return result if writes else self.regions.detached(result)
 
     def _check_hidden(self, tensor: Tensor, owned: dict[int, str]) -> None:

@@ -72,7 +72,7 @@ def pick_grad(call: OpCall) -> Rule:
 
 
 @graph_op(
-    "cross_entropy_grad(Tensor x, Tensor lse, Tensor index, Tensor g, int dim, Tensor? more=None) -> Tensor",
+    "cross_entropy_grad(Tensor x, Tensor lse, Tensor index, Tensor g, int dim) -> Tensor",
     local.cross_entropy_grad,
     empty_like,
     localize=_class_offset,
@@ -80,7 +80,19 @@ def pick_grad(call: OpCall) -> Rule:
 def cross_entropy_grad(call: OpCall) -> Rule:
     """Local in the class dim once log-sum-exp is whole."""
     make, x, row = _rows(call, call.shapes[0])
-    return make.rule([x, *[row] * (len(call.operands) - 1)], [x])
+    return make.rule([x, row, row, row], [x])
+
+
+@graph_op(
+    "smoothed_cross_entropy_grad(Tensor x, Tensor lse, Tensor index, Tensor g, Tensor g_all, int dim) -> Tensor",
+    local.smoothed_cross_entropy_grad,
+    empty_like,
+    localize=_class_offset,
+)
+def smoothed_cross_entropy_grad(call: OpCall) -> Rule:
+    """As for the plain loss."""
+    make, x, row = _rows(call, call.shapes[0])
+    return make.rule([x, row, row, row, row], [x])
 
 
 def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
@@ -119,7 +131,7 @@ class SmoothedCrossEntropy(Function):
     def backward(ctx: Any, g: Tensor, g_all: Tensor) -> tuple[Tensor | None, ...]:
         x, lse, index, weight = ctx.saved_tensors
         of_all = g_all * (x.shape[ctx.dim] if weight is None else weight.sum())
-        dx = cross_entropy_grad(x, lse, index, g, ctx.dim, of_all)
+        dx = smoothed_cross_entropy_grad(x, lse, index, g, of_all, ctx.dim)
         each = g_all.unsqueeze(ctx.dim)
         return dx - (each if weight is None else each * weight), None, None, None
 

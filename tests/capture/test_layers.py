@@ -49,6 +49,9 @@ def conv1x1() -> nn.Module:
 
 LAYERS = {
     "embedding with padding_idx": case(lambda m, i: m.e(i), "ids", e=lambda: nn.Embedding(8, 8, padding_idx=1)),
+    "embedding scaled by frequency": case(
+        lambda m, i: m.e(i), "ids", e=lambda: nn.Embedding(8, 8, padding_idx=1, scale_grad_by_freq=True)
+    ),
     "bag of embeddings, sum": case(lambda m, i: m.e(i), "ids", e=lambda: nn.EmbeddingBag(8, 8, mode="sum")),
     "bag of embeddings, mean": case(lambda m, i: m.e(i), "ids", e=lambda: nn.EmbeddingBag(8, 8, mode="mean")),
     "one_hot": case(lambda m, i: m.first(F.one_hot(i, 8).float()), "ids"),

@@ -151,11 +151,6 @@ def test_an_error_of_the_model_itself_keeps_its_words_and_its_line() -> None:
     assert f"test_refusals.py:{marked_line(forward)}" in message
 
 
-def test_an_embedding_whose_gradient_counts_the_batch_is_refused() -> None:
-    model = Net(lambda net, ids: net.e(ids), e=nn.Embedding(8, 8, scale_grad_by_freq=True))
-    assert "scale_grad_by_freq" in refusal(model, (IDS,))
-
-
 def test_the_model_is_as_before_after_a_refusal() -> None:
     model = Net(_branch)
     before = dict(model.named_parameters())

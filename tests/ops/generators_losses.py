@@ -9,7 +9,7 @@ from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes, overload
 
 
-@makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad")
+@makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad", "autopar.smoothed_cross_entropy_grad")
 def _loss(draw: Draw, name: str) -> Case:
     x = draw.f(*draw.shape(1, 3))
     dim = draw.pick(*range(x.ndim))
@@ -21,8 +21,10 @@ def _loss(draw: Draw, name: str) -> Case:
         return call(loss.pick, x, index, dim)
     if name == "autopar.pick_grad":
         return call(loss.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
-    g, more = draw.f(*row.shape), draw.pick(None, draw.f(*row.shape))
-    return call(loss.cross_entropy_grad, x, x.logsumexp(dim), index, g, dim, more)
+    g, g_all, lse = draw.f(*row.shape), draw.f(*row.shape), x.logsumexp(dim)
+    if name == "autopar.cross_entropy_grad":
+        return call(loss.cross_entropy_grad, x, lse, index, g, dim)
+    return call(loss.smoothed_cross_entropy_grad, x, lse, index, g, g_all, dim)
 
 
 @makes(
