@@ -34,7 +34,7 @@ class Region:
     """What `with torch.autocast(…)` says of the ops inside."""
 
     device: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype
     enabled: bool
 
 

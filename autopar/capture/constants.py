@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_MADE = (torch.full, torch.ones, torch.zeros, torch.arange, torch.eye, torch.linspace, torch.tensor, torch.scalar_tensor)
+_MADE = (
+    torch.full,
+    torch.ones,
+    torch.zeros,
+    torch.arange,
+    torch.eye,
+    torch.linspace,
+    torch.tensor,
+    torch.scalar_tensor,
+)
 _ASKED: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__bool__: bool,
     Tensor.__int__: int,
@@ -64,7 +73,7 @@ class Constants:
         how = _Made(func, *tree_map_only(Tensor, lambda t: self._made[id(t)], (args, kwargs))) if known else None
         if writes or any(result is t for t in tensors):
             alone = self._forget(tensors)
-            how = how if alone and name.endswith("_") and result is args[0] else None
+            how = how if alone and name.endswith("_") and args and result is args[0] else None
         if how is not None and isinstance(result, Tensor):
             self._made[id(result)], self._kept[id(result)] = how, result
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopar.capture.explain import refusal
 
-_UNIFORM = (torch.rand, torch.rand_like)
-_DRAWS = (*_UNIFORM, torch.randn, torch.randn_like, torch.randint, torch.bernoulli, Tensor.bernoulli)
+_UNIFORM: tuple[Any, ...] = (torch.rand, torch.rand_like)
+_DRAWS: tuple[Any, ...] = (*_UNIFORM, torch.randn, torch.randn_like, torch.randint, torch.bernoulli, Tensor.bernoulli)
 _DRAWS += (Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_)
 _ASKS = (Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist)
 _BELOW = {"lt": True, "le": True, "gt": False, "ge": False}

@@ -41,6 +41,7 @@ _FIXES = (
             "tolist",
             "_local_scalar_dense",
             "constrain_range",
+            "element of type number",
         ),
         _DYNAMIC,
     ),

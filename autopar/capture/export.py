@@ -21,6 +21,7 @@ from autopar.capture.autocast import check_outside
 from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import noted_clocks, same_graph
+from autopar.capture.compiling import fails_as_compiled, noted_questions
 from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
@@ -183,8 +184,16 @@ def export_step(
     Raises CaptureError, InputError.
     """
     check_outside()
+    export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
     with known_forwards(model) as uses:
-        exported = _export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+        try:
+            with noted_questions(as_in_eager=False) as asked:
+                exported = export()
+        except CaptureError as error:
+            if not fails_as_compiled(error, asked):
+                raise
+            with noted_questions(as_in_eager=True):
+                exported = export()
     return replace(exported, known_blocks=prove(uses))
 
 

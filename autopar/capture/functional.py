@@ -1,7 +1,7 @@
 """An exported step as one flat graph that writes nothing.
 
-Regions under `no_grad` are inlined with their results detached, those under autocast with its casts; in-place ops and buffer updates are made functional, buffer
-updates become outputs.
+Regions under `no_grad` are inlined with their results detached, those under autocast with its casts; in-place ops and buffer
+updates are made functional, buffer updates become outputs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _inline_regions(module: fx.GraphModule) -> None:
         inner = getattr(module, body.target)
         _inline_regions(inner)
         if name == "wrap_with_autocast":
-            settle(inner.graph, Region(device, dtype, casting))
+            settle(inner.graph, Region(device, dtype or torch.get_autocast_dtype(device), casting))
         env = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True))
         with graph.inserting_before(node):
             for sub in inner.graph.nodes:

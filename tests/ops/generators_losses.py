@@ -9,7 +9,13 @@ from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes, overload
 
 
-@makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad", "autopar.smoothed_cross_entropy_grad")
+@makes(
+    "autopar.sumexp",
+    "autopar.pick",
+    "autopar.pick_grad",
+    "autopar.cross_entropy_grad",
+    "autopar.smoothed_cross_entropy_grad",
+)
 def _loss(draw: Draw, name: str) -> Case:
     x = draw.f(*draw.shape(1, 3))
     dim = draw.pick(*range(x.ndim))

@@ -1,0 +1,42 @@
+"""A model that asks whether it is compiled, and fails where it is told so, is traced by eager's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.capture.equal import Net, assert_equal_to_eager
+from tests.capture.nets import X, refusal, squares
+
+
+def _mask_in_eager(net: Any, x: Tensor) -> Tensor:
+    mask = None
+    if not torch.compiler.is_compiling():
+        mask = torch.arange(8.0)
+    return net.first(x) * mask[None]  # type: ignore[index]
+
+
+def test_what_is_left_out_when_compiled_is_traced_as_in_eager() -> None:
+    assert_equal_to_eager(Net(_mask_in_eager), (X,), squares)
+
+
+def test_a_model_that_fails_in_eager_too_is_refused_with_its_line() -> None:
+    def fails(net: Any, x: Tensor) -> Tensor:
+        torch.compiler.is_compiling()
+        return net.first(x) * None
+
+    assert "test_compiling.py" in refusal(Net(fails))
+
+
+def test_a_model_that_asks_and_does_not_fail_is_told_the_truth() -> None:
+    answers = []
+
+    def asks(net: Any, x: Tensor) -> Tensor:
+        answers.append(torch.compiler.is_compiling())
+        return net.first(x) if torch.compiler.is_compiling() else net.first(x) * torch.ones(8)
+
+    refusal_of_state = refusal(Net(asks))  # `answers` outlives the step
+    assert "answers" in refusal_of_state
+    assert True in answers
