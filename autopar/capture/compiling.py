@@ -1,7 +1,7 @@
 """`torch.compiler.is_compiling()` in a model, which is true while it is traced.
 
-Models leave out checks and defaults where it is true, and some then fail on what they left out. Such a model is traced again
-by the way that it goes in eager, which is what a program is to compute.
+Models leave out checks and defaults where it is true, which may be branches on data, or what they need further on. The way
+that a model goes in eager is the one that a program is to compute; the other one is traced where that cannot be.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from autopar.capture.explain import is_user_file
 
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
-_OF_CODE = (TypeError, AttributeError, ValueError, AssertionError, KeyError, IndexError)
 
 
 @contextmanager
@@ -44,8 +43,3 @@ def noted_questions(as_in_eager: bool) -> Iterator[list[str]]:
     finally:
         for patch in patches:
             patch.stop()
-
-
-def fails_as_compiled(error: Exception, asked: list[str]) -> bool:
-    """Whether a trace that failed may have failed because the model was told that it is compiled."""
-    return bool(asked) and isinstance(error.__cause__, _OF_CODE)

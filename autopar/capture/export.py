@@ -21,7 +21,7 @@ from autopar.capture.autocast import check_outside
 from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import noted_clocks, same_graph
-from autopar.capture.compiling import fails_as_compiled, noted_questions
+from autopar.capture.compiling import noted_questions
 from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
@@ -186,13 +186,14 @@ def export_step(
     check_outside()
     export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
     with known_forwards(model) as uses:
+        first = not as_example  # what a compiled model leaves out would become guards there
         try:
-            with noted_questions(as_in_eager=False) as asked:
+            with noted_questions(as_in_eager=first) as asked:
                 exported = export()
-        except CaptureError as error:
-            if not fails_as_compiled(error, asked):
+        except CaptureError:
+            if not asked:
                 raise
-            with noted_questions(as_in_eager=True):
+            with noted_questions(as_in_eager=not first):
                 exported = export()
     return replace(exported, known_blocks=prove(uses))
 

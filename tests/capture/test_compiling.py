@@ -1,4 +1,4 @@
-"""A model that asks whether it is compiled, and fails where it is told so, is traced by eager's way."""
+"""A model that asks whether it is compiled is traced by eager's way, or by the other one where that branches on data."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ def test_a_model_that_fails_in_eager_too_is_refused_with_its_line() -> None:
     assert "test_compiling.py" in refusal(Net(fails))
 
 
-def test_a_model_that_asks_and_does_not_fail_is_told_the_truth() -> None:
-    answers = []
-
+def test_where_both_ways_can_be_traced_eagers_is() -> None:
     def asks(net: Any, x: Tensor) -> Tensor:
-        answers.append(torch.compiler.is_compiling())
-        return net.first(x) if torch.compiler.is_compiling() else net.first(x) * torch.ones(8)
+        return net.first(x) if torch.compiler.is_compiling() else net.last(net.first(x))
 
-    refusal_of_state = refusal(Net(asks))  # `answers` outlives the step
-    assert "answers" in refusal_of_state
-    assert True in answers
+    assert_equal_to_eager(Net(asks), (X,), squares)
+
+
+def test_a_branch_on_data_that_is_left_out_when_compiled_is_left_out() -> None:
+    def checks(net: Any, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and not x.isfinite().all():
+            raise ValueError("not finite")
+        return net.first(x)
+
+    assert_equal_to_eager(Net(checks), (X,), squares)
