@@ -52,6 +52,11 @@ def _cast_operands(graph: fx.Graph, node: fx.Node, region: Region) -> None:
     operands = [n for n in node.all_input_nodes if _castable(n.meta.get("val"))]
     if not operands or not isinstance(node.target, torch._ops.OpOverload):
         return
+    if node.target.namespace != "aten":
+        raise CaptureError(
+            f"a torch.autograd.Function, or an op that is not torch's, computes under torch.autocast at {source_of(node)}; what "
+            f"is cast inside it is not known: {_INSTEAD}"
+        )
     for operand, dtype in _casts(node, operands, region).items():
         with graph.inserting_before(node):
             new = graph.call_function(aten.to.dtype, (operands[operand], dtype))

@@ -158,6 +158,24 @@ def test_an_op_whose_casts_are_not_known_is_refused_by_name() -> None:
     assert "Options(precision=" in message
 
 
+class Product(torch.autograd.Function):
+    """Autocast would cast inside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return (x @ w).float()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w.t(), x.flatten(0, -2).t() @ g.flatten(0, -2)
+
+
+def test_a_function_of_the_users_own_is_refused_inside_a_region() -> None:
+    assert "torch.autograd.Function" in refusal(Net(inside(lambda m, x: Product.apply(x, m.first.weight))))
+
+
 def test_compile_under_autocast_is_refused() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InputError, match="call it outside"):
         autopar.compile(Net(lambda m, x: m.first(x)), autopar.ClusterSpec.local(2), (X,), loss_fn=square)
