@@ -26,7 +26,7 @@ from autopar.capture.marks import is_cast
 from autopar.capture.precision import cast_again
 from autopar.errors import CaptureError
 from autopar.ir.call import bind
-from autopar.ir.program import Template, op_name
+from autopar.ir.program import Template, is_getitem, op_name
 from autopar.ops.dialect import LIFT
 from autopar.ops.random import reset_sites
 from autopar.ops.registry import find
@@ -139,9 +139,21 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
             raise
         except Exception as error:
             raise CaptureError(f"cannot trace {node.target} at {source_of(node)}: {first_line(str(error))}") from error
+        _check_dtypes(node, env[node])
         if is_cast(node):
             casts[node.args[0], node.kwargs["dtype"]] = env[node]
     return [env[w] for w in segment.writes]
+
+
+def _check_dtypes(node: fx.Node, value: Any) -> None:
+    """Raises CaptureError for what is computed in another dtype than captured."""
+    captured = node.meta.get("val")
+    if isinstance(value, Tensor) and isinstance(captured, Tensor) and value.dtype != captured.dtype:
+        op = node.all_input_nodes[0].target if is_getitem(node) else node.target
+        raise CaptureError(
+            f"{op} at {source_of(node)} gives {captured.dtype} from operands of several dtypes, and would give "
+            f"{value.dtype} here; cast its operands to one dtype (x.to(dtype))"
+        )
 
 
 def _apply(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

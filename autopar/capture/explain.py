@@ -41,6 +41,7 @@ _FIXES = (
             "tolist",
             "_local_scalar_dense",
             "constrain_range",
+            "element of type number",
         ),
         _DYNAMIC,
     ),
@@ -120,6 +121,12 @@ def current_user_line() -> str:
     return ""
 
 
+def refusal(does: str, instead: str) -> CaptureError:
+    """The error for what forward does at the line of user code that runs now."""
+    where = current_user_line()
+    return CaptureError(f"forward {does}{f' at {where}' if where else ''}: {instead}")
+
+
 def is_user_file(filename: str) -> bool:
     """Whether a file is neither torch's nor the compiler's."""
     path = filename.replace("\\", "/")
@@ -134,7 +141,15 @@ def first_line(text: str) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within the context export does not print graphs and guards of what it cannot capture: the error says it."""
-    loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
+    loggers = [
+        logging.getLogger(n)
+        for n in (
+            "torch.fx.experimental.symbolic_shapes",
+            "torch.export",
+            "torch._export",
+            "torch._subclasses.fake_tensor",
+        )
+    ]
     levels = [(one, one.level) for one in loggers]
     for one in loggers:
         one.setLevel(logging.CRITICAL)

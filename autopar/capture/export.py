@@ -17,15 +17,17 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.capture import functions
+from autopar.capture.autocast import check_outside
 from autopar.capture.carried import check_inputs, check_model, check_written_buffers, shared_memory
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import noted_clocks, same_graph
-from autopar.capture.constants import check_constants, named_by_content
+from autopar.capture.compiling import noted_questions
 from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
 from autopar.capture.functional import functional
 from autopar.capture.known_blocks import known_forwards, prove
+from autopar.capture.named_constants import check_constants, named_by_content
 from autopar.capture.reached import parameters_reached
 from autopar.capture.state import Change, State, state_of
 from autopar.capture.trees import flatten, rebuild
@@ -182,8 +184,18 @@ def export_step(
 
     Raises CaptureError, InputError.
     """
+    check_outside()
+    export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
     with known_forwards(model) as uses:
-        exported = _export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+        first = not as_example  # what a compiled model leaves out would become guards there
+        try:
+            with noted_questions(as_in_eager=first) as asked:
+                exported = export()
+        except CaptureError:
+            if not asked:
+                raise
+            with noted_questions(as_in_eager=not first):
+                exported = export()
     return replace(exported, known_blocks=prove(uses))
 
 

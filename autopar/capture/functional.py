@@ -1,7 +1,7 @@
 """An exported step as one flat graph that writes nothing.
 
-Regions under `no_grad` are inlined with their results detached; in-place ops and buffer updates are made functional, buffer
-updates become outputs.
+Regions under `no_grad` are inlined with their results detached, those under autocast with its casts; in-place ops and buffer
+updates are made functional, buffer updates become outputs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.capture.autocast import Region, settle
 from autopar.capture.fold import source_of
 from autopar.capture.lean import lean
 from autopar.errors import CaptureError
@@ -62,8 +63,8 @@ def _needs_functions(graph: fx.Graph) -> bool:
         if isinstance(node.target, torch._ops.OpOverload):
             if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
                 raise CaptureError(
-                    "InstanceNorm(track_running_stats=True) in training: export loses the update of its statistics; use "
-                    "track_running_stats=False, or GroupNorm"
+                    f"torch.instance_norm in training at {source_of(node)}: export loses the update of its statistics; use "
+                    "F.instance_norm or nn.InstanceNorm, whose update is known"
                 )
             sparse = _SPARSE.get(node.target)
             if sparse is not None and len(node.args) > sparse and node.args[sparse]:
@@ -83,7 +84,7 @@ def _needs_functions(graph: fx.Graph) -> bool:
 
 
 def _inline_regions(module: fx.GraphModule) -> None:
-    """Replace grad-mode and autocast regions by their nodes; results of no_grad regions are detached."""
+    """Replace grad-mode and autocast regions by their nodes: results of no_grad are detached, operands of autocast cast."""
     graph = module.graph
     changed = False
     for node in list(graph.nodes):
@@ -91,16 +92,14 @@ def _inline_regions(module: fx.GraphModule) -> None:
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *args = node.args
         elif name == "wrap_with_autocast":
-            _, _, enabled_cast, _, body, *args = node.args
-            if enabled_cast:
-                raise CaptureError(
-                    "the model enters torch.autocast; remove it and let Options choose the precision of the program"
-                )
+            device, dtype, casting, _, body, *args = node.args
             enabled = True
         else:
             continue
         inner = getattr(module, body.target)
         _inline_regions(inner)
+        if name == "wrap_with_autocast":
+            settle(inner.graph, Region(device, dtype or torch.get_autocast_dtype(device), casting))
         env = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True))
         with graph.inserting_before(node):
             for sub in inner.graph.nodes:

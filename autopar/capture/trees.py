@@ -24,7 +24,7 @@ class Leaf:
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], list[str], Any]:
-    """(tensor leaves, their names, structure with tensors replaced by Leaf)."""
+    """(tensor leaves, their names, structure with tensors replaced by Leaf). Raises InputError for what is no plain tensor."""
     leaves: list[torch.Tensor] = []
     names: list[str] = []
 
@@ -44,6 +44,8 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], list[str], Any]:
             return _Made(type(x), {k: visit(v, _join(name, k)) for k, v in zip(x._fields, x, strict=True)})
         if isinstance(x, (list, tuple)):
             return type(x)(visit(v, _join(name, str(i))) for i, v in enumerate(x))
+        if hasattr(type(x), "__torch_function__"):
+            raise InputError(f"{name or 'the value'} is a {type(x).__name__} and no tensor of a fixed shape")
         return x
 
     return leaves, names, visit(value, "")

@@ -20,7 +20,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
-from autopar.capture.explain import current_user_line
+from autopar.capture.autocast import Regions
+from autopar.capture.constants import UNKNOWN, Constants
+from autopar.capture.drawn import Drawn
+from autopar.capture.explain import refusal
+from autopar.capture.rewritten import rewritten
+from autopar.capture.selected import selected
 from autopar.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -79,14 +84,19 @@ class _Watch(TorchFunctionMode):
         self.owned = owned
         self.detached: set[int] = set()
         self.in_inference: list[CaptureError] = []
+        self.regions = Regions()
+        self.drawn = Drawn()
+        self.constants = Constants()
 
     def __enter__(self) -> Any:
         self.patches = _patched(self.in_inference)
         self.patches.__enter__()
+        self.regions.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.regions.__exit__()
         self.patches.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,7 +129,18 @@ class _Watch(TorchFunctionMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if self.owned is not None and isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
                     self._check_hidden(tensor, self.owned)
-        return func(*args, **kwargs)
+        if self.owned is not None and (rows := selected(func, args)) is not None:
+            return rows
+        if (truth := self.drawn.truth(func, args)) is not None:
+            return truth
+        if self.owned is not None and (value := self.constants.answer(func, args)) is not UNKNOWN:
+            return value
+        writes = _writes(func, kwargs)
+        func, args, kwargs = rewritten(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.drawn.see(func, args, result)
+        self.constants.see(func, args, kwargs, result, writes)
+        return result if writes else self.regions.detached(result)
 
     def _check_hidden(self, tensor: Tensor, owned: dict[int, str]) -> None:
         if tensor.requires_grad and _memory(tensor) not in owned:
@@ -170,12 +191,6 @@ class _Watch(TorchFunctionMode):
     def _name(self, tensor: object) -> str | None:
         """The parameter that a tensor is."""
         return next((name for name, p in self.model.named_parameters() if p is tensor), None)
-
-
-def refusal(does: str, instead: str) -> CaptureError:
-    """The error for what forward does at the line of user code that runs now."""
-    where = current_user_line()
-    return CaptureError(f"forward {does}{f' at {where}' if where else ''}: {instead}")
 
 
 def _memory(tensor: Tensor) -> int:

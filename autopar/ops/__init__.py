@@ -10,6 +10,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     contraction,
     convolution,
     creation,
+    ctc,
     embedding,
     grouped,
     indexing,

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from autopar.errors import CaptureError
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
 from autopar.ops.dialect import graph_op, lifts
@@ -62,24 +61,25 @@ def embedding_grad(call: OpCall) -> Rule:
 
 class Embedding(Function):
     @staticmethod
-    def forward(ctx: Any, w: Tensor, index: Tensor, padding: int) -> Tensor:
+    def forward(ctx: Any, w: Tensor, index: Tensor, padding: int, by_frequency: bool = False) -> Tensor:
+        """by_frequency: the gradient of a row is over how often the batch reads it."""
         ctx.save_for_backward(index)
-        ctx.rows, ctx.padding = w.shape[0], padding
+        ctx.rows, ctx.padding, ctx.by_frequency = w.shape[0], padding, by_frequency
         return embedding(w, index)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
-        return embedding_grad(g, index, ctx.rows, ctx.padding), None, None
+        dw = embedding_grad(g, index, ctx.rows, ctx.padding)
+        if ctx.by_frequency:
+            ones = torch.ones([*index.shape, 1], dtype=torch.float32, device=g.device)
+            dw = (dw / embedding_grad(ones, index, ctx.rows, ctx.padding).clamp(min=1)).to(dw.dtype)
+        return dw, None, None, None
 
 
 @lifts(aten.embedding.default)
 def _embedding(
     weight: Tensor, index: Tensor, padding: int = -1, scale_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
-    if scale_by_freq:
-        raise CaptureError(
-            "embedding(scale_grad_by_freq=True) is not supported: the counts span the batch; turn it off"
-        )
     padding = padding + weight.shape[0] if padding < -1 else padding
-    return Embedding.apply(weight, index, padding)
+    return Embedding.apply(weight, index, padding, scale_by_freq)

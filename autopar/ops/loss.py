@@ -83,13 +83,29 @@ def cross_entropy_grad(call: OpCall) -> Rule:
     return make.rule([x, row, row, row], [x])
 
 
+@graph_op(
+    "smoothed_cross_entropy_grad(Tensor x, Tensor lse, Tensor index, Tensor g, Tensor g_all, int dim) -> Tensor",
+    local.smoothed_cross_entropy_grad,
+    empty_like,
+    localize=_class_offset,
+)
+def smoothed_cross_entropy_grad(call: OpCall) -> Rule:
+    """As for the plain loss."""
+    make, x, row = _rows(call, call.shapes[0])
+    return make.rule([x, row, row, row, row], [x])
+
+
+def _log_sum_exp(x: Tensor, dim: int) -> Tensor:
+    top = x.amax(dim)
+    return sumexp(x, top, dim).log() + top
+
+
 class CrossEntropy(Function):
     """-log softmax(x)[index] per row, the class dim `dim` of x possibly sharded: three small reductions, no gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
-        top = x.amax(dim)
-        lse = sumexp(x, top, dim).log() + top
+        lse = _log_sum_exp(x, dim)
         ctx.save_for_backward(x, lse, index)
         ctx.dim = dim
         return lse - pick(x, index, dim)
@@ -98,6 +114,42 @@ class CrossEntropy(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, lse, index = ctx.saved_tensors
         return cross_entropy_grad(x, lse, index, g, ctx.dim), None, None
+
+
+class SmoothedCrossEntropy(Function):
+    """Per row -log softmax(x)[index], and its sum over all classes, each times its weight (a number, or broadcast to x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        lse = _log_sum_exp(x, dim)
+        ctx.save_for_backward(x, lse, index, weight)
+        ctx.dim = dim
+        each = lse.unsqueeze(dim) - x
+        return lse - pick(x, index, dim), (each if weight is None else each * weight).sum(dim)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, g_all: Tensor) -> tuple[Tensor | None, ...]:
+        x, lse, index, weight = ctx.saved_tensors
+        of_all = g_all * (x.shape[ctx.dim] if weight is None else weight.sum())
+        dx = smoothed_cross_entropy_grad(x, lse, index, g, of_all, ctx.dim)
+        each = g_all.unsqueeze(ctx.dim)
+        return dx - (each if weight is None else each * weight), None, None, None
+
+
+class LogSumExp(Function):
+    """log of the sum of exp(x) over `dim`, which may be sharded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        lse = _log_sum_exp(x, dim)
+        ctx.save_for_backward(x, lse)
+        ctx.dim = dim
+        return lse
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, lse = ctx.saved_tensors
+        return (x - lse.unsqueeze(ctx.dim)).exp() * g.unsqueeze(ctx.dim), None
 
 
 class Pick(Function):
@@ -137,15 +189,17 @@ def cross_entropy(
         return _soft_cross_entropy(x, target, weight, reduction, label_smoothing, dim)
     counted = target != ignore_index
     safe = torch.where(counted, target, torch.zeros_like(target))
-    rows = CrossEntropy.apply(x, safe, dim)
+    channels = None if weight is None else _channel(weight, x, dim)
+    if label_smoothing:
+        rows, smooth = SmoothedCrossEntropy.apply(x, safe, dim, channels)
+    else:
+        rows = CrossEntropy.apply(x, safe, dim)
     scale = counted.to(x.dtype)
     class_scale = (
         scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
     )
     loss = rows if weight is None else rows * class_scale
     if label_smoothing:
-        logp = aten.log_softmax.int(x, dim)
-        smooth = -(logp if weight is None else logp * _channel(weight, x, dim)).sum(dim)
         loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / x.shape[dim])
     loss = _only(loss, counted)
     if reduction == _NONE:
@@ -166,8 +220,9 @@ def _soft_cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, smoothing: float, dim: int
 ) -> Tensor:
     target = target * (1 - smoothing) + smoothing / x.shape[dim] if smoothing else target
-    logp = aten.log_softmax.int(x, dim) * target
-    loss = -(logp if weight is None else logp * _channel(weight, x, dim)).sum(dim)
+    if weight is not None:
+        target = target * _channel(weight, x, dim)
+    loss = ((LogSumExp.apply(x, dim).unsqueeze(dim) - x) * target).sum(dim)
     if reduction == _NONE:
         return loss
     return loss.sum() / (x.numel() // x.shape[dim]) if reduction == _MEAN else loss.sum()

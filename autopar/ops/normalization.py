@@ -169,7 +169,14 @@ class LayerNorm(Function):
 
 @lifts(aten.rms_norm.default)
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps, len(shape))
+    """Numbers of 16 bits are normalised in float32, whose eps it is that is not given."""
+    wide = _wide(x)
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    return RMSNorm.apply(wide, None if weight is None else _wide(weight), eps, len(shape)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 @lifts(aten.layer_norm.default)
@@ -181,6 +188,9 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn: bool = True,
 ) -> Tensor:
+    if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+        parts = [None if t is None else _wide(t) for t in (x, weight, bias)]
+        return LayerNorm.apply(*parts, eps, len(shape)).to(x.dtype)
     return LayerNorm.apply(x, weight, bias, eps, len(shape))
 
 
@@ -215,6 +225,7 @@ def _batch_norm_functional(
 
 def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, int]:
     """Batch statistics in two passes over the whole batch, then scale and shift."""
+    dtype, x = x.dtype, _wide(x)
     dims = [0, *range(2, x.ndim)]
     count = x.numel() // x.shape[1]
     mean = x.sum(dims) / count
@@ -222,7 +233,7 @@ def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     var = (centered * centered).sum(dims) / count
     y = centered * _channel((var + eps).rsqrt(), x)
     y = y * _channel(weight, x) if weight is not None else y
-    return (y + _channel(bias, x) if bias is not None else y), mean, var, count
+    return (y + _channel(bias, x) if bias is not None else y).to(dtype), mean, var, count
 
 
 def _batch_norm_eval(
@@ -230,8 +241,8 @@ def _batch_norm_eval(
 ) -> Tensor:
     scale = (var + eps).rsqrt()
     scale = scale * weight if weight is not None else scale
-    y = (x - _channel(mean, x)) * _channel(scale, x)
-    return y + _channel(bias, x) if bias is not None else y
+    y = (_wide(x) - _channel(mean, x)) * _channel(scale, x)
+    return (y + _channel(bias, x) if bias is not None else y).to(x.dtype)
 
 
 @lifts(aten._native_batch_norm_legit_no_training.default)
@@ -275,14 +286,14 @@ def _group_norm(
     cudnn: bool = True,
 ) -> Tensor:
     n, c, *space = x.shape
-    y = x.reshape(n, groups, c // groups, *space)
+    y = _wide(x).reshape(n, groups, c // groups, *space)
     dims = list(range(2, y.ndim))
     count = math.prod(y.shape[2:])
     centered = y - y.sum(dims, keepdim=True) / count
     y = centered * ((centered * centered).sum(dims, keepdim=True) / count + eps).rsqrt()
     y = y.reshape(x.shape)
     y = y * _channel(weight, x) if weight is not None else y
-    return y + _channel(bias, x) if bias is not None else y
+    return (y + _channel(bias, x) if bias is not None else y).to(x.dtype)
 
 
 @lifts(aten.instance_norm.default)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from autopar.errors import CaptureError
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
@@ -19,8 +18,10 @@ from autopar.runtime import rnn as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-_OPERANDS = "str mode, Tensor x, Tensor h0, Tensor? c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh"
-_GRADS = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
+_OPERANDS = (
+    "str mode, Tensor x, Tensor h0, Tensor? c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor? w_hr"
+)
+_GRADS = ", ".join(["Tensor"] * 8)
 _FACTS: dict[str, Any] = {"dear": True, "hidden_workspace": True, "home": "rnn"}
 
 define(*named("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"), precision="low")
@@ -32,7 +33,7 @@ def _rule(call: OpCall, *results: str) -> Rule:
     b = make.add("b", x.shape[1])
     table: dict[str, Labels] = dict.fromkeys(("x", "g_out"), ((), b, ()))
     table |= dict.fromkeys(("h0", "c0", "g_h", "g_c"), (b, ()))
-    table |= {"w_ih": ((), ()), "w_hh": ((), ()), "b_ih": ((),), "b_hh": ((),)}
+    table |= {"w_ih": ((), ()), "w_hh": ((), ()), "b_ih": ((),), "b_hh": ((),), "w_hr": ((), ())}
     operands: list[Labels | None] = [table[n] for n, a in call.arguments.items() if isinstance(a, Operand)]
     return make.rule(operands, [table[n] for n in results])
 
@@ -40,7 +41,11 @@ def _rule(call: OpCall, *results: str) -> Rule:
 @graph_op(
     f"rnn({_OPERANDS}) -> (Tensor, Tensor, Tensor)",
     local.rnn,
-    lambda mode, x, h0, *_: (x.new_empty([*x.shape[:2], h0.shape[-1]]), empty_like(h0), empty_like(h0)),
+    lambda mode, x, h0, c0, *_: (
+        x.new_empty([*x.shape[:2], h0.shape[-1]]),
+        empty_like(h0),
+        empty_like(h0 if c0 is None else c0),
+    ),
     result_names=("states", "h", "c"),
     **_FACTS,
 )
@@ -50,10 +55,19 @@ def rnn(call: OpCall) -> Rule:
 
 
 def _grad_shapes(
-    mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, w_ih: Tensor, w_hh: Tensor, *_: Tensor | None
+    mode: str,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    w_hr: Tensor | None,
+    *_: Tensor,
 ) -> tuple[Tensor, ...]:
-    bias = w_ih.new_empty([w_ih.shape[0]])
-    return *map(empty_like, (x, h0, h0, w_ih, w_hh)), bias, torch.empty_like(bias)
+    bias, projection = w_ih.new_empty([w_ih.shape[0]]), w_ih.new_empty([1, 1] if w_hr is None else w_hr.shape)
+    return *map(empty_like, (x, h0, h0 if c0 is None else c0, w_ih, w_hh)), bias, torch.empty_like(bias), projection
 
 
 @graph_op(
@@ -61,7 +75,7 @@ def _grad_shapes(
 )
 def rnn_grad(call: OpCall) -> Rule:
     """Gradients of the weights are sums over the batch."""
-    return _rule(call, "x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh")
+    return _rule(call, "x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr")
 
 
 class RNN(Function):
@@ -78,10 +92,11 @@ class RNN(Function):
         w_hh: Tensor,
         b_ih: Tensor | None,
         b_hh: Tensor | None,
+        w_hr: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(x, h0, c0, w_ih, w_hh, b_ih, b_hh)
+        ctx.save_for_backward(x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr)
         ctx.mode = mode
-        out, h, c = rnn(mode, x, h0, c0, w_ih, w_hh, b_ih, b_hh)
+        out, h, c = rnn(mode, x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr)
         return out, h, c
 
     @staticmethod
@@ -104,17 +119,16 @@ def _layers(
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
     x = x.transpose(0, 1) if batch_first else x
-    per, directions = 4 if biases else 2, 2 if bidirectional else 1
-    if len(params) != per * directions * layers:
-        raise CaptureError(
-            f"{mode} with a projection (proj_size) is not supported; use proj_size=0 and a Linear after it"
-        )
+    directions = 2 if bidirectional else 1
+    per = len(params) // (layers * directions)
+    plain = 4 if biases else 2
     lasts: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outs = []
         for direction in range(directions):
             k = layer * directions + direction
-            weights = list(params[k * per : (k + 1) * per]) + [None] * (4 - per)
+            own = params[k * per : (k + 1) * per]
+            weights = [*own[:plain], *[None] * (4 - plain), own[plain] if per > plain else None]
             start = [h[k] for h in hidden] + [None] * (2 - len(hidden))
             out, *last = RNN.apply(mode, x.flip(0) if direction else x, *start, *weights)
             outs.append(out.flip(0) if direction else out)

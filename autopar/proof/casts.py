@@ -192,7 +192,9 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def _eps(model: nn.Module) -> float:
-    return torch.finfo(_dtype_of(model)).eps
+    """Numbers of 16 bits are normalised in float32."""
+    own = _dtype_of(model)
+    return torch.finfo(torch.float32 if own.itemsize == 2 else own).eps
 
 
 @contextmanager

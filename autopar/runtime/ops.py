@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from . import random as rng
+from .ctc import ctc as ctc
+from .ctc import ctc_grad as ctc_grad
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
 
@@ -113,13 +115,26 @@ def pick_grad(g: Tensor, index: Tensor, dim: int, size: int, offset: int = 0) ->
 
 def cross_entropy_grad(x: Tensor, lse: Tensor, index: Tensor, g: Tensor, dim: int, offset: int = 0) -> Tensor:
     """d/dx of (lse - x[index]) · g:  (softmax(x) - onehot(index)) · g."""
+    return _softmax_less_onehot(x, lse, index, g, g, dim, offset)
+
+
+def smoothed_cross_entropy_grad(
+    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_all: Tensor, dim: int, offset: int = 0
+) -> Tensor:
+    """d/dx of (lse - x[index]) · g + lse · g_all:  softmax(x) · (g + g_all) - onehot(index) · g."""
+    return _softmax_less_onehot(x, lse, index, g + g_all, g, dim, offset)
+
+
+def _softmax_less_onehot(
+    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_index: Tensor, dim: int, offset: int
+) -> Tensor:
     local = index - offset
     inside = (local >= 0) & (local < x.shape[dim])
     dx = (x - lse.unsqueeze(dim)).exp_().mul_(g.unsqueeze(dim))
     return dx.scatter_add_(
         dim,
         local.where(inside, torch.zeros_like(local)).unsqueeze(dim),
-        g.neg().where(inside, torch.zeros_like(g)).unsqueeze(dim),
+        g_index.neg().where(inside, torch.zeros_like(g_index)).unsqueeze(dim),
     )
 
 

@@ -12,6 +12,7 @@ Tensor = torch.Tensor
 
 
 def _run(mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], bias: bool) -> tuple[Tensor, ...]:
+    """weights: in torch's order, the projection of an LSTM last."""
     h0 = h0.unsqueeze(0)
     if mode == "lstm":
         assert c0 is not None
@@ -31,9 +32,11 @@ def rnn(
     w_hh: Tensor,
     b_ih: Tensor | None,
     b_hh: Tensor | None,
+    w_hr: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x: (time, batch, input), h0, c0: (batch, hidden) -> out: (time, batch, hidden), h, c: (batch, hidden)."""
-    weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
+    """x: (time, batch, input), h0: (batch, output), c0: (batch, hidden) -> out: (time, batch, output), h, c. w_hr: (output,
+    hidden), the projection of an LSTM; without one output and hidden are equal."""
+    weights = [w for w in (w_ih, w_hh, b_ih, b_hh, w_hr) if w is not None]
     with torch.no_grad():
         out, h, c = _run(mode, x, h0, c0, weights, b_ih is not None)
     return out, h.clone(), c.clone()
@@ -48,12 +51,14 @@ def rnn_grad(
     w_hh: Tensor,
     b_ih: Tensor | None,
     b_hh: Tensor | None,
+    w_hr: Tensor | None,
     g_out: Tensor,
     g_h: Tensor,
     g_c: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, h0, c0, w_ih, w_hh, b_ih, b_hh (zeros where an argument is absent)."""
-    inputs = [t.detach().requires_grad_() if t is not None else None for t in (x, h0, c0, w_ih, w_hh, b_ih, b_hh)]
+    """Gradients of x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr (zeros where an argument is absent)."""
+    arguments = (x, h0, c0, w_ih, w_hh, b_ih, b_hh, w_hr)
+    inputs = [t.detach().requires_grad_() if t is not None else None for t in arguments]
     leaves = [t for t in inputs if t is not None]
     with torch.enable_grad():
         weights = [t for t in inputs[3:] if t is not None]
@@ -62,6 +67,6 @@ def rnn_grad(
         out, h, c = _run(mode, inputs[0], inputs[1], inputs[2], weights, b_ih is not None)
         heads, seeds = ([out, h, c], [g_out, g_h, g_c]) if mode == "lstm" else ([out, h], [g_out, g_h])
         grads = iter(torch.autograd.grad(heads, leaves, seeds))
-    empty = (torch.zeros_like(h0), w_ih.new_zeros(w_ih.shape[0]), w_ih.new_zeros(w_ih.shape[0]))
-    fill = iter(empty[1:]) if c0 is not None else iter(empty)
-    return tuple(next(grads) if t is not None else next(fill) for t in inputs)
+    of_gates = w_ih.shape[:1]
+    absent = {2: h0.shape, 5: of_gates, 6: of_gates, 7: (1, 1)}
+    return tuple(next(grads) if t is not None else h0.new_zeros(absent[i]) for i, t in enumerate(inputs))

@@ -63,6 +63,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "mobilebert": {"embedding_size": 16},
     "ministral": {"head_dim": 8},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 4},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},

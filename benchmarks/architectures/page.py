@@ -12,9 +12,9 @@ from typing import Any
 
 HEAD = """# Models of other libraries
 
-Written by `make models`. Every architecture is built tiny from its default configuration, compiled unchanged for {ranks} CPU
-ranks, and compared with eager in float64, losses, gradients and updated parameters to 1e-9, on the chosen plan and on a random
-one. {summary}
+Written by `make models`. Every architecture is built tiny from its default configuration (layer drop off), compiled
+unchanged for {ranks} CPU ranks, and compared with eager in float64, losses, gradients and updated parameters to 1e-9, on the
+chosen plan and on a random one. {summary}
 
 `*`: with `Options(branches="as-example")`, which the refusal names: a branch on data goes the example's way, and a guard checks
 it. CPU seconds are those of `autopar.compile`, capture included.

@@ -2,7 +2,8 @@
 
 Sizes are known by the names that configurations use for them. What is derived from sizes (a list with one entry a layer,
 a width per head) is left out, so that the configuration derives it again; configurations inside a configuration are treated
-the same way. Everything else, options and dropouts too, stays as its author set it.
+the same way. Layers are not dropped at random, which a program refuses. Everything else, options and dropouts too, stays as its
+author set it.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def shrunken(config: dict[str, Any]) -> dict[str, Any]:
             continue
         elif name in SIZES and isinstance(value, int) and not isinstance(value, bool):
             small[name] = min(value, SIZES[name])
+        elif name.endswith("layerdrop"):
+            small[name] = 0.0
         elif name.endswith("token_id") and isinstance(value, int):
             small[name] = value % VOCABULARY
         elif name.endswith("token_id") and isinstance(value, list):

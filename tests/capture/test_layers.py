@@ -49,6 +49,9 @@ def conv1x1() -> nn.Module:
 
 LAYERS = {
     "embedding with padding_idx": case(lambda m, i: m.e(i), "ids", e=lambda: nn.Embedding(8, 8, padding_idx=1)),
+    "embedding scaled by frequency": case(
+        lambda m, i: m.e(i), "ids", e=lambda: nn.Embedding(8, 8, padding_idx=1, scale_grad_by_freq=True)
+    ),
     "bag of embeddings, sum": case(lambda m, i: m.e(i), "ids", e=lambda: nn.EmbeddingBag(8, 8, mode="sum")),
     "bag of embeddings, mean": case(lambda m, i: m.e(i), "ids", e=lambda: nn.EmbeddingBag(8, 8, mode="mean")),
     "one_hot": case(lambda m, i: m.first(F.one_hot(i, 8).float()), "ids"),
@@ -95,6 +98,14 @@ LAYERS = {
     "adaptive pooling": case(lambda m, x: F.adaptive_avg_pool2d(m.c(x), (2, 3)), "image", c=conv1x1),
     "group norm": case(lambda m, x: m.n(m.c(x)), "image", n=lambda: nn.GroupNorm(2, 4), c=conv1x1),
     "bilinear": case(lambda m, x: m.b(x, m.first(x)), "row", b=lambda: nn.Bilinear(8, 8, 4)),
+}
+
+LAYERS |= {
+    f"lstm, projected{', both ways, two layers' if more else ''}": case(
+        lambda m, x: torch.cat([m.r(x)[0].flatten(1), *(h.transpose(0, 1).flatten(1) for h in m.r(x)[1])], 1),
+        r=lambda more=more: nn.LSTM(8, 6, 1 + more, batch_first=True, bidirectional=more, proj_size=3),
+    )
+    for more in (False, True)
 }
 
 OPS = {

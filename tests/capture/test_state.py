@@ -58,6 +58,16 @@ def test_batch_norm_uses_the_statistics_of_the_whole_batch_and_updates_them(opti
     assert bool(program.ir.buffer_updates) == tracked
 
 
+@pytest.mark.parametrize("options", [{}, {"affine": True}, {"momentum": 0.3}], ids=str)
+def test_instance_norm_updates_its_statistics_by_the_mean_over_samples(options: dict) -> None:
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 2), nn.InstanceNorm1d(4, track_running_stats=True, **options), nn.Flatten(), nn.Linear(20, 8)
+    )
+    program = assert_equal_to_eager(model, (torch.randn(4, 3, 6), CLASSES), F.cross_entropy, ranks=4, steps=3)
+    assert {"1.running_mean", "1.running_var"} <= set(program.ir.buffer_updates)
+    assert_equal_to_eager(model.eval(), (torch.randn(4, 3, 6), CLASSES), F.cross_entropy, steps=2)
+
+
 def test_batch_norm_in_eval_mode_keeps_its_statistics() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 8)

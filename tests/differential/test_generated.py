@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import autopar
-from tests.differential import layers, losses
+from tests.differential import layers, losses, states
 from tests.differential.cases import BATCH, draw
 from tests.differential.eager import STEPS, difference, trained
-from tests.differential.layers import W
+from tests.differential.modules import W
 from tests.differential.suite import OPTIMIZER, TOLERANCE, values_of
 
 LAYERS = {f"{kind}/{name}": f for kind, family in layers.FAMILIES.items() for name, f in family.items()}
 MIXING = {f"coupled/{name}": f for name, f in layers.COUPLED.items()}
-STATES = {f"state/{name}": f for name, f in layers.STATES.items()}
+STATES = {f"state/{name}": f for name, f in states.STATES.items()}
 
 
 class Row(nn.Module):

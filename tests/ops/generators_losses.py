@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from autopar.ops import loss
+import torch
+
+from autopar.ops import ctc, loss
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes, overload
 
 
-@makes("autopar.sumexp", "autopar.pick", "autopar.pick_grad", "autopar.cross_entropy_grad")
+@makes(
+    "autopar.sumexp",
+    "autopar.pick",
+    "autopar.pick_grad",
+    "autopar.cross_entropy_grad",
+    "autopar.smoothed_cross_entropy_grad",
+)
 def _loss(draw: Draw, name: str) -> Case:
     x = draw.f(*draw.shape(1, 3))
     dim = draw.pick(*range(x.ndim))
@@ -19,7 +27,10 @@ def _loss(draw: Draw, name: str) -> Case:
         return call(loss.pick, x, index, dim)
     if name == "autopar.pick_grad":
         return call(loss.pick_grad, draw.f(*row.shape), index, dim, x.shape[dim])
-    return call(loss.cross_entropy_grad, x, x.logsumexp(dim), index, draw.f(*row.shape), dim)
+    g, g_all, lse = draw.f(*row.shape), draw.f(*row.shape), x.logsumexp(dim)
+    if name == "autopar.cross_entropy_grad":
+        return call(loss.cross_entropy_grad, x, lse, index, g, dim)
+    return call(loss.smoothed_cross_entropy_grad, x, lse, index, g, g_all, dim)
 
 
 @makes(
@@ -42,3 +53,16 @@ def _elementwise_loss(draw: Draw, name: str) -> Case:
     weights = [draw.f(*shape).sigmoid() if draw.pick(True, False) else None]
     weights += [None] * name.endswith("with_logits")
     return call(overload(name), *backward, x, y, *weights, reduction)
+
+
+@makes("autopar.ctc", "autopar.ctc_grad")
+def _ctc(draw: Draw, name: str) -> Case:
+    """Some samples are too short for their labels."""
+    time, batch, classes, labels = draw.pick(4, 6), draw.size(), draw.pick(3, 5), draw.pick(1, 2, 3)
+    log_probs = draw.f(time, batch, classes).log_softmax(-1)
+    targets = draw.i(classes - 1, batch, labels) + 1
+    inputs, lengths = draw.i(time, batch) + 1, draw.i(labels + 1, batch)
+    config = (log_probs, targets, inputs, lengths, 0, True)
+    if name == "autopar.ctc":
+        return call(ctc.ctc, *config)
+    return call(ctc.ctc_grad, torch.ones(batch, dtype=torch.float64), *config)

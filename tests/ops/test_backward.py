@@ -266,15 +266,20 @@ def test_convolution_with_named_padding(kernel: int, padding: str) -> None:
     ("layers", "bidirectional", "bias", "batch_first"),
     [(1, False, True, False), (2, True, True, True), (2, False, False, False), (1, True, False, True)],
 )
-def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, batch_first: bool) -> None:
+@pytest.mark.parametrize("out", [5, 2])
+def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, batch_first: bool, out: int) -> None:
+    """out: 5, or what an LSTM projects these to."""
+    if out != 5 and mode != "lstm":
+        pytest.skip("torch projects the states of an LSTM alone")
     ways = 2 if bidirectional else 1
     gates = {"lstm": 4, "gru": 3}.get(mode, 1)
     params = []
     for layer in range(layers):
         for _ in range(ways):
-            params += [f(gates * 5, 3 if layer == 0 else 5 * ways), f(gates * 5, 5)]
+            params += [f(gates * 5, 3 if layer == 0 else out * ways), f(gates * 5, out)]
             params += [f(gates * 5), f(gates * 5)] if bias else []
-    hidden = [f(layers * ways, 2, 5) for _ in range(2 if mode == "lstm" else 1)]
+            params += [f(out, 5)] if out != 5 else []
+    hidden = [f(layers * ways, 2, size) for size in ([out, 5] if mode == "lstm" else [5])]
     x = f(2, 4, 3) if batch_first else f(4, 2, 3)
     config = (bias, layers, 0.0, True, bidirectional, batch_first)
     op = getattr(aten, mode).input

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,15 +28,34 @@ class Head(nn.Module):
         return self.head(self.norm(self.embed(tokens)))
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+WEIGHT = torch.rand(VOCABULARY) + 0.5
 
 
-def test_vocabulary_parallel_cross_entropy_never_gathers_the_logits() -> None:
+def _loss(**options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def _of_probabilities(logits: Tensor, wanted: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1), WEIGHT, label_smoothing=0.1)
+
+
+LOSSES = {
+    "plain": _loss(),
+    "smoothed": _loss(label_smoothing=0.1),
+    "weighted and smoothed": _loss(label_smoothing=0.1, weight=WEIGHT, ignore_index=-100),
+    "sum": _loss(label_smoothing=0.2, reduction="sum"),
+    "of probabilities": _of_probabilities,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_vocabulary_parallel_cross_entropy_never_gathers_the_logits(name: str) -> None:
     torch.manual_seed(0)
-    model = Head()
+    model, token_loss = Head(), LOSSES[name]
     tokens, labels = (torch.randint(0, VOCABULARY, (BATCH, SEQ)) for _ in range(2))
     labels[0, :3] = -100
+    if name == "of probabilities":
+        labels = torch.rand(BATCH, SEQ, VOCABULARY).softmax(-1)
     options = autopar.Options(mesh={"tp": 4}, constraints={"head.weight": "[@tp, .]"})
     program = autopar.compile(
         model, autopar.ClusterSpec.local(4), (tokens, labels), loss_fn=token_loss, options=options

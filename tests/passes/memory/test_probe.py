@@ -161,7 +161,8 @@ def test_a_long_recurrent_layer_is_measured_by_its_first_steps(mode: str, monkey
         "w_ih": Layout.dense((gates * hidden, width), F32),
         "w_hh": Layout.dense((gates * hidden, hidden), F32),
     } | ({"c0": c0} if c0 else {})
-    refs = {name: Ref(name) if name in operands else None for name in ("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh")}
+    names = ("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr")
+    refs = {name: Ref(name) if name in operands else None for name in names}
     line = compute("autopar.rnn", ("out", "h", "c"), mode=mode, **refs)
     effects = []
     for small in (probe.SMALL, 0):

@@ -1,0 +1,67 @@
+"""Functions of torch that export does not see through, as functions that it does.
+
+They compute the same; a torch function mode (`autopar.capture.watch`) puts them in place of a call while a model is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call (function, arguments, named arguments) that is traced instead of this one."""
+    other = _REWRITTEN.get(func)
+    return (func, args, kwargs) if other is None else (other(func), args, kwargs)
+
+
+def _ctc_loss(func: Any) -> Callable[..., Tensor]:
+    """Lengths as tensors: with lists torch computes the mean with a tensor of its own that has no fake."""
+
+    def run(
+        log_probs: Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any, **named: Any
+    ) -> Tensor:
+        return func(log_probs, targets, _numbers(input_lengths), _numbers(target_lengths), *rest, **named)
+
+    return run
+
+
+def _numbers(values: Tensor | Sequence[int]) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.tensor(list(values), dtype=torch.int64)
+
+
+def _instance_norm(func: Any) -> Callable[..., Tensor]:
+    """With the update of running statistics, which torch hides in the op: means over samples of what each has."""
+
+    def run(
+        input: Tensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not use_input_stats or running_mean is None or running_var is None:
+            return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        with torch.no_grad():
+            var, mean = torch.var_mean(input.detach(), tuple(range(2, input.ndim)))
+            for running, now in ((running_mean, mean), (running_var, var)):
+                running.mul_(1 - momentum).add_(now.mean(0).to(running.dtype), alpha=momentum)
+        return func(input, None, None, weight, bias, True, momentum, eps)
+
+    return run
+
+
+_REWRITTEN: dict[Any, Callable[[Any], Callable[..., Tensor]]] = {
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss,
+    F.instance_norm: _instance_norm,
+}
