@@ -16,8 +16,13 @@ from autopar.capture.lean import lean
 from autopar.errors import CaptureError
 
 
-def functional(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
-    """The step exported on fake tensors, and whether it wrote to anything. Raises CaptureError."""
+def functional(traced: Any, writes: bool) -> Any:
+    """The same step as a graph that writes nothing; a traced one stays as it is. writes: as `traced_step` says."""
+    return traced.run_decompositions({}) if writes else traced
+
+
+def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
+    """The step exported on fake tensors, and whether it writes to anything. Raises CaptureError."""
     with torch.compiler.set_stance("force_eager"), lean():  # functions under torch.compile are traced like any other
         exported = torch.export.export(step, tuple(fakes), strict=False)
     _inline_regions(exported.graph_module)
@@ -25,7 +30,6 @@ def functional(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     writes = _needs_functions(exported.graph_module.graph)
     if writes:
         _merge_tied_buffers(exported)
-        exported = exported.run_decompositions({})
     return exported, writes
 
 
