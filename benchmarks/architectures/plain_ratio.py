@@ -51,10 +51,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     "xglm": {"ffn_dim": 8192},
     "biogpt": {"num_key_value_heads": 16},
 }
-NAMES = (
-    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox gptj opt bloom falcon olmo olmo2 stablelm "
-    "starcoder2 granite cohere cohere2 mpt glm nemotron smollm3 ernie4_5 helium gpt_bigcode codegen xglm"
-).split()
+_NAMES = """
+llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neox gptj opt bloom falcon olmo olmo2 stablelm
+starcoder2 granite cohere cohere2 mpt glm nemotron smollm3 ernie4_5 helium gpt_bigcode codegen xglm
+"""
+NAMES = _NAMES.split()
 
 
 def wide_config(kind: str, **given: Any) -> PreTrainedConfig:

@@ -22,12 +22,7 @@ class Traits:
     normed: bool = False
 
 
-TWINS = {
-    "llama": Traits(),
-    "mistral": Traits(),
-    "qwen2": Traits(biased=True),
-    "qwen3": Traits(normed=True),
-}
+TWINS = {"llama": Traits(), "mistral": Traits(), "qwen2": Traits(biased=True), "qwen3": Traits(normed=True)}
 """By model type of transformers."""
 
 
@@ -48,13 +43,17 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
+def head_width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 class Block(nn.Module):
     """config: of transformers, with the field names of Llama's."""
 
     def __init__(self, config: Any, traits: Traits) -> None:
         super().__init__()
         dim, ffn, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        self.width = getattr(config, "head_dim", None) or dim // config.num_attention_heads
+        self.width = head_width(config)
         queries, keys = config.num_attention_heads * self.width, config.num_key_value_heads * self.width
         self.wq = nn.Linear(dim, queries, bias=traits.biased)
         self.wk = nn.Linear(dim, keys, bias=traits.biased)
@@ -91,6 +90,7 @@ class Twin(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, traits) for _ in range(config.num_hidden_layers))
+        self.width = head_width(config)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -99,7 +99,7 @@ class Twin(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """ids, labels: (batch, positions)."""
         x = self.embed(ids)
-        half = self.blocks[0].width // 2
+        half = self.width // 2
         powers = 10000.0 ** (-torch.arange(half, device=ids.device) / half)
         angles = torch.arange(ids.shape[1], device=ids.device).float()[:, None] * powers
         angles = torch.cat((angles, angles), dim=-1)
