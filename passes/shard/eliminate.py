@@ -39,11 +39,7 @@ def elimination_order(sizes: Mapping[int, int], near: Mapping[int, Collection[in
 
 
 def order_beside(
-    sizes: Mapping[int, int],
-    near: Mapping[int, Collection[int]],
-    rank: Mapping[int, int],
-    widest: float,
-    most: float,
+    sizes: Mapping[int, int], near: Mapping[int, Collection[int]], rank: Mapping[int, int], widest: float, most: float
 ) -> tuple[list[int], set[int]]:
     """(order, kept): variables in the order in which they go, and those that keep one state each so that no table has more
     than 2^widest numbers, all of them together not more than `most`. rank: of two tables of one size the lower goes first; of
@@ -53,7 +49,9 @@ def order_beside(
     table = {v: bits[v] + sum(bits[u] for u in us) for v, us in left.items()}
     smallest = [(table[v], rank[v], v) for v in left]
     heapq.heapify(smallest)
-    order, kept, numbers = [], set(), 0.0
+    order: list[int] = []
+    kept: set[int] = set()
+    numbers = 0.0
     while smallest:
         size, _, v = heapq.heappop(smallest)
         if v not in left or size != table[v]:

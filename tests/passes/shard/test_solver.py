@@ -86,7 +86,7 @@ def test_elimination_is_left_where_its_tables_would_be_large() -> None:
 def test_polishing_makes_no_assignment_worse_and_says_what_it_costs(seed: int, ties: bool, widest: float) -> None:
     graph = random_graph(seed, density=0.9, ties=ties)
     whole = start(graph)
-    first = {v: 0 for v in whole.cost}
+    first = dict.fromkeys(whole.cost, 0)
     with mock.patch.object(polish, "WIDEST", widest):
         chosen, cost = polished(whole, first, -float("inf"))
     assert cost <= graph.value([0] * len(graph.keys)) + 1e-12
