@@ -19,8 +19,8 @@ import numpy as np
 
 from autopar.passes.shard.reduce import Reduced
 
-MOST = 50_000_000
-"""Numbers in all tables up to which a graph is solved so: some tenths of a second."""
+MOST = 2_000_000
+"""Numbers in all tables up to which a graph is solved so: below, this is quicker than pruning by messages first."""
 
 WIDEST = 23
 """Bits that number a table's places, at most: 64 MiB."""
