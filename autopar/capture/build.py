@@ -22,6 +22,7 @@ from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
 from autopar.capture.index_guards import guard_indices, without_guards
 from autopar.capture.inputs import batch_dim
+from autopar.capture.lean import lean
 from autopar.capture.precision import lower_precision, use_dtype
 from autopar.capture.tidy import tidied
 from autopar.errors import CaptureError
@@ -48,13 +49,14 @@ def capture_program(
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
-    exported = tidied(export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards))
-    if precision is not None:
-        lower_precision(exported, PRECISIONS[precision], mode)
-    with mode:
-        builder = _Builder(exported, model)
-        builder.run(mode, starts)
-    return builder.program(batch_dims, guards), exported
+    with lean():
+        exported = tidied(export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards))
+        if precision is not None:
+            lower_precision(exported, PRECISIONS[precision], mode)
+        with mode:
+            builder = _Builder(exported, model)
+            builder.run(mode, starts)
+        return builder.program(batch_dims, guards), exported
 
 
 class _Builder:

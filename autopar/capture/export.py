@@ -25,7 +25,7 @@ from autopar.capture.compiling import noted_questions
 from autopar.capture.decisions import Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
-from autopar.capture.functional import functional
+from autopar.capture.functional import functional, traced_step
 from autopar.capture.known_blocks import known_forwards, prove
 from autopar.capture.named_constants import check_constants, named_by_content
 from autopar.capture.reached import parameters_reached
@@ -224,17 +224,18 @@ def _export_step(
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
             with functions.recording(), quiet(), noted_clocks(state.functions) as clocks:
-                exported, writes = functional(step, fakes)
+                traced, writes = traced_step(step, fakes)
+                exported = functional(traced, writes)
         except Exception as error:
             check_changes(seen.get("changes", []), state, lambda: step(*fakes), mode)
             if seen.get("training") and not isinstance(error, AutoparError):
                 _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
-        later_changes = functools.partial(_later_changes, exported.graph, step, fakes, mode, state, seen)
+        later_changes = functools.partial(_later_changes, traced.graph, step, fakes, mode, state, seen)
         check_changes(seen["changes"], state, lambda: step(*fakes), mode, later_changes)
         _check_dynamic(exported.graph, step, fakes, mode)
         if clocks:
-            _check_clocks(exported.graph, step, fakes, state, clocks)
+            _check_clocks(traced.graph, step, fakes, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
         eager = frozenset(first[n] for n in seen.get("reached", ()))
@@ -296,7 +297,7 @@ def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state
     """A model that reads clocks is traced again: both traces must compute the same."""
     state.restore()
     with functions.recording(), quiet():
-        again, _ = functional(step, fakes)
+        again, _ = traced_step(step, fakes)
     if not same_graph(graph, again.graph):
         raise CaptureError(
             f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
@@ -313,7 +314,7 @@ def _later_changes(
         with mode:
             step(*fakes)  # not exported: export puts attributes back
         with functions.recording(), quiet():
-            again, _ = functional(step, fakes)
+            again, _ = traced_step(step, fakes)
     except Exception:  # what is found in the first trace is the better reason
         return None
     return seen["changes"] if same_graph(graph, again.graph) else None

@@ -17,17 +17,33 @@ from autopar.capture.lean import lean
 from autopar.errors import CaptureError
 
 
-def functional(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
-    """The step exported on fake tensors, and whether it wrote to anything. Raises CaptureError."""
+def functional(traced: Any, writes: bool) -> Any:
+    """The same step as a graph that writes nothing; a traced one stays as it is. writes: as `traced_step` says."""
+    return traced.run_decompositions({}) if writes else traced
+
+
+def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
+    """The step exported on fake tensors, and whether it writes to anything. Raises CaptureError."""
     with torch.compiler.set_stance("force_eager"), lean():  # functions under torch.compile are traced like any other
         exported = torch.export.export(step, tuple(fakes), strict=False)
     _inline_regions(exported.graph_module)
+    _without_detached_constants(exported.graph_module.graph)
     exported.graph_module.graph.eliminate_dead_code()
     writes = _needs_functions(exported.graph_module.graph)
     if writes:
         _merge_tied_buffers(exported)
-        exported = exported.run_decompositions({})
     return exported, writes
+
+
+def _without_detached_constants(graph: fx.Graph) -> None:
+    """`torch.tensor(…)` of Python numbers detaches what it made, in place: nothing changes, for a constant has no gradient."""
+    for node in list(graph.nodes):
+        if (
+            node.target is torch.ops.aten.detach_.default
+            and node.args[0].target is torch.ops.aten.lift_fresh_copy.default
+        ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _merge_tied_buffers(exported: Any) -> None:

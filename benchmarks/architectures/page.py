@@ -12,14 +12,19 @@ from typing import Any
 
 HEAD = """# Models of other libraries
 
-Written by `make models`. Every architecture is built tiny from its default configuration (layer drop off), compiled
-unchanged for {ranks} CPU ranks, and compared with eager in float64, losses, gradients and updated parameters to 1e-9, on the
-chosen plan and on a random one. {summary}
+Written by `make models`. Every architecture is built tiny from its default configuration (layer drop off), compiled unchanged
+for {ranks} CPU ranks, and compared with eager in float64, losses, gradients and updated parameters to 1e-9, on the chosen plan
+and on a random one. What was captured is then planned on 8 and on 64 H100, by a search of at most five seconds each: these
+models are tiny, so their plans say what the planner does with the architecture and little of what it would do with large ones.
+
+{summary}
 
 `*`: with `Options(branches="as-example")`, which the refusal names: a branch on data goes the example's way, and a guard checks
-it. CPU seconds are those of `autopar.compile`, capture included.
+it. Seconds are those of capture, and CPU seconds of `autopar.compile` for 4 ranks as a whole. *Equal*: the largest difference
+from eager.
 
 """
+COLUMNS = "| architecture | captured | equal | plan on 8 H100 | plan on 64 H100 | s |\n|---|---|---|---|---|---|\n"
 Row = dict[str, Any]
 
 
@@ -37,13 +42,14 @@ def page(rows: Iterable[Row], ranks: int = 4) -> str:
     parts = [HEAD.format(ranks=ranks, summary=summary)]
     for family in dict.fromkeys(row["family"] for row in tried):
         equal = [row for row in tried if row["family"] == family and row["status"] == "equal"]
-        parts.append(
-            f"## {family}: {len(equal)} equal\n\n| architecture | plan | largest difference | s |\n|---|---|---|---|\n"
-        )
+        parts.append(f"## {family}: {len(equal)} equal\n\n{COLUMNS}")
         for row in sorted(equal, key=lambda row: row["name"]):
             star = " *" if row.get("options") else ""
             worst = max(row["chosen"], row["random"])
-            parts.append(f"| {row['name']}{star} | {row['plan']} | {worst:.0e} | {row['compile_cpu_s']:.1f} |\n")
+            plans = row.get("plans", {})
+            cells = [f"{row['name']}{star}", f"{row['capture_s']:.1f} s", f"{worst:.0e}"]
+            cells += [plans.get(gpus, "") for gpus in ("8", "64")]
+            parts.append(f"| {' | '.join(cells)} | {row['compile_cpu_s']:.1f} |\n")
         parts.append("\n")
     rest = [row for row in tried if row["status"] != "equal"]
     if rest:

@@ -3,7 +3,8 @@
     python -m benchmarks.architectures.sweep OUT.jsonl [--family F] [--only NAME ...] [--limit-s 120] [--ranks 4]
 
 Every case runs in a process of its own: the model is built tiny, compiled for `ranks` CPU ranks with SGD with momentum, and
-verified in float64 on the chosen plan and on one random plan. A row says `status`: equal, differs, refused (a named error
+verified in float64 on the chosen plan and on one random plan. What was captured is then planned on 8 and on 64 H100 too, a few
+seconds each (`plans`). A row says `status`: equal, differs, refused (a named error
 of ours; its text is in `why`), broken (any other error), slow (the limit is of CPU seconds), unbuilt (the library itself
 cannot build or run it here, which says nothing of us). Rows that are in OUT.jsonl already are not run again.
 """
@@ -23,6 +24,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.passes.batch.captured import in_microbatches
+from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.search.best_plans import search_plans
+from autopar.passes.search.task import Task
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import verify
 
@@ -40,6 +46,9 @@ from .case import Case
 FAMILIES = ("transformers", "diffusers", "plain")
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 AS_EXAMPLE = 'Options(branches="as-example")'
+NODES = (1, 8)
+SEARCH_S = 5.0
+"""Seconds of a search after which the best plan so far is taken."""
 MOST = 600  # characters of an error's text
 
 
@@ -56,11 +65,12 @@ def tried(case: Case, ranks: int) -> dict[str, Any]:
     try:
         program, row["options"] = compiled(model, batch, case, ranks)
         row["compile_cpu_s"] = round(time.process_time() - begin, 2)
-        row |= {f"{name}_s": round(seconds, 2) for name, seconds in program.timings.items()}
+        row |= {name: round(seconds, 2) for name, seconds in program.timings.items()}
         row["plan"] = program.plan.show_meshes()
         row["chosen"] = verify(program, model, batch).max_error
         other = program.with_plan(random_plan(program, 1))
         row["random"] = verify(other, model, batch).max_error
+        row["plans"] = {str(8 * nodes): plan_on(program, nodes) for nodes in NODES}
     except AutoparError as error:
         return row | {"status": "refused", "kind": type(error).__name__, "why": str(error)[:MOST]}
     except Exception as error:
@@ -80,6 +90,19 @@ def compiled(model: nn.Module, batch: Any, case: Case, ranks: int) -> tuple[auto
         if AS_EXAMPLE not in str(error):
             raise
         return compile_it(options=autopar.Options(branches="as-example")), AS_EXAMPLE
+
+
+def plan_on(program: autopar.ParallelProgram, nodes: int) -> str:
+    """The meshes of the plan on so many nodes of 8 H100, of the step as it was captured."""
+    cluster = autopar.ClusterSpec.preset("dgx-h100", nodes=nodes)
+    options = replace(program.options, search_s=SEARCH_S, microbatches=None)
+    if program.setting.microbatches == 1:
+        batches = Microbatches(program.captured, program.rules)
+    else:
+        batches = in_microbatches(replace(program.request, options=options), program.rules)
+    setting = replace(program.setting, microbatches=1)
+    plans = search_plans(Task(batches.at(1), cluster, program.rules, setting, options, batches), program.request.batch)
+    return plans[0][1].plan.show_meshes() if plans else "none fits"
 
 
 def eager(model: nn.Module, batch: Any, case: Case) -> None:

@@ -2,7 +2,8 @@
 
 One-hot binaries x[v, s] per variable, and per edge y[u, s, v, t] >= 0 with row sums x[u, s] and column sums x[v, t]:
 the local-polytope relaxation, integral on trees and nearly so on sharding problems. LP first; an integral answer is
-optimal. Otherwise the same model with integer x, under a time limit, whose bound gives the gap. Memory is one row in
+optimal. Otherwise it is rounded and polished (`polish.py`); where that does not come close to the LP's bound, the same model
+with integer x, under a time limit, gives assignment and gap. Memory is one row in
 bytes (scaled to the budget).
 """
 
@@ -18,7 +19,11 @@ from ortools.math_opt.python import mathopt
 from ortools.math_opt.python.result import parse_solve_result
 from ortools.math_opt.python.solve import StatusNotOk
 
-from autopar.passes.shard.reduce import Reduced
+from autopar.passes.shard.polish import polished
+from autopar.passes.shard.reduce import Reduced, assigned
+
+CLOSE = 1e-4
+"""Relative distance to the bound at which an assignment will do where the LP is not whole."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +171,18 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
     chosen, whole = _read(r, model, lp.values)
     if whole:
         return Answer(chosen, bound, True)
+    if budget is None:
+        chosen, cost = polished(r, chosen, bound + CLOSE * abs(bound))
+        if cost - bound <= CLOSE * abs(bound):
+            return Answer(chosen, bound, True)
     for i in range(model.first_edge):
         model.proto.variables.integers[i] = True
-    mip = _solved(model, mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=1e-4))
+    mip = _solved(model, mathopt.SolveParameters(time_limit=limit, relative_gap_tolerance=CLOSE))
     if mip is None or not mip.result.has_primal_feasible_solution():
-        return Answer(None, bound, False)
-    chosen, _ = _read(r, model, mip.values)
+        return Answer(chosen if budget is None else None, bound, False)
+    by_mip, _ = _read(r, model, mip.values)
+    if budget is not None or assigned(r, by_mip) < assigned(r, chosen):
+        chosen = by_mip
     return Answer(chosen, max(bound, mip.result.best_objective_bound() * model.scale), True)
 
 

@@ -14,6 +14,7 @@ Two rewritings keep the optimum:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,6 +65,13 @@ def start(graph: FactorGraph, price: float = 0.0) -> Reduced:
     memory = {v: m.copy() for v, m in enumerate(graph.memory)}
     alive = {v: np.arange(len(c)) for v, c in cost.items()}
     return Reduced(cost, memory, alive, near)
+
+
+def assigned(r: Reduced, chosen: Mapping[int, int]) -> float:
+    """What an assignment of positions to the variables that are left costs."""
+    alone = sum(float(cost[chosen[v]]) for v, cost in r.cost.items())
+    pairs = (float(m[chosen[u], chosen[v]]) for u, ms in r.near.items() for v, m in ms.items() if u < v)
+    return alone + sum(pairs)
 
 
 def reduce_graph(r: Reduced, with_memory: bool = False, widest: int = 4_000_000) -> Reduced:

@@ -23,6 +23,7 @@ from autopar.passes.shard.messages import Bounds, bound
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start
 
 _FEW = 12  # states per variable that the first exact solve of a large problem looks at
+_MOSTLY = 0.5  # share of the pair states from which that exact solve is left out
 _LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 
@@ -118,6 +119,8 @@ def priced(
         return optimum
     lower = _settled(r) + bounds.lower
     choice = _promising(r, bounds, deadline)
+    if choice is None:
+        choice = restore(r, bounds.chosen)
     upper = graph.value(choice) + price * graph.memory_of(choice)
     if upper - lower <= close * abs(upper):
         return choice, lower, size
@@ -151,15 +154,19 @@ def _by_elimination(r: Reduced) -> tuple[list[int], float, dict[str, int]] | Non
     return restore(r, chosen), _settled(r) + value, r.size
 
 
-def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int]:
-    """The exact optimum over the few states that the bound likes best: nearly always the optimum of all."""
+def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int] | None:
+    """The exact optimum over the few states that the bound likes best: nearly always the optimum of all. None where these are
+    most of the states, so that it is as quick to solve for all."""
     likely_states = copy_of(r)
     for v, extra in bounds.extra.items():
         order = np.argsort(extra, kind="stable")[:_FEW]
         best_states = [s for s in order if extra[s] <= 1e-3 * abs(bounds.lower) + extra[order[0]]]
         kept = sorted({*map(int, best_states), bounds.chosen[v]})
         keep_states(likely_states, v, np.array(kept))
-    exact, _, _ = _exact(reduce_graph(likely_states), deadline)
+    likely = reduce_graph(likely_states)
+    if r.size["variables"] <= min(_LARGEST, likely.size["variables"] / _MOSTLY):
+        return None
+    exact, _, _ = _exact(likely, deadline)
     return exact if exact is not None else restore(r, bounds.chosen)
 
 

@@ -87,8 +87,8 @@ class Late(nn.Module):
 def test_a_model_is_traced_again_only_where_it_reads_a_clock(
     times_itself: bool, traces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, functional = [], export.functional
-    monkeypatch.setattr(export, "functional", lambda *args: seen.append(1) or functional(*args))
+    seen, traced_step = [], export.traced_step
+    monkeypatch.setattr(export, "traced_step", lambda *args: seen.append(1) or traced_step(*args))
     program = autopar.compile(Late(times_itself), autopar.ClusterSpec.local(1), (torch.randn(2, 4),))
     assert program.predicted.step_time_s > 0
     assert len(seen) == traces

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.capture.functional import functional
+from autopar.capture.functional import functional, traced_step
 from autopar.capture.lean import lean, settled
 
 
@@ -38,7 +38,8 @@ def _described(graph: fx.Graph) -> list[tuple[str, ...]]:
 
 def _export(around: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch) -> fx.Graph:
     monkeypatch.setattr("autopar.capture.functional.lean", around)
-    return functional(Scaled(), [torch.ones(2, 4)])[0].graph
+    with around():
+        return functional(*traced_step(Scaled(), [torch.ones(2, 4)])).graph
 
 
 def test_nodes_keep_the_arguments_stacks_and_modules_that_torch_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:

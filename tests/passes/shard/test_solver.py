@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.passes.shard import eliminate
-from autopar.passes.shard.eliminate import eliminated, elimination_order
+from autopar.passes.shard import eliminate, polish
+from autopar.passes.shard.eliminate import eliminated, elimination_order, order_beside
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.messages import bound
+from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import reduce_graph, restore, start
 from autopar.passes.shard.solve import Shortage, Solution, greedy, solve
 
@@ -79,6 +80,34 @@ def test_elimination_is_left_where_its_tables_would_be_large() -> None:
     chain = {v: [u for u in (v - 1, v + 1) if 0 <= u < 12] for v in range(12)}
     assert elimination_order(dict.fromkeys(everyone, 5), everyone) is None
     assert sorted(elimination_order(dict.fromkeys(chain, 5), chain) or []) == list(range(12))
+
+
+@given(st.integers(0, 10_000), st.booleans(), st.sampled_from([3.0, 6.0, 18.0]))
+def test_polishing_makes_no_assignment_worse_and_says_what_it_costs(seed: int, ties: bool, widest: float) -> None:
+    graph = random_graph(seed, density=0.9, ties=ties)
+    whole = start(graph)
+    first = dict.fromkeys(whole.cost, 0)
+    with mock.patch.object(polish, "WIDEST", widest):
+        chosen, cost = polished(whole, first, -float("inf"))
+    assert cost <= graph.value([0] * len(graph.keys)) + 1e-12
+    assert graph.value([chosen[v] for v in range(len(graph.keys))]) == pytest.approx(cost, abs=1e-9)
+    if widest == 18.0:
+        assert cost == pytest.approx(brute_force(graph, None), abs=1e-9)
+
+
+@given(st.integers(0, 10_000), st.sampled_from([3.0, 5.0]))
+def test_variables_are_kept_where_tables_would_be_larger(seed: int, widest: float) -> None:
+    graph = random_graph(seed, density=0.9)
+    whole = start(graph)
+    sizes = {v: len(cost) for v, cost in whole.cost.items()}
+    order, kept = order_beside(sizes, whole.near, {v: v for v in sizes}, widest, float("inf"))
+    assert sorted([*order, *kept]) == [v for v in sizes if sizes[v] > 1]
+    left = {v: {u for u in whole.near[v] if u not in kept and sizes[u] > 1} for v in order}
+    for v in order:
+        around = left.pop(v)
+        assert sizes[v] * np.prod([sizes[u] for u in around]) <= 2**widest * (1 + 1e-9)
+        for u in around:
+            left[u] = (left[u] | around) - {u, v}
 
 
 @given(st.integers(0, 10_000), st.floats(0.0, 1.0))
