@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.bucketed import bucket_request, laid_out_as, with_buckets
 from autopar.capture.buckets import Sizes
+from autopar.capture.default_device import with_cpu_as_default
 from autopar.capture.inputs import LossFunction
 from autopar.capture.lean import settled
 from autopar.cluster import ClusterSpec
@@ -37,6 +38,7 @@ from autopar.request import Request, checked_options, make_request
 from autopar.runtime.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 
 
+@with_cpu_as_default
 def compile(
     model: nn.Module,
     cluster: ClusterSpec | str | Path,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from autopar.capture.default_device import with_cpu_as_default
 from autopar.capture.saved_names import saved_names
 from autopar.capture.trees import check_like, rebuild
 from autopar.codegen.directory import BucketContents, Contents, write_directory
@@ -78,6 +79,7 @@ class ParallelProgram(Compiled):
         """The plan in words: mesh, predictions, collectives, storage, alternatives."""
         return report(self)
 
+    @with_cpu_as_default
     def save(self, directory: str | Path) -> Path:
         """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights.
 
@@ -154,6 +156,7 @@ class ParallelProgram(Compiled):
             load(self.lowered, self.sources, self.pipeline), buckets=buckets, pad_values=self.request.pad_values
         )
 
+    @with_cpu_as_default
     def run(self, batches: Any, steps: int | None = None) -> RunResult:
         """Run every rank in this process from the model's weights.
 
@@ -183,6 +186,7 @@ class ParallelProgram(Compiled):
         """What `body` returns on every rank, each with a session that holds the model's weights."""
         return self.in_process.run(self.weights(), self.request.update, self.options.seed, body)
 
+    @with_cpu_as_default
     def with_plan(self, plan: Plan) -> ParallelProgram:
         """The same program under another plan (no solving). Raises PlanError, InputError."""
         if not isinstance(plan, Plan):
@@ -193,6 +197,7 @@ class ParallelProgram(Compiled):
             return self.compile_again(request.replaying(plan))
         return self._under(plan, request, self.captured)
 
+    @with_cpu_as_default
     def on_batch(self, inputs: Any) -> ParallelProgram:
         """The same model under the same plan, for example inputs of another batch size. Raises PlanError where the plan
         does not fit it, CaptureError, InputError."""

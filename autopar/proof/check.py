@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autopar.capture.default_device import with_cpu_as_default
 from autopar.capture.inputs import batch_size, microbatch
 from autopar.capture.trees import flatten
 from autopar.errors import AutoparError, InputError
@@ -56,6 +57,7 @@ class Check:
         )
 
 
+@with_cpu_as_default
 def check(program: ParallelProgram, *, time_limit_s: float = 60.0, steps: int = 2) -> Check:
     """Compare all ranks with the eager model on a small part of the example batch. Raises InputError where model or
     example inputs hold no values."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture.default_device import with_cpu_as_default
 from autopar.capture.trees import rebuild
 from autopar.errors import InputError
 from autopar.ir.program import op_name
@@ -53,6 +54,7 @@ class Verification:
         return bool(self.errors) and self.max_error <= self.tolerance
 
 
+@with_cpu_as_default
 def verify(
     program: ParallelProgram, model: nn.Module, batch: Any, *, steps: int = 2, dtype: torch.dtype = torch.float64
 ) -> Verification:
