@@ -32,11 +32,13 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Known:
-    """A forward for the modules that `matches` names."""
+    """A forward for the modules that `matches` names. passed_on: named arguments that it hands to the module's own code, and
+    that are None in the proof (a cache, which either forward would fill)."""
 
     matches: Callable[[nn.Module], bool]
     forward: Forward
     integers: Integers
+    passed_on: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +72,11 @@ def below(n: int) -> Integers:
     return integers
 
 
-def know(matches: Callable[[nn.Module], bool], forward: Forward, integers: Integers) -> None:
+def know(
+    matches: Callable[[nn.Module], bool], forward: Forward, integers: Integers, passed_on: Sequence[str] = ()
+) -> None:
     """Trace modules that match by `forward`; of several that match the last one counts."""
-    _KNOWN.insert(0, Known(matches, forward, integers))
+    _KNOWN.insert(0, Known(matches, forward, integers, frozenset(passed_on)))
 
 
 def forward_of(cls: type[nn.Module], *, integers: int | Integers = 2) -> Callable[[Forward], Forward]:
@@ -118,7 +122,8 @@ def known_forwards(model: nn.Module) -> Iterator[list[Use]]:
 
 def _noting(name: str, known: Known, uses: list[Use]) -> Forward:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tensors, _, structure = flatten((args, kwargs))
+        proven = {key: None if key in known.passed_on else value for key, value in kwargs.items()}
+        tensors, _, structure = flatten((args, proven))
         likes = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors)
         uses.append(Use(name, self, known, Given(likes, structure)))
         return known.forward(self, *args, **kwargs)

@@ -9,7 +9,8 @@ Here rows stay in their places, so that tokens shard and microbatches are possib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,7 +75,9 @@ know(is_decorated, decorated, any_expert)
 # --- classes with a loop of their own
 
 
-def known(name: str, integers: Integers = any_expert) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def known(
+    name: str, integers: Integers = any_expert, passed_on: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a forward for the class `transformers.models.NAME`."""
 
     def matches(module: nn.Module) -> bool:
@@ -82,7 +85,7 @@ def known(name: str, integers: Integers = any_expert) -> Callable[[Callable[...,
         return f"{cls.__module__}.{cls.__qualname__}" == f"transformers.models.{name}"
 
     def add(forward: Callable[..., Any]) -> Callable[..., Any]:
-        know(matches, forward, integers)
+        know(matches, forward, integers, passed_on)
         return forward
 
     return add
@@ -168,3 +171,66 @@ def longcat(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
         return y + rows.masked_fill((chosen < routed).unsqueeze(-1), 0)
 
     return mixture(hidden_states, top_k_index, top_k_weights, expert)
+
+
+# --- JetMoE, whose router sorts rows by expert and says in a list how many each expert has
+
+
+@contextmanager
+def instead(module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Within the context the module has these methods."""
+    vars(module).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(module)[name]
+
+
+def routed(router: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x: (tokens, d) -> which experts each token takes, and their weights: (tokens, choices) both; the logits of all. Calls
+    the router, whose hooks collect them for its loss."""
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor]:
+        logits = router.layer(x).float()
+        top, chosen = logits.topk(router.top_k, dim=1)
+        return chosen, torch.softmax(top, dim=1).type_as(x), None, None, logits
+
+    with instead(router, forward=forward):
+        chosen, weights, _, _, logits = router(x)
+    return chosen, weights, logits
+
+
+@known("jetmoe.modeling_jetmoe.JetMoeMoE")
+def jetmoe(self: Any, layer_input: Tensor) -> Tensor:
+    """layer_input: (batch, sequence, d)."""
+
+    def expert(rows: Tensor, chosen: Tensor) -> Tensor:
+        gate, up = linear(rows, chosen, self.input_linear.weight, None).chunk(2, -1)
+        return linear(self.activation(gate) * up, chosen, self.output_linear.weight, None)
+
+    x = layer_input.reshape(-1, layer_input.shape[-1])
+    chosen, weights, _ = routed(self.router, x)
+    return mixture(x, chosen, weights, expert).view(layer_input.shape) + self.bias
+
+
+@known("jetmoe.modeling_jetmoe.JetMoeAttention", below(2), passed_on=["past_key_values"])
+def jetmoe_attention(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its own forward, between queries and outputs of experts whose rows stay in their places."""
+    experts = self.experts
+
+    def queries(layer_input: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        x = layer_input.reshape(-1, layer_input.shape[-1])
+        chosen, weights, logits = routed(experts.router, x)
+        rows = x.unsqueeze(1).expand(-1, chosen.shape[1], -1)
+        q = linear(rows, chosen, experts.input_linear.weight, None)
+        return q.view(*layer_input.shape[:2], *q.shape[1:]), logits, (chosen, weights)
+
+    def outputs(layer_input: Tensor, topology: tuple[Tensor, Tensor]) -> Tensor:
+        chosen, weights = topology
+        y = linear(layer_input.reshape(*chosen.shape, -1), chosen, experts.output_linear.weight, None)
+        return (y * weights.unsqueeze(-1)).sum(1).view(*layer_input.shape[:2], -1) + experts.bias
+
+    own: Any = forward_class(self)
+    with instead(experts, map=queries, reduce=outputs):
+        return own.forward(self, *args, **kwargs)
