@@ -61,7 +61,7 @@ class Decisions:
     def answer(self, tensor: Tensor, kind: Callable[[Any], Answer]) -> Answer:
         """bool, int or float of a tensor with one element."""
         tensor = tensor.detach().reshape(())
-        asked = _asked_at()
+        asked = asked_at()
         if self._recording:
             with torch._C.DisableTorchFunction():  # this question is not the model's
                 value = kind(tensor)
@@ -222,7 +222,7 @@ for _name in ("add", "sub", "mul", "truediv"):
     setattr(Number, f"__r{_name}__", _computed(getattr(operator, _name), True))
 
 
-def _asked_at() -> str:
+def asked_at() -> str:
     """The line of the user's code that asks, as in a traceback."""
     for frame, line in traceback.walk_stack(None):
         code = frame.f_code

@@ -20,7 +20,7 @@ from torch.fx.traceback import preserve_node_meta, set_current_meta
 
 from autopar.capture import functions
 from autopar.capture.canonical import canonicalize
-from autopar.capture.explain import first_line, user_frame
+from autopar.capture.explain import first_line, untraceable, user_frame
 from autopar.capture.fold import Segment, source_of
 from autopar.capture.marks import is_cast
 from autopar.capture.precision import cast_again
@@ -138,7 +138,7 @@ def _forward(segment: Segment, values: Sequence[Tensor]) -> list[Tensor]:
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(f"cannot trace {node.target} at {source_of(node)}: {first_line(str(error))}") from error
+            raise untraceable(node.target, source_of(node), error) from error
         _check_dtypes(node, env[node])
         if is_cast(node):
             casts[node.args[0], node.kwargs["dtype"]] = env[node]

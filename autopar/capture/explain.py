@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from autopar.errors import AutoparError, CaptureError, InputError
 
@@ -54,6 +55,14 @@ _FIXES = (
         "it transforms a function (torch.func.grad, vmap, jvp), which has no graph of its own. Write it with batched torch ops",
     ),
 )
+_INSTEAD = {
+    "aten.istft": (
+        "it wants to know whether windows that overlap are zero anywhere. Write it out: frames = torch.fft.irfft(x, n, dim=-2) * "
+        "window[:, None], F.fold(frames, (1, length), (1, n), stride=(1, hop)), divided by F.fold of window ** 2 in the place of "
+        "frames, and n // 2 samples cut off at both ends for center=True"
+    )
+}
+"""Op → what to write in its place, where torch looks at values inside it."""
 
 
 def explain(error: Exception, model: nn.Module) -> Exception:
@@ -84,6 +93,18 @@ def dynamic_node(graph: fx.Graph) -> fx.Node | None:
 def dynamic(target: object, model: nn.Module) -> CaptureError:
     """The error for a value that only the data decides, when no line is known."""
     return CaptureError(f"the model cannot be captured in {type(model).__name__} ({target}): {_DYNAMIC}")
+
+
+def untraceable(target: object, source: str, error: Exception) -> CaptureError:
+    """The error for a captured op that cannot be traced. source: where it stands, in words."""
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        name = ".".join(str(target).split(".")[:2])
+        instead = _INSTEAD.get(name, "write what it computes with torch ops that do not")
+        return CaptureError(
+            f"{name.replace('aten.', 'torch.')} at {source} looks inside at values of its operands, which a trace does not "
+            f"have; {instead}"
+        )
+    return CaptureError(f"cannot trace {target} at {source}: {first_line(str(error))}")
 
 
 def _unsized(value: object) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,10 @@ from autopar.capture.carried import check_inputs, check_model, check_written_buf
 from autopar.capture.changed import check_changes, kept
 from autopar.capture.clocks import noted_clocks, same_graph
 from autopar.capture.compiling import noted_questions
-from autopar.capture.decisions import Decisions, decisions_of
+from autopar.capture.decisions import Condition, Decisions, decisions_of
 from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
 from autopar.capture.fake import fake_like, faked
-from autopar.capture.functional import functional, traced_step
+from autopar.capture.functional import check_writes, functional, traced_step
 from autopar.capture.known_blocks import known_forwards, prove
 from autopar.capture.named_constants import check_constants, named_by_content
 from autopar.capture.reached import parameters_reached
@@ -60,14 +60,23 @@ class _Step(nn.Module):
     """The user's model and loss as one module over flat tensor leaves."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Any, structure: Any, targets: int, seen: dict[str, Any], pieces: int
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        structure: Any,
+        names: Sequence[str],
+        targets: int,
+        seen: dict[str, Any],
+        pieces: int,
     ) -> None:
-        """seen: what a run of the step tells beside its outputs: "training", "structure" of the outputs, "conditions"."""
+        """names: of the leaves.
+        seen: what a run of the step tells beside its outputs: "training", "structure" of the outputs, "conditions"."""
         super().__init__()
         self.owned: dict[int, str] | None = memory_of(model)
         self.model = model
         self.loss_fn = loss_fn
         self.structure = structure
+        self.names = [str(name) for name in names]
         self.targets = targets
         self.pieces = pieces
         self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
@@ -75,19 +84,17 @@ class _Step(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Outputs, then the conditions under which the step is the example's."""
-        if self.decisions is None:
-            self._note({"conditions": []})
-            return self._outputs(leaves)
-        with self.decisions.taken():
-            outputs = self._outputs(leaves)
-        conditions = self.decisions.conditions
+        with self.decisions.taken() if self.decisions is not None else nullcontext():
+            outputs, conditions = self._outputs(leaves)
+        if self.decisions is not None:
+            conditions = [*conditions, *self.decisions.conditions]
         self._note({"conditions": [(condition.value, condition.asked) for condition in conditions]})
         return (*outputs, *(condition.tensor for condition in conditions))
 
-    def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[Condition]]:
         args, kwargs, targets = split_inputs(rebuild(self.structure, list(leaves)), self.targets, self.model)
         state = state_of(self.model, self.loss_fn)
-        with watched(self.model, self.owned) as watch:
+        with watched(self.model, self.owned, dict(zip(self.names, leaves, strict=True))) as watch:
             with _assigned_buffers_written(self.model):
                 out = self.model(*args, **kwargs)
             loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
@@ -100,13 +107,13 @@ class _Step(nn.Module):
             if not tensors:
                 raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
             self._note({"training": False, "structure": structure})
-            return tuple(tensors)
+            return tuple(tensors), watch.held
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
         if loss.is_complex():
             raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
         self._note({"training": True, "structure": None, "reached": parameters_reached(loss, self)})
-        return (self._piece(loss),)
+        return (self._piece(loss),), watch.held
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
         return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
@@ -214,7 +221,7 @@ def _export_step(
     check_model(model, loss_fn)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
     seen: dict[str, Any] = {}
-    step = _Step(model, loss_fn, structure, targets, seen, pieces)
+    step = _Step(model, loss_fn, structure, names, targets, seen, pieces)
     step.training = model.training
     if as_example:
         step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
@@ -223,7 +230,7 @@ def _export_step(
     sharing = shared_memory(model)
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
         try:
-            with functions.recording(), quiet(), noted_clocks(state.functions) as clocks:
+            with functions.recording() as without_gradient, quiet(), noted_clocks(state.functions) as clocks:
                 traced, writes = traced_step(step, fakes)
                 exported = functional(traced, writes)
         except Exception as error:
@@ -240,14 +247,14 @@ def _export_step(
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
         eager = frozenset(first[n] for n in seen.get("reached", ()))
         if seen["training"] and not eager:
-            raise CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
+            raise _nothing_to_train(without_gradient)
         if seen["training"] and (writes or any(n.target is functions.OP for n in exported.graph.nodes)):
             state.restore()
             eager = _eager_grads(step, fakes, mode, fake_names)
     signature = exported.graph_signature
-    _check_writes(signature, names)
-    kinds = _kinds(signature, first)
     outputs = exported.graph.output_node().args[0]
+    check_writes(exported, names)
+    kinds = _kinds(signature, first)
     ends = [(spec.kind.name, spec.target, n.name) for spec, n in zip(signature.output_specs, outputs, strict=True)]
     updates = {_strip(buffer): name for kind, buffer, name in ends if kind == "BUFFER_MUTATION"}
     check_written_buffers(sharing, updates)
@@ -277,8 +284,19 @@ def _export_step(
         constants,
         frozenset(_strip(n) for n in eager),
         {_strip(k): _strip(v) for k, v in first.items()},
-        tuple(n.name for n in outputs),
+        tuple(n.name for n in outputs if guards or n.name not in conditions),
     )
+
+
+def _nothing_to_train(checkpoints: Sequence[str]) -> CaptureError:
+    """checkpoints: lines of reentrant ones that no gradient passes."""
+    if checkpoints:
+        return CaptureError(
+            "the loss does not depend on any parameter that requires a gradient: no input of the reentrant checkpoint at "
+            f"{checkpoints[0]} needs a gradient, so that nothing inside gets one, as in eager; write "
+            "checkpoint(…, use_reentrant=False)"
+        )
+    return CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
 
 
 def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode) -> None:
@@ -350,21 +368,6 @@ def _kinds(signature: Any, first: dict[str, str]) -> dict[str, tuple[str, Any]]:
             kinds[spec.arg.name] = ("input", index)
             index += 1
     return kinds
-
-
-def _check_writes(signature: Any, names: list[str]) -> None:
-    """Buffers may be written; parameters and inputs that change under way have no place in a step."""
-    for spec in signature.output_specs:
-        if spec.kind.name == "PARAMETER_MUTATION":
-            raise CaptureError(
-                f"forward writes to the parameter {_strip(spec.target)} in place (Embedding(max_norm=…) does so); only the "
-                "optimizer may change parameters: apply the constraint to a value computed from it, or keep a buffer"
-            )
-        if spec.kind.name == "USER_INPUT_MUTATION":
-            name = names[int(spec.target.rsplit("_", 1)[1])]
-            raise CaptureError(
-                f"forward writes to its input {name} in place; write to a copy (x = x.clone(), or x = x + y for x += y)"
-            )
 
 
 def _eager_grads(

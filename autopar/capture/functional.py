@@ -6,6 +6,7 @@ updates are made functional, buffer updates become outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,25 @@ def _merge_tied_buffers(exported: Any) -> None:
         if (same := first.setdefault(id(buffer), node)) is not node:
             node.replace_all_uses_with(same)
             table[spec.target] = torch.empty_like(buffer)
+
+
+def check_writes(exported: Any, names: Sequence[str]) -> None:
+    """Buffers may be written; parameters and inputs that change under way have no place in a step. names: of inputs.
+    Raises CaptureError."""
+    outputs = exported.graph.output_node().args[0]
+    for spec, node in zip(exported.graph_signature.output_specs, outputs, strict=True):
+        source = source_of(node) if isinstance(node, fx.Node) else ""
+        where = f" at {source}" if source else ""
+        if spec.kind.name == "PARAMETER_MUTATION":
+            raise CaptureError(
+                f"forward writes to the parameter {spec.target.removeprefix('model.')} in place{where}; only the optimizer may "
+                "change parameters: compute a value from it (w = self.weight.clamp(…)), or keep a buffer"
+            )
+        if spec.kind.name == "USER_INPUT_MUTATION":
+            raise CaptureError(
+                f"forward writes to its input {names[int(spec.target.rsplit('_', 1)[1])]} in place{where}; write to a copy "
+                "(x = x.clone(), or x = x + y for x += y)"
+            )
 
 
 _SPARSE = {

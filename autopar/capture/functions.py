@@ -17,6 +17,7 @@ import torch
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction
 
+from autopar.capture.explain import current_user_line
 from autopar.errors import CaptureError
 
 _LIBRARY = torch.library.Library("autopar_user", "DEF")
@@ -89,12 +90,14 @@ def run(key: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """Within the context, applying a user's Function records one `autopar_user.function` op."""
+def recording() -> Iterator[list[str]]:
+    """Within the context, applying a user's Function records one `autopar_user.function` op. Yields the lines of reentrant
+    checkpoints inside which nothing gets a gradient, once they have run."""
+    without_gradient: list[str] = []
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
-            return _checkpointed(*args)
+            return _checkpointed(without_gradient, *args)
         if cls.__module__.split(".")[0] in ("torch", "autopar"):
             return _ORIGINAL.__func__(cls, *args, **kwargs)
         if kwargs or any(isinstance(a, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in a) for a in args):
@@ -117,15 +120,17 @@ def recording() -> Iterator[None]:
 
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
-        yield
+        yield without_gradient
     finally:
         Function.apply = _ORIGINAL  # type: ignore[method-assign]
 
 
-def _checkpointed(run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+def _checkpointed(without_gradient: list[str], run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
     """The function itself; as in a reentrant checkpoint nothing gets a gradient unless one of its inputs needs one."""
     if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
         return run_function(*args)
+    if torch.is_grad_enabled():
+        without_gradient.append(current_user_line())
     with torch.no_grad():
         return run_function(*args)
 

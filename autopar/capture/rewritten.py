@@ -5,6 +5,7 @@ They compute the same; a torch function mode (`autopar.capture.watch`) puts them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+Hold = Callable[[Tensor, bool], None]
+"""Called with a tensor without dims and its truth, which is checked when the program runs."""
 
 
-def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call (function, arguments, named arguments) that is traced instead of this one."""
+def rewritten(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Hold) -> Call:
+    """The call (function, arguments, named arguments) that is traced instead of this one. hold: called with what must be so
+    when the program runs."""
     other = _REWRITTEN.get(func)
-    return (func, args, kwargs) if other is None else (other(func), args, kwargs)
+    return (func, args, kwargs) if other is None else (other(func, hold), args, kwargs)
 
 
-def _ctc_loss(func: Any) -> Callable[..., Tensor]:
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"none": lambda x: x, "mean": Tensor.mean, "sum": Tensor.sum}
+
+
+def _ctc_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
     """Lengths as tensors: with lists torch computes the mean with a tensor of its own that has no fake."""
 
     def run(
@@ -36,7 +43,31 @@ def _numbers(values: Tensor | Sequence[int]) -> Tensor:
     return values if isinstance(values, Tensor) else torch.tensor(list(values), dtype=torch.int64)
 
 
-def _instance_norm(func: Any) -> Callable[..., Tensor]:
+def _gaussian_nll_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
+    """Without its branch on negative variances, which are an error at run time instead."""
+
+    def run(
+        input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    ) -> Tensor:
+        if not isinstance(var, Tensor):
+            return func(input, target, var, full, eps, reduction)
+        hold((var < 0).any(), False)
+        if var.shape != input.shape and input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        differ = [m for n, m in zip(input.shape, var.shape, strict=False) if n != m]
+        if input.ndim != var.ndim or differ not in ([], [1]) or reduction not in _REDUCTIONS:
+            raise ValueError(
+                f"gaussian_nll_loss of {tuple(input.shape)} takes no var of {tuple(var.shape)}, {reduction!r}"
+            )
+        var = torch.where(var < eps, eps + (var - var.detach()), var)  # torch clamps unseen by autograd
+        loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+        loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+        return _REDUCTIONS[reduction](loss)
+
+    return run
+
+
+def _instance_norm(func: Any, hold: Hold) -> Callable[..., Tensor]:
     """With the update of running statistics, which torch hides in the op: means over samples of what each has."""
 
     def run(
@@ -60,8 +91,9 @@ def _instance_norm(func: Any) -> Callable[..., Tensor]:
     return run
 
 
-_REWRITTEN: dict[Any, Callable[[Any], Callable[..., Tensor]]] = {
+_REWRITTEN: dict[Any, Callable[[Any, Hold], Callable[..., Tensor]]] = {
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
     F.instance_norm: _instance_norm,
 }

@@ -8,12 +8,13 @@ are named errors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
 from autopar.capture.autocast import Regions
 from autopar.capture.constants import UNKNOWN, Constants
+from autopar.capture.decisions import Condition, asked_at
 from autopar.capture.drawn import Drawn
 from autopar.capture.explain import refusal
 from autopar.capture.rewritten import rewritten
@@ -65,25 +67,29 @@ def memory_of(model: nn.Module) -> dict[int, str]:
     return {_memory(p): name for name, p in model.named_parameters()}
 
 
-def watched(model: nn.Module, owned: dict[int, str] | None) -> _Watch:
+def watched(model: nn.Module, owned: dict[int, str] | None, inputs: Mapping[str, Tensor]) -> _Watch:
     """A context in which forward stops at what a graph cannot hold. Raises CaptureError inside.
 
     model: with fake parameters. owned: `memory_of` the model with its own ones; None where it runs with
-    these, on values.
+    these, on values. inputs: the batch, by name.
     """
-    return _Watch(model, owned)
+    return _Watch(model, owned, {_memory(tensor): name for name, tensor in inputs.items()})
 
 
 class _Watch(TorchFunctionMode):
     """Sees calls of torch. detached: the memory of tensors that carry a gradient, or are parameters, and were detached.
-    in_inference: errors that hold where the program turns out to be for inference."""
+    in_inference: errors that hold where the program turns out to be for inference. held: conditions without which eager
+    stops with an error of its own."""
 
-    def __init__(self, model: nn.Module, owned: dict[int, str] | None) -> None:
+    def __init__(self, model: nn.Module, owned: dict[int, str] | None, inputs: dict[int, str]) -> None:
+        """inputs: the memory of each, and its name."""
         super().__init__()
+        self.inputs = inputs
         self.model = model
         self.owned = owned
         self.detached: set[int] = set()
         self.in_inference: list[CaptureError] = []
+        self.held: list[Condition] = []
         self.regions = Regions()
         self.drawn = Drawn()
         self.constants = Constants()
@@ -115,6 +121,8 @@ class _Watch(TorchFunctionMode):
                 "draws random numbers from a torch.Generator",
                 "leave generator= out: a program draws by position in the tensor, from the seed of the run",
             )
+        if func in (F.embedding, F.embedding_bag) and _max_norm(args, kwargs) is not None:
+            self._check_renormalized(kwargs.get("weight", args[1] if len(args) > 1 else None))
         if func == _FIELDS.data.__get__:
             func = Tensor.detach
         if func in (Tensor.detach, torch.detach) and (args[0].requires_grad or isinstance(args[0], nn.Parameter)):
@@ -136,11 +144,14 @@ class _Watch(TorchFunctionMode):
         if self.owned is not None and (value := self.constants.answer(func, args)) is not UNKNOWN:
             return value
         writes = _writes(func, kwargs)
-        func, args, kwargs = rewritten(func, args, kwargs)
+        func, args, kwargs = rewritten(func, args, kwargs, self.hold)
         result = func(*args, **kwargs)
         self.drawn.see(func, args, result)
         self.constants.see(func, args, kwargs, result, writes)
         return result if writes else self.regions.detached(result)
+
+    def hold(self, condition: Tensor, value: bool) -> None:
+        self.held.append(Condition(condition, value, asked_at()))
 
     def _check_hidden(self, tensor: Tensor, owned: dict[int, str]) -> None:
         if tensor.requires_grad and _memory(tensor) not in owned:
@@ -173,6 +184,11 @@ class _Watch(TorchFunctionMode):
         for tensor in target if isinstance(target, (list, tuple)) else (target,):
             if not isinstance(tensor, Tensor):
                 continue
+            if (name := self.inputs.get(_memory(tensor))) is not None:
+                raise refusal(
+                    f"writes to its input {name or 0} in place",
+                    "write to a copy (x = x.clone(), or x = x + y for x += y)",
+                )
             if _memory(tensor) in self.detached or _hides_gradient(tensor):
                 parameter = next((n for n, p in self.model.named_parameters() if _memory(p) == _memory(tensor)), None)
                 raise refusal(
@@ -188,9 +204,22 @@ class _Watch(TorchFunctionMode):
                     "register it as a buffer of the module (register_buffer)",
                 )
 
+    def _check_renormalized(self, weight: object) -> None:
+        if (name := self._name(weight)) is not None:
+            raise refusal(
+                f"writes to the parameter {name} in place, as max_norm of an embedding asks for",
+                "leave max_norm out, and look up in rows that are scaled: scale = (max_norm / (w.norm(dim=1, keepdim=True) + "
+                "1e-7)).clamp(max=1).detach(); F.embedding(ids, w * scale)",
+            )
+
     def _name(self, tensor: object) -> str | None:
         """The parameter that a tensor is."""
         return next((name for name, p in self.model.named_parameters() if p is tensor), None)
+
+
+def _max_norm(args: Any, kwargs: Any) -> float | None:
+    """Of a look-up in an embedding, or of bags."""
+    return args[3] if len(args) > 3 else kwargs.get("max_norm")
 
 
 def _memory(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from tests.capture.equal import Net, compiled
@@ -110,10 +111,58 @@ def test_numpy_inside_forward_is_refused_with_the_line() -> None:
     assert re.search(r"test_refusals\.py:\d+ .* leaves torch for numpy", refusal(model))
 
 
-def test_an_embedding_that_renormalizes_its_weight_is_refused_by_name() -> None:
-    message = refusal(Net(lambda net, ids: net.e(ids), e=nn.Embedding(8, 8, max_norm=1.0)), (IDS,))
-    assert "writes to the parameter e.weight" in message
-    assert "max_norm" in message
+@pytest.mark.parametrize("layer", [nn.Embedding(8, 8, max_norm=1.0), nn.EmbeddingBag(8, 8, max_norm=1.0)])
+def test_an_embedding_that_renormalizes_its_weight_is_refused_with_the_line_and_what_to_write(layer: nn.Module) -> None:
+    def look_up(net: Net, ids: Tensor) -> Tensor:
+        return net.e(ids)  # here
+
+    message = refusal(Net(look_up, e=layer), (IDS,))
+    assert "writes to the parameter e.weight in place, as max_norm" in message
+    assert f"test_refusals.py:{marked_line(look_up)} in look_up" in message
+    assert "leave max_norm out" in message
+
+
+def test_what_the_refusal_of_max_norm_says_to_write_has_rows_of_that_norm() -> None:
+    def look_up(net: Net, ids: Tensor) -> Tensor:
+        w, max_norm = net.e.weight, 1.0
+        scale = (max_norm / (w.norm(dim=1, keepdim=True) + 1e-7)).clamp(max=1).detach()
+        return F.embedding(ids, w * scale)
+
+    net = Net(look_up, e=nn.Embedding(8, 8))
+    expected = nn.Embedding(8, 8, max_norm=1.0, _weight=net.e.weight.detach().clone())
+    assert torch.allclose(net(IDS), expected(IDS), rtol=0, atol=1e-6)
+    compiled(net, (IDS,), lambda out: out.sum())
+
+
+def test_an_istft_is_refused_with_its_name_and_what_to_write() -> None:
+    def there_and_back(net: Net, x: Tensor) -> Tensor:
+        window = torch.hann_window(16)
+        spectrum = torch.stft(net.first(x).reshape(1, -1), 16, window=window, return_complex=True)
+        return torch.istft(spectrum, 16, window=window)
+
+    message = refusal(Net(there_and_back), (torch.randn(8, 8),))
+    assert "torch.istft at" in message
+    assert "torch.fft.irfft" in message
+
+
+def test_what_the_refusal_of_istft_says_to_write_computes_the_same() -> None:
+    n, hop, window = 16, 4, torch.hann_window(16, dtype=torch.float64)
+    x = torch.stft(torch.randn(2, 64, dtype=torch.float64), n, window=window, return_complex=True)
+    length = n + hop * (x.shape[-1] - 1)
+    frames = torch.fft.irfft(x, n, dim=-2) * window[:, None]
+    squares = (window**2)[:, None].expand(frames.shape)
+    sums = [F.fold(one, (1, length), (1, n), stride=(1, hop)).flatten(1) for one in (frames, squares)]
+    cut = slice(n // 2, -(n // 2))
+    assert torch.allclose(sums[0][:, cut] / sums[1][:, cut], torch.istft(x, n, window=window), rtol=1e-12, atol=1e-12)
+
+
+def test_a_reentrant_checkpoint_that_no_gradient_passes_is_refused_with_its_line() -> None:
+    def checkpointed(net: Net, x: Tensor) -> Tensor:
+        return checkpoint(net.first, x, use_reentrant=True)  # here
+
+    message = refusal(Net(checkpointed))
+    assert f"test_refusals.py:{marked_line(checkpointed)} in checkpointed" in message
+    assert "use_reentrant=False" in message
 
 
 def test_a_module_that_is_cast_in_forward_is_refused_unless_it_has_that_dtype() -> None:
@@ -133,8 +182,19 @@ def test_writing_to_an_input_is_refused_by_name() -> None:
             y += 1
             return self.lin(x * y)
 
-    with pytest.raises(autopar.CaptureError, match=r"writes to its input y in place.*clone"):
+    with pytest.raises(autopar.CaptureError, match=r"writes to its input y in place at .*`y \+= 1`.*clone"):
         compiled(Shift(), {"x": X, "y": torch.randn(4, 8)}, lambda out: out.sum())
+
+
+def test_writing_to_an_input_in_a_helper_names_the_line_of_the_helper() -> None:
+    def hide(x: Tensor) -> None:
+        x[:, 1:].masked_fill_(x[:, 1:] < 0, 0)  # here
+
+    def shifted(net: Net, x: Tensor) -> Tensor:
+        hide(x)
+        return net.first(x)
+
+    assert f"test_refusals.py:{marked_line(hide)} in hide" in refusal(Net(shifted))
 
 
 def test_random_numbers_that_would_differ_between_ranks_are_refused_by_name() -> None:
