@@ -238,11 +238,11 @@ def _export_step(
             if seen.get("training") and not isinstance(error, AutoparError):
                 _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
-        later_changes = functools.partial(_later_changes, traced.graph, step, fakes, mode, state, seen)
+        later_changes = functools.partial(_later_changes, traced, step, fakes, mode, state, seen)
         check_changes(seen["changes"], state, lambda: step(*fakes), mode, later_changes)
         _check_dynamic(exported.graph, step, fakes, mode)
         if clocks:
-            _check_clocks(traced.graph, step, fakes, state, clocks)
+            _check_clocks(traced, step, fakes, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
         eager = frozenset(first[n] for n in seen.get("reached", ()))
@@ -311,12 +311,20 @@ def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode
     raise dynamic(node.target, step.model)
 
 
-def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state: State, clocks: Sequence[str]) -> None:
-    """A model that reads clocks is traced again: both traces must compute the same."""
-    state.restore()
+def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor]) -> bool:
+    """Whether the step traced once more is the same. Traces that write may differ in what nobody reads, such as a layer that
+    the first step alone makes: they are compared as graphs that write nothing."""
     with functions.recording(), quiet():
         again, _ = traced_step(step, fakes)
-    if not same_graph(graph, again.graph):
+        if same_graph(traced.graph, again.graph):
+            return True
+        return same_graph(functional(traced, True).graph, functional(again, True).graph)
+
+
+def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: State, clocks: Sequence[str]) -> None:
+    """A model that reads clocks is traced again: both traces must compute the same."""
+    state.restore()
+    if not _traces_alike(traced, step, fakes):
         raise CaptureError(
             f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
             "of the program; pass the value as an input, or draw with torch"
@@ -324,18 +332,16 @@ def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state
 
 
 def _later_changes(
-    graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
+    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
 ) -> Sequence[Change] | None:
     """What Python state the second step in a row changes; None where its trace is another one."""
     state.restore()
     try:
         with mode:
             step(*fakes)  # not exported: export puts attributes back
-        with functions.recording(), quiet():
-            again, _ = traced_step(step, fakes)
+        return seen["changes"] if _traces_alike(traced, step, fakes) else None
     except Exception:  # what is found in the first trace is the better reason
         return None
-    return seen["changes"] if same_graph(graph, again.graph) else None
 
 
 def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:

@@ -56,7 +56,7 @@ def _lead_ones(x: Tensor, ndim: int) -> Tensor:
 @graph_op(
     "rms_norm(Tensor x, Tensor? w, float eps, int ndim) -> (Tensor, Tensor)",
     local.rms_norm,
-    lambda x, w, eps, ndim: (empty_like(x), _lead_ones(x, ndim)),
+    lambda x, w, eps, ndim: (empty_like(x), _lead_ones(x, ndim).to(local.norm_dtype(x))),
     result_names=("normed", "rstd"),
 )
 def rms_norm(call: OpCall) -> Rule:
@@ -170,13 +170,14 @@ class LayerNorm(Function):
 @lifts(aten.rms_norm.default)
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Numbers of 16 bits are normalised in float32, whose eps it is that is not given."""
-    wide = _wide(x)
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    return RMSNorm.apply(wide, None if weight is None else _wide(weight), eps, len(shape)).to(x.dtype)
+    eps = torch.finfo(local.norm_dtype(x)).eps if eps is None else eps
+    if weight is not None and weight.dtype != x.dtype:
+        return RMSNorm.apply(_wide(x), _wide(weight), eps, len(shape)).to(x.dtype)
+    return RMSNorm.apply(x, weight, eps, len(shape))
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(local.norm_dtype(x))
 
 
 @lifts(aten.layer_norm.default)

@@ -52,23 +52,31 @@ def _norm_dims(x: Tensor, ndim: int) -> list[int]:
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float, ndim: int) -> tuple[Tensor, Tensor]:
-    """Normalise the last `ndim` dims; returns (y, rstd with those dims kept as 1)."""
-    rstd = torch.rsqrt((x * x).mean(_norm_dims(x, ndim), keepdim=True) + eps)
-    y = x * rstd
-    return (y * w if w is not None else y), rstd
+    """Normalise the last `ndim` dims; returns (y, rstd with those dims kept as 1). Numbers of 16 bits in float32, rstd too."""
+    wide = x.to(norm_dtype(x))
+    rstd = torch.rsqrt((wide * wide).mean(_norm_dims(x, ndim), keepdim=True) + eps)
+    y = wide * rstd
+    return (y * w if w is not None else y).to(x.dtype), rstd
 
 
 def rms_norm_dx(g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
-    gw = g * w if w is not None else g
-    mean = (gw * x).mean(_norm_dims(x, ndim), keepdim=True)
-    return torch.addcmul(gw, x, mean * (rstd * rstd), value=-1).mul_(rstd)
+    wide, gw = x.to(rstd.dtype), g.to(rstd.dtype)
+    gw = gw * w if w is not None else gw
+    mean = (gw * wide).mean(_norm_dims(x, ndim), keepdim=True)
+    return torch.addcmul(gw, wide, mean * (rstd * rstd), value=-1).mul_(rstd).to(x.dtype)
+
+
+def norm_dtype(x: Tensor) -> torch.dtype:
+    """Numbers of 16 bits are normalised in float32."""
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def norm_dw(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) -> Tensor:
     """Gradient of the norm's weight: sum over the leading dims of g · (x - mean) · rstd."""
     hat = (x - mean) * rstd if mean is not None else x * rstd
     lead = list(range(x.ndim - ndim))
-    return hat.mul_(g).sum(lead) if lead else hat.mul_(g)
+    product = hat.mul_(g)
+    return (product.sum(lead) if lead else product).to(x.dtype)
 
 
 def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: int) -> tuple[Tensor, Tensor, Tensor]:

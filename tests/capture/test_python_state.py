@@ -295,6 +295,33 @@ def notes_every_shape(net: Net, x: Tensor) -> Tensor:
     return net.first(x)
 
 
+class Inner(nn.Module):
+    """A way to use a layer, made with one that may be replaced."""
+
+    def __init__(self, rectified: bool = False) -> None:
+        super().__init__()
+        self.layer, self.rectified = nn.Linear(8, 4), rectified
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu() if self.rectified else self.layer(x)
+
+
+def makes_a_module_of_its_own(net: Net, x: Tensor) -> Tensor:
+    """As a switch of attention does: what the new module was made with is written in place, by the first step alone."""
+    if not net.inner.rectified:
+        made = Inner(rectified=True)
+        made.layer = net.inner.layer
+        net.inner = made
+    return net.inner(x)
+
+
+def test_what_the_first_step_makes_once_for_all_is_traced() -> None:
+    inner = Inner()
+    model = with_attributes(makes_a_module_of_its_own, inner=inner)
+    capture(model)
+    assert model.inner is inner, "the model is as it was"
+
+
 def test_what_the_first_step_notes_once_for_all_is_traced() -> None:
     kind = Kind()
     capture(with_attributes(notes_the_kind, kind=kind))
