@@ -29,6 +29,7 @@ from autopar.capture.functional import functional, traced_step
 from autopar.capture.known_blocks import known_forwards, prove
 from autopar.capture.named_constants import check_constants, named_by_content
 from autopar.capture.reached import parameters_reached
+from autopar.capture.recorded import Recorded, compute_the_same
 from autopar.capture.state import Change, State, state_of
 from autopar.capture.trees import flatten, rebuild
 from autopar.capture.watch import memory_of, watched
@@ -231,7 +232,7 @@ def _export_step(
             if seen.get("training") and not isinstance(error, AutoparError):
                 _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
-        later_changes = functools.partial(_later_changes, traced.graph, step, fakes, mode, state, seen)
+        later_changes = functools.partial(_later_changes, step, fakes, mode, state, seen)
         check_changes(seen["changes"], state, lambda: step(*fakes), mode, later_changes)
         _check_dynamic(exported.graph, step, fakes, mode)
         if clocks:
@@ -306,18 +307,19 @@ def _check_clocks(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], state
 
 
 def _later_changes(
-    graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
+    step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
 ) -> Sequence[Change] | None:
-    """What Python state the second step in a row changes; None where its trace is another one."""
+    """What Python state the second step in a row changes; None where it computes something else than the first."""
     state.restore()
+    runs, results = (Recorded(), Recorded()), []
     try:
-        with mode:
-            step(*fakes)  # not exported: export puts attributes back
-        with functions.recording(), quiet():
-            again, _ = traced_step(step, fakes)
+        with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode:
+            for recorded in runs:
+                with torch.enable_grad(), recorded:
+                    results.append((step(*fakes), seen["training"], str(seen["structure"]), str(seen["conditions"])))
     except Exception:  # what is found in the first trace is the better reason
         return None
-    return seen["changes"] if same_graph(graph, again.graph) else None
+    return seen["changes"] if compute_the_same(runs, results) else None
 
 
 def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:

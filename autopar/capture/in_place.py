@@ -192,14 +192,14 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _is_new(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         producer, index = node.args
-        return index == 0 and isinstance(producer, fx.Node) and producer.target in _MAKE_FIRST
+        return isinstance(producer, fx.Node) and producer.target in _MAKE_FIRST and not index
     return node.op == "call_function" and node.target in _MAKE
 
 
 def _computed(node: fx.Node, is_whole: bool) -> Any:
     """What the functional form of a node returns, on fake tensors; None where it is not like what is written (an op that
     writes keeps dtype, shape and strides; a piece is copied into the whole, whose strides it has then)."""
-    args = fx.map_arg(node.args, lambda read: read.meta["val"])
+    args: Any = fx.map_arg(node.args, lambda read: read.meta["val"])
     with node.meta["val"].fake_mode, torch.no_grad():
         if node.target is _BATCH_NORM:
             return _FUNCTIONAL_BATCH_NORM(*args[:8])
