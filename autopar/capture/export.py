@@ -29,6 +29,7 @@ from autopar.capture.functional import check_writes, functional, traced_step
 from autopar.capture.known_blocks import known_forwards, prove
 from autopar.capture.named_constants import check_constants, named_by_content
 from autopar.capture.reached import parameters_reached
+from autopar.capture.recorded import Recorded, compute_the_same
 from autopar.capture.state import Change, State, state_of
 from autopar.capture.trees import flatten, rebuild
 from autopar.capture.watch import memory_of, watched
@@ -334,14 +335,18 @@ def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: St
 def _later_changes(
     traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
 ) -> Sequence[Change] | None:
-    """What Python state the second step in a row changes; None where its trace is another one."""
+    """What Python state the second step in a row changes; None where it computes something else than the first."""
     state.restore()
+    runs, results = (Recorded(), Recorded()), []
     try:
-        with mode:
-            step(*fakes)  # not exported: export puts attributes back
-        return seen["changes"] if _traces_alike(traced, step, fakes) else None
+        with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode:
+            for recorded in runs:
+                with torch.enable_grad(), recorded:
+                    results.append((step(*fakes), seen["training"], str(seen["structure"]), str(seen["conditions"])))
+        alike = compute_the_same(runs, results) or _traces_alike(traced, step, fakes)
     except Exception:  # what is found in the first trace is the better reason
         return None
+    return seen["changes"] if alike else None
 
 
 def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:

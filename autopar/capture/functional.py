@@ -1,7 +1,7 @@
 """An exported step as one flat graph that writes nothing.
 
 Regions under `no_grad` are inlined with their results detached, those under autocast with its casts; in-place ops and buffer
-updates are made functional, buffer updates become outputs.
+updates are made functional (`in_place.py`, or all over again by torch's functionalization), buffer updates become outputs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar.capture.autocast import Region, settle
 from autopar.capture.fold import source_of
+from autopar.capture.in_place import UNDER_NO_GRAD, without_writes
 from autopar.capture.lean import lean
 from autopar.errors import CaptureError
 
@@ -24,7 +25,7 @@ def functional(traced: Any, writes: bool) -> Any:
 
 
 def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
-    """The step exported on fake tensors, and whether it writes to anything. Raises CaptureError."""
+    """The step exported on fake tensors, and whether it is still to be made functional. Raises CaptureError."""
     with torch.compiler.set_stance("force_eager"), lean():  # functions under torch.compile are traced like any other
         exported = torch.export.export(step, tuple(fakes), strict=False)
     _inline_regions(exported.graph_module)
@@ -32,8 +33,11 @@ def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     exported.graph_module.graph.eliminate_dead_code()
     writes = _needs_functions(exported.graph_module.graph)
     if writes:
-        _merge_tied_buffers(exported)
-    return exported, writes
+        _without_idle_dropout(exported.graph_module.graph)
+    if not writes or without_writes(exported):
+        return exported, False
+    _merge_tied_buffers(exported)
+    return exported, True
 
 
 def _without_detached_constants(graph: fx.Graph) -> None:
@@ -43,6 +47,15 @@ def _without_detached_constants(graph: fx.Graph) -> None:
             node.target is torch.ops.aten.detach_.default
             and node.args[0].target is torch.ops.aten.lift_fresh_copy.default
         ):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _without_idle_dropout(graph: fx.Graph) -> None:
+    """Dropout that drops nothing returns its operand itself: what is written to the one is written to the other, which neither
+    the op's schema nor its shape function says."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.dropout.default and (node.args[1] == 0 or not node.args[2]):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -143,6 +156,8 @@ def _inline_regions(module: fx.GraphModule) -> None:
                     new = graph.node_copy(sub, env.__getitem__)
                     new.meta["stack_trace"] = sub.meta.get("stack_trace") or node.meta.get("stack_trace")
                     new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                    if not enabled:
+                        new.meta[UNDER_NO_GRAD] = True
                     env[sub] = new
             (results,) = (n.args[0] for n in inner.graph.nodes if n.op == "output")
             values = [env[r] for r in results]

@@ -332,3 +332,50 @@ def test_what_the_first_step_notes_once_for_all_is_traced() -> None:
 def test_what_makes_a_later_step_another_one_is_refused(forward: Forward) -> None:
     with pytest.raises(CaptureError, match=r"changes kind\."):
         capture(with_attributes(forward, kind=Kind()))
+
+
+def another_number(net: Net, x: Tensor) -> Tensor:
+    """Later steps differ in a number alone."""
+    h = net.first(x) * (3.0 if net.kind.problem is None else 4.0)
+    net.kind.problem = "regression"
+    return h
+
+
+def another_constant(net: Net, x: Tensor) -> Tensor:
+    """Later steps differ in the value of a constant alone."""
+    h = net.first(x) * torch.tensor([3.0 if net.kind.problem is None else 4.0])
+    net.kind.problem = "regression"
+    return h
+
+
+def another_gradient(net: Net, x: Tensor) -> Tensor:
+    """Later steps compute the same values, and their gradients another way."""
+    with torch.set_grad_enabled(net.kind.problem is None):
+        h = net.first(x)
+    net.kind.problem = "regression"
+    return net.last(x) + h
+
+
+def another_operand(net: Net, x: Tensor) -> Tensor:
+    """Later steps run the same ops on other values."""
+    h, g = net.first(x), net.last(x)
+    h = h - g if net.kind.problem is None else g - h
+    net.kind.problem = "regression"
+    return h.sigmoid()
+
+
+@pytest.mark.parametrize("forward", [another_number, another_constant, another_gradient, another_operand])
+def test_a_later_step_that_differs_in_one_respect_is_refused(forward: Forward) -> None:
+    with pytest.raises(CaptureError, match=r"changes kind\."):
+        capture(with_attributes(forward, kind=Kind()))
+
+
+def notes_beside_all_that(net: Net, x: Tensor) -> Tensor:
+    net.kind.problem = "regression"
+    with torch.no_grad():
+        scale = net.last(x) * torch.tensor([3.0])
+    return torch.nn.functional.dropout(net.first(x), 0.5) * scale
+
+
+def test_a_later_step_that_is_the_same_in_every_respect_is_traced() -> None:
+    capture(with_attributes(notes_beside_all_that, kind=Kind()))
