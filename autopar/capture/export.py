@@ -27,7 +27,7 @@ from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, 
 from autopar.capture.fake import fake_like, faked
 from autopar.capture.functional import check_writes, functional, traced_step
 from autopar.capture.known_blocks import known_forwards, prove
-from autopar.capture.named_constants import check_constants, named_by_content
+from autopar.capture.named_constants import check_constants, named_by_content, same_constants
 from autopar.capture.reached import parameters_reached
 from autopar.capture.recorded import Recorded, compute_the_same
 from autopar.capture.state import Change, State, state_of
@@ -318,8 +318,9 @@ def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor]) -> bool:
     with functions.recording(), quiet():
         again, _ = traced_step(step, fakes)
         if same_graph(traced.graph, again.graph):
-            return True
-        return same_graph(functional(traced, True).graph, functional(again, True).graph)
+            return same_constants(traced.constants, again.constants)
+        alike = same_graph(functional(traced, True).graph, functional(again, True).graph)
+        return alike and same_constants(traced.constants, again.constants)
 
 
 def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: State, clocks: Sequence[str]) -> None:

@@ -43,6 +43,16 @@ def named_by_content(kinds: Kinds, constants: Mapping[str, torch.Tensor]) -> tup
     return renamed, {names.get(name, name): tensor for name, tensor in constants.items()}
 
 
+def same_constants(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two traces have the same constants under the same names."""
+    first, second = ({n: _digest(t) for n, t in held.items() if _has_values(t)} for held in (one, other))
+    return first == second
+
+
+def _has_values(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+
+
 def _digest(tensor: torch.Tensor) -> str:
     """Of shape, dtype and values; a meta tensor has none."""
     said = f"{tuple(tensor.shape)} {tensor.dtype}".encode()
