@@ -101,6 +101,12 @@ _SPARSE = {
 """Which argument of an op asks for sparse gradients."""
 
 
+_BY_PLACE = frozenset(
+    [torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default, torch.ops.aten.as_strided_scatter.default]
+)
+"""Ops that count elements as they lie in memory, not by their indices."""
+
+
 def _needs_functions(graph: fx.Graph) -> bool:
     """Whether any op writes to its arguments or to buffers. Raises CaptureError for nodes that no program has."""
     for node in graph.nodes:
@@ -110,6 +116,11 @@ def _needs_functions(graph: fx.Graph) -> bool:
                 "own; write it with batched torch ops"
             )
         if isinstance(node.target, torch._ops.OpOverload):
+            if node.target in _BY_PLACE:
+                raise CaptureError(
+                    f"{node.target._schema.name.removeprefix('aten::')} at {source_of(node)} reads elements by their places "
+                    "in memory, which are others where a rank holds a part of the tensor; write it with unfold, slices or reshape"
+                )
             if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
                 raise CaptureError(
                     f"torch.instance_norm in training at {source_of(node)}: export loses the update of its statistics; use "
