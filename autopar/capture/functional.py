@@ -21,7 +21,14 @@ from autopar.errors import CaptureError
 
 def functional(traced: Any, writes: bool) -> Any:
     """The same step as a graph that writes nothing; a traced one stays as it is. writes: as `traced_step` says."""
-    return traced.run_decompositions({}) if writes else traced
+    exported = traced.run_decompositions({}) if writes else traced
+    for node in exported.graph.nodes:
+        if node.target in _BY_PLACE:
+            raise CaptureError(
+                f"as_strided at {source_of(node)} reads elements by their places in memory, which are others where a rank "
+                "holds a part of the tensor; write it with unfold, slices or reshape"
+            )
+    return exported
 
 
 def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
@@ -116,11 +123,6 @@ def _needs_functions(graph: fx.Graph) -> bool:
                 "own; write it with batched torch ops"
             )
         if isinstance(node.target, torch._ops.OpOverload):
-            if node.target in _BY_PLACE:
-                raise CaptureError(
-                    f"{node.target._schema.name.removeprefix('aten::')} at {source_of(node)} reads elements by their places "
-                    "in memory, which are others where a rank holds a part of the tensor; write it with unfold, slices or reshape"
-                )
             if node.target is torch.ops.aten.instance_norm.default and node.args[3] is not None and node.args[5]:
                 raise CaptureError(
                     f"torch.instance_norm in training at {source_of(node)}: export loses the update of its statistics; use "
