@@ -16,7 +16,7 @@ from autopar.capture.saved_names import saved_names
 from autopar.capture.trees import check_like, rebuild
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
-from autopar.codegen.pipeline import pipeline_source
+from autopar.codegen.pipeline import batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
 from autopar.errors import EmitError, InputError
@@ -116,16 +116,17 @@ class ParallelProgram(Compiled):
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """Tensor leaves of a batch built like the example inputs, of any bucket. Raises InputError when it is not."""
-        return self._bucket_of(batch)[1]
+        return self._bucketed(batch)[1]
 
     def for_batch(self, batch: Any) -> tuple[ParallelProgram, list[torch.Tensor]]:
         """The program of the batch's bucket alone, and the batch's tensors padded as it takes them. Raises InputError."""
-        place, leaves = self._bucket_of(batch)
-        program = (replace(self, buckets=(), request=replace(self.request, buckets=())), *self.buckets)[place]
-        return (program if self.buckets else self), list(self._shapes.of(leaves)[1])
+        place, _, padded = self._bucketed(batch)
+        if place or not self.buckets:
+            return self.of_buckets[place], padded
+        return replace(self, buckets=(), request=replace(self.request, buckets=())), padded
 
-    def _bucket_of(self, batch: Any) -> tuple[int, list[torch.Tensor]]:
-        """The bucket of a batch, and its tensors as they are."""
+    def _bucketed(self, batch: Any) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+        """The bucket of a batch, its tensors as they are, and padded as the bucket takes them. Raises InputError."""
         if isinstance(batch, torch.Tensor):
             batch = (batch,)
         if isinstance(batch, list):
@@ -141,7 +142,7 @@ class ParallelProgram(Compiled):
                     f"the batch: input {like.name} has shape {tuple(leaf.shape)}, the program was compiled for {like.shape}; "
                     "pass batches of that shape, or compile again with an example of the new one"
                 )
-        return place, leaves
+        return place, leaves, list(padded)
 
     @cached_property
     def _shapes(self) -> Shapes:
@@ -217,10 +218,10 @@ class ParallelProgram(Compiled):
 
 def _inputs(program: ParallelProgram) -> list[InputLike]:
     """What a program's inputs are like, of the whole batch."""
-    parts, ir = program.plan.microbatches, program.ir
+    ir, shapes = program.ir, batch_shapes(program.ir, program.plan.microbatches)
     return [
-        InputLike(name, tuple(n * parts if i == dim else n for i, n in enumerate(type_.shape)), (type_.dtype,), dim)
-        for (name, type_), dim in zip(ir.inputs, ir.batch_dims, strict=True)
+        InputLike(name, shape, (type_.dtype,), dim)
+        for (name, type_), dim, shape in zip(ir.inputs, ir.batch_dims, shapes, strict=True)
     ]
 
 

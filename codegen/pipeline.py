@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 import types
-from collections.abc import Sequence
 from typing import Any
 
 from autopar.codegen.marks import number, quoted
@@ -35,9 +34,10 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
         training=program.training,
         transfers=table_lines(transfers),
         inputs=[
-            f"dict(name={name!r}, shape={_whole(type_.shape, dim, microbatches)!r}, dtype={printer.dtype(type_.dtype)!r}, "
-            f"batch_dim={dim!r})"
-            for (name, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
+            f"dict(name={name!r}, shape={shape!r}, dtype={printer.dtype(type_.dtype)!r}, batch_dim={dim!r})"
+            for (name, type_), dim, shape in zip(
+                program.inputs, program.batch_dims, batch_shapes(program, microbatches), strict=True
+            )
         ],
         ranges=[
             f"dict(input={one.input}, low={one.allowed.low}, high={one.allowed.high}, also={tuple(sorted(one.also))!r}, "
@@ -65,8 +65,12 @@ def pipeline_module(source: str) -> types.ModuleType:
     return module
 
 
-def _whole(shape: Sequence[int], dim: int | None, microbatches: int) -> tuple[int, ...]:
-    return tuple(n * microbatches if i == dim else n for i, n in enumerate(shape))
+def batch_shapes(program: Program, microbatches: int) -> list[tuple[int, ...]]:
+    """The shapes of a whole batch of so many microbatches, input by input."""
+    return [
+        tuple(n * microbatches if i == dim else n for i, n in enumerate(type_.shape))
+        for (_, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
+    ]
 
 
 def _wrapped(row: str) -> Any:

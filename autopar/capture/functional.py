@@ -38,7 +38,8 @@ def traced_step(step: nn.Module, fakes: list[torch.Tensor]) -> tuple[Any, bool]:
     _inline_regions(exported.graph_module)
     _without_detached_constants(exported.graph_module.graph)
     exported.graph_module.graph.eliminate_dead_code()
-    writes = _needs_functions(exported.graph_module.graph)
+    _check_nodes(exported.graph_module.graph)
+    writes = _writes(exported.graph_module.graph)
     if writes:
         _without_idle_dropout(exported.graph_module.graph)
     if not writes or without_writes(exported):
@@ -114,8 +115,17 @@ _BY_PLACE = frozenset(
 """Ops that count elements as they lie in memory, not by their indices."""
 
 
-def _needs_functions(graph: fx.Graph) -> bool:
-    """Whether any op writes to its arguments or to buffers. Raises CaptureError for nodes that no program has."""
+def _writes(graph: fx.Graph) -> bool:
+    """Whether any op writes to its arguments or to buffers."""
+    return any(
+        node.target._schema.is_mutable or (node.target is torch.ops.aten.batch_norm.default and node.args[5])
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    )
+
+
+def _check_nodes(graph: fx.Graph) -> None:
+    """Raises CaptureError for nodes that no program has."""
     for node in graph.nodes:
         if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
             raise CaptureError(
@@ -138,11 +148,6 @@ def _needs_functions(graph: fx.Graph) -> bool:
                 raise CaptureError(
                     "forward gives a tensor the memory of another one (set_); assign the tensor itself instead"
                 )
-            if node.target._schema.is_mutable:
-                return True
-            if node.target is torch.ops.aten.batch_norm.default and node.args[5]:
-                return True
-    return False
 
 
 def _inline_regions(module: fx.GraphModule) -> None:

@@ -249,3 +249,16 @@ def test_reading_memory_by_places_is_refused_with_the_line() -> None:
     assert "as_strided at" in text
     assert "return h.as_strided" in text
     assert "unfold" in text
+
+
+def test_what_no_program_has_is_refused_after_a_write_too() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.lin = nn.BatchNorm1d(8), nn.Linear(8, 8)
+            self.rows = nn.Embedding(4, 8, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lin(self.norm(x)) + self.rows(torch.arange(4)).sum(0)
+
+    assert "sparse=True" in refusal(Sparse())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autopar.ir.actions import StageGraph
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.layout import Layout
 from autopar.passes.search.stages.cuts import CutSearch
@@ -61,12 +62,8 @@ def groups_of(stages: Sequence[StagePlan]) -> tuple[tuple[int, ...], ...]:
 
 def shape_of(groups: Sequence[Sequence[int]]) -> str:
     """How stages lie on groups: "loop" (round after round), "v" (there and back), or "any"."""
-    count = len(groups)
-    if all(list(stages) == list(range(g, g + count * len(stages), count)) for g, stages in enumerate(groups)):
-        return "loop"
-    if all(list(stages) == [g, 2 * count - 1 - g] for g, stages in enumerate(groups)):
-        return "v"
-    return "any"
+    chains = {shape: StageGraph.chain(len(groups), len(groups[0]), shape) for shape in ("loop", "v")}
+    return next((shape for shape, chain in chains.items() if chain.groups == tuple(map(tuple, groups))), "any")
 
 
 def _meshes(task: Task, layout: Layout) -> list[Mesh]:
