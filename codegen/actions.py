@@ -12,6 +12,7 @@ from autopar.ir import lines as ir
 from autopar.ir.lines import Function, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.steps import rows
+from autopar.ops.homes import HOMES
 
 WHAT = {
     "prepare": "What forward must know of the whole batch, of one microbatch; PREPARED says how all are put together.",
@@ -20,7 +21,7 @@ WHAT = {
     "inputs": "B: gradients of what one microbatch reads; what those of parameters need is left in a list.",
     "weights": "W: gradients of parameters of one microbatch.",
 }
-_RESERVED = ("rt", "torch", "ops", "aten", "attention", "rnn", "user_ops", "float", "range", "reversed", "zip")
+_RESERVED = ("rt", "torch", "aten", *HOMES, "user_ops", "float", "range", "reversed", "zip")
 """Names of the file that the functions read."""
 
 TIERS = {"ddr": "host memory", "nvme": "a file"}

@@ -14,7 +14,8 @@ from autopar import runtime
 from autopar.codegen.pipeline import pipeline_module
 from autopar.codegen.user_ops import used_ops, user_ops_module
 from autopar.ir.lowered import LoweredProgram
-from autopar.runtime import attention, ops, random, rnn
+from autopar.ops.homes import HOMES
+from autopar.runtime import random
 from autopar.runtime.comm import Comm
 from autopar.runtime.session import Session
 from autopar.runtime.tables import world_mesh
@@ -78,8 +79,8 @@ def load(lowered: LoweredProgram, sources: Sequence[str], pipeline: str) -> InPr
 def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleType] | None = None) -> types.ModuleType:
     """Execute a stage file. `autopar_runtime` is this package's runtime; `importable` are other modules it may import."""
     sys.modules.setdefault("autopar_runtime", runtime)
-    for part in (ops, attention, rnn, random):
-        setattr(runtime, part.__name__.rsplit(".", 1)[1], part)
+    for name, part in {**HOMES, "random": random}.items():
+        setattr(runtime, name, part)
     sys.modules.update(importable or {})
     module = types.ModuleType(name)
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)

@@ -16,7 +16,7 @@ from autopar.codegen.text import comment
 from autopar.ir.call import schema_arguments
 from autopar.ir.lines import Compute, Convert, Line, Ref, Site
 from autopar.ops.discover import target_of
-from autopar.ops.registry import Offset, find
+from autopar.ops.registry import AlongAxis, Offset, find
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
 _BINARY = {
@@ -48,6 +48,8 @@ class Printer:
             return self.local(x.name)
         if isinstance(x, Offset):
             return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}"
+        if isinstance(x, AlongAxis):
+            return f"rt.along({x.axis!r})"
         if isinstance(x, Site):
             return f"rt.key(call, {x.number})"
         if isinstance(x, torch.dtype):
@@ -72,11 +74,19 @@ class Printer:
         """Right-hand side of a line."""
         if isinstance(line, Convert):
             return self._collective(line)
+        function = _carrier(line)
+        if function:
+            return self._call(function, line.op, line.kwargs)[:-1] + f", {self._told(line)})"
         if line.op.startswith(("autopar.", "autopar_ops.")):
             return self._own(line)
         if line.op.startswith(("aten.", "prims.")):
             return self._aten(line)
         return self._library(line)
+
+    def _told(self, line: Compute) -> str:
+        """The keywords that the op's schema does not have."""
+        schema_names = {n for n, _, _ in schema_arguments(target_of(line.op))}
+        return ", ".join(f"{k}={self.value(v)}" for k, v in line.kwargs.items() if k not in schema_names)
 
     def _collective(self, line: Convert) -> str:
         x, step = self.local(line.value), line.step
@@ -150,6 +160,20 @@ class Printer:
 
     def _library(self, line: Compute) -> str:
         return self._call(f"torch.ops.{line.op.removesuffix('.default')}", line.op, line.kwargs)
+
+
+def _carrier(line: Compute) -> str:
+    """The function of the runtime that sends an op's messages, where it is not the op's own."""
+    definition = find(line.op) if line.carried else None
+    return definition.carrier if definition is not None else ""
+
+
+def home_of(line: Compute) -> str:
+    """The module of the runtime that an op's function is in, "ops" where it is torch's."""
+    definition = find(line.op)
+    if definition is None:
+        return "ops"
+    return _carrier(line).split(".")[0] or definition.home
 
 
 def _axes(axes: tuple[str, ...]) -> str:

@@ -10,13 +10,14 @@ import jinja2
 from autopar.codegen.actions import stage_functions
 from autopar.codegen.body import Body
 from autopar.codegen.marks import local, quoted
-from autopar.codegen.printer import Dtypes, Printer, statement
+from autopar.codegen.printer import Dtypes, Printer, home_of, statement
 from autopar.codegen.table import table_lines
 from autopar.codegen.text import docstring, identifier
 from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Compute, Function
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, Row, StoredParameter
 from autopar.ir.steps import rows
+from autopar.ops.homes import ALWAYS
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("autopar.codegen", "templates"),
@@ -80,13 +81,18 @@ def _source(
         },
         mesh=dict(stage.mesh.axes),
         user_ops=bool(registered_ops(stage)),
+        homes=sorted({*ALWAYS, *(home_of(line) for line in _computed(stage))}),
     )
+
+
+def _computed(stage: LoweredStage) -> Iterator[Compute]:
+    lines = (line for t in stage.templates.values() for f in t.functions for line in f.lines)
+    return (line for line in lines if isinstance(line, Compute))
 
 
 def registered_ops(stage: LoweredStage) -> frozenset[str]:
     """Names of the ops that the user registered and the stage's templates use."""
-    lines = (line for t in stage.templates.values() for f in t.functions for line in f.lines)
-    ops = (line.op.split(".") for line in lines if isinstance(line, Compute))
+    ops = (line.op.split(".") for line in _computed(stage))
     return frozenset(name for namespace, name, *_ in ops if namespace == "autopar_ops")
 
 

@@ -6,7 +6,7 @@ at once, as NCCL's do, so the slowest one counts. The texts add the levels up: t
 `textbook/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
 
 `nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
-(reduce_scatter), what one rank holds (all_to_all), the message (broadcast, p2p).
+(reduce_scatter), what one rank holds (all_to_all), the message (broadcast, p2p; shift: of everyone to the next).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.errors import ClusterError
 if TYPE_CHECKING:
     from autopar.cluster import ClusterSpec
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p", "shift")
 
 
 Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]
@@ -63,7 +63,7 @@ def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tup
     known_s = level.measured_s(kind, P, S) if level.measured else None
     if known_s is not None:
         return known_s * level.rate_Bps() / B, 0.0
-    a, depth = level.latency_s, ceil(log2(P))
+    a, depth = level.latency_s, 1 if kind == "shift" else ceil(log2(P))
     ramp = level.ramp_s * depth * S / (S + RAMP_BYTES)
     if level.mesh_links:
         B *= min(1.0, (P - 1) / level.mesh_links)
@@ -121,7 +121,7 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
             moved = nbytes * (fan - 1) * inner / P / B
         elif kind == "all_reduce" and i < len(shape) - 1:
             moved, fixed = (2 * x for x in _one_level_s("reduce_scatter", S, fan, level, B))
-        elif kind in ("broadcast", "p2p"):
+        elif kind in ("broadcast", "p2p", "shift"):
             moved, fixed = _one_level_s(kind, nbytes, fan, level, B)
         else:
             moved, fixed = _one_level_s(kind, S, fan, level, B)

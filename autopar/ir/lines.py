@@ -75,6 +75,21 @@ class ParameterGather:
     dtype: torch.dtype | None
 
 
+@dataclass(frozen=True)
+class Sent:
+    """Messages that an op sends itself, each after the one before.
+
+    kind: as `autopar.costmodel.collective` has them; nbytes: of one, of the full array; times: how many.
+    behind: share of the op's own work that one of them is under way behind.
+    """
+
+    kind: str
+    axis: str
+    nbytes: float
+    times: int = 1
+    behind: float = 0.0
+
+
 # --- lines
 
 
@@ -110,11 +125,16 @@ class ValueLine(Line):
 
 @dataclass(frozen=True)
 class Compute(Line):
-    """`outs` = op(kwargs), on blocks. Tensors among the arguments are Refs. node: the template's graph node, if it is one."""
+    """`outs` = op(kwargs), on blocks. Tensors among the arguments are Refs. node: the template's graph node, if it is one.
+
+    carried: mesh axes that take a choice with messages (`autopar.ir.rule.Carried`), and which; sent: these messages.
+    """
 
     op: str
     kwargs: dict[str, Any] = field(default_factory=dict, hash=False)
     node: str = ""
+    carried: tuple[tuple[str, str], ...] = ()
+    sent: tuple[Sent, ...] = ()
 
     def reads(self) -> Iterator[str]:
         yield from _refs_in(list(self.kwargs.values()))

@@ -7,9 +7,10 @@
     .                          an operand or result dim of size one (or an operand without dims: write `1`)
 
 A *strategy* gives each mesh axis one choice: a factor to shard, `""` (every rank along the axis does the same work),
-or `~k` (linear group k: those operands may arrive as partial sums, and the results leave as partial sums). From rule
-and strategy follow the specs of operands and results, local shapes, and what is owed. Nothing else in the compiler
-needs to know the op.
+`~k` (linear group k: those operands may arrive as partial sums, and the results leave as partial sums), or `+s+t`: the axis
+shards these factors together and the op's implementation sends along it what a block lacks, though its rule may want
+them whole (a ring of attention has query rows and keys in blocks). From rule and strategy follow the specs of operands
+and results, local shapes, and what is owed. Nothing else in the compiler needs to know the op.
 """
 
 from __future__ import annotations
@@ -38,6 +39,30 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A choice that comes with messages inside the op: one mesh axis shards these factors together.
+
+    Of a strategy at most one axis takes it, and no other axis shards any of the factors but the first. owed: results that
+    leave as partial sums over the axis.
+    """
+
+    factors: tuple[str, ...]
+    owed: tuple[int, ...] = ()
+
+    @property
+    def choice(self) -> str:
+        """`+s+t`."""
+        return "".join(f"+{factor}" for factor in self.factors)
+
+
+def factors_of(choice: str) -> tuple[str, ...]:
+    """The factors that an axis shards which makes this choice."""
+    if choice.startswith("+"):
+        return tuple(choice[1:].split("+"))
+    return () if not choice or choice[0] == "~" else (choice,)
+
+
+@dataclass(frozen=True)
 class Rule:
     """`operands[i]`, `results[i]`: per dim the factors it is made of, major first (None: not a tensor)."""
 
@@ -45,6 +70,7 @@ class Rule:
     results: tuple[Labels | None, ...]
     factors: dict[str, Factor] = field(hash=False)
     linear: tuple[frozenset[int], ...] = ()
+    carried: tuple[Carried, ...] = ()
 
     @cached_property
     def shardable(self) -> tuple[str, ...]:
@@ -61,27 +87,45 @@ class Rule:
         """Factors that occur in operands."""
         return frozenset(f for labels in self.operands for dim in labels or () for f in dim)
 
+    @cached_property
+    def carries(self) -> dict[str, Carried]:
+        """The choices that come with messages, but those whose factors cannot be cut."""
+        cut = (one for one in self.carried if all(f in self.factors and self.factors[f].size > 1 for f in one.factors))
+        return {one.choice: one for one in cut}
+
     def choices(self) -> tuple[str, ...]:
         """What one mesh axis may choose."""
-        return (*self.shardable, "", *(f"~{k}" for k in range(len(self.linear))))
+        return (*self.shardable, "", *(f"~{k}" for k in range(len(self.linear))), *self.carries)
 
     def allows(self, strategy: Strategy, mesh: Mesh) -> bool:
-        """Whether every choice exists and every sharded factor divides."""
+        """Whether every choice exists, they agree with each other, and every sharded factor divides."""
         choices = self.choices()
-        return all(choice in choices for choice in strategy) and self._divides(strategy, mesh)
+        return all(choice in choices for choice in strategy) and self.agrees(strategy) and self._divides(strategy, mesh)
+
+    def agrees(self, strategy: Strategy) -> bool:
+        """Whether what the axes choose does not exclude each other."""
+        for choice in strategy:
+            if choice.startswith("+"):
+                own = self.carries[choice].factors
+                others = [f for c in strategy for f in factors_of(c)]
+                if strategy.count(choice) > 1 or any(others.count(f) > 1 for f in own[1:]):
+                    return False
+                if any(c.startswith("+") and c != choice and own[0] in factors_of(c) for c in strategy):
+                    return False
+        return True
 
     def _divides(self, strategy: Strategy, mesh: Mesh) -> bool:
         parts: dict[str, int] = {}
         for (_, size), choice in zip(mesh.axes, strategy, strict=True):
-            if choice and choice[0] != "~":
-                parts[choice] = parts.get(choice, 1) * size
+            for factor in factors_of(choice):
+                parts[factor] = parts.get(factor, 1) * size
         return all(self.factors[f].size % n == 0 for f, n in parts.items())
 
     def strategies(self, mesh: Mesh) -> list[Strategy]:
         """Every valid strategy on `mesh` (axes of size one take no choice)."""
         choices = self.choices()
         per_axis = [choices if size > 1 else ("",) for _, size in mesh.axes]
-        return [s for s in itertools.product(*per_axis) if self._divides(s, mesh)]
+        return [s for s in itertools.product(*per_axis) if self.agrees(s) and self._divides(s, mesh)]
 
     def operand_spec(self, index: int, strategy: Strategy, mesh: Mesh) -> Spec | None:
         """The spec in which operand `index` must arrive."""
@@ -103,7 +147,7 @@ class Rule:
         held = {f for dim in labels for f in dim}
         owed = []
         for axis, choice in zip(mesh.names, strategy, strict=True):
-            if choice.startswith("~"):
+            if choice.startswith("~") or (choice in self.carries and index in self.carries[choice].owed):
                 owed.append((axis, "sum"))
             elif choice and choice not in held and choice in self.contracted:
                 owed.append((axis, self.factors[choice].reduce))
@@ -111,13 +155,13 @@ class Rule:
 
     def work_parts(self, strategy: Strategy, mesh: Mesh) -> int:
         """Over how many ranks the op's work is divided."""
-        return mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if c and c[0] != "~")
+        return mesh.product(a for a, c in zip(mesh.names, strategy, strict=True) if factors_of(c))
 
     def _dims(self, labels: Labels, strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
         taken: dict[str, tuple[str, ...]] = {}
         for axis, choice in zip(mesh.names, strategy, strict=True):
-            if choice and choice[0] != "~":
-                taken[choice] = (*taken.get(choice, ()), axis)
+            for factor in factors_of(choice):
+                taken[factor] = (*taken.get(factor, ()), axis)
         if not taken:
             return ((),) * len(labels)
         return tuple(next((taken[f] for f in dim if f in taken), ()) for dim in labels)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autopar.errors import ShardingError
 from autopar.ir.call import OpCall
-from autopar.ir.rule import Factor, Labels, Rule
+from autopar.ir.rule import Carried, Factor, Labels, Rule
 
 
 class Maker:
@@ -33,7 +35,11 @@ class Maker:
         )
 
     def rule(
-        self, operands: list[Labels | None], results: list[Labels | None], linear: list[set[int]] | None = None
+        self,
+        operands: list[Labels | None],
+        results: list[Labels | None],
+        linear: list[set[int]] | None = None,
+        carried: Iterable[Carried] = (),
     ) -> Rule:
         used = {f for labels in (*operands, *results) for dim in labels or () for f in dim}
         return Rule(
@@ -41,6 +47,7 @@ class Maker:
             tuple(results),
             {k: f for k, f in self.factors.items() if k in used},
             tuple(frozenset(g) for g in linear or ()),
+            tuple(carried),
         )
 
 

@@ -14,11 +14,12 @@ import torch
 from torch.autograd import Function
 
 from autopar.ir.call import OpCall
-from autopar.ir.rule import Labels, Rule
+from autopar.ir.lines import Sent
+from autopar.ir.rule import Carried, Labels, Rule
 from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker, all_float, reduced_dims
 from autopar.ops.pointwise import pointwise
-from autopar.ops.registry import define, named, register
+from autopar.ops.registry import Sending, define, named, register
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -72,6 +73,16 @@ def whole_reduction(call: OpCall) -> Rule:
     return _reduction(call, None, False)
 
 
+def _one_row(sending: Sending) -> list[Sent]:
+    """The last row of every block is gathered."""
+    shape = sending.call.shapes[0]
+    block = sending.result_bytes[0] * sending.ranks / shape[int(sending.call["dim"])]
+    return [Sent("all_gather", sending.axis, block * sending.ranks)]
+
+
+define("aten.cumsum", sends=_one_row, carrier="scans.cumsum", localize=lambda block: block.told())
+
+
 @register(*named("cumsum cumprod cummax cummin sort topk _softmax _log_softmax _safe_softmax flip roll logcumsumexp"))
 def along_dims(call: OpCall) -> Rule:
     """Ops that work along some dims (kept whole) and independently over the others."""
@@ -84,7 +95,8 @@ def along_dims(call: OpCall) -> Rule:
         for t in call.results
     ]
     linear = [{0}] if call.op.split(".")[1] in ("cumsum", "flip", "roll") and all_float(call) else []
-    return make.rule([labels], results, linear)
+    carried = [Carried((f"d{i}",)) for i in gone] if call.op.startswith("aten.cumsum") else []
+    return make.rule([labels], results, linear, carried)
 
 
 @register("aten._softmax_backward_data", "aten._log_softmax_backward_data")

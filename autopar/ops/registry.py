@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from autopar.ir.call import OpCall
+from autopar.ir.call import OpCall, Operand
+from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.ranges import Index, Range
-from autopar.ir.rule import Labels, Rule, Strategy
+from autopar.ir.rule import Labels, Rule, Strategy, factors_of
 
 RuleFunction = Callable[[OpCall], Rule]
 Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
@@ -37,6 +38,13 @@ class Offset:
 
 
 @dataclass(frozen=True)
+class AlongAxis:
+    """The mesh axis along which an op sends messages itself."""
+
+    axis: str
+
+
+@dataclass(frozen=True)
 class Block:
     """One op on one rank: what `localize` functions look at to rewrite arguments."""
 
@@ -47,7 +55,19 @@ class Block:
 
     def axes_of(self, factor: str) -> tuple[str, ...]:
         """Mesh axes that shard a factor."""
-        return tuple(a for a, c in zip(self.mesh.names, self.strategy, strict=True) if c == factor)
+        return tuple(a for a, c in zip(self.mesh.names, self.strategy, strict=True) if factor in factors_of(c))
+
+    def along(self, choice: str = "") -> AlongAxis | None:
+        """The axis that takes a choice with messages (by default whichever), None where no axis of several ranks does."""
+        for (axis, size), taken in zip(self.mesh.axes, self.strategy, strict=True):
+            if size > 1 and taken.startswith(choice or "+"):
+                return AlongAxis(axis)
+        return None
+
+    def told(self) -> dict[str, AlongAxis]:
+        """What an implementation that sends messages is told: the axis, if any takes a choice with messages."""
+        axis = self.along()
+        return {} if axis is None else {"along": axis}
 
     def parts(self, factor: str) -> int:
         """Into how many blocks a factor is cut."""
@@ -83,6 +103,24 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Sending:
+    """An op that takes a carried choice along an axis of so many ranks. nbytes: of operands and results on this rank."""
+
+    call: OpCall
+    choice: str
+    axis: str
+    ranks: int
+    operand_bytes: tuple[float, ...]
+    result_bytes: tuple[float, ...]
+
+    def bytes_of(self, name: str) -> float:
+        """Of the operand that an argument names, on this rank."""
+        operand = self.call[name]
+        assert isinstance(operand, Operand)
+        return self.operand_bytes[operand.index]
+
+
+@dataclass(frozen=True)
 class OpDef:
     """What the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
 
@@ -91,6 +129,9 @@ class OpDef:
         work(call, rule): its arithmetic, where that is more than reading and writing (products, convolutions).
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
+    Messages of its own (the carried choices of its rule):
+        sends(sending): what it sends along the axis.
+        carrier: the function of the runtime that does it, told the axis by the keyword `along`. "": that of the op itself.
     Facts:
         free: a view that moves no bytes.
         random: it draws random numbers, numbered by its argument `site`.
@@ -125,6 +166,8 @@ class OpDef:
     work: Callable[[OpCall, Rule], Gemm] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
+    sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)
+    carrier: str = ""
     free: bool = False
     random: bool = False
     fresh: bool = False

@@ -74,6 +74,8 @@ class Call:
 
     all_reduce: inp, out alike (may be the same); all_gather: out (n, *inp); reduce_scatter: inp (n, *out);
     all_to_all: inp and out (n, *chunk); broadcast: inp of member `root` to every out; barrier: empty tensors.
+    shift: inp goes to the out of the member `root` places further, round and round. exchange: of inp `sent[m]` rows go
+    to member m, of out `received[m]` come from there.
     """
 
     kind: str
@@ -83,10 +85,13 @@ class Call:
     op: str = "sum"
     root: int = 0
     site: str = ""
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
     def signature(self) -> tuple[Any, ...]:
         """What must agree over all members of the group."""
-        return (self.kind, self.op, self.root, tuple(self.inp.shape), self.inp.dtype)
+        shape = tuple(self.inp.shape)
+        return (self.kind, self.op, self.root, shape[1:] if self.kind == "exchange" else shape, self.inp.dtype)
 
     def describe(self) -> str:
         shape = ", ".join(map(str, self.inp.shape))
@@ -269,6 +274,30 @@ class Comm(ABC):
         x = x.contiguous()
         out = torch.empty_like(x)
         return self._handle(Call("broadcast", group, out, x, root=index, site=site), out)
+
+    def start_shift(self, x: Tensor, axes: Axes, by: int = 1, site: str = "") -> Handle[Tensor]:
+        """The x of the member `by` places before this one, counted round and round."""
+        group = self.group(axes)
+        if by % group.size == 0:
+            return Handle(None, x)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        return self._handle(Call("shift", group, out, x, root=by % group.size, site=site), out)
+
+    def start_exchange(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes, site: str = ""
+    ) -> Handle[Tensor]:
+        """Rows by member: `sent[m]` of them go to member m, in the result `received[m]` come from there."""
+        group = self.group(axes)
+        if group.size == 1:
+            return Handle(None, rows)
+        if len(sent) != group.size or len(received) != group.size or sum(sent) != len(rows):
+            raise RuntimeProgramError(
+                f"exchange of {len(rows)} rows: {list(sent)} to and {list(received)} from the members of {group}"
+            )
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        call = Call("exchange", group, out, rows.contiguous(), site=site, sent=tuple(sent), received=tuple(received))
+        return self._handle(call, out)
 
     # ---- collectives into given contiguous buffers
 

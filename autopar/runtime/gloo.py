@@ -7,7 +7,7 @@ all_reduces in one round trip. Large ones stay with Gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from .buffers import BufferPool
 from .comm import REDUCTIONS, Call, reduce_in_order
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
 OPS = tuple(REDUCTIONS)
 EXCHANGE_BYTES = 1 << 17
 
@@ -61,25 +61,48 @@ def start(call: Call, number: int, process_group: Any, pool: BufferPool) -> Call
     if call.kind == "all_to_all":
         call.out[me].copy_(call.inp[me])
         return _exchange(call, number, process_group, call.out, lambda member: call.inp[member])
+    if call.kind == "shift":
+        before, after = ((me + by) % n for by in (-call.root, call.root))
+        return _messages(call, number, process_group, [(before, call.out)], [(after, call.inp)])
+    if call.kind == "exchange":
+        parts = dict(enumerate(call.inp.split(call.sent)))
+        places = dict(enumerate(call.out.split(call.received)))
+        places.pop(me).copy_(parts.pop(me))
+        coming = [(member, rows) for member, rows in places.items() if rows.numel()]
+        return _messages(call, number, process_group, coming, [(m, rows) for m, rows in parts.items() if rows.numel()])
     return None
 
 
 def _exchange(
     call: Call, number: int, process_group: Any, rows: Tensor | Mapping[int, Tensor], outgoing: Callable[[int], Tensor]
 ) -> Callable[[], None]:
-    """Send outgoing(member) to every other member, receive theirs in rows[member].
+    """Send outgoing(member) to every other member, receive theirs in rows[member]."""
+    me, n = call.group.index, call.group.size
+    coming = [((me - distance) % n, rows[(me - distance) % n]) for distance in range(1, n)]
+    going = (((me + distance) % n, outgoing((me + distance) % n)) for distance in range(1, n))
+    return _messages(call, number, process_group, coming, going)
+
+
+def _messages(
+    call: Call,
+    number: int,
+    process_group: Any,
+    coming: Iterable[tuple[int, Tensor]],
+    going: Iterable[tuple[int, Tensor]],
+) -> Callable[[], None]:
+    """Receive from members into buffers, send buffers to members.
 
     The tag says which call this is, so that different collectives never take each other's bytes.
     """
     group = call.group
-    tag = (number & 0xFFFF) << 12 | (call.inp.numel() & 0xFF) << 4 | KINDS.index(call.kind) << 2 | OPS.index(call.op)
+    size = 0 if call.kind == "exchange" else call.inp.numel() & 0x7F
+    tag = (number & 0xFFFF) << 12 | size << 5 | KINDS.index(call.kind) << 2 | OPS.index(call.op)
     works, kept = [], []
-    for distance in range(1, group.size):
-        source = (group.index - distance) % group.size
-        target = (group.index + distance) % group.size
-        works.append(dist.irecv(rows[source], group.ranks[source], group=process_group, tag=tag))
-        kept.append(outgoing(target))
-        works.append(dist.isend(kept[-1], group.ranks[target], group=process_group, tag=tag))
+    for member, buffer in coming:
+        works.append(dist.irecv(buffer, group.ranks[member], group=process_group, tag=tag))
+    for member, buffer in going:
+        kept.append(buffer)
+        works.append(dist.isend(buffer, group.ranks[member], group=process_group, tag=tag))
 
     def wait() -> None:
         for work in works:

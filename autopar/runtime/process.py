@@ -177,6 +177,8 @@ class TorchComm(Comm):
         return torch.tensor([place[rank] for rank in group.ranks], device=self.device)
 
     def _start_nccl(self, call: Call) -> Callable[[], None]:
+        if call.kind == "shift":
+            return self._start_shift(call)
         return self._start_native(call).wait if self._order(call.group) is None else self._start_reordered(call)
 
     def _start_native(self, call: Call) -> Any:
@@ -196,12 +198,32 @@ class TorchComm(Comm):
             if call.group.index == call.root:
                 call.out.copy_(call.inp)
             return dist.broadcast(call.out, call.group.ranks[call.root], group=group, async_op=True)
+        if call.kind == "exchange":
+            return dist.all_to_all_single(
+                call.out, call.inp, list(call.received), list(call.sent), group=group, async_op=True
+            )
         raise RuntimeProgramError(f"unknown collective {call.kind!r}")
+
+    def _start_shift(self, call: Call) -> Callable[[], None]:
+        """A send and a receive that go out as one."""
+        ranks, me, group = call.group.ranks, call.group.index, self._process_groups[frozenset(call.group.axes)]
+        source, target = (ranks[(me + by) % len(ranks)] for by in (-call.root, call.root))
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, call.inp, target, group), dist.P2POp(dist.irecv, call.out, source, group)]
+        )
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def _start_reordered(self, call: Call) -> Callable[[], None]:
         """Members named in another order than their ranks: permute rows before or after."""
         order = self._order(call.group)
         assert order is not None
+        if call.kind == "exchange":
+            raise RuntimeProgramError(f"{call.describe()} over {call.group}: name its axes in the order of the mesh")
         back = torch.argsort(order)
         inp, out = call.inp, call.out
         if call.kind in ("reduce_scatter", "all_to_all"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .along import Along
 from .comm import Comm, Handle, Step
 from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
@@ -55,6 +56,10 @@ class Rank:
         self.device: torch.device = comm.device
         self._prefetched: dict[str, Handle[list[Tensor]]] = {}
         self._updated: dict[str, Tensor] = {}
+
+    def along(self, axis: str) -> Along:
+        """A mesh axis, for an op that sends messages itself."""
+        return Along(self.comm, axis)
 
     def prefetch(self, key: str, items: Sequence[Wanted], site: str = "") -> None:
         """Start gathering parameters along their steps; `take(key)` gives them."""

@@ -247,6 +247,14 @@ def execute(calls: list[Call]) -> None:
     elif kind == "broadcast":
         for call in calls:
             call.out.copy_(calls[calls[0].root].inp)
+    elif kind == "shift":
+        for index, call in enumerate(calls):
+            call.out.copy_(calls[(index - call.root) % len(calls)].inp)
+    elif kind == "exchange":
+        sent = [call.inp.split(call.sent) for call in calls]
+        for index, call in enumerate(calls):
+            for rows, source in zip(call.out.split(call.received), sent, strict=True):
+                rows.copy_(source[index])
     else:
         raise RuntimeProgramError(f"unknown collective {kind!r}")
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.lines import Convert, Function, TemplateCall
+from autopar.ir.lines import Compute, Convert, Function, TemplateCall
 from autopar.ir.lowered import LoweredStage
-from autopar.passes.price.lines import Message, conversion_messages, gradient_messages, line_messages, regather_messages
+from autopar.passes.price.lines import Message, gradient_messages, line_messages, regather_messages
 from autopar.passes.price.pricer import Pricer
 
 
@@ -43,7 +43,7 @@ def _messages(stage: LoweredStage) -> Iterator[tuple[Message, int]]:
     for line in stage.lines:
         if isinstance(line, TemplateCall):
             calls[line.template, line.action] += 1
-        elif not isinstance(line, Convert):
+        elif not isinstance(line, (Convert, Compute)):
             yield from ((message, stage.microbatches) for message in line_messages(line, {}, stage))
     for name, template in stage.templates.items():
         functions = zip("FBW", (template.forward, template.backward, template.weights), strict=True)
@@ -62,5 +62,5 @@ def _messages(stage: LoweredStage) -> Iterator[tuple[Message, int]]:
 def _conversions(function: Function, stage: LoweredStage, where: str) -> Iterator[Message]:
     held = function.local_bytes(stage.mesh)
     for line in function.lines:
-        if isinstance(line, Convert):
-            yield from conversion_messages(line, held, stage.mesh, where)
+        if isinstance(line, (Convert, Compute)):
+            yield from line_messages(line, held, stage, where)

@@ -17,10 +17,10 @@ from autopar.ir.call import OpCall, Operand
 from autopar.ir.lines import Compute, Convert, Function, Line, Ref, label
 from autopar.ir.lowered import LoweredProgram, LoweredStage, LoweredTemplate, Port, Row
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Rule
+from autopar.ir.rule import Carried, Rule
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.ops.registry import find
+from autopar.ops.registry import AlongAxis, find
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.schedule.proof import check_table
 
@@ -135,11 +135,13 @@ def _computed(line: Compute, rules: RuleBook, typed: dict[str, Typed], where: st
     """What the op's rule says of the results, its operands being sharded as they are."""
     operands = [typed[n] for n in line.reads()]
     rule = rules.rule(_global_call(line, [t for t, _ in operands]))
+    carried = _carried(line, rule, where)
+    divided = {*rule.shardable, *(f for one in carried.values() for f in one.factors)}
     taken: dict[str, tuple[str, ...]] = {}
     owed: dict[str, set[int]] = {}
     for i, ((_, spec), labels) in enumerate(zip(operands, rule.operands, strict=True)):
         for axes, dim in zip(spec.dims, labels or ((),) * len(spec.dims), strict=True):
-            lead = next((f for f in dim if f in rule.shardable), None)
+            lead = next((f for f in dim if f in divided), None)
             if axes and lead is None:
                 raise CheckError(f"{where}: operand {i} of {line.op} is sharded where the rule `{rule}` forbids it")
             if lead is not None and taken.setdefault(lead, axes) != axes:
@@ -150,24 +152,58 @@ def _computed(line: Compute, rules: RuleBook, typed: dict[str, Typed], where: st
             owed.setdefault(axis, set()).add(i)
     for labels, out in zip(rule.results, line.specs, strict=True):
         for axes, dim in zip(out.dims if out else (), labels or (), strict=False):
-            lead = next((f for f in dim if f in rule.shardable), None)
+            lead = next((f for f in dim if f in divided), None)
             if lead is not None and lead not in rule.contracted:
                 taken.setdefault(lead, axes)
+    _check_carried(line, rule, carried, taken, where)
     for axis, owing in owed.items():
         if frozenset(owing) not in rule.linear:
             raise CheckError(f"{where}: {line.op} is not linear in operands {sorted(owing)}, owed over {axis}")
-    return [_result(rule, i, taken, owed) if labels is not None else None for i, labels in enumerate(rule.results)]
+    results = enumerate(rule.results)
+    return [_result(rule, i, taken, owed, carried) if labels is not None else None for i, labels in results]
 
 
-def _result(rule: Rule, index: int, taken: dict[str, tuple[str, ...]], owed: dict[str, set[int]]) -> Spec:
-    """taken: the axes that shard each factor; owed: the operands that owe a sum over each axis."""
+def _carried(line: Compute, rule: Rule, where: str) -> dict[str, Carried]:
+    """The choices with messages that axes take. Raises CheckError for one that the rule does not have, and where the op is told
+    of other axes than these."""
+    for _, choice in line.carried:
+        if choice not in rule.carries:
+            raise CheckError(f"{where}: {line.op} has no choice {choice}; its rule is `{rule}`")
+    told = {value.axis for value in line.kwargs.values() if isinstance(value, AlongAxis)}
+    axes = [axis for axis, _ in line.carried]
+    if told != set(axes) or len(axes) != len({choice for _, choice in line.carried}):
+        raise CheckError(
+            f"{where}: {line.op} is told to send along {sorted(told)}, its choices with messages are {axes}"
+        )
+    return {axis: rule.carries[choice] for axis, choice in line.carried}
+
+
+def _check_carried(
+    line: Compute, rule: Rule, carried: dict[str, Carried], taken: dict[str, tuple[str, ...]], where: str
+) -> None:
+    """An axis that carries shards all factors of its choice, and shares none but the first with another axis; a factor that the
+    rule wants whole is sharded by no other axis. Raises CheckError."""
+    for axis, one in carried.items():
+        for factor in one.factors:
+            axes = taken.get(factor, ())
+            if axis not in axes or (len(axes) > 1 and (factor != one.factors[0] or factor not in rule.shardable)):
+                raise CheckError(
+                    f"{where}: {line.op} carries {one.choice} along {axis}, but {factor} is sharded by {axes}"
+                )
+
+
+def _result(
+    rule: Rule, index: int, taken: dict[str, tuple[str, ...]], owed: dict[str, set[int]], carried: dict[str, Carried]
+) -> Spec:
+    """taken: the axes that shard each factor; owed: the operands that owe a sum over each axis; carried: choices by axis."""
     labels = rule.results[index] or ()
     held = {f for dim in labels for f in dim}
     dims = tuple(next((taken[f] for f in dim if taken.get(f)), ()) for dim in labels)
     partial = {(axis, "sum") for axis in owed}
     for f, axes in taken.items():
         if f not in held and f in rule.contracted:
-            partial |= {(axis, rule.factors[f].reduce) for axis in axes}
+            partial |= {(axis, rule.factors[f].reduce) for axis in axes if axis not in carried}
+    partial |= {(axis, "sum") for axis, one in carried.items() if index in one.owed}
     return Spec(dims, tuple(sorted(partial)))
 
 
@@ -182,7 +218,7 @@ def _global_call(line: Compute, operands: list[TensorType]) -> OpCall:
             return [place(a) for a in arg]
         return arg
 
-    arguments = {k: place(v) for k, v in line.kwargs.items()}
+    arguments = {k: place(v) for k, v in line.kwargs.items() if not isinstance(v, AlongAxis)}
     call = OpCall(line.op, arguments, tuple(operands), tuple(line.types))
     definition = find(line.op)
     if definition is None or definition.globalize is None:

@@ -23,6 +23,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.recomputation import recomputation
+from autopar.passes.rules.sends import carried_choices, sent_by
 from autopar.passes.rules.structure import value_names
 from autopar.passes.rules.widening import late_upcasts, wide_gradients
 from autopar.plan import TemplatePlan
@@ -178,6 +179,8 @@ class Body:
                 specs=specs,
                 phase=phase,
                 source=source,
+                carried=carried_choices(strategy, mesh),
+                sent=sent_by(call, rule, strategy, mesh),
             )
         )
 

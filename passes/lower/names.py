@@ -5,7 +5,9 @@ from __future__ import annotations
 import keyword
 import re
 
-_USED = ("rt", "call", "saved", "inputs", "torch", "aten", "ops", "attention", "rnn", "user_ops", *keyword.kwlist)
+from autopar.ops.homes import HOMES
+
+_USED = ("rt", "call", "saved", "inputs", "torch", "aten", *HOMES, "user_ops", *keyword.kwlist)
 
 
 class Names:

@@ -23,8 +23,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, rows
 from autopar.ir.types import TensorType
+from autopar.ops.homes import HOMES
 from autopar.ops.registry import find
-from autopar.runtime import attention, ops, rnn
+from autopar.runtime.along import Along
 from autopar.runtime.comm import Call, Comm
 from autopar.runtime.gather import Gather, start_gathers
 from autopar.runtime.guards import Guards
@@ -113,6 +114,9 @@ class _Rank:
     def key(self, call: int, site: int) -> int:
         return 1
 
+    def along(self, axis: str) -> Along:
+        return Along(self.comm, axis)
+
 
 @cache
 def _rank(axes: tuple[tuple[str, int], ...]) -> _Rank:
@@ -148,7 +152,7 @@ def line_effect(
     """The tensors that a line reads, by name, and what it makes of them. layout_of: values by name (None: no tensor)."""
     operands = {name: layout for name in line.reads() if (layout := layout_of.get(name)) is not None}
     numbered, layouts = _numbered(line, {name: f"v{i}" for i, name in enumerate(operands)}), tuple(operands.values())
-    what = numbered.step if isinstance(numbered, Convert) else (numbered.op, _frozen(numbered.kwargs))
+    what = numbered.step if isinstance(numbered, Convert) else (numbered.op, numbered.carried, _frozen(numbered.kwargs))
     key = (what, len(line.outs), layouts, mesh.axes)
     if key not in _EFFECTS:
         _EFFECTS[key] = _probe(numbered, layouts, mesh)
@@ -166,9 +170,7 @@ def _probe(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> 
         space = {
             "torch": torch,
             "aten": torch.ops.aten,
-            "ops": ops,
-            "attention": attention,
-            "rnn": rnn,
+            **HOMES,
             "user_ops": _UserOps(),
             "rt": _rank(mesh.axes),
             "call": 0,

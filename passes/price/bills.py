@@ -89,6 +89,8 @@ def _function_work(
         elif isinstance(line, Compute) and line.node in template.op_calls:
             call = template.op_calls[line.node]
             seconds = pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
+            for axis, exposed_s in pricer.sent_s(line.sent, seconds).items():
+                messages[Purpose(axis)] = messages.get(Purpose(axis), 0.0) + exposed_s
             kernel = passes_over_memory(line)
             if kernel is None:
                 continue

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import Purpose
-from autopar.ir.lines import Convert, Line, ParameterGather, Prefetch, SumLoss
+from autopar.ir.lines import Compute, Convert, Line, ParameterGather, Prefetch, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
@@ -59,6 +59,8 @@ def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, wh
     match line:
         case Convert():
             yield from conversion_messages(line, held, stage.mesh, where)
+        case Compute(sent=sent):
+            yield from (Message(s.kind, s.axis, f"{where}.{line.node}", s.nbytes) for s in sent for _ in range(s.times))
         case Prefetch(gathers=gathers):
             for gather in gathers:
                 yield from gather_messages(gather, stage.parameters[gather.name], stage.mesh)

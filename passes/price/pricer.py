@@ -19,26 +19,35 @@ from autopar.costmodel import collective, compute
 from autopar.costmodel.bill import cluster_nodes, least_step_s
 from autopar.costmodel.software import Software, emitted_on
 from autopar.ir.call import OpCall
+from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Rule, Strategy
+from autopar.ir.rule import Rule, Strategy, factors_of
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import find
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import Lattice
+from autopar.passes.rules.sends import sent_by
 from autopar.passes.rules.strategy_table import strategy_table
 
 
 @dataclass(frozen=True)
 class OpChoices:
-    """An op under some strategies, with an entry for each: seconds on a block, the specs of every operand and result (by
-    number, `autopar.passes.rules.alphabet`; None where there is no tensor), and the bytes of every result's block."""
+    """An op under some strategies, with an entry for each: seconds of its work on a block, and of messages of its own that this
+    does not hide; the specs of every operand and result (by number, `autopar.passes.rules.alphabet`; None where there is no
+    tensor), and the bytes of every result's block."""
 
     strategies: tuple[Strategy, ...]
-    seconds: np.ndarray
+    computed_s: np.ndarray
+    sent_s: np.ndarray
     operands: tuple[np.ndarray | None, ...]
     results: tuple[np.ndarray | None, ...]
     result_bytes: tuple[np.ndarray, ...]
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Of both."""
+        return np.asarray(self.computed_s + self.sent_s)
 
     @cached_property
     def index(self) -> dict[Strategy, int]:
@@ -51,7 +60,8 @@ class OpChoices:
             tuple(None if n is None else n[kept] for n in numbers) for numbers in (self.operands, self.results)
         )
         nbytes = tuple(of_result[kept] for of_result in self.result_bytes)
-        return OpChoices(tuple(self.strategies[i] for i in kept), self.seconds[kept], operands, results, nbytes)
+        strategies = tuple(self.strategies[i] for i in kept)
+        return OpChoices(strategies, self.computed_s[kept], self.sent_s[kept], operands, results, nbytes)
 
 
 class Pricer:
@@ -181,15 +191,23 @@ class Pricer:
         return flops / self.device.peak(_computable(dtype))
 
     def op_s(self, call: OpCall, rule: Rule, strategy: Strategy) -> float:
-        """Seconds of one op on its block under `strategy`."""
+        """Seconds of one op's work on its block under `strategy`, messages of its own left out."""
         choices = self._choices.get(call.signature)
         if choices is not None and strategy in choices.index:
-            return float(choices.seconds[choices.index[strategy]])
+            return float(choices.computed_s[choices.index[strategy]])
         parts = dict.fromkeys(rule.factors, 1)
         for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
-            if choice in parts:
-                parts[choice] *= size
-        return self._op_seconds(call, rule, [parts])[0]
+            for factor in factors_of(choice):
+                parts[factor] *= size
+        return self._op_seconds(call, rule, [parts], [rule.work_parts(strategy, self.mesh)])[0]
+
+    def sent_s(self, sent: Iterable[Sent], computed_s: float) -> dict[str, float]:
+        """Seconds by axis of an op's own messages that its work does not hide. computed_s: of that work."""
+        exposed: dict[str, float] = {}
+        for one in sent:
+            each_s = self.collective_s(one.kind, one.nbytes, one.axis) - one.behind * computed_s
+            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * max(each_s, 0.0)
+        return exposed
 
     def op_choices(self, call: OpCall, rule: Rule) -> OpChoices:
         """Every strategy that an op may take on the mesh; made once for all ops of this signature."""
@@ -207,13 +225,21 @@ class Pricer:
                 for type_, numbers in zip(call.results, results, strict=True)
             )
             blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
-            seconds = np.array(self._op_seconds(call, rule, blocks))
             strategies = tuple(table.strategies[i] for i in kept.tolist())
-            self._choices[call.signature] = OpChoices(strategies, seconds, operands, results, nbytes)
+            shares = [rule.work_parts(strategy, self.mesh) for strategy in strategies]
+            seconds = np.array(self._op_seconds(call, rule, blocks, shares))
+            sent_s = np.zeros(len(kept))
+            if rule.carries:
+                for i, strategy in enumerate(strategies):
+                    sent_s[i] = sum(self.sent_s(sent_by(call, rule, strategy, self.mesh), seconds[i]).values())
+            self._choices[call.signature] = OpChoices(strategies, seconds, sent_s, operands, results, nbytes)
         return self._choices[call.signature]
 
-    def _op_seconds(self, call: OpCall, rule: Rule, blocks: Sequence[dict[str, int]]) -> list[float]:
-        """Seconds of an op on blocks of it, each given by the number of parts that every factor is cut into."""
+    def _op_seconds(
+        self, call: OpCall, rule: Rule, blocks: Sequence[dict[str, int]], shares: Sequence[int]
+    ) -> list[float]:
+        """Seconds of an op on blocks of it, each given by the number of parts that every factor is cut into. shares: over how
+        many ranks each divides the work."""
         definition = find(call.op)
         if definition is not None and definition.free:
             return [0.0] * len(blocks)
@@ -228,7 +254,7 @@ class Pricer:
             if type_ is not None and labels is not None
         ]
         seconds = []
-        for parts in blocks:
+        for parts, share in zip(blocks, shares, strict=True):
             moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in tensors]
             if definition is not None and definition.picks:
                 moved[0] = min(moved[0], moved[-1])
@@ -236,7 +262,7 @@ class Pricer:
             seconds.append(
                 compute.op_time_s(
                     self.device,
-                    flops=flops / math.prod(parts.values()),
+                    flops=flops / share,
                     nbytes=nbytes,
                     dtype=_computable(dtype),
                     kind=kind,

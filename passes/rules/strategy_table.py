@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Labels, Rule, Strategy
+from autopar.ir.rule import Labels, Rule, Strategy, factors_of
 from autopar.ir.spec import Spec
 from autopar.passes.rules.alphabet import alphabet, shared_axes
 
@@ -41,14 +41,15 @@ class StrategyTable:
 def strategy_table(rule: Rule, mesh: Mesh) -> StrategyTable:
     """The table of a rule on meshes with these axes."""
     of_any_size = {name: replace(factor, size=min(factor.size, 2)) for name, factor in rule.factors.items()}
-    form = Rule(rule.operands, rule.results, of_any_size, rule.linear)
+    form = Rule(rule.operands, rule.results, of_any_size, rule.linear, rule.carried)
     return _table(form, mesh.names, shared_axes(mesh))
 
 
 @lru_cache(maxsize=16384)
 def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...]) -> StrategyTable:
     mesh, choices = Mesh(tuple((name, 2) for name in names)), form.choices()
-    strategies = list(itertools.product(*(choices if name in axes else ("",) for name in names)))
+    per_axis = [choices if name in axes else ("",) for name in names]
+    strategies = [s for s in itertools.product(*per_axis) if form.agrees(s)]
 
     def numbers(labels: Labels | None, specs: Iterable[Spec | None]) -> np.ndarray | None:
         return None if labels is None else np.array([alphabet(axes, len(labels)).number.get(s, -1) for s in specs if s])
@@ -61,7 +62,7 @@ def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...]) -> Strateg
     specs = tuple(None if n is None else n[kept] for n in of_all)
     strategies = [s for s, keep in zip(strategies, kept, strict=True) if keep]
     shared = [names.index(axis) for axis in axes]
-    sharded = [[[s[a] == factor for a in shared] for factor in form.factors] for s in strategies]
+    sharded = [[[factor in factors_of(s[a]) for a in shared] for factor in form.factors] for s in strategies]
     shape = (len(strategies), len(form.factors), len(axes))
     first = len(form.operands)
     return StrategyTable(tuple(strategies), specs[:first], specs[first:], np.array(sharded, bool).reshape(shape))

@@ -93,4 +93,5 @@ def _data_choices(rule: Rule, batch: Collection[str], ranks: int) -> frozenset[s
     """What axes of so many ranks may choose that take the batch: its factors, where they divide; else what splits no operand
     (factors that only results have, as constants do, partial sums that pass), or nothing."""
     dividing = frozenset(f for f in rule.shardable if f in batch and rule.factors[f].size % ranks == 0)
-    return dividing or frozenset(c for c in rule.choices() if c not in rule.contracted or c in batch)
+    free = (c for c in rule.choices() if c not in rule.carries)
+    return dividing or frozenset(c for c in free if c not in rule.contracted or c in batch)

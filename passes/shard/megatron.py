@@ -49,7 +49,9 @@ def tensor_parallel(
         origins = _origins(template)
         for node in template.ops:
             rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
-            possible = {c for c in rule.choices() if c not in batch[key] and _divides(rule, c, size)}
+            possible = {
+                c for c in rule.choices() if c not in batch[key] and c not in rule.carries and _divides(rule, c, size)
+            }
             of_weight = possible & _weight_factors(template, node, rule, held, origins)
             if of_weight:
                 slots |= {(template.name, slot) for v in operand_values(node) for slot in origins.get(v, ())}

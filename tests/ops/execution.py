@@ -23,9 +23,13 @@ from autopar.ir.program import op_call
 from autopar.ir.rule import Rule, Strategy
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
+from autopar.ops.homes import HOMES
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.body import local_arguments
-from autopar.runtime import attention, ops, rnn
+from autopar.passes.rules.sends import carried_choices
+from autopar.runtime import run_threads
+from autopar.runtime.along import Along
+from autopar.runtime.comm import Comm
 from autopar.runtime.guards import Guards
 
 Tensor = torch.Tensor
@@ -143,33 +147,40 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
-def run_line(line: Compute, names: dict[str, Tensor], mesh: Mesh, rank: int) -> list[Tensor | None]:
-    """Evaluate the emitted text of one line as one rank would."""
-    where = mesh.coordinate(rank)
+def run_line(line: Compute, held: list[dict[str, Tensor]], mesh: Mesh) -> list[list[Tensor | None]]:
+    """Evaluate the emitted text of one line as every rank would, from what each holds by name."""
 
-    def axis_index(axes: str | tuple[str, ...]) -> int:
-        index = 0
-        for axis in (axes,) if isinstance(axes, str) else axes:
-            index = index * mesh.sizes[axis] + where[axis]
-        return index
+    def on_rank(comm: Comm) -> list[Tensor | None]:
+        rt = SimpleNamespace(
+            comm=comm,
+            along=lambda axis: Along(comm, axis),
+            key=lambda call, site: site,
+            device=torch.device("cpu"),
+            guards=Guards(),
+        )
+        scope = {"torch": torch, "aten": torch.ops.aten, **HOMES, "rt": rt, "call": 0}
+        out = eval(Printer().expression(line), scope | {n: t.clone() for n, t in held[comm.rank].items()})
+        return [o if isinstance(o, Tensor) else None for o in (out if isinstance(out, (tuple, list)) else [out])]
 
-    rt = SimpleNamespace(
-        comm=SimpleNamespace(axis_index=axis_index),
-        key=lambda call, site: site,
-        device=torch.device("cpu"),
-        guards=Guards(),
-    )
-    scope = {
-        "torch": torch,
-        "aten": torch.ops.aten,
-        "ops": ops,
-        "attention": attention,
-        "rnn": rnn,
-        "rt": rt,
-        "call": 0,
-    }
-    out = eval(Printer().expression(line), scope | names)
-    return [o if isinstance(o, Tensor) else None for o in (out if isinstance(out, (tuple, list)) else [out])]
+    if line.carried:
+        return run_threads(mesh.size, mesh.sizes, on_rank, timeout_s=60.0)
+    return [on_rank(AloneComm(rank, mesh.sizes)) for rank in range(mesh.size)]
+
+
+class AloneComm(Comm):
+    """A rank that sends nothing."""
+
+    def _start(self, call: Any) -> Any:
+        raise AssertionError(f"{call.describe()} in an op without messages")
+
+    def start_messages(self, messages: Any) -> Any:
+        raise NotImplementedError
+
+    def _part(self, mesh: Any, first_rank: int, inside: bool) -> Any:
+        raise NotImplementedError
+
+    def share(self, value: Any) -> Any:
+        raise NotImplementedError
 
 
 def check_strategy(
@@ -194,10 +205,16 @@ def check_strategy(
     block = Block(call, rule, strategy, mesh)
     changes = definition.localize(block) if definition is not None and definition.localize else {}
     names = [f"x{i}" for i in range(len(tensors))]
-    line = Compute(call.op, local_arguments(node, names, changes), node.name, outs=("y",), types=call.results)
-    per_rank = [
-        run_line(line, {n: s[r].clone() for n, s in zip(names, shards, strict=True)}, mesh, r) for r in range(mesh.size)
-    ]
+    line = Compute(
+        call.op,
+        local_arguments(node, names, changes),
+        node.name,
+        outs=("y",),
+        types=call.results,
+        carried=carried_choices(strategy, mesh),
+    )
+    held = [{n: s[rank] for n, s in zip(names, shards, strict=True)} for rank in range(mesh.size)]
+    per_rank = run_line(line, held, mesh)
     for i, expected in enumerate(whole):
         labels = rule.results[i]
         if expected is None or labels is None:
@@ -229,7 +246,9 @@ def check_case(case: Case, mesh: Mesh, seed: int, most: int = 8) -> int:
     node, _ = as_node(case, whole)
     strategies = rule_of(op_call(node)).strategies(mesh)
     order = torch.randperm(len(strategies), generator=generator).tolist()
-    chosen = [strategies[i] for i in order if any(strategies[i])][:most]
+    chosen = [strategies[i] for i in order if any(strategies[i])]
+    with_messages = [s for s in chosen if any(c.startswith("+") for c in s)][: most // 2]
+    chosen = [*with_messages, *(s for s in chosen if s not in with_messages)][:most]
     for strategy in chosen:
         check_strategy(case, whole, mesh, strategy, generator)
     return len(chosen)

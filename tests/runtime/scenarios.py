@@ -54,6 +54,16 @@ def collectives(comm: Any, sizes: tuple[int, ...] = (8, 256), dtypes: Any = DTYP
         gathers = [comm.start_all_gather(value(comm.rank + i, 4), 0, axes) for i in range(5)]
         got |= {f"{axes} async gather {i}": handle.wait() for i, handle in enumerate(gathers)}
         got |= {f"{axes} async sum {i}": handle.wait() for i, handle in reversed(list(enumerate(started)))}
+    for axes in ("a", "b", ("a", "b")):
+        n, me = comm.axis_size(axes), comm.axis_index(axes)
+        for size in sizes:
+            x = value(comm.rank, size, size)
+            started = [comm.start_shift(x, axes, by) for by in (1, -1, 2)]
+            got |= {f"{axes} {size} shift {i}": handle.wait() for i, handle in reversed(list(enumerate(started)))}
+            sent = [(me + to) * to % 4 for to in range(n)]
+            received = [(who + me) * me % 4 for who in range(n)]
+            rows = value(comm.rank, sum(sent), size)
+            got[f"{axes} {size} exchange"] = comm.start_exchange(rows, sent, received, axes).wait()
     for dtype in dtypes:
         x = value(comm.rank, 8, dtype=dtype)
         got[f"{dtype} gather"] = comm.all_gather(x, 0, "a")

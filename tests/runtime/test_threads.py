@@ -72,6 +72,31 @@ def test_inputs_stay_untouched_and_results_are_nobody_elses():
         torch.testing.assert_close(y, results[1][1])
 
 
+def test_a_shift_brings_what_the_rank_before_has():
+    def body(comm):
+        return [comm.start_shift(torch.tensor([comm.axis_index("b")]), "b", by).wait().item() for by in (0, 1, -1, 3)]
+
+    size = MESH["b"]
+    for rank, got in enumerate(run_threads(8, MESH, body, timeout_s=30)):
+        index = mesh_index(MESH, rank)["b"]
+        assert got == [(index - by) % size for by in (0, 1, -1, 3)]
+
+
+def test_an_exchange_sends_as_many_rows_as_it_is_told():
+    def body(comm):
+        me, n = comm.rank, comm.world_size
+        rows = torch.cat([torch.full((me + to, 1), 10.0 * me + to) for to in range(n)])
+        return comm.start_exchange(rows, [me + to for to in range(n)], [who + me for who in range(n)], "a").wait()
+
+    for me, got in enumerate(run_threads(3, {"a": 3}, body, timeout_s=30)):
+        assert got[:, 0].tolist() == [10.0 * who + me for who in range(3) for _ in range(who + me)]
+
+
+def test_an_exchange_that_does_not_add_up_is_refused():
+    with pytest.raises(RuntimeProgramError, match="exchange of 3 rows"):
+        run_threads(2, {"a": 2}, lambda comm: comm.start_exchange(torch.ones(3, 1), [1, 1], [1, 1], "a"), timeout_s=30)
+
+
 def test_an_axis_of_size_one_costs_nothing():
     def body(comm):
         x = value(0, 4)

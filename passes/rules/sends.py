@@ -1,0 +1,41 @@
+"""What an op sends itself on one rank under a strategy whose choices come with messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.ir.call import OpCall
+from autopar.ir.lines import Sent
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Rule, Strategy
+from autopar.ops.registry import Sending, find
+
+
+def carried_choices(strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, str], ...]:
+    """The axes of several ranks that take a choice with messages, and which."""
+    taken = zip(mesh.axes, strategy, strict=True)
+    return tuple((axis, choice) for (axis, size), choice in taken if size > 1 and choice.startswith("+"))
+
+
+def sent_by(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[Sent, ...]:
+    """The messages of all carried choices."""
+    return tuple(_sent(call, rule, strategy, mesh))
+
+
+def _sent(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> Iterator[Sent]:
+    definition = find(call.op)
+    carried = carried_choices(strategy, mesh)
+    if definition is None or definition.sends is None or not carried:
+        return
+    operands = tuple(
+        0.0 if (spec := rule.operand_spec(i, strategy, mesh)) is None else float(spec.local_bytes(type_, mesh))
+        for i, type_ in enumerate(call.operands)
+    )
+    results = tuple(
+        0.0
+        if type_ is None or (spec := rule.result_spec(i, strategy, mesh)) is None
+        else float(spec.local_bytes(type_, mesh))
+        for i, type_ in enumerate(call.results)
+    )
+    for axis, choice in carried:
+        yield from definition.sends(Sending(call, choice, axis, mesh.sizes[axis], operands, results))
