@@ -79,8 +79,7 @@ def load(lowered: LoweredProgram, sources: Sequence[str], pipeline: str) -> InPr
 def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleType] | None = None) -> types.ModuleType:
     """Execute a stage file. `autopar_runtime` is this package's runtime; `importable` are other modules it may import."""
     sys.modules.setdefault("autopar_runtime", runtime)
-    for name, part in {**HOMES, "random": random}.items():
-        setattr(runtime, name, part)
+    vars(runtime).update({**HOMES, "random": random})
     sys.modules.update(importable or {})
     module = types.ModuleType(name)
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)

@@ -10,6 +10,7 @@ import torch
 
 from autopar.runtime import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError, run_threads
 from autopar.runtime.comm import group_ranks
+from autopar.runtime.mesh import mesh_index
 
 from .scenarios import receive, send
 

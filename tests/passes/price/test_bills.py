@@ -133,7 +133,7 @@ def block(backward: Sequence[Line] | None = None) -> tuple[LoweredTemplate, Temp
     template = Template("block", graph, (), ("x",), (relu.name,), (None,), (None,), ())
     book = RuleBook()
     factor = next(iter(book.rule(template.op_calls[relu.name]).factors))
-    plan = TemplatePlan({relu.name: (factor, "R")}, {})
+    plan = TemplatePlan({relu.name: (factor, "")}, {})
     compute = Compute("aten.relu.default", {"self": Ref("x")}, outs=("r",), node=relu.name)
     lowered = LoweredTemplate(
         name="block",

@@ -36,7 +36,7 @@ def seconds(op: Callable[..., object], shapes: list[tuple[int, ...]], out: tuple
     template = Template("t", graph, (), names, (node.name,), (None,) * len(names), (None,), ())
     call = template.op_calls[node.name]
     rule = RuleBook().rule(call)
-    return PRICER.op_s(call, rule, (next(iter(rule.factors)) if sharded else "R",))
+    return PRICER.op_s(call, rule, (next(iter(rule.factors)) if sharded else "",))
 
 
 @pytest.mark.parametrize("ways", [1, 4])

@@ -51,7 +51,7 @@ def forward_bytes(function: Callable[..., Tensor], tensors: Sequence[Tensor]) ->
         free = definition is not None and definition.free
         if template.nodes[name].meta["phase"] == "F" and not free:
             rule = RULES.rule(call)
-            nbytes += (PRICER.op_s(call, rule, ("R",)) - LAUNCH) * MEMORY
+            nbytes += (PRICER.op_s(call, rule, ("",)) - LAUNCH) * MEMORY
     return nbytes
 
 
