@@ -161,7 +161,6 @@ def attention_grad(
         dq, dk, dv = scores.apply(kernels.attend_grad, only, (g, q), (k, v), (out, lse))
         return dq, dk, dv
     dq = torch.zeros(q.shape, dtype=kernels.softmax_dtype(q), device=q.device)
-
     heads, blocks = _in_turns(scores, k, v, along)
 
     def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> list[Part]:
@@ -197,7 +196,6 @@ def attention_mask_grad(
     """Gradient of an additive mask, at full size (batch, heads, query, all keys), in the dtype of the scores."""
     scores = _scores(q, k, mask, p, causal, scale, offset, key, shape, offsets, along)
     dmask = torch.zeros((*q.shape[:3], scores.key_count), dtype=kernels.softmax_dtype(q), device=q.device)
-
     heads, blocks = _in_turns(scores, k, v, along)
 
     def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> None:

@@ -22,24 +22,24 @@ from .comm import Handle
 Tensor = torch.Tensor
 Part = tuple[int, tuple[Tensor, ...]]
 """Where along dim 2 of a block it starts, and a summand for each tensor of the block."""
-
-
 Blocks = Sequence[tuple[Tensor, ...]]
+"""This rank's own block, cut into one for each turn."""
 MOST_TURNS, LEAST_BYTES = 4, 1 << 20
+"""Of one block: turns in which it goes round, and bytes of one of them. Smaller messages and kernels lose speed."""
 
 
-def turns(along: Along | None, block: Sequence[Tensor], dim: int = 1) -> int:
-    """In how many turns a block goes round: as many as divide its dim, up to four; of at least a MiB each."""
+def turns(along: Along | None, block: Sequence[Tensor]) -> int:
+    """In how many turns a block goes round: the most that share out its heads (dim 1)."""
     if along is None:
         return 1
-    size, nbytes = block[0].shape[dim], sum(x.numel() * x.element_size() for x in block)
+    size, nbytes = block[0].shape[1], sum(x.numel() * x.element_size() for x in block)
     most = min(MOST_TURNS, nbytes // LEAST_BYTES)
     return max((n for n in range(1, most + 1) if size % n == 0), default=1)
 
 
 def go_round(along: Along | None, blocks: Blocks, visit: Callable[..., None]) -> None:
-    """visit(turn, rank, *block) with the block of every rank along the axis, this rank's own first. blocks: this rank's own,
-    one for each turn. No axis: this rank is the only one."""
+    """visit(turn, rank, *block) with the block of every rank along the axis, this rank's own first. No axis: there is no other
+    rank."""
     ranks, me = _place(along)
     for turn, own in enumerate(blocks):
         block = own
@@ -58,14 +58,12 @@ def go_round_and_home(
     ranks, me = _place(along)
     coming = _shifted(along, blocks[0]) if ranks > 1 else []
     at_home: list[tuple[Tensor, ...]] = []
-    for turn, own in enumerate(blocks):
+    for turn, (own, own_of_next_turn) in enumerate(zip(blocks, [*blocks[1:], ()], strict=True)):
         coming_sums: list[Handle[Tensor]] = []
         for step in range(1, ranks + 1):
             block = tuple(handle.wait() for handle in coming) if step < ranks else own
-            following = (
-                block if step + 1 < ranks else blocks[turn + 1] if step == ranks and own is not blocks[-1] else ()
-            )
-            coming = _shifted(along, following) if ranks > 1 else []
+            sent_on = block if step < ranks - 1 else own_of_next_turn if step == ranks else ()
+            coming = _shifted(along, sent_on)
             parts = visit(turn, (me - step) % ranks, *block)
             sums = tuple(handle.wait() for handle in coming_sums) or tuple(map(_nothing, own))
             _add(sums, parts)
@@ -82,8 +80,7 @@ def _place(along: Along | None) -> tuple[int, int]:
 
 
 def _shifted(along: Along | None, tensors: Sequence[Tensor]) -> list[Handle[Tensor]]:
-    assert along is not None, "there is nobody to send to"
-    return [along.start_shift(x) for x in tensors]
+    return [along.start_shift(x) for x in tensors] if along is not None else []
 
 
 def _nothing(x: Tensor) -> Tensor:
