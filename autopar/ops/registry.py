@@ -9,7 +9,7 @@ so; else its rule is found by experiment (`autopar.ops.discover`), or it runs wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -125,6 +125,7 @@ class OpDef:
     The op:
         rule(call): which dims may be sharded. None: facts of an op that is replaced before rules are asked for.
         work(call, rule): its arithmetic, where that is more than reading and writing (products, convolutions).
+        imbalance(call, parts): work of the busiest rank over the mean, factors being cut into so many parts. None: all do alike.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
     Messages of its own (the carried choices of its rule):
@@ -162,6 +163,7 @@ class OpDef:
 
     rule: RuleFunction | None = None
     work: Callable[[OpCall, Rule], Gemm] | None = None
+    imbalance: Callable[[OpCall, Mapping[str, int]], float] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)

@@ -2,7 +2,8 @@
 
 Layout (batch, heads, query, head_dim) against (batch, kv_heads, key, head_dim); several query heads may share one
 key/value head. Two paths: the fused kernel of torch where it applies (its log-sum-exp is what backward needs), and the
-plain formula where it does not (dropout, masks that need gradients, blocks of a sharded query).
+plain formula where it does not (dropout, masks that need gradients, blocks of a sharded query). Of a row that sees nothing
+the result is 0 and the log-sum-exp 0 in both.
 """
 
 from __future__ import annotations
@@ -71,8 +72,16 @@ def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """softmax out of scores and their log-sum-exp; rows that see nothing weigh nothing."""
-    weights = scores.sub(lse.unsqueeze(-1)).exp_()
-    return weights if lse.is_meta or not lse.isinf().any() else weights.nan_to_num_(0.0)
+    return scores.sub(lse.unsqueeze(-1)).exp_()
+
+
+def hidden_rows(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """Which rows see nothing at all, in a form that goes with (batch, heads, query); None: every row sees something."""
+    if mask is None:
+        return None
+    bias = _bias(mask, causal, q, k, 0)
+    assert bias is not None
+    return bias.amax(-1) == -math.inf
 
 
 def _drop(
@@ -107,6 +116,7 @@ def attention(
         )
     scores = _scores(q, keys, scale, _bias(mask, causal, q, k, offset))
     lse = torch.logsumexp(scores, -1)
+    lse.masked_fill_(lse == -math.inf, 0.0)
     weights = _weights(scores, lse)
     if p > 0.0:
         weights = weights * _drop(weights.shape, p, key, shape, offsets, weights)
