@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, ops, rings, rnn, scans
+from autopar.runtime import attention, ops, rnn, scans
 
-HOMES: dict[str, types.ModuleType] = {"attention": attention, "ops": ops, "rings": rings, "rnn": rnn, "scans": scans}
+HOMES: dict[str, types.ModuleType] = {"attention": attention, "ops": ops, "rnn": rnn, "scans": scans}
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""
