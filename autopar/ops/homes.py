@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, ops, rings, rnn, scans
+from autopar.runtime import attention, experts, ops, rings, rnn, scans
 
-HOMES: dict[str, types.ModuleType] = {"attention": attention, "ops": ops, "rings": rings, "rnn": rnn, "scans": scans}
+HOMES: dict[str, types.ModuleType] = {
+    "attention": attention,
+    "experts": experts,
+    "ops": ops,
+    "rings": rings,
+    "rnn": rnn,
+    "scans": scans,
+}
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""
