@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, ops, rnn, scans
+from autopar.runtime import attention, experts, ops, rnn, scans
 
-HOMES: dict[str, types.ModuleType] = {"attention": attention, "ops": ops, "rnn": rnn, "scans": scans}
+HOMES: dict[str, types.ModuleType] = {
+    "attention": attention,
+    "experts": experts,
+    "ops": ops,
+    "rnn": rnn,
+    "scans": scans,
+}
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""

@@ -144,7 +144,7 @@ class OpDef:
         result_names: names of several results in emitted text.
     Mixed precision:
         precision: what it computes in. None: "follow" if torch tags it pointwise, else "keep".
-        low_operands: how many of its leading floating operands the class "low" casts (None: all).
+        low_operands: how many of its leading floating operands the class "low" casts (None: all; -1: all but the last).
         view: a cast of its result may as well be a cast of its operand.
     The canonical form of a captured graph:
         canonical: it is a "copy", a "regroup" (of dims, so `reshape`) or a "cast", whatever its name.
@@ -159,6 +159,8 @@ class OpDef:
         factory: it makes a tensor out of none and must be told the device.
         key_argument: place of the random key among the printed arguments (None: by keyword).
         told_source: it is told the source line that it comes from.
+    Options:
+        options: arguments of it that are fields of `Options`, which capture fills in.
     """
 
     rule: RuleFunction | None = None
@@ -190,6 +192,7 @@ class OpDef:
     factory: bool = False
     key_argument: int | None = None
     told_source: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def recompute_is_dear(self) -> bool:
