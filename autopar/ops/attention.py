@@ -75,7 +75,7 @@ def _attention_block(block: Block) -> dict[str, Any]:
         q, k = call.operand("q"), call.operand("k")
         changed["shape"] = (*q.shape[:3], k.shape[2])
         _, table, _ = _attention_labels(call)
-        changed["offsets"] = block.offsets(table["score"])
+        changed["offsets"] = (*block.offsets(table["score"][:3]), 0)
     return changed | block.told()
 
 

@@ -30,6 +30,7 @@ from autopar.passes.price.lines import (
     regather_seconds,
 )
 from autopar.passes.price.pricer import Pricer, Pricers
+from autopar.passes.rules.sends import sent_by
 from autopar.passes.shard.evaluate import evaluate
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import on_ranks
@@ -135,7 +136,8 @@ def copied_s(stage: LoweredStage, function: Function | None, pricer: Pricer) -> 
 
 
 def bill(program: autopar.Program) -> list[float]:
-    """Per stage the seconds of a step: ops of every call on their blocks, conversions, the collectives, and the optimizer."""
+    """Per stage the seconds of a step: ops of every call on their blocks, conversions, the collectives but what ops hide of
+    their own, and the optimizer."""
     pricers, m = Pricers(program.cluster), program.plan.microbatches
     found = []
     for stage, planned, counted in zip(program.stages, program.plan.stages, program.account.stages, strict=True):
@@ -152,7 +154,12 @@ def bill(program: autopar.Program) -> list[float]:
                 if node.meta["phase"] == "F" or backward:
                     op = template.op_calls[node.name]
                     strategy = planned.templates[template.name].strategies[node.name]
-                    total += m * pricer.op_s(op, program.rules.rule(op), strategy)
+                    rule = program.rules.rule(op)
+                    computed_s = pricer.op_s(op, rule, strategy)
+                    total += m * computed_s
+                    for sent in sent_by(op, rule, strategy, stage.mesh):
+                        alone_s = sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis)
+                        total -= m * (alone_s - sum(pricer.sent_s([sent], computed_s).values()))
         for p in stage.parameters.values():
             if p.contributions:
                 sent = (*gradient_messages(p, pricer.mesh), *regather_messages(p, pricer.mesh))

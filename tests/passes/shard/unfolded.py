@@ -7,6 +7,7 @@ from autopar.ir.program import ValueRef, operand_nodes, resolve
 from autopar.ir.spec import Spec
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.hubs import flow
+from autopar.passes.rules.sends import sent_by
 
 
 def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
@@ -38,7 +39,9 @@ def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
         for node in template.ops:
             op, strategy = template.op_calls[node.name], planned.strategies[node.name]
             rule = rules.rule(op)
-            total += m * pricer.op_s(op, rule, strategy)
+            computed_s = pricer.op_s(op, rule, strategy)
+            sent_s = pricer.sent_s(sent_by(op, rule, strategy, pricer.mesh), computed_s)
+            total += m * (computed_s + sum(sent_s.values()))
             for k, operand in enumerate(operand_nodes(node)):
                 source = fl.reads[node.name, k]
                 before = planned.specs[source] if source else value_spec(call.template, operand.name)
