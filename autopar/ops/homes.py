@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, ops, rnn, scans
+from autopar.runtime import attention, images, ops, pools, rnn, scans
 
-HOMES: dict[str, types.ModuleType] = {"attention": attention, "ops": ops, "rnn": rnn, "scans": scans}
+HOMES: dict[str, types.ModuleType] = {
+    "attention": attention,
+    "images": images,
+    "ops": ops,
+    "pools": pools,
+    "rnn": rnn,
+    "scans": scans,
+}
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""
