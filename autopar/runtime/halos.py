@@ -31,7 +31,7 @@ Run = tuple[int, int, int]
 @dataclass(frozen=True)
 class Window:
     """Rank r wants the rows from r · step - before, so many. outside: what stands for rows that the whole lacks: "fill",
-    its "edge" row, or those that "reflect" in the edge."""
+    its "edge" row, those that "reflect" in the edge, or those of the other end ("wrap")."""
 
     step: int
     before: int
@@ -51,6 +51,8 @@ class Window:
             return [(-1, len(rows))] if rows else []
         if self.outside == "edge":
             return [(0 if row < 0 else size - 1, 1) for row in rows]
+        if self.outside == "wrap":
+            return [(row % size, 1) for row in rows]
         return [(-row if row < 0 else 2 * (size - 1) - row, 1) for row in rows]
 
 
