@@ -241,10 +241,9 @@ def test_layers_on_blocks_of_an_image_equal_eager_at_length(layer: str) -> None:
 
 
 def test_blocks_of_rows_and_columns_at_once_bring_corners() -> None:
-    function: Function = lambda x, w, b: F.conv2d(x, w, b, 1, 1)
-    generator = torch.Generator().manual_seed(0)
-    f = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
-    template, values = check_gradients(function, [f(1, 2, 4, 6).requires_grad_(True), f(3, 2, 3, 3), f(3)])
+    shapes, generator = ((1, 2, 4, 6), (3, 2, 3, 3), (3,)), torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    template, values = check_gradients(lambda x, w, b: F.conv2d(x, w, b, 1, 1), [x.requires_grad_(True), w, b])
     mesh, tried = Mesh.of(a=2, b=3), 0
     for node in template.graph.nodes:
         if node.op == "call_function" and "conv" in str(node.target):

@@ -90,7 +90,7 @@ def equals_one_device(program: autopar.ParallelProgram, form: str, batch: tuple[
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_image_on_several_ranks_is_cut_by_the_search_itself(form: str, ranks: int) -> None:
     program = compiled(form, ranks, 1, 128, "sp" if ranks == 4 else "")
-    assert {c for c in choices(program, "conv")} & {"+h2+y2", "+h3+y3"}, program.report()
+    assert set(choices(program, "conv")) & {"+h2+y2", "+h3+y3"}, program.report()
     assert "rt.along(" in program.source(0)
     equals_one_device(program, form, images(1, 128))
     for measured, predicted in zip(measure_peak(program, images(1, 128)), program.account.peaks * ranks, strict=False):
