@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, images, ops, pools, rnn, scans
+from autopar.runtime import attention, experts, images, ops, pools, rnn, scans
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
+    "experts": experts,
     "images": images,
     "ops": ops,
     "pools": pools,

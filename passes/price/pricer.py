@@ -214,7 +214,8 @@ class Pricer:
         if call.signature not in self._choices:
             table = strategy_table(rule, self.mesh)
             parts = table.parts(self.mesh)
-            kept = np.flatnonzero((np.array([f.size for f in rule.factors.values()], int) % parts == 0).all(1))
+            sizes = np.array([f.size for f in rule.factors.values()], int)
+            kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
             operands, results = (
                 tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
             )
@@ -259,10 +260,11 @@ class Pricer:
             if definition is not None and definition.picks:
                 moved[0] = min(moved[0], moved[-1])
             nbytes = sum(moved)
+            imbalance = definition.imbalance(call, parts) if definition is not None and definition.imbalance else 1.0
             seconds.append(
                 compute.op_time_s(
                     self.device,
-                    flops=flops / share,
+                    flops=flops * imbalance / share,
                     nbytes=nbytes,
                     dtype=_computable(dtype),
                     kind=kind,
