@@ -1,4 +1,5 @@
-"""Convolutions, plain and transposed, in one to three dims. Batch, channels and groups shard; the image stays whole."""
+"""Convolutions, plain and transposed, in one to three dims. Batch, channels and groups shard, and so do the image's dims: where a
+block of results reads rows of other blocks, these are sent (`rows.py`)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import torch
 from torch.autograd import Function
 
 from autopar.ir.call import OpCall
-from autopar.ir.rule import Factor, Labels, Rule
+from autopar.ir.rule import Carried, Factor, Labels, Rule
+from autopar.ops import rows
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, define, named, resized
+from autopar.runtime import images
 from autopar.runtime import ops as local
 
 Tensor = torch.Tensor
@@ -27,24 +30,42 @@ define(
 )
 
 
-def _conv_labels(
-    call: OpCall, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...]
-) -> tuple[Maker, dict[str, Labels]]:
+def _conv_labels(call: OpCall, owed: tuple[int, ...] = ()) -> tuple[Maker, dict[str, Labels], list[Carried]]:
+    """Labels by tensor, and the choices that come with messages. owed: results that are sums over the image."""
     make = Maker()
+    x, _, y = _shapes(call)
     groups, transposed = int(call["groups"]), bool(call["transposed"])
     n = make.add("n", x[0])
     g = make.add("g", groups)
     c = make.add("c", x[1] // groups, whole=groups > 1)
     o = make.add("o", y[1] // groups, whole=groups > 1)
-    space = lambda k: ((),) * k  # noqa: E731
     outer, inner = (c, o) if transposed else (o, c)
+    space = [(rows.aligned if _alone(call, d) else rows.paired)(make, d, x[d], y[d]) for d in range(2, len(x))]
     table = {
-        "x": (n, (*g, *c), *space(len(x) - 2)),
-        "y": (n, (*g, *o), *space(len(y) - 2)),
-        "w": ((*g, *outer), inner, *space(len(w) - 2)),
+        "x": (n, (*g, *c), *(image for image, _ in space)),
+        "y": (n, (*g, *o), *(made for _, made in space)),
+        "w": ((*g, *outer), inner, *((),) * len(space)),
         "b": ((*g, *o),),
     }
-    return make, table
+    return make, table, rows.in_blocks(make, range(2, len(x)), owed)
+
+
+def _alone(call: OpCall, dim: int) -> bool:
+    """Whether the kernel's windows meet neither each other nor the border: patches, and kernels of one row."""
+    x, w, y = _shapes(call)
+    wide, narrow = (y[dim], x[dim]) if call["transposed"] else (x[dim], y[dim])
+    stride, padding, dilation = (int(call[name][dim - 2]) for name in ("stride", "padding", "dilation"))
+    return padding == 0 and dilation * (w[dim] - 1) < stride and wide == narrow * stride
+
+
+def _wide(call: OpCall, dim: int, ranks: int) -> rows.Wide:
+    """The image, or the result of a transposed convolution, and what its ranks want."""
+    x, w, y = _shapes(call)
+    place: dict[str, tuple[Any, Any]] = {"conv": (0, "result"), "conv_dx": ("result", 0), "conv_dw": (1, 0)}
+    of = place[call.op.removeprefix("autopar.")][bool(call["transposed"])]
+    wide, narrow = (y, x) if call["transposed"] else (x, y)
+    sizes = (int(call[name][dim - 2]) for name in ("stride", "padding", "dilation"))
+    return images.conv_window(narrow[dim] // ranks, w[dim], *sizes), wide[dim], of
 
 
 def _conv_work(call: OpCall, rule: Rule) -> Gemm:
@@ -66,8 +87,8 @@ def _shapes(call: OpCall) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
     return by_op[call.op.removeprefix("autopar.")]
 
 
-def _block_groups(block: Block) -> dict[str, Any]:
-    return {"groups": int(block.call["groups"]) // block.parts("g")}
+def _local(block: Block) -> dict[str, Any]:
+    return {"groups": int(block.call["groups"]) // block.parts("g"), **rows.told(block)}
 
 
 def _whole_groups(call: OpCall) -> dict[str, Any]:
@@ -79,7 +100,7 @@ def _with_shape(name: str) -> dict[str, Any]:
     """The local block of a gradient, which is told the shape of its result."""
     shape = resized(name)
     return {
-        "localize": lambda block: {**_block_groups(block), **shape["localize"](block)},
+        "localize": lambda block: {**_local(block), **shape["localize"](block)},
         "globalize": lambda call: {**_whole_groups(call), **shape["globalize"](call)},
     }
 
@@ -89,19 +110,18 @@ def _with_shape(name: str) -> dict[str, Any]:
     local.conv,
     aten.convolution.default,
     work=_conv_work,
-    localize=_block_groups,
+    localize=_local,
     globalize=_whole_groups,
 )
 def conv(call: OpCall) -> Rule:
     """Batch, output channels and groups shard; input channels too when no bias would be added twice."""
-    y = call.out_shape
-    make, table = _conv_labels(call, call.shapes[0], call.shapes[1], y)
+    make, table, carried = _conv_labels(call)
     operands: list[Labels | None] = [table["x"], table["w"]]
     if len(call.shapes) == 3:
         operands.append(table["b"])
         if "c" in make.factors:
             make.factors["c"] = Factor(make.factors["c"].size, whole=True)
-    return make.rule(operands, [table["y"]])
+    return make.rule(operands, [table["y"]], carried=carried)
 
 
 @graph_op(
@@ -113,9 +133,8 @@ def conv(call: OpCall) -> Rule:
 )
 def conv_dx(call: OpCall) -> Rule:
     """Contracts output channels."""
-    x = call.out_shape
-    make, table = _conv_labels(call, x, call.shapes[1], call.shapes[0])
-    return make.rule([table["y"], table["w"]], [table["x"]])
+    make, table, carried = _conv_labels(call)
+    return make.rule([table["y"], table["w"]], [table["x"]], carried=carried)
 
 
 @graph_op(
@@ -127,10 +146,9 @@ def conv_dx(call: OpCall) -> Rule:
     **_with_shape("w_shape"),
 )
 def conv_dw(call: OpCall) -> Rule:
-    """Contracts the batch."""
-    w = call.out_shape
-    make, table = _conv_labels(call, call.shapes[1], w, call.shapes[0])
-    return make.rule([table["y"], table["x"]], [table["w"]])
+    """Contracts the batch and the image."""
+    make, table, carried = _conv_labels(call, owed=(0,))
+    return make.rule([table["y"], table["x"]], [table["w"]], carried=carried)
 
 
 class Conv(Function):
@@ -252,4 +270,7 @@ def _convolution(
 define(
     *(f"autopar.{name}" for name in ("conv", "conv_dx", "conv_dw")),
     linear=lambda call: [{0}, {1}] if len(call.operands) == 2 else [],
+    sends=rows.sends_rows(_wide),
 )
+for _name in ("conv", "conv_dx", "conv_dw"):
+    define(f"autopar.{_name}", carrier=f"images.{_name}")

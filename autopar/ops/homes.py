@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, experts, ops, rnn, scans
+from autopar.runtime import attention, experts, images, ops, pools, rnn, scans
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
     "experts": experts,
+    "images": images,
     "ops": ops,
+    "pools": pools,
     "rnn": rnn,
     "scans": scans,
 }

@@ -1,4 +1,4 @@
-"""Ops on images: pooling, resampling, shuffling of pixels, unfolding into columns, sampling on a grid.
+"""Ops on images: shuffling of pixels, unfolding into columns, sampling on a grid.
 
 Batch and channels shard; the image's own dims stay whole.
 """
@@ -8,37 +8,16 @@ from __future__ import annotations
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.labels import Maker, all_float, leading
-from autopar.ops.registry import define, named, register, resized
+from autopar.ops.registry import define, named, register
 
-define(
-    *named(
-        "im2col col2im max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d "
-        "pixel_shuffle pixel_unshuffle channel_shuffle upsample_nearest1d upsample_nearest2d upsample_nearest3d"
-    ),
-    precision="follow",
-)
-define("aten.max_pool2d_with_indices", result_names=("pooled", "argmax"))
+define(*named("im2col col2im pixel_shuffle pixel_unshuffle channel_shuffle"), precision="follow")
 
 
-def _spatial(rank: int, names: str, size: str = "") -> None:
-    """Ops whose last `rank` dims stay whole; `size`: their argument that is the shape of the result."""
-    facts = resized(size) if size else {}
-    register(*named(names), **facts)(lambda call: leading(call, len(call.shapes[0]) - rank))
+def _spatial(rank: int, names: str) -> None:
+    """Ops whose last `rank` dims stay whole."""
+    register(*named(names))(lambda call: leading(call, len(call.shapes[0]) - rank))
 
 
-for _rank in (2, 3):
-    _spatial(
-        _rank,
-        f"max_pool{_rank}d_with_indices max_pool{_rank}d_with_indices_backward avg_pool{_rank}d avg_pool{_rank}d_backward "
-        f"_adaptive_avg_pool{_rank}d _adaptive_avg_pool{_rank}d_backward adaptive_max_pool{_rank}d "
-        f"adaptive_max_pool{_rank}d_backward",
-    )
-for _rank in (1, 2, 3):
-    _spatial(_rank, f"reflection_pad{_rank}d_backward replication_pad{_rank}d_backward")
-for _rank, _modes in ((1, "linear nearest"), (2, "bilinear nearest bicubic"), (3, "trilinear nearest")):
-    for _mode in _modes.split():
-        _spatial(_rank, f"upsample_{_mode}{_rank}d")
-        _spatial(_rank, f"upsample_{_mode}{_rank}d_backward", size="input_size")
 _spatial(3, "pixel_shuffle pixel_unshuffle")
 
 

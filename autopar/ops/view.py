@@ -136,20 +136,12 @@ def expand(call: OpCall) -> Rule:
 def _touched(call: OpCall) -> set[int]:
     """Dims whose elements an op of `resize` moves, which its arguments say: a size may stay as it was by chance."""
     rank = len(call.shapes[0])
-    if "pad" in call.arguments or "padding" in call.arguments:
-        sides = list(call.get("pad") or call.get("padding") or [])
-        return {rank - 1 - k for k in range(len(sides) // 2) if sides[2 * k] != 0 or sides[2 * k + 1] != 0}
     if "repeats" in call.arguments:
         return {i for i, n in enumerate(call["repeats"][len(call["repeats"]) - rank :]) if n != 1}
     return {int(call["dim" if "dim" in call.arguments else "dimension"]) % max(rank, 1)}
 
 
-@register(
-    *named(
-        "slice constant_pad_nd unfold repeat reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
-        "slice_scatter"
-    )
-)
+@register(*named("slice unfold repeat slice_scatter"))
 def resize(call: OpCall) -> Rule:
     """Dims that the op leaves alone pass; the others stay whole."""
     make = Maker()
@@ -164,7 +156,7 @@ def resize(call: OpCall) -> Rule:
     operands: list[Labels | None] = [labels]
     for other in call.shapes[1:]:
         operands.append(tuple(labels[i] if i not in changed else () for i in range(len(other))))
-    linear = [set(range(len(operands)))] if call.get("value") in (None, 0, 0.0) and all_float(call) else []
+    linear = [set(range(len(operands)))] if all_float(call) else []
     return make.rule(operands, [result], linear)
 
 

@@ -4,8 +4,8 @@ A number of ranks with an odd part, such as 96 = 3 · 32, is rarely a divisor of
 powers of two. There two more axes are tried, as in hybrid sharded data parallelism: `dp` over the power of two, which
 parameters can be sharded over, and `replica` over the odd part, which they may be replicated over.
 
-Where a microbatch has fewer rows than there are ranks to take them, two axes would leave the choice between ranks that share
-rows with all other axes and ranks that do the same work: there `dp` takes the rows, `cp` shares them, `tp` is inside.
+Where a microbatch has so few rows that the ranks which share one do not fit into the fast links, there are three axes: `dp` takes
+the rows, `cp` shares them, `tp` is inside.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ def candidate_meshes(
     for k in inner[:3]:
         meshes.append(Mesh.of(dp=ranks // k, tp=k))
     if rows is not None:
-        meshes += _context_meshes(ranks, rows, inner[:2] if whole else inner[:1])
+        meshes += _context_meshes(ranks, rows, fast, inner[:2] if whole else inner[:1])
     odd = odd_part(ranks)
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
     return meshes
 
 
-def _context_meshes(ranks: int, rows: int, inner: Sequence[int]) -> list[Mesh]:
-    """`dp` over as many ranks as there are rows for, `cp` over the rest, which share sequences, `tp` inside the fast links."""
+def _context_meshes(ranks: int, rows: int, fast: int, inner: Sequence[int]) -> list[Mesh]:
+    """`dp` over as many ranks as there are rows for, `cp` over the rest, which share sequences, and `tp` inside the fast links;
+    none where all that share a row fit into these, as two axes do then."""
     meshes = []
     for k in inner:
         data = math.gcd(rows, ranks // k)
-        if 1 < data < ranks // k:
+        if 1 < data < ranks // k and ranks // data > fast:
             meshes.append(Mesh.of(**{"dp": data, CONTEXT: ranks // k // data, "tp": k}))
     return meshes
 

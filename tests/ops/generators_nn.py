@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.ops import attention, contraction, convolution, embedding, grouped, integers, normalization, recurrence
+from autopar.ops import attention, contraction, embedding, grouped, integers, normalization, recurrence
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, call, makes, overload
 
@@ -156,90 +156,9 @@ def _expect(draw: Draw, name: str) -> Case:
 # --- images ----------------------------------------------------------------------------------------------------------------
 
 
-@makes("autopar.conv", "autopar.conv_dx", "autopar.conv_dw")
-def _conv(draw: Draw, name: str) -> Case:
-    rank, groups, transposed = draw.pick(1, 2), draw.pick(1, 2, 4), draw.pick(False, True)
-    c, o = groups * draw.pick(1, 2, 3), groups * draw.pick(1, 2, 3)
-    x = draw.f(draw.size(), c, *(draw.pick(5, 6) for _ in range(rank)))
-    w = draw.f(*((c, o // groups) if transposed else (o, c // groups)), *(draw.pick(1, 2, 3) for _ in range(rank)))
-    stride = [draw.pick(1, 2)] * rank
-    config = (
-        stride,
-        [draw.pick(0, 1)] * rank,
-        [draw.pick(1, 2)] * rank,
-        transposed,
-        [draw.pick(0, 1) if transposed and stride[0] == 2 else 0] * rank,
-        groups,
-    )
-    if name == "autopar.conv":
-        return call(convolution.conv, x, w, draw.f(o) if draw.pick(True, False) else None, *config)
-    g = draw.f(*convolution.conv(x, w, None, *config).shape)
-    if name == "autopar.conv_dx":
-        return call(convolution.conv_dx, g, w, list(x.shape), *config)
-    return call(convolution.conv_dw, g, x, list(w.shape), *config)
-
-
 def _image(draw: Draw, rank: int) -> torch.Tensor:
     lead = [draw.size()] if draw.pick(True, True, False) else []
     return draw.f(*lead, draw.size(), *([4] * rank))
-
-
-@makes(
-    *(
-        f"aten.{n}"
-        for r in (2, 3)
-        for n in (
-            f"max_pool{r}d_with_indices",
-            f"max_pool{r}d_with_indices_backward",
-            f"avg_pool{r}d",
-            f"avg_pool{r}d_backward",
-            f"_adaptive_avg_pool{r}d",
-            f"_adaptive_avg_pool{r}d_backward",
-            f"adaptive_max_pool{r}d",
-            f"adaptive_max_pool{r}d_backward",
-        )
-    )
-)
-def _pool(draw: Draw, name: str) -> Case:
-    rank = int(name[name.index("pool") + 4])
-    x = _image(draw, rank)
-    forward = overload(name.removesuffix("_backward"))
-    adaptive = "adaptive" in name
-    args: tuple[Any, ...] = ([2] * rank,) if adaptive else ([2] * rank, [draw.pick(1, 2)] * rank)
-    if not name.endswith("_backward"):
-        return call(forward, x, *args)
-    out = forward(x, *args)
-    if "max" in name and adaptive:
-        return call(overload(name), draw.f(*out[0].shape), x, out[1])
-    if "max" in name:
-        return call(overload(name), draw.f(*out[0].shape), x, *args, [0] * rank, [1] * rank, False, out[1])
-    if adaptive:
-        return call(overload(name), draw.f(*out.shape), x)
-    return call(overload(name), draw.f(*out.shape), x, *args, [0] * rank, False, True, None)
-
-
-@makes(
-    *(
-        f"aten.upsample_{m}{r}d{b}"
-        for m, r in (
-            ("linear", 1),
-            ("nearest", 1),
-            ("bilinear", 2),
-            ("nearest", 2),
-            ("bicubic", 2),
-            ("trilinear", 3),
-            ("nearest", 3),
-        )
-        for b in ("", "_backward")
-    )
-)
-def _upsample(draw: Draw, name: str) -> Case:
-    rank = int(name.removesuffix("_backward")[-2])
-    x = draw.f(draw.size(), draw.size(), *([3] * rank))
-    corners = () if "nearest" in name else (draw.pick(False, True),)
-    if not name.endswith("_backward"):
-        return call(overload(name), x, [5] * rank, *corners)
-    return call(overload(name), draw.f(*x.shape[:2], *([5] * rank)), [5] * rank, list(x.shape), *corners)
 
 
 @makes("aten.pixel_shuffle", "aten.pixel_unshuffle")

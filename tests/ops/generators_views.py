@@ -58,36 +58,6 @@ def _slice_backward(draw: Draw, _: str) -> Case:
     return call(aten.slice_backward.default, g.clone(), list(x.shape), dim, 1, 9, 2)
 
 
-@makes(
-    "aten.constant_pad_nd",
-    "aten.reflection_pad1d",
-    "aten.reflection_pad2d",
-    "aten.replication_pad1d",
-    "aten.replication_pad2d",
-)
-def _pad(draw: Draw, name: str) -> Case:
-    rank = 2 if name.endswith("2d") else 1
-    x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
-    pads = [n for _ in range(rank) for n in draw.pick((0, 0), (1, 0), (2, 1), (-1, 1), (1, -1), (-1, -1))]
-    return call(overload(name), x, pads, *((draw.pick(0, 1.5),) if name == "aten.constant_pad_nd" else ()))
-
-
-@makes(
-    "aten.reflection_pad1d_backward",
-    "aten.reflection_pad2d_backward",
-    "aten.reflection_pad3d_backward",
-    "aten.replication_pad1d_backward",
-    "aten.replication_pad2d_backward",
-    "aten.replication_pad3d_backward",
-)
-def _pad_backward(draw: Draw, name: str) -> Case:
-    rank = int(name[name.index("pad") + 3])
-    x = draw.f(draw.size(), draw.size(), *(draw.pick(4, 3) for _ in range(rank)))
-    pads = [draw.pick(0, 1) for _ in range(2 * rank)]
-    y = overload(name.removesuffix("_backward"))(x, pads)
-    return call(overload(name), draw.f(*y.shape), x, pads)
-
-
 @makes("aten.unfold")
 def _unfold(draw: Draw, _: str) -> Case:
     x = draw.f(*draw.shape())
