@@ -21,6 +21,8 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     random,
     recurrence,
     reduction,
+    scan,
+    selection,
     spatial,
     transform,
     view,

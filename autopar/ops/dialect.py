@@ -41,13 +41,13 @@ def graph_op(
     return add
 
 
-def differentiable(op: Any, backward: Callable[..., Any]) -> None:
+def _operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
+
+
+def differentiable(op: Any, backward: Callable[..., Any], save: Callable[..., None] = _operands) -> None:
     """Autograd's way back through an op of the dialect that models may call themselves. backward(ctx, g): a gradient per
-    argument; ctx.saved_tensors are the op's tensors."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
-
+    argument; save(ctx, inputs, output) keeps what it reads, by default ctx.saved_tensors are the op's tensors."""
     torch.library.register_autograd(op.name(), backward, setup_context=save, lib=_LIBRARY)
 
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, ops, rnn, scans
+from autopar.runtime import attention, moves, ops, rnn, scans, selection, softmax
 
-HOMES: dict[str, types.ModuleType] = {"attention": attention, "ops": ops, "rnn": rnn, "scans": scans}
+HOMES: dict[str, types.ModuleType] = {
+    "attention": attention,
+    "moves": moves,
+    "ops": ops,
+    "rnn": rnn,
+    "scans": scans,
+    "selection": selection,
+    "softmax": softmax,
+}
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""

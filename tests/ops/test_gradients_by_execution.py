@@ -15,7 +15,7 @@ from autopar.ir.rule import Rule
 from autopar.ops import contraction
 from autopar.ops.labels import Maker
 from autopar.passes.rules.book import RuleBook
-from tests.ops import generators_index, generators_losses, generators_nn, generators_views
+from tests.ops import generators_index, generators_losses, generators_nn, generators_scans, generators_views
 from tests.ops.edges import EDGES, f
 from tests.ops.execution import Case, as_node, check_strategy
 from tests.ops.generators import GENERATORS, Draw
@@ -24,6 +24,7 @@ from tests.ops.traced import MESHES, check_gradients, check_shards, of_tensors, 
 assert generators_index
 assert generators_losses
 assert generators_nn
+assert generators_scans
 assert generators_views
 RULES = RuleBook()
 
