@@ -1,7 +1,7 @@
 """A Rule says what sharding an op allows, as one line over *factors* (the indices of the op).
 
     b s i, o i -> b s o        a linear layer: i is only in operands, so sharding it leaves the result partial (sum)
-    b s (h d!) -> b s h d!     splitting a view: only the major factor of a composite dim can be sharded
+    b s (h d!) -> b s h d!     splitting a view: a composite dim is sharded by its major factor, by others only where that is cut up
     n v!, v! -> n v!           `!` marks a factor that must stay whole
     b s h<max -> b s           a contracted factor that owes a max instead of a sum
     .                          an operand or result dim of size one (or an operand without dims: write `1`)
@@ -73,14 +73,27 @@ class Rule:
     carried: tuple[Carried, ...] = ()
 
     @cached_property
-    def shardable(self) -> tuple[str, ...]:
-        """Factors that an axis may take: not whole, larger than one, and leading in every dim that contains them."""
-        blocked = {name for name, f in self.factors.items() if f.whole or f.size <= 1}
+    def majors(self) -> dict[str, frozenset[str]]:
+        """Per factor that is not whole and larger than one those that come before it in a dim that contains both."""
+        majors: dict[str, set[str]] = {name: set() for name, f in self.factors.items() if not f.whole and f.size > 1}
         for labels in (*self.operands, *self.results):
             for dim in labels or ():
                 real = [f for f in dim if self.factors[f].size > 1]
-                blocked.update(real[1:])
-        return tuple(name for name in self.factors if name not in blocked)
+                for i, f in enumerate(real):
+                    if f in majors:
+                        majors[f].update(real[:i])
+        return {name: frozenset(before) for name, before in majors.items()}
+
+    @cached_property
+    def shardable(self) -> tuple[str, ...]:
+        """Factors that an axis may take: not whole, larger than one, and leading in every dim that contains them."""
+        return tuple(name for name, before in self.majors.items() if not before)
+
+    @cached_property
+    def inner(self) -> tuple[str, ...]:
+        """Factors that an axis may take where other axes cut all that come before them into single indices: then blocks of the
+        composite dim are contiguous."""
+        return tuple(name for name, before in self.majors.items() if before and before <= self.majors.keys())
 
     @cached_property
     def contracted(self) -> frozenset[str]:
@@ -95,7 +108,7 @@ class Rule:
 
     def choices(self) -> tuple[str, ...]:
         """What one mesh axis may choose."""
-        return (*self.shardable, "", *(f"~{k}" for k in range(len(self.linear))), *self.carries)
+        return (*self.shardable, "", *(f"~{k}" for k in range(len(self.linear))), *self.inner, *self.carries)
 
     def allows(self, strategy: Strategy, mesh: Mesh) -> bool:
         """Whether every choice exists, they agree with each other, and every sharded factor divides."""
@@ -103,7 +116,12 @@ class Rule:
         return all(choice in choices for choice in strategy) and self.agrees(strategy) and self._divides(strategy, mesh)
 
     def agrees(self, strategy: Strategy) -> bool:
-        """Whether what the axes choose does not exclude each other."""
+        """Whether what the axes choose does not exclude each other, and minor factors follow those that come before them."""
+        taken = [factors_of(choice) for choice in strategy]
+        for place, factors in enumerate(taken):
+            for major in self.needed(factors):
+                if not any(major in others for others in taken[:place]) or any(major in f for f in taken[place:]):
+                    return False
         for choice in strategy:
             if choice.startswith("+"):
                 own = self.carries[choice].factors
@@ -114,12 +132,17 @@ class Rule:
                     return False
         return True
 
+    def needed(self, factors: Iterable[str]) -> frozenset[str]:
+        """The factors that must be cut into single indices where these are cut."""
+        return frozenset().union(*(self.majors.get(f, frozenset()) for f in factors))
+
     def _divides(self, strategy: Strategy, mesh: Mesh) -> bool:
         parts: dict[str, int] = {}
         for (_, size), choice in zip(mesh.axes, strategy, strict=True):
             for factor in factors_of(choice):
                 parts[factor] = parts.get(factor, 1) * size
-        return all(self.factors[f].size % n == 0 for f, n in parts.items())
+        single = all(parts.get(f, 1) == self.factors[f].size for f in self.needed(parts))
+        return single and all(self.factors[f].size % n == 0 for f, n in parts.items())
 
     def strategies(self, mesh: Mesh) -> list[Strategy]:
         """Every valid strategy on `mesh` (axes of size one take no choice)."""
@@ -164,7 +187,7 @@ class Rule:
                 taken[factor] = (*taken.get(factor, ()), axis)
         if not taken:
             return ((),) * len(labels)
-        return tuple(next((taken[f] for f in dim if f in taken), ()) for dim in labels)
+        return tuple(tuple(axis for f in dim for axis in taken.get(f, ())) for dim in labels)
 
     def whole(self) -> Rule:
         """The same op with nothing sharded."""

@@ -81,16 +81,11 @@ class Block:
         return Offset(axes, self.rule.factors[factor].size // self.mesh.product(axes))
 
     def offsets(self, labels: Labels) -> tuple[Offset | int, ...]:
-        """Start of the block in every dim of a tensor with these labels (leading factors are the sharded ones)."""
+        """Start of the block in every dim of a tensor with these labels."""
         starts: list[Offset | int] = []
         for dim in labels:
-            lead = next((f for f in dim if self.axes_of(f)), None)
-            start: Offset | int = 0
-            if lead is not None:
-                size = math.prod(self.rule.factors[f].size for f in dim)
-                axes = self.axes_of(lead)
-                start = Offset(axes, size // self.mesh.product(axes))
-            starts.append(start)
+            size, axes = math.prod(self.rule.factors[f].size for f in dim), tuple(a for f in dim for a in self.axes_of(f))
+            starts.append(Offset(axes, size // self.mesh.product(axes)) if axes else 0)
         return tuple(starts)
 
     def result_shape(self, index: int = 0) -> list[int]:

@@ -8,6 +8,7 @@ collectives match in order; that each one's axis exists on the mesh is checked t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from autopar.errors import CheckError
@@ -120,7 +121,7 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], wh
     """The specs of what a line makes, from those of what it reads; None: the line's own are taken."""
     match line:
         case Compute():
-            return _computed(line, rules, typed, where)
+            return _computed(line, mesh, rules, typed, where)
         case Convert():
             return [_converted(line, mesh, typed, where)]
         case ir.SumLoss(value=value, axes=axes):
@@ -131,36 +132,57 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], wh
     return None
 
 
-def _computed(line: Compute, rules: RuleBook, typed: dict[str, Typed], where: str) -> list[Spec | None]:
+def _computed(line: Compute, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], where: str) -> list[Spec | None]:
     """What the op's rule says of the results, its operands being sharded as they are."""
     operands = [typed[n] for n in line.reads()]
     rule = rules.rule(_global_call(line, [t for t, _ in operands]))
     carried = _carried(line, rule, where)
-    divided = {*rule.shardable, *(f for one in carried.values() for f in one.factors)}
+    divided = {*rule.shardable, *rule.inner, *(f for one in carried.values() for f in one.factors)}
     taken: dict[str, tuple[str, ...]] = {}
     owed: dict[str, set[int]] = {}
     for i, ((_, spec), labels) in enumerate(zip(operands, rule.operands, strict=True)):
         for axes, dim in zip(spec.dims, labels or ((),) * len(spec.dims), strict=True):
-            lead = next((f for f in dim if f in divided), None)
-            if axes and lead is None:
+            by_factor = _by_factor(dim, axes, divided, rule, mesh)
+            if by_factor is None:
                 raise CheckError(f"{where}: operand {i} of {line.op} is sharded where the rule `{rule}` forbids it")
-            if lead is not None and taken.setdefault(lead, axes) != axes:
-                raise CheckError(
-                    f"{where}: operands of {line.op} disagree about factor {lead}: {taken[lead]} and {axes}"
-                )
+            for factor, own in by_factor.items():
+                if taken.setdefault(factor, own) != own:
+                    raise CheckError(
+                        f"{where}: operands of {line.op} disagree about factor {factor}: {taken[factor]} and {own}"
+                    )
         for axis, _ in spec.partial:
             owed.setdefault(axis, set()).add(i)
     for labels, out in zip(rule.results, line.specs, strict=True):
         for axes, dim in zip(out.dims if out else (), labels or (), strict=False):
-            lead = next((f for f in dim if f in divided), None)
-            if lead is not None and lead not in rule.contracted:
-                taken.setdefault(lead, axes)
+            for factor, own in (_by_factor(dim, axes, divided, rule, mesh) or {}).items():
+                if factor not in rule.contracted:
+                    taken.setdefault(factor, own)
     _check_carried(line, rule, carried, taken, where)
     for axis, owing in owed.items():
         if frozenset(owing) not in rule.linear:
             raise CheckError(f"{where}: {line.op} is not linear in operands {sorted(owing)}, owed over {axis}")
     results = enumerate(rule.results)
     return [_result(rule, i, taken, owed, carried) if labels is not None else None for i, labels in results]
+
+
+def _by_factor(
+    dim: Sequence[str], axes: tuple[str, ...], divided: Collection[str], rule: Rule, mesh: Mesh
+) -> dict[str, tuple[str, ...]] | None:
+    """Which axes of a dim shard each of its factors that may be: the next factor is cut where those before it are cut into
+    single indices. None where axes are left over."""
+    by_factor: dict[str, tuple[str, ...]] = {}
+    rest = list(axes)
+    for factor in dim:
+        if factor not in divided:
+            break
+        size, parts, own = rule.factors[factor].size, 1, list[str]()
+        while rest and parts < size:
+            own.append(rest.pop(0))
+            parts *= mesh.sizes[own[-1]]
+        by_factor[factor] = tuple(own)
+        if parts < size:
+            break
+    return None if rest else by_factor
 
 
 def _carried(line: Compute, rule: Rule, where: str) -> dict[str, Carried]:
@@ -198,7 +220,7 @@ def _result(
     """taken: the axes that shard each factor; owed: the operands that owe a sum over each axis; carried: choices by axis."""
     labels = rule.results[index] or ()
     held = {f for dim in labels for f in dim}
-    dims = tuple(next((taken[f] for f in dim if taken.get(f)), ()) for dim in labels)
+    dims = tuple(tuple(axis for f in dim for axis in taken.get(f, ())) for dim in labels)
     partial = {(axis, "sum") for axis in owed}
     for f, axes in taken.items():
         if f not in held and f in rule.contracted:

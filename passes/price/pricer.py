@@ -214,7 +214,8 @@ class Pricer:
         if call.signature not in self._choices:
             table = strategy_table(rule, self.mesh)
             parts = table.parts(self.mesh)
-            kept = np.flatnonzero((np.array([f.size for f in rule.factors.values()], int) % parts == 0).all(1))
+            sizes = np.array([f.size for f in rule.factors.values()], int)
+            kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
             operands, results = (
                 tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
             )

@@ -24,13 +24,15 @@ class StrategyTable:
     """Every strategy of a rule, whatever it divides, but those that owe two kinds of reductions at once.
 
     operands, results: per strategy the number of the spec (`autopar.passes.rules.alphabet`), None where there is no tensor.
-    sharded[s, f, axis]: whether strategy s shards a factor by an axis of more than one rank.
+    sharded[s, f, axis]: whether strategy s shards a factor by an axis of more than one rank. single[s, f]: whether it asks for
+    single indices of a factor on every rank.
     """
 
     strategies: tuple[Strategy, ...]
     operands: tuple[np.ndarray | None, ...]
     results: tuple[np.ndarray | None, ...]
     sharded: np.ndarray
+    single: np.ndarray
 
     def parts(self, mesh: Mesh) -> np.ndarray:
         """Per strategy and factor into how many parts it is cut on a mesh."""
@@ -63,6 +65,8 @@ def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...]) -> Strateg
     strategies = [s for s, keep in zip(strategies, kept, strict=True) if keep]
     shared = [names.index(axis) for axis in axes]
     sharded = [[[factor in factors_of(s[a]) for a in shared] for factor in form.factors] for s in strategies]
+    needed = [form.needed(f for choice in s for f in factors_of(choice)) for s in strategies]
+    single = np.array([[factor in n for factor in form.factors] for n in needed], bool).reshape(len(strategies), len(form.factors))
     shape = (len(strategies), len(form.factors), len(axes))
     first = len(form.operands)
-    return StrategyTable(tuple(strategies), specs[:first], specs[first:], np.array(sharded, bool).reshape(shape))
+    return StrategyTable(tuple(strategies), specs[:first], specs[first:], np.array(sharded, bool).reshape(shape), single)

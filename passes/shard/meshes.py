@@ -3,12 +3,19 @@
 A number of ranks with an odd part, such as 96 = 3 · 32, is rarely a divisor of tensor dims, most of which are multiples of
 powers of two. There two more axes are tried, as in hybrid sharded data parallelism: `dp` over the power of two, which
 parameters can be sharded over, and `replica` over the odd part, which they may be replicated over.
+
+Where a microbatch has fewer rows than there are ranks to take them, two axes would leave the choice between ranks that share
+rows with all other axes and ranks that do the same work: there `dp` takes the rows, `cp` shares them, `tp` is inside.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.options import Options
 
 REPLICA = "replica"
@@ -20,12 +27,15 @@ def odd_part(n: int) -> int:
     return n // (n & -n)
 
 
-def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None = None) -> list[Mesh]:
-    """The forced mesh, or: one axis over all ranks, two axes with the inner one inside the fast links, and the odd part apart.
+def candidate_meshes(
+    cluster: ClusterSpec, options: Options, ranks: int | None = None, rows: int | None = None
+) -> list[Mesh]:
+    """The forced mesh, or: one axis over all ranks, two axes with the inner one inside the fast links, the odd part apart, and
+    three axes where a microbatch has fewer rows than there are ranks to take them.
 
-    ranks: of a stage of a pipeline (default: the whole cluster).
+    ranks: of a stage of a pipeline (default: the whole cluster). rows: of a microbatch, where they are known.
     """
-    ranks = cluster.size if ranks is None else ranks
+    whole, ranks = ranks is None, cluster.size if ranks is None else ranks
     forced = options.forced_mesh(ranks, cluster.size)
     if forced is not None:
         return [forced]
@@ -34,7 +44,25 @@ def candidate_meshes(cluster: ClusterSpec, options: Options, ranks: int | None =
     inner = sorted({k for k in (2, 4, 8, fast) if 1 < k < ranks and ranks % k == 0 and k <= fast}, reverse=True)
     for k in inner[:3]:
         meshes.append(Mesh.of(dp=ranks // k, tp=k))
+    if rows is not None:
+        meshes += _context_meshes(ranks, rows, inner[:2] if whole else inner[:1])
     odd = odd_part(ranks)
     if 1 < odd < ranks and (odd, ranks // odd) not in {tuple(mesh.sizes.values()) for mesh in meshes}:
         meshes.append(Mesh.of(**{REPLICA: odd, "dp": ranks // odd}))
     return meshes
+
+
+def _context_meshes(ranks: int, rows: int, inner: Sequence[int]) -> list[Mesh]:
+    """`dp` over as many ranks as there are rows for, `cp` over the rest, which share sequences, and `tp` inside the fast links."""
+    meshes = []
+    for k in inner:
+        data = math.gcd(rows, ranks // k)
+        if 1 < data < ranks // k:
+            meshes.append(Mesh.of(dp=data, cp=ranks // k // data, tp=k))
+    return meshes
+
+
+def rows_of(program: Program) -> int | None:
+    """Rows of a program's batch that can be divided among ranks, None where no input has any."""
+    sizes = [t.shape[dim] for (_, t), dim in zip(program.inputs, program.batch_dims, strict=True) if dim is not None]
+    return math.gcd(*sizes) if sizes else None

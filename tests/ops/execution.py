@@ -244,11 +244,12 @@ def check_case(case: Case, mesh: Mesh, seed: int, most: int = 8) -> int:
     generator = torch.Generator().manual_seed(seed)
     whole = case.whole()
     node, _ = as_node(case, whole)
-    strategies = rule_of(op_call(node)).strategies(mesh)
+    rule = rule_of(op_call(node))
+    strategies = rule.strategies(mesh)
     order = torch.randperm(len(strategies), generator=generator).tolist()
     chosen = [strategies[i] for i in order if any(strategies[i])]
-    with_messages = [s for s in chosen if any(c.startswith("+") for c in s)][: most // 2]
-    chosen = [*with_messages, *(s for s in chosen if s not in with_messages)][:most]
+    rare = [s for s in chosen if any(c in rule.carries or c in rule.inner for c in s)][: most // 2]
+    chosen = [*rare, *(s for s in chosen if s not in rare)][:most]
     for strategy in chosen:
         check_strategy(case, whole, mesh, strategy, generator)
     return len(chosen)

@@ -12,7 +12,7 @@ from autopar.errors import ConstraintError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.search.workers import Answers
-from autopar.passes.shard.meshes import REPLICA, candidate_meshes
+from autopar.passes.shard.meshes import REPLICA, candidate_meshes, rows_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 from autopar.passes.shard.solve_mesh import solve_mesh
@@ -84,7 +84,7 @@ def _on_meshes(task: Task, budget: float, policy: str) -> tuple[list[PricedPlan]
                 raise
             return None
 
-    meshes = candidate_meshes(task.cluster, task.options)
+    meshes = candidate_meshes(task.cluster, task.options, rows=rows_of(task.program))
     questions = [(mesh, strategy) for mesh in meshes for strategy in _strategies(asked, mesh, task.layout is not None)]
     with task.workers.answers(solved, questions) as results:
         for (_, strategy), result in zip(questions, results, strict=True):

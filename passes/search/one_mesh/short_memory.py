@@ -18,7 +18,7 @@ from autopar.passes.search.microbatches import TasksByCount, microbatch_counts
 from autopar.passes.search.one_mesh.joint import JointSearch
 from autopar.passes.search.one_mesh.within_memory import fastest_within_limit, joint_on
 from autopar.passes.search.task import RankedPlans, Task, account_of
-from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.meshes import candidate_meshes, rows_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage
 
@@ -109,7 +109,7 @@ def _offload_kinds(task: Task) -> list[frozenset[str]]:
 def _meshes_by_bound(task: Task) -> list[tuple[Mesh, float]]:
     """Meshes with the least seconds that any plan on them takes, the best bound first."""
     bounds_s: list[tuple[Mesh, float]] = []
-    for mesh in candidate_meshes(task.cluster, task.options):
+    for mesh in candidate_meshes(task.cluster, task.options, rows=rows_of(task.program)):
         try:
             bounds_s.append((mesh, joint_on(task, mesh).fastest.seconds))
         except (InfeasibleError, ConstraintError):
