@@ -84,7 +84,10 @@ class Block:
         """Start of the block in every dim of a tensor with these labels."""
         starts: list[Offset | int] = []
         for dim in labels:
-            size, axes = math.prod(self.rule.factors[f].size for f in dim), tuple(a for f in dim for a in self.axes_of(f))
+            size, axes = (
+                math.prod(self.rule.factors[f].size for f in dim),
+                tuple(a for f in dim for a in self.axes_of(f)),
+            )
             starts.append(Offset(axes, size // self.mesh.product(axes)) if axes else 0)
         return tuple(starts)
 

@@ -19,7 +19,8 @@ from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
-from autopar.proof.casts import DividedAs, replaced
+from autopar.capture.promoted import replaced
+from autopar.proof.casts import DividedAs
 from autopar.proof.compare import Values, difference, largest
 from autopar.runtime.session import Session
 

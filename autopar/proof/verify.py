@@ -23,7 +23,8 @@ from autopar.errors import InputError
 from autopar.ir.program import op_name
 from autopar.ops.registry import find
 from autopar.program import ParallelProgram, model_tensors
-from autopar.proof.casts import cast, no_dropout
+from autopar.capture.promoted import cast
+from autopar.proof.casts import no_dropout
 from autopar.proof.compare import TOLERANCE, Values, compare, nudged
 from autopar.proof.ranks import one_rank, values_on_ranks, without_dropout
 from autopar.proof.reference import eager_values

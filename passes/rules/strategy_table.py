@@ -66,7 +66,11 @@ def _table(form: Rule, names: tuple[str, ...], axes: tuple[str, ...]) -> Strateg
     shared = [names.index(axis) for axis in axes]
     sharded = [[[factor in factors_of(s[a]) for a in shared] for factor in form.factors] for s in strategies]
     needed = [form.needed(f for choice in s for f in factors_of(choice)) for s in strategies]
-    single = np.array([[factor in n for factor in form.factors] for n in needed], bool).reshape(len(strategies), len(form.factors))
+    single = np.array([[factor in n for factor in form.factors] for n in needed], bool).reshape(
+        len(strategies), len(form.factors)
+    )
     shape = (len(strategies), len(form.factors), len(axes))
     first = len(form.operands)
-    return StrategyTable(tuple(strategies), specs[:first], specs[first:], np.array(sharded, bool).reshape(shape), single)
+    return StrategyTable(
+        tuple(strategies), specs[:first], specs[first:], np.array(sharded, bool).reshape(shape), single
+    )
