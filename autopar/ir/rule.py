@@ -1,7 +1,7 @@
 """A Rule says what sharding an op allows, as one line over *factors* (the indices of the op).
 
     b s i, o i -> b s o        a linear layer: i is only in operands, so sharding it leaves the result partial (sum)
-    b s (h d!) -> b s h d!     splitting a view: a composite dim is sharded by its major factor, by others only where that is cut up
+    b s (h d!) -> b s h d!     splitting a view: h can be sharded; where a major factor is cut up, so can the next
     n v!, v! -> n v!           `!` marks a factor that must stay whole
     b s h<max -> b s           a contracted factor that owes a max instead of a sum
     .                          an operand or result dim of size one (or an operand without dims: write `1`)

@@ -53,7 +53,7 @@ def candidate_meshes(
 
 
 def _context_meshes(ranks: int, rows: int, inner: Sequence[int]) -> list[Mesh]:
-    """`dp` over as many ranks as there are rows for, `cp` over the rest, which share sequences, and `tp` inside the fast links."""
+    """`dp` over as many ranks as there are rows for, `cp` over the rest, which share sequences, `tp` inside the fast links."""
     meshes = []
     for k in inner:
         data = math.gcd(rows, ranks // k)

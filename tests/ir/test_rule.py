@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import ShardingError
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import parse_rule
+from autopar.ir.rule import Carried, Factor, parse_rule
 from autopar.ir.spec import Spec, parse_spec
 
 LINEAR = parse_rule("b s i, o i -> b s o", [(4, 6, 8), (2, 8)], [(4, 6, 2)])
@@ -39,12 +41,58 @@ def test_strategies_are_those_whose_parts_divide() -> None:
     assert LINEAR.whole().strategies(MESH) == [("", "")]
 
 
-def test_only_the_major_factor_of_a_composite_dim_can_be_sharded() -> None:
+def test_the_major_factor_of_a_composite_dim_can_be_sharded() -> None:
     rule = parse_rule("b h d -> b (h d)", [(4, 3, 8)], [(4, 24)])
     assert set(rule.shardable) == {"b", "h"}
     assert str(rule) == "b h d! -> b (h d!)"
     flat = parse_rule("b (one d) -> b one d", [(4, 8)], [(4, 1, 8)], {"one": 1, "d": 8})
     assert set(flat.shardable) == {"b", "d"}
+
+
+def test_a_minor_factor_can_be_sharded_where_the_major_one_is_cut_up() -> None:
+    rule = parse_rule("b s d -> (b s) d", [(2, 8, 3)], [(16, 3)])
+    assert rule.inner == ("s",)
+    assert rule.allows(("b", "s"), MESH)
+    assert rule.operand_spec(0, ("b", "s"), MESH) == parse_spec("[@dp, @tp, .]")
+    assert rule.result_spec(0, ("b", "s"), MESH) == parse_spec("[@dp.tp, .]")
+    assert not rule.allows(("s", "b"), MESH), "blocks of the composite dim would not be contiguous"
+    assert not rule.allows(("", "s"), MESH)
+    assert not rule.allows(("b", "s"), Mesh.of(dp=1, tp=2))
+    longer = parse_rule("b s d -> (b s) d", [(4, 8, 3)], [(32, 3)])
+    assert not longer.allows(("b", "s"), MESH), "two rows on a rank"
+
+
+def test_a_factor_behind_a_whole_one_stays_whole() -> None:
+    assert parse_rule("b h s -> (b h!) s", [(2, 2, 8)], [(4, 8)]).inner == ()
+    assert parse_rule("b h s -> (b h! s)", [(2, 2, 8)], [(32,)]).inner == ()
+
+
+RING = replace(
+    parse_rule("s, t!, t! -> s", [(8,), (4,), (4,)], [(8,)]), carried=(Carried(("s", "t"), owed=()), Carried(("t",)))
+)
+
+
+def test_a_choice_with_messages_shards_its_factors_together() -> None:
+    assert RING.choices() == ("s", "", "+s+t", "+t")
+    assert RING.operand_spec(0, ("s", "+s+t"), MESH) == parse_spec("[@dp.tp]")
+    assert RING.operand_spec(1, ("s", "+s+t"), MESH) == parse_spec("[@tp]")
+    assert RING.result_spec(0, ("s", "+s+t"), MESH) == parse_spec("[@dp.tp]")
+    assert RING.work_parts(("s", "+s+t"), MESH) == 4
+
+
+def test_choices_with_messages_exclude_each_other() -> None:
+    assert not RING.allows(("+s+t", "+s+t"), MESH), "two axes"
+    assert not RING.allows(("+t", "+s+t"), MESH), "keys twice"
+    assert RING.allows(("", "+t"), MESH)
+    assert not RING.allows(("", "+s+t"), Mesh.of(dp=2, tp=8)), "keys do not divide"
+    small = replace(RING, factors={**RING.factors, "t": Factor(1, whole=True)})
+    assert small.choices() == ("s", "")
+
+
+def test_a_carried_factor_owes_what_the_rule_says() -> None:
+    rule = replace(parse_rule("h! -> o", [(8,)], [(3,)]), carried=(Carried(("h",), owed=(0,)),))
+    assert rule.result_spec(0, ("+h", ""), MESH) == parse_spec("[.] ~sum(dp)")
+    assert replace(rule, carried=(Carried(("h",)),)).result_spec(0, ("+h", ""), MESH) == parse_spec("[.]")
 
 
 def test_a_contracted_factor_can_owe_a_maximum() -> None:

@@ -71,3 +71,30 @@ def test_programs_on_an_odd_part_and_a_power_of_two_equal_eager(name: str) -> No
     assert sharded
     assert all("replica" not in p.storage.axes for p in sharded)
     assert verify(program, model, batch).ok
+
+
+def with_rows(ranks: int, rows: int, a_stage: int | None = None) -> list[str]:
+    cluster = ClusterSpec.preset("dgx-h100", ranks // 8)
+    return [str(mesh) for mesh in candidate_meshes(cluster, Options(), a_stage, rows) if len(mesh.axes) == 3]
+
+
+def test_few_rows_share_sequences_along_an_axis_of_their_own() -> None:
+    assert with_rows(64, rows=64) == [], "every rank has a row"
+    assert with_rows(64, rows=1) == [], "two axes do"
+    assert with_rows(64, rows=2) == ["dp=2×cp=4×tp=8", "dp=2×cp=8×tp=4"]
+    assert with_rows(64, rows=6) == ["dp=2×cp=4×tp=8", "dp=2×cp=8×tp=4"]
+    assert with_rows(64, rows=8) == ["dp=8×cp=2×tp=4"]
+    assert with_rows(512, rows=2, a_stage=64) == ["dp=2×cp=4×tp=8"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sequences_are_shared_by_ranks_where_rows_are_flattened(seed: int) -> None:
+    """A loss over (rows · sequence) and products of flattened rows: with one row a rank, sequences stay in blocks."""
+    zoo = BY_NAME["llama"]
+    model, batch = zoo.make(), pytree.tree_map(lambda x: x[:2] if x.ndim else x, zoo.batch())
+    options = Options(mesh={"dp": 2, "cp": 2, "tp": 2})
+    program = autopar.compile(
+        model, ClusterSpec.local(8), batch, loss_fn=zoo.loss_fn, optimizer=ADAMW, options=options
+    )
+    assert verify(program, model, batch).ok
+    assert verify(program.with_plan(autopar.random_plan(program, seed)), model, batch).ok
