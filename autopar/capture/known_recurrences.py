@@ -7,6 +7,7 @@ wrote it: it runs with another function in the place of the loop.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ Function = Callable[..., Any]
 
 
 def know_by_function(name: str, function: Function, passed_on: Sequence[str]) -> None:
-    """Trace modules of transformers whose forward calls its file's function `name` with `function` in its place."""
+    """Trace modules of transformers whose forward calls its file's function `name` with `function` in its place, which is also
+    given the one that it replaces, as `loop`."""
 
     def matches(module: nn.Module) -> bool:
         own = _own_forward(module)
@@ -37,7 +39,7 @@ def know_by_function(name: str, function: Function, passed_on: Sequence[str]) ->
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = _own_forward(self)
-        scope = {**own.__globals__, name: function}
+        scope = {**own.__globals__, name: functools.partial(function, loop=own.__globals__[name])}
         changed = types.FunctionType(own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
         changed.__kwdefaults__ = own.__kwdefaults__
         return changed(self, *args, **kwargs)
@@ -113,7 +115,7 @@ def chunk_scan(
 
     In the einsums: b c l is a step by chunk and place in it (s: another place), h a head, p and n dims of a state.
     """
-    batch, length, heads, _ = hidden_states.shape
+    length, heads = hidden_states.shape[1:3]
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = torch.clamp(F.softplus(dt) if dt_softplus else dt, dt_limit[0], dt_limit[1]).float()
     x = hidden_states.float()
@@ -161,15 +163,22 @@ know_by_function("mamba2_chunk_scan", chunk_scan, ["cache_params"])
 
 
 def wkv(
-    time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, state: Any = None, return_state: bool = False
-) -> tuple[Tensor, Any]:
-    """key, value: (batch, steps, d) -> (batch, steps, d), and no state.
+    time_decay: Tensor,
+    time_first: Tensor,
+    key: Tensor,
+    value: Tensor,
+    state: Any = None,
+    return_state: bool = False,
+    *,
+    loop: Function,
+) -> Any:
+    """key, value: (batch, steps, d) -> (batch, steps, d), and no state; with one it is the loop that its author wrote.
 
     Numerator and denominator are recurrences. Both are scaled by exp(-m), with m of about the largest exponent so far, which
     the quotient does not depend on: m[t] = max over s up to t of (k[s] + (t - s) · w), found as a running maximum.
     """
     if state is not None or return_state:
-        raise NotImplementedError("a state of steps before")
+        return loop(time_decay, time_first, key, value, state=state, return_state=return_state)
     w, k, steps = -torch.exp(time_decay), key.float(), torch.arange(key.shape[1], device=key.device)[:, None]
     with torch.no_grad():
         passed = steps * w
