@@ -202,7 +202,8 @@ def linear_scan(a: Tensor, b: Tensor, dim: int) -> Tensor:
     a is broadcast to b, without being copied except along dim. Of two dtypes the wider one is taken. Products of a over a
     span of steps must not overflow. Raises InputError where shapes do not fit.
     """
-    if a.ndim > b.ndim or not -b.ndim <= dim < b.ndim or torch.broadcast_shapes(a.shape, b.shape) != b.shape:
+    fits = all(n in (1, m) for n, m in zip(reversed(a.shape), reversed(b.shape), strict=False))
+    if a.ndim > b.ndim or not fits or not -b.ndim <= dim < b.ndim:
         raise InputError(f"linear_scan of {tuple(a.shape)} and {tuple(b.shape)} along {dim}: a must broadcast to b")
     dim, dtype = dim % b.ndim, torch.promote_types(a.dtype, b.dtype)
     a = a.reshape([1] * (b.ndim - a.ndim) + list(a.shape)).to(dtype)
