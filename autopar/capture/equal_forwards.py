@@ -40,15 +40,18 @@ class Given:
     structure: Any
 
 
-def largest_difference(module: nn.Module, known: Forward, given: Given, integers: Integers) -> tuple[float, str]:
+def largest_difference(
+    module: nn.Module, known: Forward, given: Given, integers: Integers, steps: int | None = None
+) -> tuple[float, str]:
     """The largest difference between the forward of the module's class and `known`, relative to the largest entry of a
-    tensor, and in which; infinity where one has a tensor that the other has not. Raises whatever a forward raises."""
+    tensor, and in which; infinity where one has a tensor that the other has not. steps: of the second dim of what it was
+    given, a sequence, no more than so many. Raises whatever a forward raises."""
     own: Forward = type(module).forward
     try:
-        proof = _Proof(module, given, integers, _divisor(module))
+        proof = _Proof(module, _shortened(given, steps), integers, _divisor(module))
         expected = proof.values(own)
     except Exception:  # a forward that computes with sizes known to others than its module
-        proof = _Proof(module, given, integers, 1)
+        proof = _Proof(module, _shortened(given, steps), integers, 1)
         expected = proof.values(own)
     values, own_rounded, rounded = proof.values(known), proof.rounded(own), proof.rounded(known)
     differences = [(_difference(expected.get(n), values.get(n)), n) for n in {**expected, **values}]
@@ -125,6 +128,15 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def _shortened(given: Given, steps: int | None) -> Given:
+    """With no more than so many steps of a sequence, the second dim of the first tensor and of all that share it."""
+    length = next((t.shape[1] for t in given.tensors if t.ndim > 1), 0)
+    if steps is None or length <= steps:
+        return given
+    tensors = (t[:, :steps] if t.ndim > 1 and t.shape[1] == length else t for t in given.tensors)
+    return Given(tuple(tensors), given.structure)
 
 
 def _copied(module: nn.Module, divisor: int, generator: torch.Generator) -> nn.Module:

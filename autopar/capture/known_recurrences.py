@@ -24,6 +24,12 @@ from autopar.ops.scan import linear_scan
 Function = Callable[..., Any]
 
 
+def few(module: Any) -> int:
+    """Steps that a proof needs: a loop over all takes time that grows with their square, as each one's gradient is padded to
+    all. Where they come in chunks, three of these."""
+    return max(32, 3 * getattr(module, "chunk_size", 0))
+
+
 def know_by_function(name: str, function: Function, passed_on: Sequence[str]) -> None:
     """Trace modules of transformers whose forward calls its file's function `name` with `function` in its place, which is also
     given the one that it replaces, as `loop`."""
@@ -45,7 +51,7 @@ def know_by_function(name: str, function: Function, passed_on: Sequence[str]) ->
         return changed(self, *args, **kwargs)
 
     forward.__name__ = forward.__qualname__ = f"{function.__name__} in its forward"
-    know(matches, forward, below(2), passed_on)
+    know(matches, forward, below(2), passed_on, few)
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -198,7 +204,7 @@ know_by_function("rwkv_linear_attention", wkv, ["state"])
 # --- RG-LRU
 
 
-@known("recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRglru", below(2))
+@known("recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRglru", below(2), steps=few)
 def rg_lru(self: Any, activations: Tensor, position_ids: Tensor) -> Any:
     """Its own forward, with the loop as one op."""
 

@@ -36,17 +36,12 @@ def row_bytes(sending: Sending, operand: int = 0) -> float:
     return sending.operand_bytes[operand] * sending.ranks / size
 
 
-def one_row(sending: Sending, operand: int) -> list[Sent]:
-    """Every rank's row of an operand."""
-    return [Sent("all_gather", sending.axis, row_bytes(sending, operand) * sending.ranks)]
-
-
-def gathers(rows: int = 0, places: int = 0) -> Sends:
-    """Every rank's so many rows of the first operand, and the int64 places of so many."""
+def gathers(rows: int = 0, places: int = 0, operand: int = 0) -> Sends:
+    """Every rank's so many rows of an operand, and the int64 places of so many."""
 
     def sends(sending: Sending) -> list[Sent]:
-        row = row_bytes(sending)
-        place = row / sending.call.operands[0].dtype.itemsize * 8
+        row = row_bytes(sending, operand)
+        place = row / sending.call.operands[operand].dtype.itemsize * 8
         return [Sent("all_gather", sending.axis, n * sending.ranks) for n in (rows * row, places * place) if n]
 
     return sends

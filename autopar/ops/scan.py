@@ -19,7 +19,7 @@ from autopar.ir.rule import Labels, Rule
 from autopar.ops.dialect import differentiable, empty_like, graph_op, lifts
 from autopar.ops.labels import Maker, all_float, reduced_dims
 from autopar.ops.registry import define, named, register
-from autopar.ops.rows import carry, gathers, one_row
+from autopar.ops.rows import carry, gathers
 from autopar.runtime import scans as local
 
 Tensor = torch.Tensor
@@ -156,7 +156,7 @@ def _labels(make: Maker, call: OpCall) -> tuple[Labels, Labels]:
     local.linear_scan,
     lambda a, b, dim: empty_like(b),
     home="scans",
-    sends=lambda sending: [*one_row(sending, 0), *one_row(sending, 1)],
+    sends=gathers(rows=2, operand=1),
     localize=lambda block: block.told(),
     fresh=True,
 )
@@ -172,7 +172,7 @@ def linear_scan_op(call: OpCall) -> Rule:
     local.linear_scan_back,
     lambda a, h, g, dim, start=0.0: (empty_like(a), empty_like(g)),
     home="scans",
-    sends=lambda sending: [*one_row(sending, 0), *one_row(sending, 1), *one_row(sending, 2)],
+    sends=gathers(rows=3, operand=1),
     localize=lambda block: block.told(),
     result_names=("da", "db"),
     fresh=True,

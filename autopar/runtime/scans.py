@@ -115,8 +115,8 @@ def linear_scan(a: Tensor, b: Tensor, dim: int, *, along: Along | None = None) -
     if along is None:
         return h
     products = torch.cumprod(a, dim)
-    factors, states = (along.start_all_gather(t.narrow(dim, t.shape[dim] - 1, 1), dim) for t in (products, h))
-    carry = _carry(factors.wait(), states.wait(), dim, range(along.index))
+    factors, states = _rows([t.narrow(dim, t.shape[dim] - 1, 1) for t in (products, h)], dim, along)
+    carry = _carry(factors, states, dim, range(along.index))
     return h if carry is None else h.addcmul_(products, carry)
 
 
@@ -136,19 +136,23 @@ def linear_scan_back(
         behind = torch.cat([a.narrow(dim, 1, steps - 1), torch.ones_like(a.narrow(dim, 0, 1))], dim)
         behind = behind.flip(dim).cumprod(dim).flip(dim)
         first = a.narrow(dim, 0, 1)
-        ends = along.start_all_gather(h.narrow(dim, steps - 1, 1), dim)
-        factors = along.start_all_gather(first * behind.narrow(dim, 0, 1), dim)
-        states = along.start_all_gather(first * s.narrow(dim, 0, 1), dim)
-        carry = _carry(factors.wait(), states.wait(), dim, range(along.size - 1, along.index, -1))
+        rows = [first * behind.narrow(dim, 0, 1), first * s.narrow(dim, 0, 1), h.narrow(dim, steps - 1, 1)]
+        factors, states, ends = _rows(rows, dim, along)
+        carry = _carry(factors, states, dim, range(along.size - 1, along.index, -1))
         if carry is not None:
             s.addcmul_(behind, carry)
         del behind
-        last_states = ends.wait()
         if along.index > 0:
-            h_before = last_states.narrow(dim, along.index - 1, 1)
+            h_before = ends.narrow(dim, along.index - 1, 1)
     da = torch.cat([h_before, h.narrow(dim, 0, steps - 1)], dim).conj_physical_().mul_(s)
     summed = [i for i, n in enumerate(a.shape) if n == 1 and da.shape[i] > 1]
     return (da.sum(summed, keepdim=True) if summed else da), s
+
+
+def _rows(rows: list[Tensor], dim: int, along: Along) -> tuple[Tensor, ...]:
+    """Each of these rows of every block, in one message; those of size one where the last is larger are repeated."""
+    joined = torch.stack([row.expand_as(rows[-1]) for row in rows])
+    return along.start_all_gather(joined, dim + 1).wait().unbind(0)
 
 
 def _carry(factors: Tensor, states: Tensor, dim: int, blocks: range) -> Tensor | None:
