@@ -25,6 +25,7 @@ from autopar.errors import (
     ShardingError,
 )
 from autopar.ops.custom import register_op
+from autopar.ops.experts import experts
 from autopar.ops.grouped import grouped_mm
 from autopar.ops.scan import linear_scan
 from autopar.options import Options
@@ -34,7 +35,7 @@ from autopar.program import ParallelProgram as Program
 from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
-from autopar.runtime.errors import GuardError
+from autopar.runtime.errors import ExpertOverflow, GuardError
 from autopar.runtime.launch import load
 from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
 
@@ -50,6 +51,7 @@ __all__ = [
     "ConstraintError",
     "CoupledError",
     "EmitError",
+    "ExpertOverflow",
     "GuardError",
     "InfeasibleError",
     "InputError",
@@ -67,6 +69,7 @@ __all__ = [
     "Verification",
     "check",
     "compile",
+    "experts",
     "forward_of",
     "grouped_mm",
     "linear_scan",

@@ -13,6 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.runtime.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
 
 BRANCHES = ("refuse", "as-example")
+ON_OVERFLOW = ("stop", "chunk")
 COUPLED = ("refuse", "per-microbatch")
 MOST_SECONDS = 1e9
 MEGATRON = ("megatron", "megatron-zero1", "megatron-zero3")
@@ -64,6 +65,10 @@ class Options:
     branches: what becomes of branches on data (`if mask.any()`, `assert lengths.max() <= n`, comparisons of `.item()`):
         "refuse" them by name, or "as-example": the program takes the example batch's way, and stops, where guards run, on
         a batch that goes another.
+    expert_imbalance: where the rows of a mixture travel to ranks that have its experts, how many a rank may get, as a multiple
+        of what it would get if all got as many: memory is planned for that.
+    on_overflow: what becomes of a step in which a rank gets more: "stop" it by name (ExpertOverflow, on every rank of the axis
+        alike), or "chunk": compute it in more pieces within the same memory.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -89,6 +94,8 @@ class Options:
     compensated_sums: bool = False
     guards: bool = True
     branches: str = "refuse"
+    expert_imbalance: float = 1.25
+    on_overflow: str = "stop"
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -173,7 +180,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     *((name, _is_number(int, optional=True), "must be a number, it is {value!r}") for name in _COUNTS),
     *(
         (name, _is_finite(), "must be a number, it is {value!r}")
-        for name in ("memory_fraction", "solver_time_limit_s", "explain_s")
+        for name in ("memory_fraction", "solver_time_limit_s", "explain_s", "expert_imbalance")
     ),
     *((name, _is_finite(optional=True), "must be a number, it is {value!r}") for name in ("memory_bytes", "search_s")),
     *(
@@ -212,6 +219,8 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
         for name in _COUNTS
     ),
     ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
+    ("expert_imbalance", lambda share: share >= 1, "must be at least 1 (the mean), it is {value}"),
+    ("on_overflow", *_one_of(lambda: ON_OVERFLOW)),
     ("coupled", *_one_of(lambda: COUPLED)),
     ("strategy", *_one_of(lambda: STRATEGIES)),
     ("recompute", *_one_of(lambda: ("auto", *RECOMPUTE_POLICIES))),

@@ -59,7 +59,6 @@ def inexpressible(w: Workload) -> str:
     p, shape = w.parallel, w.model
     reasons = {
         f"{w.precision}: Options.precision is bf16 or fp16": w.precision not in PRECISIONS,
-        "cp > 1: no strategy forces attention over a sharded sequence": p.cp > 1,
         "experts: no op sends tokens to the ranks of their experts": bool(shape.experts),
         "MLA: the model has no low-rank attention": shape.mla is not None,
         "window: attention over a sliding window is not built": bool(shape.window),
@@ -88,7 +87,7 @@ def forced_options(w: Workload) -> autopar.Options:
     p, zero = w.parallel, {0: "", 1: "zero1", 2: "zero1", 3: "zero3"}[w.parallel.zero]
     schedule = schedule_name(w.plan.schedule, p.vpp)
     return autopar.Options(
-        mesh={"dp": p.dp, "tp": p.tp} if p.tp > 1 else {"dp": p.dp},
+        mesh={axis: size for axis, size in (("dp", p.dp), ("cp", p.cp), ("tp", p.tp)) if axis == "dp" or size > 1},
         strategy="-".join(filter(None, ("megatron", zero))) if p.tp > 1 else zero or "dp",
         pp=p.pp,
         chunks=p.V if p.pp > 1 else None,

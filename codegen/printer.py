@@ -109,6 +109,8 @@ class Printer:
         assert definition is not None
         schema_names = {n for n, _, _ in schema_arguments(target_of(line.op))}
         args = [self.value(v) for k, v in line.kwargs.items() if k in schema_names]
+        if definition.told_source:
+            args.append(repr(comment(line.source, 110)))
         for k, v in line.kwargs.items():
             if k not in schema_names and v is not None and not (k == "offset" and v == 0):
                 args.append(f"{k}={self.value(v)}")
@@ -117,8 +119,6 @@ class Printer:
             args.insert(definition.key_argument, self.value(line.kwargs["key"]))
         if definition.factory:
             args.append("device=rt.device")
-        if definition.told_source:
-            args.append(repr(comment(line.source, 110)))
         return f"{definition.home}.{name}({', '.join(args)})"
 
     def _aten(self, line: Compute) -> str:

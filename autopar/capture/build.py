@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import keyword
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from autopar.errors import CaptureError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.ir.program import Buffer, Call, Parameter, Program, Template, ValueRef, op_name
 from autopar.ir.types import TensorType
+from autopar.ops.registry import find
 
 
 def capture_program(
@@ -42,21 +44,39 @@ def capture_program(
     pieces: int = 1,
     guards: bool = True,
     as_example: bool = False,
+    told: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Program, Exported]:
     """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options. pieces:
-    what the loss is divided by. as_example: branches on data go the example's way.
+    what the loss is divided by. as_example: branches on data go the example's way. told: Options by name, for ops that have
+    them as arguments.
 
     Raises CaptureError, InputError.
     """
     mode = fake_mode()
     with lean():
         exported = tidied(export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards))
+        tell_options(exported.graph, told)
         if precision is not None:
             lower_precision(exported, PRECISIONS[precision], mode)
         with mode:
             builder = _Builder(exported, model)
             builder.run(mode, starts)
         return builder.program(batch_dims, guards), exported
+
+
+def tell_options(graph: fx.Graph, told: Mapping[str, Any]) -> None:
+    """Arguments of ops that are Options get their values."""
+    for node in graph.nodes:
+        definition = find(op_name(node.target)) if node.op == "call_function" else None
+        asked = {n: told[n] for n in definition.options if n in told} if definition is not None else {}
+        if asked:
+            node.args, node.kwargs = _without(node, asked), {**node.kwargs, **asked}
+
+
+def _without(node: fx.Node, names: Collection[str]) -> tuple[Any, ...]:
+    """Positional arguments up to the first of these."""
+    order = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return node.args[: min(order.index(name) for name in names)]
 
 
 class _Builder:

@@ -4,7 +4,8 @@ Nearly all of them are one computation, written as a loop over the experts that 
 
     y[t] = sum over j of weights[t, j] · expert[chosen[t, j]](x[t])
 
-Here rows stay in their places, so that tokens shard and microbatches are possible.
+Where the activation has a name (`expert_gates.py`) this is the op `experts`, which can send rows to experts on other
+ranks. In all others rows stay in their places, so that tokens shard and microbatches are possible.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture.equal_forwards import Integers
+from autopar.capture.expert_gates import gate_of
 from autopar.capture.known_blocks import below, forward_class, know
+from autopar.ops.experts import experts
 from autopar.ops.grouped import grouped_mm
 
 Expert = Callable[[Tensor, Tensor], Tensor]
@@ -69,7 +72,46 @@ def decorated(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     return mixture(hidden_states, top_k_index, top_k_weights, expert)
 
 
+def is_named(module: nn.Module) -> bool:
+    """Whether it is decorated, with an activation that has a name, and nothing after the second layer."""
+    return is_decorated(module) and not getattr(module, "has_post_expert_norm", True) and gate_of(module) is not None
+
+
+def named(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states: (tokens, d)."""
+    found = gate_of(self)
+    assert found is not None
+    gate, interleaved = found
+    first, second = self.gate_up_proj if self.has_gate else self.up_proj, self.down_proj
+    if not self.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if self.has_bias:
+        bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        biases = (halves(bias, self.has_gate, interleaved), self.down_proj_bias)
+    return experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        halves(first, self.has_gate, interleaved),
+        second,
+        *biases,
+        act=gate.act,
+        alpha=gate.alpha,
+        limit=gate.limit,
+        shift=gate.shift,
+    )
+
+
+def halves(t: Tensor, gated: bool, interleaved: bool) -> Tensor:
+    """(…, n) -> (…, 2, f) of gate and up, or (…, 1, n)."""
+    if not gated:
+        return t.unsqueeze(-2)
+    return t.unflatten(-1, (-1, 2)).transpose(-1, -2) if interleaved else t.unflatten(-1, (2, -1))
+
+
 know(is_decorated, decorated, any_expert)
+know(is_named, named, any_expert)
 
 
 # --- classes with a loop of their own

@@ -12,6 +12,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     creation,
     ctc,
     embedding,
+    experts,
     grouped,
     indexing,
     integers,

@@ -1,25 +1,28 @@
 """Scaled dot-product attention: one op forward, one for the gradients of queries, keys and values, one for a mask's.
 
-Batch, key/value heads and query rows can be sharded, keys stay whole. A block of query rows needs its offset for the
-causal triangle, and its place in the whole score matrix for dropout.
+Batch, key/value heads and query rows can be sharded; keys stay whole, or are cut along one axis together with the rows
+(`+s+t`, a ring: `autopar.runtime.attention`). A mask keeps all its columns, which have a factor of their own. A block of query
+rows needs its offset for the causal triangle, and its place in the whole score matrix for dropout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd import Function
 
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.rule import Labels, Rule
+from autopar.ir.lines import Sent
+from autopar.ir.rule import Carried, Labels, Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.random import next_site
-from autopar.ops.registry import Block, Gemm, define
+from autopar.ops.registry import Block, Gemm, Sending, define
 from autopar.runtime import attention as local
+from autopar.runtime.scores import softmax_dtype
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -37,7 +40,7 @@ def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labe
     head = (*make.add("h", kv), *make.add("r", heads // kv, whole=True))
     batch, query = make.add("b", b), make.add("s", s)
     key, width = make.add("t", t, whole=True), make.add("d", d, whole=True)
-    value = make.add("e", e, whole=True)
+    value, column = make.add("e", e, whole=True), make.add("u", t, whole=True)
     kv_head = make.add("h", kv)
     table: dict[str, Labels] = {
         "q": (batch, head, query, width),
@@ -46,12 +49,11 @@ def _attention_labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labe
         "out": (batch, head, query, value),
         "g": (batch, head, query, value),
         "lse": (batch, head, query),
+        "score": (batch, head, query, column),
     }
     mask = call.type_of("mask")
     if mask is not None:
-        full = (batch, head, query, key)
-        table["mask"] = tuple(() if n == 1 else dim for n, dim in zip(mask.shape, full, strict=True))
-    table["score"] = (batch, head, query, key)
+        table["mask"] = tuple(() if n == 1 else dim for n, dim in zip(mask.shape, table["score"], strict=True))
     operands = [table[n] for n in ("g", "q", "k", "v", "mask", "out", "lse") if isinstance(call.get(n), Operand)]
     return make, table, list(operands)
 
@@ -74,11 +76,39 @@ def _attention_block(block: Block) -> dict[str, Any]:
         changed["shape"] = (*q.shape[:3], k.shape[2])
         _, table, _ = _attention_labels(call)
         changed["offsets"] = block.offsets(table["score"])
-    return changed
+    return changed | block.told()
+
+
+def _imbalance(call: OpCall, parts: Mapping[str, int]) -> float:
+    """Of n blocks of rows that see the keys before them the last does n - 1 blocks of work and half of its own; on average
+    they do half of n."""
+    n = parts["s"]
+    return (2 * n - 1) / n if call["causal"] else 1.0
+
+
+_RING = Carried(("s", "t"))
+
+
+def _ring_sends(sending: Sending) -> list[Sent]:
+    """Keys and values go n - 1 places on, each behind the work on one of n blocks."""
+    n, block = sending.ranks, sending.bytes_of("k") + sending.bytes_of("v")
+    return [Sent("shift", sending.axis, block, n - 1, 1 / n)]
+
+
+def _ring_grad_sends(sending: Sending) -> list[Sent]:
+    """Nothing is behind the first block that is awaited; then the next block and the sums of the one before are under way
+    together, in the end the sums that go home."""
+    n, axis, block = sending.ranks, sending.axis, sending.bytes_of("k") + sending.bytes_of("v")
+    return [
+        Sent("shift", axis, block),
+        *([Sent("shift", axis, 2 * block, n - 2, 1 / n)] if n > 2 else []),
+        Sent("shift", axis, block, 1, 1 / n),
+    ]
 
 
 _FACTS: dict[str, Any] = {
     "work": _attention_work,
+    "imbalance": _imbalance,
     "localize": _attention_block,
     "dear": False,
     "random": True,
@@ -97,7 +127,7 @@ def _with_key(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty([*q.shape[:3], v.shape[3]]), q.new_empty(q.shape[:3], dtype=local.softmax_dtype(q))
+    return q.new_empty([*q.shape[:3], v.shape[3]]), q.new_empty(q.shape[:3], dtype=softmax_dtype(q))
 
 
 @graph_op(
@@ -105,12 +135,13 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     _forward,
     _shapes,
     result_names=("attended", "lse"),
+    sends=_ring_sends,
     **_FACTS,
 )
 def attention(call: OpCall) -> Rule:
-    """Batch, (key/value) heads and query rows can be sharded; keys stay whole."""
+    """Batch, (key/value) heads and query rows can be sharded; keys stay whole, or go round."""
     make, table, operands = _attention_labels(call)
-    return make.rule(operands, [table["out"], table["lse"]])
+    return make.rule(operands, [table["out"], table["lse"]], carried=[_RING])
 
 
 @graph_op(
@@ -118,24 +149,26 @@ def attention(call: OpCall) -> Rule:
     _with_key(local.attention_grad),
     lambda g, q, k, v, *_: (empty_like(q), empty_like(k), empty_like(v)),
     result_names=("dq", "dk", "dv"),
+    sends=_ring_grad_sends,
     **_FACTS,
 )
 def attention_grad(call: OpCall) -> Rule:
-    """Sharded query rows leave partial gradients of keys and values."""
+    """Sharded query rows leave partial gradients of keys and values, those that go round with these nothing."""
     make, table, operands = _attention_labels(call)
-    return make.rule(operands, [table["q"], table["k"], table["v"]])
+    return make.rule(operands, [table["q"], table["k"], table["v"]], carried=[_RING])
 
 
 @graph_op(
     f"attention_mask_grad{_GRAD} -> Tensor",
     _with_key(local.attention_mask_grad),
-    lambda g, q, k, *_: q.new_empty([*q.shape[:3], k.shape[2]], dtype=local.softmax_dtype(q)),
+    lambda g, q, k, *_: q.new_empty([*q.shape[:3], k.shape[2]], dtype=softmax_dtype(q)),
+    sends=_ring_sends,
     **_FACTS,
 )
 def attention_mask_grad(call: OpCall) -> Rule:
     """Gradient of the mask at full size."""
     make, table, operands = _attention_labels(call)
-    return make.rule(operands, [table["score"]])
+    return make.rule(operands, [table["score"]], carried=[_RING])
 
 
 class Attention(Function):

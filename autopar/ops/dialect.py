@@ -43,12 +43,21 @@ def graph_op(
 
 def _operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
+    ctx.arguments = tuple(None if isinstance(x, torch.Tensor) else x for x in inputs)
+    ctx.are_tensors = tuple(isinstance(x, torch.Tensor) for x in inputs)
 
 
 def differentiable(op: Any, backward: Callable[..., Any], save: Callable[..., None] = _operands) -> None:
     """Autograd's way back through an op of the dialect that models may call themselves. backward(ctx, g): a gradient per
-    argument; save(ctx, inputs, output) keeps what it reads, by default ctx.saved_tensors are the op's tensors."""
+    argument; save(ctx, inputs, output) keeps what it reads, by default the op's tensors (ctx.saved_tensors; `given(ctx)`: all
+    its arguments)."""
     torch.library.register_autograd(op.name(), backward, setup_context=save, lib=_LIBRARY)
+
+
+def given(ctx: Any) -> list[Any]:
+    """All arguments of an op that is `differentiable`, as its backward knows them."""
+    tensors = iter(ctx.saved_tensors)
+    return [next(tensors) if is_one else x for is_one, x in zip(ctx.are_tensors, ctx.arguments, strict=True)]
 
 
 def lifts(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

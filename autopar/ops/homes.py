@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, moves, ops, rnn, scans, selection, softmax
+from autopar.runtime import attention, experts, moves, ops, rnn, scans, selection, softmax
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
+    "experts": experts,
     "moves": moves,
     "ops": ops,
     "rnn": rnn,

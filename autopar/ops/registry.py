@@ -9,7 +9,7 @@ so; else its rule is found by experiment (`autopar.ops.discover`), or it runs wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -125,6 +125,7 @@ class OpDef:
     The op:
         rule(call): which dims may be sharded. None: facts of an op that is replaced before rules are asked for.
         work(call, rule): its arithmetic, where that is more than reading and writing (products, convolutions).
+        imbalance(call, parts): work of the busiest rank over the mean, factors being cut into so many parts. None: all do alike.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
     Messages of its own (the carried choices of its rule):
@@ -143,7 +144,7 @@ class OpDef:
         result_names: names of several results in emitted text.
     Mixed precision:
         precision: what it computes in. None: "follow" if torch tags it pointwise, else "keep".
-        low_operands: how many of its leading floating operands the class "low" casts (None: all).
+        low_operands: how many of its leading floating operands the class "low" casts (None: all; -1: all but the last).
         view: a cast of its result may as well be a cast of its operand.
     The canonical form of a captured graph:
         canonical: it is a "copy", a "regroup" (of dims, so `reshape`) or a "cast", whatever its name.
@@ -158,10 +159,13 @@ class OpDef:
         factory: it makes a tensor out of none and must be told the device.
         key_argument: place of the random key among the printed arguments (None: by keyword).
         told_source: it is told the source line that it comes from.
+    Options:
+        options: arguments of it that are fields of `Options`, which capture fills in.
     """
 
     rule: RuleFunction | None = None
     work: Callable[[OpCall, Rule], Gemm] | None = None
+    imbalance: Callable[[OpCall, Mapping[str, int]], float] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)
@@ -188,6 +192,7 @@ class OpDef:
     factory: bool = False
     key_argument: int | None = None
     told_source: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def recompute_is_dear(self) -> bool:

@@ -1,7 +1,14 @@
 """The runtime of emitted programs. It needs torch and nothing else, and is copied next to them as `autopar_runtime`."""
 
 from .comm import Comm, Group, Handle
-from .errors import CheckpointError, CollectiveMismatch, CollectiveTimeout, GuardError, RuntimeProgramError
+from .errors import (
+    CheckpointError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    ExpertOverflow,
+    GuardError,
+    RuntimeProgramError,
+)
 from .grads import GradEntry, GradStore
 from .rank import Rank
 from .session import Session
@@ -12,6 +19,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Comm",
+    "ExpertOverflow",
     "GradEntry",
     "GradStore",
     "Group",

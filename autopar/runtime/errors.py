@@ -12,6 +12,10 @@ class GuardError(RuntimeProgramError):
     condition that goes another way than in the example."""
 
 
+class ExpertOverflow(RuntimeProgramError):
+    """A rank is to compute more rows for its experts than memory is promised for. Every rank of the axis raises it."""
+
+
 class CollectiveMismatch(RuntimeProgramError):
     """Ranks of one group called different collectives, or in different order, or with different shapes."""
 

@@ -18,20 +18,22 @@ Tensor = torch.Tensor
 def grouped_mm(x: Tensor, w: Tensor, group: Tensor, first: int = 0) -> Tensor:
     """x: (..., k), w: (groups, k, n), group: (...) -> (..., n)."""
     rows = x.reshape(-1, x.shape[-1])
-    order, ends = _by_group(group, first, w.shape[0])
+    order, ends = by_group(group, first, w.shape[0])
     y = rows.new_empty(rows.shape[0], w.shape[2])
-    y[order] = _products(rows[order], w, ends)
+    y[order] = products(rows[order], w, ends)
     return y.view(*x.shape[:-1], w.shape[2])
 
 
 def grouped_mm_dw(x: Tensor, g: Tensor, group: Tensor, groups: int, first: int = 0) -> Tensor:
     """The gradient of w. x: (..., k), g: (..., n), group: (...) -> (groups, k, n)."""
-    order, ends = _by_group(group, first, groups)
+    order, ends = by_group(group, first, groups)
     x, g = x.reshape(-1, x.shape[-1])[order], g.reshape(-1, g.shape[-1])[order]
-    return _outer_products(x, g, ends)
+    dw = x.new_zeros(groups, x.shape[1], g.shape[1])
+    add_outer_products(dw, x, g, ends)
+    return dw
 
 
-def _by_group(group: Tensor, first: int, groups: int) -> tuple[Tensor, Tensor]:
+def by_group(group: Tensor, first: int, groups: int) -> tuple[Tensor, Tensor]:
     """The order that sorts rows by group, those of other groups last, and where each group ends in it."""
     local = group.reshape(-1) - first
     local = local.masked_fill((local < 0) | (local >= groups), groups)
@@ -40,27 +42,29 @@ def _by_group(group: Tensor, first: int, groups: int) -> tuple[Tensor, Tensor]:
     return order, ends
 
 
-def _products(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def products(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """rows: (r, k), sorted by group; w: (groups, k, n); ends: where each group's rows end -> (r, n), 0 after the last."""
     if _has_kernel(rows, w):
         y = torch._grouped_mm(rows, w, offs=ends.int())
         outside = torch.arange(rows.shape[0], device=rows.device) >= ends[-1]
         return y.masked_fill_(outside.unsqueeze(-1), 0)  # the kernel leaves these rows as they were
     y = rows.new_zeros(rows.shape[0], w.shape[2])
-    for matrix, (start, end) in zip(w, _spans(ends), strict=False):
+    for matrix, (start, end) in zip(w, spans(ends), strict=False):
         torch.mm(rows[start:end], matrix, out=y[start:end])
     return y
 
 
-def _outer_products(x: Tensor, g: Tensor, ends: Tensor) -> Tensor:
+def add_outer_products(dw: Tensor, x: Tensor, g: Tensor, ends: Tensor) -> None:
+    """To the gradient of w, (groups, k, n), what these rows give. x: (r, k), g: (r, n), both sorted by group."""
     if _has_kernel(x, g):
-        return torch._grouped_mm(x.t(), g, offs=ends.int())
-    dw = x.new_zeros(len(ends), x.shape[1], g.shape[1])
-    for out, (start, end) in zip(dw, _spans(ends), strict=False):
-        torch.mm(x[start:end].t(), g[start:end], out=out)
-    return dw
+        dw.add_(torch._grouped_mm(x.t(), g, offs=ends.int()))
+        return
+    for out, (start, end) in zip(dw, spans(ends), strict=False):
+        if end > start:
+            out.addmm_(x[start:end].t(), g[start:end])
 
 
-def _spans(ends: Tensor) -> list[tuple[int, int]]:
+def spans(ends: Tensor) -> list[tuple[int, int]]:
     """First row and end of every group. Without data (on the meta device) there are none to tell."""
     return [] if ends.is_meta else list(itertools.pairwise([0, *ends.tolist()]))
 

@@ -27,6 +27,7 @@ def capture(request: Request, pieces: int = 1) -> Captured:
             pieces,
             options.guards,
             options.branches == "as-example",
+            {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
         )
     )
 

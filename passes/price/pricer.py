@@ -260,10 +260,11 @@ class Pricer:
             if definition is not None and definition.picks:
                 moved[0] = min(moved[0], moved[-1])
             nbytes = sum(moved)
+            imbalance = definition.imbalance(call, parts) if definition is not None and definition.imbalance else 1.0
             seconds.append(
                 compute.op_time_s(
                     self.device,
-                    flops=flops / share,
+                    flops=flops * imbalance / share,
                     nbytes=nbytes,
                     dtype=_computable(dtype),
                     kind=kind,

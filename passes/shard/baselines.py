@@ -6,13 +6,16 @@ Each is two answers: how ops are split along a mesh axis, and how parameters res
     dp, zero1, zero3                    every axis takes the batch
     megatron, megatron-zero1, -zero3    the last axis is tensor-parallel (`megatron`), the others take the batch
 
+An axis that is named `cp` takes neither the batch nor weights: what is left of most ops is the sequence (context parallelism). As
+in Megatron-LM parameters rest over it as over the axes of the batch.
+
 Without ZeRO a parameter and its optimizer state are whole over the axes that take the batch; ZeRO-1 shards the optimizer
 state over them, ZeRO-3 the parameters as well, each as far as it divides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autopar.errors import CoupledError, InfeasibleError
@@ -24,7 +27,8 @@ from autopar.options import MEGATRON
 from autopar.passes.batch.dims import batch_dims, batch_factors
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.graph import Key
-from autopar.passes.shard.megatron import OpKey, TensorParallel, tensor_parallel
+from autopar.passes.shard.megatron import OpKey, TensorParallel, context_parallel, tensor_parallel
+from autopar.passes.shard.meshes import CONTEXT
 
 
 class Baseline:
@@ -40,14 +44,16 @@ class Baseline:
             raise InfeasibleError(f"strategy {strategy!r} follows the batch through the program: {error}") from error
         batch = batch_factors(program, rules, dims)
         self.tensor: TensorParallel | None = None
+        self.context: Mapping[OpKey, frozenset[str]] = {}
+        if mesh.sizes.get(CONTEXT, 1) > 1:
+            self.context = context_parallel(program, rules, dims, batch, mesh.sizes[CONTEXT])
         if strategy in MEGATRON and mesh.axes[-1][1] > 1:
             self.tensor = tensor_parallel(program, rules, dims, batch, mesh.axes[-1][1])
         self.data_axes = mesh.names if self.tensor is None else mesh.names[:-1]
         self.data_ranks = mesh.product(self.data_axes)
+        rows = mesh.product(axis for axis in self.data_axes if axis != CONTEXT)
         calls = {(t.name, op): call for t in program.templates.values() for op, call in t.op_calls.items()}
-        self.data_choices = {
-            op: _data_choices(rules.rule(calls[op]), held, self.data_ranks) for op, held in batch.items()
-        }
+        self.data_choices = {op: _data_choices(rules.rule(calls[op]), held, rows) for op, held in batch.items()}
 
     def allows(self, key: Key, state: Any) -> bool:
         """Whether a variable of the sharding problem may take a state."""
@@ -58,8 +64,8 @@ class Baseline:
     def _allows_split(self, op: OpKey, strategy: tuple[str, ...]) -> bool:
         if self.tensor is not None and strategy[-1] not in self.tensor.choices[op]:
             return False
-        chosen = zip(self.data_axes, strategy, strict=False)
-        return all(choice in self.data_choices[op] for axis, choice in chosen if self.mesh.sizes[axis] > 1)
+        chosen = [(axis, c) for axis, c in zip(self.data_axes, strategy, strict=False) if self.mesh.sizes[axis] > 1]
+        return all(c in (self.context if axis == CONTEXT else self.data_choices)[op] for axis, c in chosen)
 
     def _allows_stored(self, name: str, storage: Spec, optimizer: Spec) -> bool:
         if self.tensor is not None and not self._allows_tensor_shards(name, storage, optimizer):

@@ -62,6 +62,22 @@ def tensor_parallel(
     return TensorParallel(choices, frozenset(sharded))
 
 
+def context_parallel(
+    program: Program, rules: RuleBook, dims: Mapping[str, Dims], batch: Mapping[OpKey, Mapping[str, Part]], size: int
+) -> Mapping[OpKey, frozenset[str]]:
+    """What ops may choose along an axis of so many ranks that takes neither the batch nor weights. dims, batch: as above."""
+    choices: dict[OpKey, frozenset[str]] = {}
+    for template in program.templates.values():
+        held = dims.get(template.name, {})
+        origins = _origins(template)
+        for node in template.ops:
+            rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
+            of_weight = _weight_factors(template, node, rule, held, origins)
+            taken = {*batch[key], *of_weight}
+            choices[key] = frozenset(c for c in rule.choices() if c not in taken and _divides(rule, c, size))
+    return choices
+
+
 def _origins(template: Template) -> dict[str, frozenset[int]]:
     """Values that are made of parameters alone (cast, transposed, viewed), with the slots of these."""
     origins = {name: frozenset({slot}) for slot, name in enumerate(template.params)}

@@ -22,6 +22,10 @@ REPLICA = "replica"
 """The axis over the odd part of a number of ranks."""
 
 
+CONTEXT = "cp"
+"""The axis whose ranks share sequences."""
+
+
 def odd_part(n: int) -> int:
     """What is left of n without its factors of two: 3 of 96."""
     return n // (n & -n)
@@ -58,7 +62,7 @@ def _context_meshes(ranks: int, rows: int, inner: Sequence[int]) -> list[Mesh]:
     for k in inner:
         data = math.gcd(rows, ranks // k)
         if 1 < data < ranks // k:
-            meshes.append(Mesh.of(dp=data, cp=ranks // k // data, tp=k))
+            meshes.append(Mesh.of(**{"dp": data, CONTEXT: ranks // k // data, "tp": k}))
     return meshes
 
 

@@ -60,3 +60,14 @@ def test_the_size_of_a_graph_does_not_grow_with_the_steps() -> None:
     short, long = (compiled("Rwkv", steps=steps)[0] for steps in (16, 64))
     sizes = [sum(len(t.graph.nodes) for t in p.ir.templates.values()) for p in (short, long)]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.slow
+def test_one_long_sequence_is_cut_by_the_search_itself() -> None:
+    """Batch 1 on 4 ranks: the scan runs on quarters, and sends rows."""
+    config = transformers.MambaConfig(vocab_size=256, hidden_size=1024, num_hidden_layers=2, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.MambaForCausalLM(config).train()
+    tokens = torch.zeros(1, 8192, dtype=torch.long)
+    program = autopar.compile(model, autopar.ClusterSpec.local(4), {"input_ids": tokens, "labels": tokens})
+    assert carried(program.plan) == {"linear_scan", "linear_scan_back"}

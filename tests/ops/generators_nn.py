@@ -57,9 +57,9 @@ def _dot(draw: Draw, name: str) -> Case:
 
 def attention_arguments(draw: Draw, float_mask: bool = False) -> tuple[Any, ...]:
     """(q, k, v, mask, p, causal, scale, site)."""
-    b, kv, repeat, s = draw.pick(2, 1, 4), draw.pick(2, 1, 4), draw.pick(1, 2), draw.pick(4, 2, 6)
+    b, kv, repeat, s = draw.pick(2, 1, 4), draw.pick(2, 1, 4), draw.pick(1, 2), draw.pick(4, 2, 6, 12)
     causal = draw.pick(True, False)
-    t = s if causal and draw.pick(True, False) else draw.pick(4, 3, 6)
+    t = s if causal and draw.pick(True, False) else draw.pick(4, 3, 6, 12)
     e = draw.pick(4, 3)
     q, k, v = draw.f(b, kv * repeat, s, 4), draw.f(b, kv, t, 4), draw.f(b, kv, t, e)
     mask = None

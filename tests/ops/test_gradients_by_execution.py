@@ -15,12 +15,20 @@ from autopar.ir.rule import Rule
 from autopar.ops import contraction
 from autopar.ops.labels import Maker
 from autopar.passes.rules.book import RuleBook
-from tests.ops import generators_index, generators_losses, generators_nn, generators_scans, generators_views
+from tests.ops import (
+    generators_experts,
+    generators_index,
+    generators_losses,
+    generators_nn,
+    generators_scans,
+    generators_views,
+)
 from tests.ops.edges import EDGES, f
 from tests.ops.execution import Case, as_node, check_strategy
 from tests.ops.generators import GENERATORS, Draw
 from tests.ops.traced import MESHES, check_gradients, check_shards, of_tensors, traceable
 
+assert generators_experts
 assert generators_index
 assert generators_losses
 assert generators_nn

@@ -1,0 +1,240 @@
+"""The experts of a mixture as one op: what tokens chose, the experts' two layers, and the weighted sum.
+
+    y[t] = sum over j of weights[t, j] · expert[chosen[t, j]](x[t])         t d, e d 2 f, e f d, t c -> t d
+
+Tokens shard, and so do experts (a rank that has all tokens and some experts leaves a partial sum) and their inner dim.
+The carried choice `+t+e` is expert parallelism: one axis shards tokens and experts together, rows travel to the experts
+that they chose and back (`autopar.runtime.dispatch`), and nothing is owed over it. How many rows a rank gets only the
+data decides; memory is counted for `Options.expert_imbalance` times the mean.
+
+gate and up have a dim of their own in w_in, so that the inner dim shards: a view of the matrix that holds both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autopar.errors import CaptureError, InputError
+from autopar.ir.call import OpCall, Operand
+from autopar.ir.lines import Sent
+from autopar.ir.rule import Carried, Labels, Rule
+from autopar.ops.dialect import differentiable, empty_like, given, graph_op
+from autopar.ops.labels import Maker
+from autopar.ops.registry import Block, Gemm, Sending
+from autopar.runtime import experts as local
+from autopar.runtime.gates import ACTIVATIONS
+
+Tensor = torch.Tensor
+_OPERANDS = "Tensor x, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor chosen, Tensor weights"
+_GATE = "str act, float alpha, float? limit, float shift"
+_PROMISE = "float expert_imbalance=1.25, str on_overflow='stop'"
+_NAMES = ("g", "x", "w_in", "b_in", "w_out", "b_out", "chosen", "weights")
+
+
+def _labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labels | None]]:
+    make = Maker()
+    w_in = call.operand("w_in")
+    choices = make.add("c", call.operand("chosen").shape[-1], whole=True)
+    tokens = make.dims(call.operand("chosen").shape[:-1], "t")
+    e, f = make.add("e", w_in.shape[0]), make.add("f", w_in.shape[3])
+    d, halves = make.add("d", w_in.shape[1], whole=True), make.add("h", w_in.shape[2], whole=True)
+    table: dict[str, Labels] = dict.fromkeys(("g", "x"), (*tokens, d))
+    table |= dict.fromkeys(("chosen", "weights"), (*tokens, choices))
+    table |= {"w_in": (e, d, halves, f), "b_in": (e, halves, f), "w_out": (e, f, d), "b_out": (e, d)}
+    return make, table, [table[n] for n in _NAMES if isinstance(call.get(n), Operand)]
+
+
+def _carried(call: OpCall) -> list[Carried]:
+    return [Carried((f"t{i}", "e")) for i in range(len(call.operand("chosen").shape) - 1)]
+
+
+def _pairs(call: OpCall) -> int:
+    return math.prod(call.operand("chosen").shape)
+
+
+def _products(call: OpCall) -> tuple[float, float]:
+    """FLOPs of the first and of the second product."""
+    _, d, halves, f = call.operand("w_in").shape
+    return 2.0 * _pairs(call) * d * halves * f, 2.0 * _pairs(call) * d * f
+
+
+def _work(call: OpCall, rule: Rule) -> Gemm:
+    """2 · rows · k · n of every product, whatever the number of experts; backward makes the first again."""
+    first, second = _products(call)
+    flops = first + second
+    if call.op.startswith("autopar.experts_grad"):
+        flops = 2.0 * first + second + (first + second if call["of_layers"] else 0.0)
+    lead = tuple(name for name in rule.factors if name.startswith("t"))
+    return flops, "matmul", (lead, ("f",), ("d",))
+
+
+def _block(block: Block) -> dict[str, Any]:
+    told: dict[str, Any] = block.told()
+    if not told and block.parts("e") > 1:
+        told = {"first": block.offset("e"), "parts": block.parts("e")}
+    if block.parts("f") > 1 and isinstance(block.call.get("b_out"), Operand):
+        told["inner"] = block.offset("f")
+    return told
+
+
+def _rows_sent(sending: Sending) -> tuple[Sent, float]:
+    """The gathered counts, and the bytes of the rows that a rank sends at the imbalance that is promised."""
+    experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
+    counts = Sent("all_gather", sending.axis, 8.0 * experts * sending.ranks)
+    return counts, sending.bytes_of("x") * choices * float(sending.call["expert_imbalance"])
+
+
+def _sends(sending: Sending) -> list[Sent]:
+    """Rows to the experts and back."""
+    counts, rows = _rows_sent(sending)
+    return [counts, Sent("all_to_all", sending.axis, rows, times=2)]
+
+
+def _grad_sends(sending: Sending) -> list[Sent]:
+    """Rows, their gradients behind the product that is made again, and the gradients of rows behind those of layers; of
+    the router's weights and their gradients a number a row."""
+    counts, rows = _rows_sent(sending)
+    work = _work(sending.call, Rule((), (), {}))[0]
+    first, second = _products(sending.call)
+    shares = sending.bytes_of("weights") * float(sending.call["expert_imbalance"])
+    return [
+        counts,
+        Sent("all_to_all", sending.axis, rows),
+        Sent("all_to_all", sending.axis, rows + shares, behind=first / work),
+        Sent(
+            "all_to_all",
+            sending.axis,
+            rows + shares,
+            behind=(first + second) / work if sending.call["of_layers"] else 0.0,
+        ),
+    ]
+
+
+_FACTS: dict[str, Any] = {
+    "work": _work,
+    "localize": _block,
+    "precision": "low",
+    "low_operands": -1,
+    "home": "experts",
+    "told_source": True,
+    "options": ("expert_imbalance", "on_overflow"),
+}
+
+
+def _linear(call: OpCall) -> list[set[int]]:
+    """In the router's weights, and in the second layers."""
+    index = {n: a.index for n in _NAMES if isinstance(a := call.get(n), Operand)}
+    return [{index["weights"]}, {index[n] for n in ("w_out", "b_out") if n in index}]
+
+
+@graph_op(
+    f"experts({_OPERANDS}, {_GATE}, {_PROMISE}) -> Tensor",
+    local.experts,
+    lambda x, *_: empty_like(x),
+    sends=_sends,
+    linear=_linear,
+    **_FACTS,
+)
+def _experts(call: OpCall) -> Rule:
+    """Sharded experts and a sharded inner dim leave partial sums; an axis that carries tokens and experts leaves none."""
+    make, table, operands = _labels(call)
+    return make.rule(operands, [table["x"]], carried=_carried(call))
+
+
+def _grad_shapes(
+    g: Tensor,
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    chosen: Tensor,
+    weights: Tensor,
+    of_layers: bool,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    return empty_like(x), empty_like(weights), *local.gradient_room(w_in, b_in, w_out, b_out, of_layers)
+
+
+@graph_op(
+    f"experts_grad(Tensor g, {_OPERANDS}, bool of_layers, {_GATE}, {_PROMISE}) "
+    f"-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    local.experts_grad,
+    _grad_shapes,
+    sends=_grad_sends,
+    linear=lambda call: [{0}],
+    fresh=True,
+    result_names=("dx", "dweights", "dw_in", "db_in", "dw_out", "db_out"),
+    **_FACTS,
+)
+def experts_grad(call: OpCall) -> Rule:
+    """The gradients of layers are sums over tokens, but not over an axis that carries: there every rank has all rows of
+    its own experts."""
+    make, table, operands = _labels(call)
+    present = {n for n in _NAMES if isinstance(call.get(n), Operand)} if call["of_layers"] else set()
+    layers: list[Labels | None] = [table[n] if n in present else ((),) for n in ("w_in", "b_in", "w_out", "b_out")]
+    return make.rule(operands, [table["x"], table["weights"], *layers], carried=_carried(call))
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_in, b_in, w_out, b_out, chosen, weights, *config = given(ctx)
+    wanted = ctx.needs_input_grad
+    of_layers = any(wanted[1:5])
+    grads = experts_grad(g, x, w_in, b_in, w_out, b_out, chosen, weights, of_layers, *config)
+    dx, dweights, dw_in, db_in, dw_out, db_out = (grads[i] for i in range(6))
+    by_argument = (dx, dw_in, db_in, dw_out, db_out, None, dweights)
+    return *(t if needed else None for t, needed in zip(by_argument, wanted, strict=False)), *(None for _ in config)
+
+
+def _refuse(ctx: Any, *_: Any) -> Any:
+    raise CaptureError(
+        "the gradient of the gradient of experts is not known; compute the penalty that asks for it without the mixture, "
+        "or write the mixture with autopar.grouped_mm"
+    )
+
+
+differentiable(_experts, _backward)
+differentiable(experts_grad, _refuse)
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    *,
+    act: str = "silu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    shift: float = 0.0,
+) -> Tensor:
+    """A mixture of experts, for forwards given to `autopar.forward_of`.
+
+    x: (…, d); chosen, weights: (…, choices), which experts each token takes and with what weight (a choice that is no
+    number of an expert adds nothing); w_in: (experts, d, 1, f), or (experts, d, 2, f) for gate and up; w_out: (experts, f,
+    d); b_in: (experts, 1 or 2, f), b_out: (experts, d). act: "silu", "gelu", "gelu_tanh", "relu", "relu2"; alpha, limit
+    and shift as in `autopar.runtime.gates`. Returns (…, d). Raises InputError.
+    """
+    if act not in ACTIVATIONS:
+        raise InputError(f"experts: the activation {act!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
+    count, d, halves, f = w_in.shape if w_in.ndim == 4 else (0, 0, 0, 0)
+    right = halves in (1, 2) and w_out.shape == (count, f, d) and x.shape[-1] == d
+    right = right and chosen.shape == weights.shape and chosen.shape[:-1] == x.shape[:-1]
+    right = (
+        right and (b_in is None or b_in.shape == (count, halves, f)) and (b_out is None or b_out.shape == (count, d))
+    )
+    if not right:
+        shapes = (x, chosen, weights, w_in, w_out, *(b for b in (b_in, b_out) if b is not None))
+        raise InputError(
+            "experts takes x (…, d), chosen and weights (…, choices), w_in (experts, d, 1 or 2, f), w_out (experts, f, d) "
+            f"and biases (experts, 1 or 2, f), (experts, d); it is given {', '.join(str(tuple(t.shape)) for t in shapes)}"
+        )
+    y: Tensor = _experts(x, w_in, b_in, w_out, b_out, chosen, weights, act, alpha, limit, shift)
+    return y
