@@ -114,7 +114,7 @@ class CumulativeExtreme(Function):
         return cumextreme_back(g, *ctx.saved_tensors, ctx.dim), None, None
 
 
-def _flat(x: Tensor) -> bool:
+def _has_gradient(x: Tensor) -> bool:
     """Whether there is a dim to scan and a gradient to find."""
     return x.ndim > 0 and x.numel() > 0 and (x.is_floating_point() or x.is_complex())
 
@@ -122,18 +122,18 @@ def _flat(x: Tensor) -> bool:
 @lifts(aten.cumsum.default)
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
-    return CumulativeSum.apply(x, dim % x.ndim) if _flat(x) else aten.cumsum.default(x, dim)
+    return CumulativeSum.apply(x, dim % x.ndim) if _has_gradient(x) else aten.cumsum.default(x, dim)
 
 
 @lifts(aten.cumprod.default)
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     x = x if dtype is None else x.to(dtype)
-    return CumulativeProduct.apply(x, dim % x.ndim) if _flat(x) else aten.cumprod.default(x, dim)
+    return CumulativeProduct.apply(x, dim % x.ndim) if _has_gradient(x) else aten.cumprod.default(x, dim)
 
 
 def _lift_extreme(op: Any) -> None:
     def lift(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        return CumulativeExtreme.apply(x, dim % x.ndim, op) if _flat(x) else op(x, dim)
+        return CumulativeExtreme.apply(x, dim % x.ndim, op) if _has_gradient(x) else op(x, dim)
 
     lifts(op)(lift)
 
