@@ -27,6 +27,7 @@ from autopar.errors import (
 from autopar.ops.custom import register_op
 from autopar.ops.experts import experts
 from autopar.ops.grouped import grouped_mm
+from autopar.ops.scan import linear_scan
 from autopar.options import Options
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, RunResult
@@ -71,6 +72,7 @@ __all__ = [
     "experts",
     "forward_of",
     "grouped_mm",
+    "linear_scan",
     "load",
     "random_plan",
     "register_op",

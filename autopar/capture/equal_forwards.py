@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.promoted import AnyDtype, Promote
 from autopar.capture.trees import flatten, rebuild
-from autopar.ops.grouped import grouped_by_loops
 
 Integers = Callable[[nn.Module, tuple[int, ...], torch.Generator], Tensor]
 """(module, shape, generator) → integers that the module may be given."""
@@ -26,6 +26,8 @@ Forward = Callable[..., Any]
 Values = dict[str, Tensor]
 MOST_ROWS = 256
 MANY_ELEMENTS = 1 << 24
+ROUNDING = 10.0
+"""How much more the casts of a forward may round than those of the module's own."""
 LARGE, LEAST = 512, 8
 """Sizes from which on they may be divided, and what is left of them at least."""
 
@@ -38,23 +40,30 @@ class Given:
     structure: Any
 
 
-def largest_difference(module: nn.Module, known: Forward, given: Given, integers: Integers) -> tuple[float, str]:
+def largest_difference(
+    module: nn.Module, known: Forward, given: Given, integers: Integers, steps: int | None = None
+) -> tuple[float, str]:
     """The largest difference between the forward of the module's class and `known`, relative to the largest entry of a
-    tensor, and in which; infinity where one has a tensor that the other has not. Raises whatever a forward raises."""
+    tensor, and in which; infinity where one has a tensor that the other has not. steps: of the second dim of what it was
+    given, a sequence, no more than so many. Raises whatever a forward raises."""
     own: Forward = type(module).forward
     try:
-        proof = _Proof(module, given, integers, _divisor(module))
+        proof = _Proof(module, _shortened(given, steps), integers, _divisor(module))
         expected = proof.values(own)
     except Exception:  # a forward that computes with sizes known to others than its module
-        proof = _Proof(module, given, integers, 1)
+        proof = _Proof(module, _shortened(given, steps), integers, 1)
         expected = proof.values(own)
-    values = proof.values(known)
+    values, own_rounded, rounded = proof.values(known), proof.rounded(own), proof.rounded(known)
     differences = [(_difference(expected.get(n), values.get(n)), n) for n in {**expected, **values}]
+    differences += [(math.inf, n) for n in own_rounded if n in rounded and own_rounded[n].dtype != rounded[n].dtype]
+    rounding = [max(_difference(x[n], y[n]) for n in y) for x, y in ((expected, own_rounded), (values, rounded)) if y]
+    if rounding and rounding[1] > ROUNDING * rounding[0]:
+        differences.append((rounding[1], "what its casts round"))
     return max(differences, key=lambda pair: (math.isnan(pair[0]), pair[0]))
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+    if one is None or other is None or one.shape != other.shape:
         return math.inf
     return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30)) if one.numel() else 0.0
 
@@ -79,23 +88,27 @@ class _Proof:
             self.tensors.append(drawn)
 
     def values(self, forward: Forward) -> Values:
-        """Results, and gradients of a random linear function of them, by name."""
+        """Results, and gradients of a random linear function of them, by name. Casts inside the forward do not round."""
+        module = copy.deepcopy(self.module)  # a forward may note something in it
         leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in self.tensors]
         args, kwargs = rebuild(self.structure, list(leaves))
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            with torch.enable_grad(), _AnyDtype():
-                results, _, _ = flatten(forward(self.module, *args, **kwargs))
-                values = {f"result {i}": t.detach() for i, t in enumerate(results)}
-                return values | self._gradients(leaves, [t for t in results if t.requires_grad])
-        finally:
-            torch.set_default_dtype(dtype)
+        with torch.enable_grad(), _by_default(torch.float64), Promote(torch.float64):
+            results, _, _ = flatten(forward(module, *args, **kwargs))
+            values = {f"result {i}": t.detach() for i, t in enumerate(results)}
+            return values | self._gradients(module, leaves, [t for t in results if t.requires_grad])
 
-    def _gradients(self, leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> Values:
+    def rounded(self, forward: Forward) -> Values:
+        """Results in float64 with the casts inside of the forward."""
+        module = copy.deepcopy(self.module)
+        args, kwargs = rebuild(self.structure, list(self.tensors))
+        with torch.no_grad(), _by_default(torch.float64), AnyDtype():
+            results, _, _ = flatten(forward(module, *args, **kwargs))
+        return {f"result {i}": t for i, t in enumerate(results)}
+
+    def _gradients(self, module: nn.Module, leaves: Sequence[Tensor], heads: Sequence[Tensor]) -> Values:
         """Zeros where there is none: an expert that no row chose has none."""
         wanted = {f"the gradient of input {i}": t for i, t in enumerate(leaves) if t.requires_grad}
-        wanted |= {f"the gradient of {name}": p for name, p in self.module.named_parameters() if p.requires_grad}
+        wanted |= {f"the gradient of {name}": p for name, p in module.named_parameters() if p.requires_grad}
         if not heads or not wanted:
             return {}
         generator = torch.Generator().manual_seed(1)
@@ -107,12 +120,23 @@ class _Proof:
         }
 
 
-class _AnyDtype(TorchDispatchMode):
-    """Grouped products also in float64, which torch's kernel does not take."""
+@contextmanager
+def _by_default(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = grouped_by_loops if func is torch.ops.aten._grouped_mm.default else func
-        return func(*args, **(kwargs or {}))
+
+def _shortened(given: Given, steps: int | None) -> Given:
+    """With no more than so many steps of a sequence, the second dim of the first tensor and of all that share it."""
+    length = next((t.shape[1] for t in given.tensors if t.ndim > 1), 0)
+    if steps is None or length <= steps:
+        return given
+    tensors = (t[:, :steps] if t.ndim > 1 and t.shape[1] == length else t for t in given.tensors)
+    return Given(tuple(tensors), given.structure)
 
 
 def _copied(module: nn.Module, divisor: int, generator: torch.Generator) -> nn.Module:

@@ -33,12 +33,14 @@ TOLERANCE = 1e-9
 @dataclass(frozen=True)
 class Known:
     """A forward for the modules that `matches` names. passed_on: named arguments that it hands to the module's own code, and
-    that are None in the proof (a cache, which either forward would fill)."""
+    that are None in the proof (a cache, which either forward would fill). steps: as many steps of a
+    sequence, the second dim of what it is given, are enough for the proof, as its own forward is slow in them; None: all."""
 
     matches: Callable[[nn.Module], bool]
     forward: Forward
     integers: Integers
     passed_on: frozenset[str] = frozenset()
+    steps: Callable[[nn.Module], int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +75,14 @@ def below(n: int) -> Integers:
 
 
 def know(
-    matches: Callable[[nn.Module], bool], forward: Forward, integers: Integers, passed_on: Sequence[str] = ()
+    matches: Callable[[nn.Module], bool],
+    forward: Forward,
+    integers: Integers,
+    passed_on: Sequence[str] = (),
+    steps: Callable[[nn.Module], int] | None = None,
 ) -> None:
     """Trace modules that match by `forward`; of several that match the last one counts."""
-    _KNOWN.insert(0, Known(matches, forward, integers, frozenset(passed_on)))
+    _KNOWN.insert(0, Known(matches, forward, integers, frozenset(passed_on), steps))
 
 
 def forward_of(cls: type[nn.Module], *, integers: int | Integers = 2) -> Callable[[Forward], Forward]:
@@ -153,9 +159,10 @@ def _key(use: Use) -> Any:
 
 
 def _prove(use: Use) -> None:
-    where = f"{use.what}, module {use.name}"
+    where, known = f"{use.what}, module {use.name}", use.known
+    steps = None if known.steps is None else known.steps(use.module)
     try:
-        difference, tensor = largest_difference(use.module, use.known.forward, use.given, use.known.integers)
+        difference, tensor = largest_difference(use.module, known.forward, use.given, known.integers, steps)
     except Exception as error:
         raise CaptureError(
             f"{where}: whether both forwards are equal could not be found out, as one fails in float64: "

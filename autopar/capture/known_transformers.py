@@ -118,7 +118,10 @@ know(is_named, named, any_expert)
 
 
 def known(
-    name: str, integers: Integers = any_expert, passed_on: Sequence[str] = ()
+    name: str,
+    integers: Integers = any_expert,
+    passed_on: Sequence[str] = (),
+    steps: Callable[[nn.Module], int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a forward for the class `transformers.models.NAME`."""
 
@@ -127,7 +130,7 @@ def known(
         return f"{cls.__module__}.{cls.__qualname__}" == f"transformers.models.{name}"
 
     def add(forward: Callable[..., Any]) -> Callable[..., Any]:
-        know(matches, forward, integers, passed_on)
+        know(matches, forward, integers, passed_on, steps)
         return forward
 
     return add

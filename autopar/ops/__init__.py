@@ -24,6 +24,8 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     recurrence,
     reduction,
     resampling,
+    scan,
+    selection,
     spatial,
     transform,
     view,

@@ -41,15 +41,16 @@ def graph_op(
     return add
 
 
-def differentiable(op: Any, backward: Callable[..., Any]) -> None:
+def _operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
+    ctx.arguments = tuple(None if isinstance(x, torch.Tensor) else x for x in inputs)
+    ctx.are_tensors = tuple(isinstance(x, torch.Tensor) for x in inputs)
+
+
+def differentiable(op: Any, backward: Callable[..., Any], save: Callable[..., None] = _operands) -> None:
     """Autograd's way back through an op of the dialect that models may call themselves. backward(ctx, g): a gradient per
-    argument; ctx.saved_tensors are the op's tensors; `given(ctx)`: all its arguments."""
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*(x for x in inputs if isinstance(x, torch.Tensor)))
-        ctx.arguments = tuple(None if isinstance(x, torch.Tensor) else x for x in inputs)
-        ctx.are_tensors = tuple(isinstance(x, torch.Tensor) for x in inputs)
-
+    argument; save(ctx, inputs, output) keeps what it reads, by default the op's tensors (ctx.saved_tensors; `given(ctx)`: all
+    its arguments)."""
     torch.library.register_autograd(op.name(), backward, setup_context=save, lib=_LIBRARY)
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, experts, images, ops, pools, rnn, scans
+from autopar.runtime import attention, experts, images, moves, ops, pools, rnn, scans, selection, softmax
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
     "experts": experts,
     "images": images,
+    "moves": moves,
     "ops": ops,
     "pools": pools,
     "rnn": rnn,
     "scans": scans,
+    "selection": selection,
+    "softmax": softmax,
 }
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""

@@ -1,4 +1,4 @@
-"""Reductions, statistics as sums, and ops that work along a dim (softmax, cumulative sums, sorts).
+"""Reductions, statistics as sums, and ops that work along a dim (softmax, sorts, flips and rolls).
 
 A sharded dim that is summed leaves a partial sum, a sharded maximum a partial maximum; where pieces do not combine like
 that the dim stays whole. Means, variances and norms become sums, so that they can be sharded too.
@@ -14,19 +14,17 @@ import torch
 from torch.autograd import Function
 
 from autopar.ir.call import OpCall
-from autopar.ir.lines import Sent
-from autopar.ir.rule import Carried, Labels, Rule
+from autopar.ir.rule import Labels, Rule
+from autopar.ops.along_dim import adds, carry, gathers, told_dim, whole_block
 from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker, all_float, reduced_dims
-from autopar.ops.pointwise import pointwise
-from autopar.ops.registry import Sending, define, named, register
+from autopar.ops.registry import define, named, register
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
 define(*named("softmax _softmax sum"), precision="round")
 define(*named("amax amin max min argmax argmin topk sort tril triu"), precision="follow")
-define("aten.topk", result_names=("top", "chosen"))
 
 
 def _reduction(call: OpCall, reduce: str | None, linear: bool) -> Rule:
@@ -61,52 +59,57 @@ def amin(call: OpCall) -> Rule:
 
 
 @register(
-    *named(
-        "prod any all argmax argmin max min mode median logsumexp linalg_vector_norm mean var std norm nansum "
-        "count_nonzero kthvalue"
-    )
+    *named("prod any all mode median logsumexp linalg_vector_norm mean var std norm nansum count_nonzero kthvalue")
 )
 def whole_reduction(call: OpCall) -> Rule:
     """Reductions whose pieces do not combine by sum, max or min: the reduced dims stay whole."""
-    if len(call.operands) == 2:
-        return pointwise(call)
     return _reduction(call, None, False)
 
 
-def _one_row(sending: Sending) -> list[Sent]:
-    """The last row of every block is gathered."""
-    shape = sending.call.shapes[0]
-    block = sending.result_bytes[0] * sending.ranks / shape[int(sending.call["dim"])]
-    return [Sent("all_gather", sending.axis, block * sending.ranks)]
+_SOFTMAX = named("_softmax _log_softmax _safe_softmax")
+_SOFTMAX_BACK = named("_softmax_backward_data _log_softmax_backward_data")
+define(*_SOFTMAX, sends=gathers(rows=2))
+define(*_SOFTMAX_BACK, sends=adds)
+for _name in (*_SOFTMAX, *_SOFTMAX_BACK):
+    define(_name, carrier=_name.replace("aten.", "softmax."), localize=lambda block: block.told())
 
 
-define("aten.cumsum", sends=_one_row, carrier="scans.cumsum", localize=lambda block: block.told())
+@register(*_SOFTMAX)
+def softmax(call: OpCall) -> Rule:
+    """The class dim is carried, the others pass."""
+    make, gone = Maker(), set(reduced_dims(call))
+    labels = make.dims(call.shapes[0], whole=gone)
+    return make.rule([labels], [labels], [], carry(gone))
 
 
-@register(*named("cumsum cumprod cummax cummin sort topk _softmax _log_softmax _safe_softmax flip roll logcumsumexp"))
-def along_dims(call: OpCall) -> Rule:
-    """Ops that work along some dims (kept whole) and independently over the others."""
-    make = Maker()
-    shape = call.shapes[0]
-    gone = set(reduced_dims(call, "dims" if "dims" in call.arguments else "dim"))
-    labels = tuple(make.add(f"d{i}", n, whole=i in gone) for i, n in enumerate(shape))
-    results: list[Labels | None] = [
-        tuple(() if i in gone and n != shape[i] else labels[i] for i, n in enumerate(t.shape)) if t else None
-        for t in call.results
-    ]
-    linear = [{0}] if call.op.split(".")[1] in ("cumsum", "flip", "roll") and all_float(call) else []
-    carried = [Carried((f"d{i}",)) for i in gone] if call.op.startswith("aten.cumsum") else []
-    return make.rule([labels], results, linear, carried)
-
-
-@register("aten._softmax_backward_data", "aten._log_softmax_backward_data")
+@register(*_SOFTMAX_BACK)
 def softmax_backward(call: OpCall) -> Rule:
-    """Like softmax: the class dim stays whole."""
+    """Like softmax."""
+    make, gone = Maker(), set(reduced_dims(call))
+    labels = make.dims(call.shapes[0], whole=gone)
+    return make.rule([labels, labels], [labels], [], carry(gone))
+
+
+@register("aten.sort")
+def sort(call: OpCall) -> Rule:
+    """The sorted dim stays whole: of a sort over blocks every rank would need every block."""
     make = Maker()
-    shape = call.shapes[0]
-    dim = int(call["dim"]) % max(len(shape), 1)
-    labels = tuple(make.add(f"d{i}", n, whole=i == dim) for i, n in enumerate(shape))
-    return make.rule([labels, labels], [labels])
+    labels = make.dims(call.shapes[0], whole=set(reduced_dims(call)))
+    return make.rule([labels], [labels, labels])
+
+
+define("aten.flip", sends=whole_block, carrier="moves.flip", localize=lambda block: block.told())
+define("aten.roll", sends=whole_block, carrier="moves.roll", localize=told_dim)
+
+
+@register("aten.flip", "aten.roll")
+def moved(call: OpCall) -> Rule:
+    """A dim whose entries move is carried (of several dims the first), the others pass."""
+    dims = [int(d) % len(call.shapes[0]) for d in call.get("dims") or ()]
+    make = Maker()
+    flattened = not dims and call.op.startswith("aten.roll")
+    labels = make.dims(call.shapes[0], whole=set(dims) or flattened)
+    return make.rule([labels], [labels], [{0}] if all_float(call) else [], carry(dims[:1]))
 
 
 @register("aten.tril", "aten.triu")

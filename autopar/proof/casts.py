@@ -13,22 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.ops.grouped import grouped_by_loops
-
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
-
-
-def replaced(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """What every float dtype, and every complex one, becomes when `dtype` is computed in: complex numbers have two of it (two
-    of float32 where it has 16 bits)."""
-    pair = torch.complex128 if dtype == torch.float64 else torch.complex64
-    return {**dict.fromkeys(FLOATS, dtype), **dict.fromkeys(COMPLEX, pair)}
-
-
-def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor in the dtype that replaces its own, without its history."""
-    return x.detach().to(replaced(dtype).get(x.dtype, x.dtype))
+from autopar.capture.promoted import Promote, cast
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -77,7 +62,7 @@ def promoted(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
     constants = _KeepConstants(dtype, own, previous)
     torch.set_default_dtype(dtype)
     try:
-        with _Promote(dtype), _KeepEps(_eps(model)), constants, _finfo_as(dtype, own):
+        with Promote(dtype), _KeepEps(_eps(model)), constants, _finfo_as(dtype, own):
             yield
     finally:
         torch.set_default_dtype(previous)
@@ -122,30 +107,6 @@ def _finfo_as(dtype: torch.dtype, own: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.finfo = real  # type: ignore[misc]
-
-
-class _Promote(TorchDispatchMode):
-    """Every float dtype named in an op becomes `dtype`: a cast inside the model must not round."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype, self.replaced = dtype, replaced(dtype)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aliased = [a.alias_info is not None for a in func._schema.arguments]
-        named = {a.name for a, alias in zip(func._schema.arguments, aliased, strict=True) if alias}
-        kwargs = {k: a if k in named else self._argument(a) for k, a in (kwargs or {}).items()}
-        func = grouped_by_loops if func is torch.ops.aten._grouped_mm.default else func  # its kernel takes no float64
-        return func(*(a if alias else self._argument(a) for a, alias in zip(args, aliased, strict=False)), **kwargs)
-
-    def _argument(self, a: Any) -> Any:
-        """Also tensors that the model does not own, such as class weights inside a loss function."""
-        if isinstance(a, torch.dtype):
-            return self.replaced.get(a, a)
-        if isinstance(a, (list, tuple)):
-            return type(a)(map(self._argument, a))
-        foreign = isinstance(a, torch.Tensor) and self.replaced.get(a.dtype, a.dtype) != a.dtype
-        return cast(a, self.dtype) if foreign else a
 
 
 class _KeepEps(TorchFunctionMode):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from autopar.capture.promoted import replaced
 from autopar.codegen.in_process import load
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_sources
@@ -19,7 +20,7 @@ from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
-from autopar.proof.casts import DividedAs, replaced
+from autopar.proof.casts import DividedAs
 from autopar.proof.compare import Values, difference, largest
 from autopar.runtime.session import Session
 

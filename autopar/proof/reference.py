@@ -10,9 +10,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.capture.export import own_loss, split_inputs
+from autopar.capture.promoted import cast
 from autopar.capture.trees import flatten
 from autopar.program import ParallelProgram
-from autopar.proof.casts import cast, cast_model, map_tensors, promoted
+from autopar.proof.casts import cast_model, map_tensors, promoted
 from autopar.proof.compare import nudged
 from autopar.runtime.update_rule import Named, UpdateRule, make_optimizers
 

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from autopar.capture.default_device import with_cpu_as_default
+from autopar.capture.promoted import cast
 from autopar.capture.trees import rebuild
 from autopar.errors import InputError
 from autopar.ir.program import op_name
 from autopar.ops.registry import find
 from autopar.program import ParallelProgram, model_tensors
-from autopar.proof.casts import cast, no_dropout
+from autopar.proof.casts import no_dropout
 from autopar.proof.compare import TOLERANCE, Values, compare, nudged
 from autopar.proof.ranks import one_rank, values_on_ranks, without_dropout
 from autopar.proof.reference import eager_values

@@ -21,6 +21,7 @@ from tests.ops import (
     generators_index,
     generators_losses,
     generators_nn,
+    generators_scans,
     generators_views,
 )
 from tests.ops.edges import EDGES, f
@@ -33,6 +34,7 @@ assert generators_images
 assert generators_index
 assert generators_losses
 assert generators_nn
+assert generators_scans
 assert generators_views
 RULES = RuleBook()
 

@@ -16,6 +16,7 @@ from tests.ops import (
     generators_index,
     generators_losses,
     generators_nn,
+    generators_scans,
     generators_views,
 )
 from tests.ops.execution import MESHES, check_case
@@ -26,6 +27,7 @@ assert generators_images
 assert generators_index
 assert generators_losses
 assert generators_nn
+assert generators_scans
 assert generators_views
 NEVER_SHARDED = {
     "autopar.expect",

@@ -7,7 +7,7 @@ give the same on shards under every strategy of its rule.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.fold import Segment
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Template, is_getitem, op_call
+from autopar.ir.rule import Rule, Strategy
 from autopar.passes.rules.book import RuleBook
 from autopar.proof.compare import difference, largest
 from tests.ops.execution import Case, as_node, check_strategy
@@ -123,27 +124,56 @@ def check_gradients(function: Function, tensors: Sequence[Tensor]) -> tuple[Temp
 def check_shards(template: Template, values: dict[str, Any], rules: RuleBook, meshes: Sequence[Mesh] = MESHES) -> int:
     """Every op of the template under every strategy of its rule. Returns how many were tried."""
     generator, tried = torch.Generator().manual_seed(2), 0
-    for node in template.graph.nodes:
-        if node.op != "call_function" or is_getitem(node):
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
-        case = Case(node.target, args, kwargs, "empty" in node.name)
-        value = values[node.name]
-        if not all(map(_finite, (case.args, case.kwargs, value))):
+    for node, case, whole in _computed(template, values):
+        if not all(map(_finite, (case.args, case.kwargs, values[node.name]))):
             continue  # a sum that is owed on infinity is NaN
-        whole = [t if isinstance(t, Tensor) else None for t in (value if isinstance(value, (tuple, list)) else [value])]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             rule = rules.rule(op_call(as_node(case, whole)[0]))
         for mesh in meshes:
             for strategy in rule.strategies(mesh):
                 if any(strategy):
-                    try:
-                        check_strategy(case, whole, mesh, strategy, generator, rule)
-                    except Exception as error:
-                        raise AssertionError(f"{node.format_node()} under {strategy} of {rule}: {error}") from error
+                    _check_strategy(node, case, whole, mesh, strategy, generator, rule)
                     tried += 1
     return tried
+
+
+def check_carried(template: Template, values: dict[str, Any], rules: RuleBook, mesh: Mesh) -> set[str]:
+    """Every op of the template under the choices that come with messages. Returns which ops have any on this mesh."""
+    generator, carried = torch.Generator().manual_seed(2), set()
+    for node, case, whole in _computed(template, values):
+        rule = rules.rule(op_call(as_node(case, whole)[0]))
+        for strategy in rule.strategies(mesh):
+            if any(choice in rule.carries for choice in strategy):
+                _check_strategy(node, case, whole, mesh, strategy, generator, rule)
+                carried.add(str(node.target).removesuffix(".default"))
+    return carried
+
+
+def _computed(template: Template, values: dict[str, Any]) -> Iterator[tuple[fx.Node, Case, list[Tensor | None]]]:
+    """Every op of the template as a case, with its results."""
+    for node in template.graph.nodes:
+        if node.op == "call_function" and not is_getitem(node):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n.name])
+            value = values[node.name]
+            results = value if isinstance(value, (tuple, list)) else [value]
+            case = Case(node.target, args, kwargs, "empty" in node.name)
+            yield node, case, [t if isinstance(t, Tensor) else None for t in results]
+
+
+def _check_strategy(
+    node: fx.Node,
+    case: Case,
+    whole: list[Tensor | None],
+    mesh: Mesh,
+    strategy: Strategy,
+    generator: torch.Generator,
+    rule: Rule,
+) -> None:
+    try:
+        check_strategy(case, whole, mesh, strategy, generator, rule)
+    except Exception as error:
+        raise AssertionError(f"{node.format_node()} under {strategy} of {rule}: {error}") from error
 
 
 def _finite(value: Any) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.proof.casts import cast, map_tensors
+from autopar.capture.promoted import cast
+from autopar.proof.casts import map_tensors
 from autopar.proof.reference import loss_of, microbatches
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
