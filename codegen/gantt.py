@@ -48,8 +48,12 @@ def text_gantt(timeline: Timeline, width: int = 100, colour: bool = False) -> st
             texts = ((k, "".join(c for c, _ in run)) for k, run in runs)
             line = "".join(f"{_ANSI[k]}{text}\x1b[0m" if k else text for k, text in texts)
         rows.append(f"{g:>{label}} │{line}")
+        messages = _messages(timeline, g, max(1, width))
+        if messages:
+            rows.append(f"{'':>{label}} │{messages}")
     used = [k for k in _WHAT if any(e.action is not None and e.action.kind == k for e in timeline.events)]
     legend = ", ".join(f"{k} {_WHAT[k]}" for k in used)
+    legend += ", ~ messages inside ops" if any(e.stream == "inside" for e in timeline.events) else ""
     rows.append(f"{'':>{label}} └{'─' * width}")
     rows.append(f"{legend}; a digit is the microbatch mod 10, blank is idle" if legend else "nothing runs")
     rows.append(f"makespan {seconds_text(span)}, bubble {timeline.bubble_fraction:.1%}")
@@ -58,6 +62,16 @@ def text_gantt(timeline: Timeline, width: int = 100, colour: bool = False) -> st
 
 def _compute(timeline: Timeline, group: int) -> list[Event]:
     return [e for e in timeline.events if e.group == group and e.action is not None]
+
+
+def _messages(timeline: Timeline, group: int, width: int) -> str:
+    """`~` in the columns in which messages are under way."""
+    cells = [" "] * width
+    for e in timeline.events:
+        if e.group == group and e.stream == "inside" and timeline.makespan_s > 0:
+            first, last = (min(int(t / timeline.makespan_s * width), width - 1) for t in (e.start_s, e.end_s))
+            cells[first : last + 1] = "~" * (last + 1 - first)
+    return "".join(cells).rstrip()
 
 
 def _cells(events: list[Event], span: float, width: int) -> tuple[list[str], list[str]]:

@@ -45,7 +45,8 @@ class Work:
     """What an action of a call does on one rank.
 
     computed_s: products, attention, and passes whose seconds are known. fused_s: the passes over memory of everything else,
-    if neighbours were one kernel; apart_s: if every op is one. launches: kernels. messages: seconds of each alone.
+    if neighbours were one kernel; apart_s: if every op is one. launches: kernels. messages: seconds of each alone. hidden_s: of
+    messages that ops send themselves and that their own work hides; they add nothing.
     """
 
     computed_s: float = 0.0
@@ -53,6 +54,7 @@ class Work:
     apart_s: float = 0.0
     launches: int = 0
     messages: Mapping[Purpose, float] = field(default_factory=dict)
+    hidden_s: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         messages = dict(self.messages)
@@ -64,6 +66,7 @@ class Work:
             self.apart_s + other.apart_s,
             self.launches + other.launches,
             messages,
+            self.hidden_s + other.hidden_s,
         )
 
     def passes_s(self, software: Software) -> float:
@@ -136,6 +139,15 @@ class StageBill:
     optimizer_s: float = 0.0
     rest_s: float = 0.0
     waits_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def hidden_seconds(stage: StageBill) -> dict[str, float]:
+    """Seconds by action of the messages that ops of one microbatch hide behind their own work."""
+    hidden = dict.fromkeys("FBW", 0.0)
+    for call, times in stage.calls:
+        for action, work in zip("FBW", call.works, strict=True):
+            hidden[action] += times * work.hidden_s
+    return hidden
 
 
 Pipeline = Callable[[Durations], float]

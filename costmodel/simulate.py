@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import PlanError
@@ -83,6 +83,15 @@ class Timeline:
         """Seconds by which communication lengthens the step beyond its busiest compute stream and the bubble."""
         ends = [e.end_s for e in self.events if e.stream == "compute"]
         return self.makespan_s - max(ends) if ends else 0.0
+
+    def with_messages(self, seconds: Durations) -> Timeline:
+        """The same with the messages inside the actions, of so many seconds, which their ops hide; by (stage, kind)."""
+        inside = [
+            Event(e.group, "inside", f"messages in {e.name}", e.start_s, min(e.start_s + hidden_s, e.end_s))
+            for e in self.events
+            if e.action is not None and (hidden_s := seconds.get((e.action.stage, e.action.kind), 0.0)) > 0
+        ]
+        return replace(self, events=(*self.events, *inside))
 
     def chrome_trace(self) -> str:
         """JSON in the Chrome trace format, which Perfetto opens; one process per group, one thread per stream."""

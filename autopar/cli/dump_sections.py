@@ -111,6 +111,9 @@ def _function(arguments: dict[str, str], lines: list[Facts], results: list[str])
         specs = ", ".join(s for s in line["specs"] if s)
         text = f"{short_op(line['op'])}({', '.join(line['reads'])}{axis})"
         yield f"  {made} = {text}" + (f"  {specs}" if specs else "") if made else f"  {text}"
+        for sent in line["sent"]:
+            behind = f", each behind {sent['behind']:.0%} of the op's own work" if sent["behind"] else ""
+            yield f"    sends {sent['times']} × {sent['kind']} of {size_text(sent['nbytes'])} over {sent['axis']}{behind}"
     yield f"  return {', '.join(results)}"
 
 
@@ -165,6 +168,8 @@ def schedule_lines(saved: Saved) -> Iterator[str]:
     schedule = program["schedule"]
     yield f"{schedule['name']}, {program['microbatches']} microbatches, {len(program['stages'])} stages"
     yield from text_gantt(saved.timeline()).splitlines()
+    for stage, kind, seconds in schedule["hidden"]:
+        yield f"{kind} of stage {stage}: {time_text(seconds)} of messages inside ops, behind their own work"
     for group, (stages, peak) in enumerate(zip(schedule["groups"], schedule["peaks"], strict=True)):
         first = saved.stages[stages[0]]
         mesh = Mesh(tuple(first["mesh"].items()), first["first_rank"])

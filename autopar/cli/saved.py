@@ -42,7 +42,8 @@ class Saved:
         )
         seconds = {(stage, kind): s for stage, kind, s in schedule["seconds"]}
         between = {(u, v): s for u, v, s in schedule["hand_over"]}
-        return simulate(tuple(map(parse_row, schedule["table"])), graph, seconds, between)
+        hidden = {(stage, kind): s for stage, kind, s in schedule["hidden"]}
+        return simulate(tuple(map(parse_row, schedule["table"])), graph, seconds, between).with_messages(hidden)
 
     def rank_code(self, rank: int) -> str:
         """What rank `rank` runs. Raises InputError when there is no such rank."""

@@ -44,6 +44,11 @@ _FUNCTION = record(
                     "specs": _NAMES,
                     "source": paragraph(),
                     "axis": optional(text()),
+                    "sent": listed(
+                        record(
+                            {"kind": text(), "axis": text(), "nbytes": _BYTES, "times": _STAGE, "behind": number(0, 1)}
+                        )
+                    ),
                 },
                 others=True,
             )
@@ -92,6 +97,7 @@ _SCHEDULE = record(
         "table": listed(parsed(parse_row, text(1 << 24))),
         "seconds": listed(row(_STAGE, text(), _SECONDS)),
         "hand_over": listed(row(_STAGE, _STAGE, _SECONDS)),
+        "hidden": listed(row(_STAGE, text(), _SECONDS)),
     },
     others=True,
 )

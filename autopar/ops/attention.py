@@ -1,7 +1,7 @@
 """Scaled dot-product attention: one op forward, one for the gradients of queries, keys and values, one for a mask's.
 
 Batch, key/value heads and query rows can be sharded; keys stay whole, or are cut along one axis together with the rows
-(`+s+t`, a ring: `autopar.runtime.rings`). A mask keeps all its columns, which have a factor of their own. A block of query
+(`+s+t`, a ring: `autopar.runtime.attention`). A mask keeps all its columns, which have a factor of their own. A block of query
 rows needs its offset for the causal triangle, and its place in the whole score matrix for dropout.
 """
 
@@ -22,6 +22,7 @@ from autopar.ops.labels import Maker
 from autopar.ops.random import next_site
 from autopar.ops.registry import Block, Gemm, Sending, define
 from autopar.runtime import attention as local
+from autopar.runtime.scores import softmax_dtype
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -126,7 +127,7 @@ def _with_key(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty([*q.shape[:3], v.shape[3]]), q.new_empty(q.shape[:3], dtype=local.softmax_dtype(q))
+    return q.new_empty([*q.shape[:3], v.shape[3]]), q.new_empty(q.shape[:3], dtype=softmax_dtype(q))
 
 
 @graph_op(
@@ -135,7 +136,6 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     _shapes,
     result_names=("attended", "lse"),
     sends=_ring_sends,
-    carrier="rings.attention",
     **_FACTS,
 )
 def attention(call: OpCall) -> Rule:
@@ -150,7 +150,6 @@ def attention(call: OpCall) -> Rule:
     lambda g, q, k, v, *_: (empty_like(q), empty_like(k), empty_like(v)),
     result_names=("dq", "dk", "dv"),
     sends=_ring_grad_sends,
-    carrier="rings.attention_grad",
     **_FACTS,
 )
 def attention_grad(call: OpCall) -> Rule:
@@ -162,9 +161,8 @@ def attention_grad(call: OpCall) -> Rule:
 @graph_op(
     f"attention_mask_grad{_GRAD} -> Tensor",
     _with_key(local.attention_mask_grad),
-    lambda g, q, k, *_: q.new_empty([*q.shape[:3], k.shape[2]], dtype=local.softmax_dtype(q)),
+    lambda g, q, k, *_: q.new_empty([*q.shape[:3], k.shape[2]], dtype=softmax_dtype(q)),
     sends=_ring_sends,
-    carrier="rings.attention_mask_grad",
     **_FACTS,
 )
 def attention_mask_grad(call: OpCall) -> Rule:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, experts, ops, rings, rnn, scans
+from autopar.runtime import attention, experts, ops, rnn, scans
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
     "experts": experts,
     "ops": ops,
-    "rings": rings,
     "rnn": rnn,
     "scans": scans,
 }

@@ -10,8 +10,9 @@ import torch
 
 from autopar.capture.trees import shapes_text
 from autopar.compiled import Compiled
+from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.actions import show_row
-from autopar.ir.lines import Convert, Function, Line, label
+from autopar.ir.lines import Compute, Convert, Function, Line, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 
 
@@ -47,6 +48,12 @@ def facts(program: Compiled) -> dict[str, Any]:
             "table": [show_row(row) for row in counted.table],
             "seconds": [[stage, kind, s] for (stage, kind), s in counted.seconds.items()],
             "hand_over": [[u, v, s] for (u, v), s in counted.hand_over.items()],
+            "hidden": [
+                [stage, kind, s]
+                for stage, one in enumerate(counted.stages)
+                for kind, s in hidden_seconds(one.bill).items()
+                if s > 0
+            ],
         },
         "transfers": [
             {
@@ -131,4 +138,5 @@ def _line(line: Line) -> dict[str, Any]:
         "phase": line.phase,
         "source": line.source,
         "axis": line.step.axis if isinstance(line, Convert) else None,
+        "sent": [vars(sent) for sent in line.sent] if isinstance(line, Compute) else [],
     }

@@ -1,94 +1,106 @@
-"""Scaled dot-product attention, forward and backward, without autograd.
+"""Scaled dot-product attention as emitted programs call it: a rank's rows, all keys or a block of them that goes round.
 
-Layout (batch, heads, query, head_dim) against (batch, kv_heads, key, head_dim); several query heads may share one
-key/value head. Two paths: the fused kernel of torch where it applies (its log-sum-exp is what backward needs), and the
-plain formula where it does not (dropout, masks that need gradients, blocks of a sharded query). Of a row that sees nothing
-the result is 0 and the log-sum-exp 0 in both.
+What the rows see of a block of keys is cut into pieces (`triangle`) that one kernel each does (`scores`): of block j it gives
+out_j and the log-sum-exp lse_j of its scores. A softmax over pieces is exact: with m the largest lse so far
+
+    total = Σ_j exp(lse_j - m)        out = Σ_j exp(lse_j - m) · out_j / total        lse = m + log total
+
+The sums are in float32 where the inputs are in 16 bits. A row that sees nothing has weights 0 and the log-sum-exp 0.
+
+Backward needs out and lse of all keys alone, so a piece's part of the gradients is what its kernel gives. With `along` the
+keys and values of the axis' ranks come one block after the other (`rings`), queries stay where they are: ring attention
+(Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers").
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from . import random as rng
+from . import scores as kernels
+from .along import Along
+from .rings import Blocks, Part, go_round, go_round_and_home, turns
+from .triangle import Block, Piece, Run, pieces
 
 Tensor = torch.Tensor
 
 
-def _repeat(kv: Tensor, heads: int) -> Tensor:
-    groups = heads // kv.shape[1]
-    return kv if groups == 1 else kv.repeat_interleave(groups, dim=1)
+@dataclass(frozen=True)
+class _Scores:
+    """The scores of this rank's rows, or of some of their heads, with the keys of all ranks.
 
+    heads: of the queries. rows, keys: positions of this rank's rows, and of the keys of each rank. mask: of this rank's rows and
+    heads, with all keys. shape, offsets: dropout draws by the place among all scores, which are so many; where this rank's
+    start in batch and heads.
+    """
 
-def _sum_groups(grad: Tensor, heads: int) -> Tensor:
-    if grad.shape[1] == heads:
-        return grad
-    return grad.unflatten(1, (heads, grad.shape[1] // heads)).sum(2)
+    heads: Run
+    rows: Block
+    keys: tuple[Block, ...]
+    mask: Tensor | None
+    p: float
+    causal: bool
+    scale: float
+    key: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
 
+    def pieces(self, rank: int) -> list[Piece]:
+        """What the rows see of the keys of a rank."""
+        return list(pieces(self.rows, self.keys[rank], self.causal))
 
-def softmax_dtype(q: Tensor) -> torch.dtype:
-    """Scores and their softmax are in float32 where queries are in 16 bits."""
-    return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    def only_piece(self) -> Piece | None:
+        """The piece that is all rows and all keys, which needs no merging."""
+        pieces = self.pieces(0) if len(self.keys) == 1 else []
+        size = (sum(run.size for run in self.rows), self.key_count)
+        return pieces[0] if [(piece.rows.size, piece.keys.size) for piece in pieces] == [size] else None
 
+    @property
+    def key_count(self) -> int:
+        """Keys of all ranks."""
+        return sum(run.size for block in self.keys for run in block)
 
-def _bias(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor, offset: int) -> Tensor | None:
-    """Additive mask in the dtype of the scores, causal triangle included (row r of the whole sequence sees keys <= r)."""
-    bias, dtype = None, softmax_dtype(q)
-    if mask is not None:
-        bias = mask if mask.dtype != torch.bool else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
-        bias = bias.to(dtype)
-    if causal:
-        row = torch.arange(offset, offset + q.shape[2], device=q.device).unsqueeze(1)
-        future = torch.arange(k.shape[2], device=q.device).unsqueeze(0) > row
-        triangle = torch.zeros(future.shape, dtype=dtype, device=q.device).masked_fill_(future, -math.inf)
-        bias = triangle if bias is None else bias + triangle
-    return bias
+    def in_turns(self, count: int) -> list[_Scores]:
+        """Some heads after the others."""
+        size = self.heads.size // count
+        return [replace(self, heads=Run(start, start + size)) for start in range(0, self.heads.size, size)]
 
+    def of(self, x: Tensor, piece: Piece) -> Tensor:
+        """The part of a tensor (batch, heads, rows, …) that a piece is about."""
+        return x.narrow(1, self.heads.start, self.heads.size).narrow(2, piece.row, piece.rows.size)
 
-def _full_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The additive mask at the size of the scores, which fused kernels ask for."""
-    bias = _bias(mask, False, q, k, 0)
-    return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    def mask_of(self, piece: Piece) -> Tensor | None:
+        """The same of the mask. One of one head, row or column is one for all."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.shape[1] == 1 else mask.narrow(1, self.heads.start, self.heads.size)
+            mask = mask if mask.shape[2] == 1 else mask.narrow(2, piece.row, piece.rows.size)
+            mask = mask if mask.shape[3] == 1 else mask.narrow(3, piece.keys.start, piece.keys.size)
+        return mask
 
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, offset: int) -> bool:
-    square = q.shape[2] == k.shape[2] and offset == 0
-    same = q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]
-    return (
-        q.device.type in ("cpu", "meta")
-        and p == 0.0
-        and same
-        and (square or not causal)
-        and min(q.numel(), k.numel()) > 0
-    )
-
-
-def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
-    scores = ((q * scale) @ k.transpose(-1, -2)).to(softmax_dtype(q))
-    return scores if bias is None else scores + bias
-
-
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """softmax out of scores and their log-sum-exp; rows that see nothing weigh nothing."""
-    return scores.sub(lse.unsqueeze(-1)).exp_()
-
-
-def hidden_rows(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
-    """Which rows see nothing at all, in a form that goes with (batch, heads, query); None: every row sees something."""
-    if mask is None:
-        return None
-    bias = _bias(mask, causal, q, k, 0)
-    assert bias is not None
-    return bias.amax(-1) == -math.inf
-
-
-def _drop(
-    local: torch.Size, p: float, key: int, shape: tuple[int, ...] | None, offsets: tuple[int, ...] | None, like: Tensor
-) -> Tensor:
-    keep = rng.keep_mask(tuple(local), p, key, shape, offsets, like.device)
-    return keep.to(like.dtype).mul_(1.0 / (1.0 - p))
+    def apply(
+        self,
+        kernel: Callable[..., Any],
+        piece: Piece,
+        of_rows: tuple[Tensor, ...],
+        of_keys: tuple[Tensor, ...],
+        results: tuple[Tensor, ...] = (),
+    ) -> Any:
+        """A kernel on a piece; results: those of forward, for its gradients. of_keys: of these heads alone."""
+        keys = (x.narrow(2, piece.key, piece.keys.size) for x in of_keys)
+        read = (
+            *(self.of(x, piece) for x in of_rows),
+            *keys,
+            self.mask_of(piece),
+            *(self.of(x, piece) for x in results),
+        )
+        batch, head = self.offsets[0], self.offsets[1] + self.heads.start
+        place = {"shape": self.shape, "offsets": (batch, head, piece.rows.start, piece.keys.start)}
+        return kernel(*read, self.p, piece.triangle, self.scale, key=self.key, **place)
 
 
 def attention(
@@ -103,24 +115,26 @@ def attention(
     key: int = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
+    *,
+    along: Along | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out: like q with v's head dim, lse: (batch, heads, query) float).
 
-    `offset`: first query row of this block (causal masks). `key`, `shape`, `offsets`: dropout on the weights.
+    offset: first row of the sequence that is in q (causal masks). key, shape, offsets: dropout on the weights. along: the axis
+    whose ranks have the keys and values, k and v being this rank's block.
     """
-    keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-    if _fused(q, k, v, p, causal, offset):
-        bias = _full_mask(mask, q, k)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, keys, values, 0.0, causal, attn_mask=bias, scale=scale
-        )
-    scores = _scores(q, keys, scale, _bias(mask, causal, q, k, offset))
-    lse = torch.logsumexp(scores, -1)
-    lse.masked_fill_(lse == -math.inf, 0.0)
-    weights = _weights(scores, lse)
-    if p > 0.0:
-        weights = weights * _drop(weights.shape, p, key, shape, offsets, weights)
-    return weights.to(values.dtype) @ values, lse
+    scores = _scores(q, k, mask, p, causal, scale, offset, key, shape, offsets, along)
+    if (only := scores.only_piece()) is not None:
+        out, lse = scores.apply(kernels.attend, only, (q,), (k, v))
+        return out, lse
+    merged, heads, blocks = _Merged(q, v), *_in_turns(scores, k, v, along)
+
+    def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> None:
+        for piece in scores.pieces(rank):
+            merged.add(heads[turn], piece, q, keys, values)
+
+    go_round(along, blocks, visit)
+    return merged.result(q.dtype)
 
 
 def attention_grad(
@@ -138,23 +152,28 @@ def attention_grad(
     key: int = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
+    *,
+    along: Along | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-    if _fused(q, k, v, p, causal, offset):
-        bias = _full_mask(mask, q, k)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, keys, values, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
-    weights, dscores, drop = _score_grad(
-        g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets
-    )
-    dv = (weights if drop is None else weights * drop).to(g.dtype).transpose(-1, -2) @ g
-    dscores = dscores.to(q.dtype)
-    dq = (dscores @ keys) * scale
-    dk = dscores.transpose(-1, -2) @ (q * scale)
-    return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
+    scores = _scores(q, k, mask, p, causal, scale, offset, key, shape, offsets, along)
+    if (only := scores.only_piece()) is not None:
+        dq, dk, dv = scores.apply(kernels.attend_grad, only, (g, q), (k, v), (out, lse))
+        return dq, dk, dv
+    dq = torch.zeros(q.shape, dtype=kernels.softmax_dtype(q), device=q.device)
+
+    heads, blocks = _in_turns(scores, k, v, along)
+
+    def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> list[Part]:
+        return [of_piece(heads[turn], piece, keys, values) for piece in scores.pieces(rank)]
+
+    def of_piece(scores: _Scores, piece: Piece, keys: Tensor, values: Tensor) -> Part:
+        dq_part, dk_part, dv_part = scores.apply(kernels.attend_grad, piece, (g, q), (keys, values), (out, lse))
+        scores.of(dq, piece).add_(dq_part)
+        return piece.key, (dk_part, dv_part)
+
+    dk, dv = (_joined(of_turns) for of_turns in zip(*go_round_and_home(along, blocks, visit), strict=True))
+    return dq.to(q.dtype), dk, dv
 
 
 def attention_mask_grad(
@@ -172,20 +191,68 @@ def attention_mask_grad(
     key: int = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
+    *,
+    along: Along | None = None,
 ) -> Tensor:
-    """Gradient of an additive mask, at full size (batch, heads, query, key), in the dtype of the scores."""
-    keys, values = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
-    return _score_grad(g, q, keys, values, mask, out, lse, p, causal, scale, offset, key, shape, offsets)[1]
+    """Gradient of an additive mask, at full size (batch, heads, query, all keys), in the dtype of the scores."""
+    scores = _scores(q, k, mask, p, causal, scale, offset, key, shape, offsets, along)
+    dmask = torch.zeros((*q.shape[:3], scores.key_count), dtype=kernels.softmax_dtype(q), device=q.device)
+
+    heads, blocks = _in_turns(scores, k, v, along)
+
+    def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> None:
+        for piece in scores.pieces(rank):
+            seen = heads[turn].of(dmask, piece).narrow(3, piece.keys.start, piece.keys.size)
+            seen.copy_(heads[turn].apply(kernels.mask_grad, piece, (g, q), (keys, values), (out, lse)))
+
+    go_round(along, blocks, visit)
+    return dmask
 
 
-def _score_grad(
-    g: Tensor,
+class _Merged:
+    """The softmax over the pieces added so far, of every row. Not yet divided by its total."""
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        dtype, device = kernels.softmax_dtype(q), q.device
+        self.out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=dtype, device=device)
+        self.most = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=device)
+        self.total = torch.zeros(q.shape[:3], dtype=dtype, device=device)
+
+    def add(self, scores: _Scores, piece: Piece, q: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Attend to a piece too."""
+        out, lse = scores.apply(kernels.attend, piece, (q,), (keys, values))
+        hidden = kernels.hidden_rows(lse, scores.mask_of(piece), piece.triangle)
+        lse = lse if hidden is None else lse.masked_fill(hidden, -math.inf)
+        before, total, most = (scores.of(x, piece) for x in (self.out, self.total, self.most))
+        new = torch.maximum(most, lse)
+        finite = new.masked_fill(new == -math.inf, 0.0)
+        old_share, share = (most - finite).exp_(), (lse - finite).exp_()
+        before.mul_(old_share.unsqueeze(-1)).addcmul_(out, share.unsqueeze(-1))
+        total.mul_(old_share).add_(share)
+        most.copy_(new)
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out, lse) of all pieces; both 0 where a row has seen nothing."""
+        nothing = self.total == 0
+        total = self.total.masked_fill_(nothing, 1.0)
+        out = self.out.div_(total.unsqueeze(-1)).to(dtype)
+        return out, self.most.masked_fill_(nothing, 0.0).add_(total.log())
+
+
+def _in_turns(scores: _Scores, k: Tensor, v: Tensor, along: Along | None) -> tuple[list[_Scores], Blocks]:
+    """The scores and this rank's keys and values of every turn in which they go round."""
+    count = turns(along, (k, v))
+    return scores.in_turns(count), list(zip(k.chunk(count, 1), v.chunk(count, 1), strict=True))
+
+
+def _joined(of_turns: tuple[Tensor, ...]) -> Tensor:
+    return of_turns[0] if len(of_turns) == 1 else torch.cat(of_turns, 1)
+
+
+def _scores(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    k: Tensor,
     mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
     p: float,
     causal: bool,
     scale: float,
@@ -193,13 +260,12 @@ def _score_grad(
     key: int,
     shape: tuple[int, ...] | None,
     offsets: tuple[int, ...] | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(weights before dropout, d scores, dropout factors)."""
-    weights = _weights(_scores(q, keys, scale, _bias(mask, causal, q, keys, offset)), lse.to(softmax_dtype(q)))
-    dweights = (g @ values.transpose(-1, -2)).to(weights.dtype)
-    drop = None
-    if p > 0.0:
-        drop = _drop(weights.shape, p, key, shape, offsets, weights)
-        dweights = dweights * drop
-    delta = (g.to(weights.dtype) * out).sum(-1, keepdim=True)
-    return weights, weights * (dweights - delta), drop
+    along: Along | None,
+) -> _Scores:
+    """Blocks of neighbours: this rank's rows from `offset` on, the ranks' keys in their order."""
+    offsets = offsets or (0, 0, offset, 0)
+    rows = (Run(offsets[2], offsets[2] + q.shape[2]),)
+    ranks = 1 if along is None else along.size
+    keys = tuple((Run(rank * k.shape[2], (rank + 1) * k.shape[2]),) for rank in range(ranks))
+    heads = Run(0, q.shape[1])
+    return _Scores(heads, rows, keys, mask, p, causal, scale, key, shape or (*q.shape[:3], ranks * k.shape[2]), offsets)

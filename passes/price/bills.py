@@ -79,7 +79,7 @@ def _function_work(
         return NOTHING
     held = function.local_bytes(pricer.mesh)
     launch_s = pricer.device.launch_overhead_s
-    computed_s = apart_s = 0.0
+    computed_s = apart_s = hidden_s = 0.0
     launches = 0
     messages: dict[Purpose, float] = {}
     for line in function.lines:
@@ -91,6 +91,8 @@ def _function_work(
             seconds = pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
             for axis, exposed_s in pricer.sent_s(line.sent, seconds).items():
                 messages[Purpose(axis)] = messages.get(Purpose(axis), 0.0) + exposed_s
+                hidden_s -= exposed_s
+            hidden_s += sum(sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) for sent in line.sent)
             kernel = passes_over_memory(line)
             if kernel is None:
                 continue
@@ -98,7 +100,7 @@ def _function_work(
             computed_s += 0.0 if kernel else seconds - launch_s
             apart_s += seconds if kernel else launch_s
     fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
-    return Work(computed_s, fused_s, apart_s, launches, messages)
+    return Work(computed_s, fused_s, apart_s, launches, messages, hidden_s)
 
 
 def passes_over_memory(line: Line) -> bool | None:

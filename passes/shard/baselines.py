@@ -53,9 +53,7 @@ class Baseline:
         self.data_ranks = mesh.product(self.data_axes)
         rows = mesh.product(axis for axis in self.data_axes if axis != CONTEXT)
         calls = {(t.name, op): call for t in program.templates.values() for op, call in t.op_calls.items()}
-        self.data_choices = {
-            op: _data_choices(rules.rule(calls[op]), held, rows) for op, held in batch.items()
-        }
+        self.data_choices = {op: _data_choices(rules.rule(calls[op]), held, rows) for op, held in batch.items()}
 
     def allows(self, key: Key, state: Any) -> bool:
         """Whether a variable of the sharding problem may take a state."""

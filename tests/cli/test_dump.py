@@ -13,6 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.cli.dump import main
+from tests.ops.rings import Transformer, with_attention
 
 
 class Block(nn.Module):
@@ -223,3 +224,24 @@ def test_the_code_of_a_rank_is_that_of_its_stage(pipeline, capsys):
     assert "RANK = 3" in text
     assert (pipeline / "stages" / "stage_1.py").read_text() in text
     assert (pipeline / "stages" / "stage_0.py").read_text() not in text
+
+
+def test_messages_inside_ops_are_shown_with_what_hides_them(tmp_path, capsys):
+    """On links so fast that work hides them."""
+    cluster = autopar.ClusterSpec.preset("dgx-h100", 1)
+    with torch.device("meta"):
+        model, ids = Transformer(), torch.zeros(1, 1 << 16, dtype=torch.long)
+    options = autopar.Options(mesh={"cp": 8}, pp=1)
+    program = autopar.compile(model, cluster, (ids, ids), optimizer=functools.partial(torch.optim.SGD), options=options)
+    with_attention(program, cp="+s+t").save(tmp_path)
+    graph = said(capsys, str(tmp_path), "--section", "graph")
+    assert "sends 7 × shift of" in graph
+    assert "over cp, each behind 12% of the op's own work" in graph
+    schedule = said(capsys, str(tmp_path), "--section", "schedule")
+    assert "│~" in schedule
+    assert "~ messages inside ops" in schedule
+    assert "of messages inside ops, behind their own work" in schedule
+    trace = json.loads(said(capsys, str(tmp_path), "--format", "chrome-trace"))
+    inside = [e for e in trace["traceEvents"] if e.get("cat") == "inside"]
+    assert {e["name"] for e in inside} == {"messages in F0.0", "messages in B0.0"}
+    assert "shift" in said(capsys, str(tmp_path), "--section", "collectives")

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.runtime import attention as whole
-from autopar.runtime import rings
+from autopar.runtime import attention
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
 
@@ -96,9 +95,9 @@ def eager(c: Call) -> dict[str, Tensor]:
 def unsharded(c: Call) -> dict[str, Tensor]:
     """What the runtime's attention makes of it on one rank."""
     drawn = {"key": c.key}
-    out, lse = whole.attention(c.q, c.k, c.v, c.mask, *c.config, **drawn)
+    out, lse = attention.attention(c.q, c.k, c.v, c.mask, *c.config, **drawn)
     given = (c.g, c.q, c.k, c.v, c.mask, out, lse, *c.config)
-    return dict(zip(NAMES, (out, *whole.attention_grad(*given, **drawn)), strict=False)) | {"lse": lse}
+    return dict(zip(NAMES, (out, *attention.attention_grad(*given, **drawn)), strict=False)) | {"lse": lse}
 
 
 def on_rank(c: Call, mesh: Mapping[str, int]) -> Callable[[Comm], dict[str, Tensor]]:
@@ -118,11 +117,11 @@ def on_rank(c: Call, mesh: Mapping[str, int]) -> Callable[[Comm], dict[str, Tens
         told: dict[str, Any] = {"offset": first, "key": c.key, "along": along}
         if c.p > 0:
             told |= {"shape": c.shape, "offsets": (0, 0, first, 0)}
-        out, lse = rings.attention(q, k, v, mask, *c.config, **told)
+        out, lse = attention.attention(q, k, v, mask, *c.config, **told)
         given = (g, q, k, v, mask, out, lse, *c.config)
-        got = dict(zip(NAMES, (out, *rings.attention_grad(*given, **told)), strict=False)) | {"lse": lse}
+        got = dict(zip(NAMES, (out, *attention.attention_grad(*given, **told)), strict=False)) | {"lse": lse}
         if mask is not None and mask.dtype != torch.bool:
-            got["dmask"] = rings.attention_mask_grad(*given, **told)
+            got["dmask"] = attention.attention_mask_grad(*given, **told)
         return got
 
     return run

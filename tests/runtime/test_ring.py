@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.counter import ByteCounter
-from autopar.runtime import attention as whole
-from autopar.runtime import rings, run_threads
+from autopar.runtime import attention, rings, run_threads
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
 from autopar.runtime.triangle import Run, pieces
@@ -34,9 +33,13 @@ def agree(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         )
 
 
-def ring(c: Call, mesh: dict[str, int]) -> dict[str, Tensor]:
+def ring(c: Call, mesh: dict[str, int], in_turns: bool = False) -> dict[str, Tensor]:
+    """in_turns: also blocks as small as these go round some heads after the others."""
     size = math.prod(mesh.values())
-    return joined(c, mesh, run_threads(size, mesh, on_rank(c, mesh), timeout_s=60))
+    with pytest.MonkeyPatch.context() as patch:
+        if in_turns:
+            patch.setattr(rings, "LEAST_BYTES", 1)
+        return joined(c, mesh, run_threads(size, mesh, on_rank(c, mesh), timeout_s=60))
 
 
 def sweep(examples: int, p: float) -> None:
@@ -48,7 +51,7 @@ def sweep(examples: int, p: float) -> None:
 
         mesh = pick(*MESHES)
         c = call(pick, data.draw(st.integers(0, 999)), math.prod(mesh.values()), KINDS, p)
-        agree(ring(c, mesh), unsharded(c) if p else eager(c))
+        agree(ring(c, mesh, pick(False, True)), unsharded(c) if p else eager(c))
 
     check()
 
@@ -131,20 +134,22 @@ def test_keys_go_round_once_and_their_gradients_home() -> None:
         comm.start_shift = lambda x, *rest: (shifted.append(x.numel()), start(x, *rest))[1]  # type: ignore[method-assign]
         q, k, v, g = (x.chunk(4, 2)[along.index] for x in (c.q, c.k, c.v, c.g))
         told = {"offset": along.index * 2, "along": along}
-        out, lse = rings.attention(q, k, v, None, *c.config, **told)
+        out, lse = attention.attention(q, k, v, None, *c.config, **told)
         forward = len(shifted)
-        rings.attention_grad(g, q, k, v, None, out, lse, *c.config, **told)
+        attention.attention_grad(g, q, k, v, None, out, lse, *c.config, **told)
         counts[comm.rank] = (forward, len(shifted) - forward, {n // k.numel() for n in shifted})
 
     run_threads(4, {"cp": 4}, run, timeout_s=60)
     assert set(map(str, counts.values())) == {str((2 * 3, 4 * 3, {1}))}
 
 
-def test_a_ring_holds_two_blocks_of_keys_and_values() -> None:
-    """Forward at its peak: two blocks of keys and values and two results. Backward: besides the gradients of this rank's own
-    rows the parts of a block, its sums as they leave and as they come."""
-    heads, s, d, ranks = 2, 1024, 16, 4
+@pytest.mark.parametrize(("heads", "in_turns"), [(2, 1), (4, 4), (6, 3)])
+def test_a_ring_holds_two_blocks_of_keys_and_values(heads: int, in_turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward at its peak: two blocks of keys and values and of results. Backward: the parts of a block, its sums as they leave
+    and as they come, and both gradients of this rank's own rows. In turns, all that is under way is a fraction."""
+    s, d, ranks = 1024, 16, 4
     block = heads * s // ranks * d * 4
+    monkeypatch.setattr(rings, "LEAST_BYTES", 2 * block // in_turns)
     peaks = {}
 
     def run(comm: Comm) -> None:
@@ -152,18 +157,29 @@ def test_a_ring_holds_two_blocks_of_keys_and_values() -> None:
         q, k, v, g = (torch.randn(1, heads, s // ranks, d) for _ in range(4))
         counter = ByteCounter()
         with torch.no_grad(), counter:
-            out, lse = rings.attention(q, k, v, None, 0.0, False, 0.25, along=along)
+            out, lse = attention.attention(q, k, v, None, 0.0, False, 0.25, along=along)
             forward = counter.peak
             before = counter.alive
             counter.restart()
-            rings.attention_grad(g, q, k, v, None, out, lse, 0.0, False, 0.25, along=along)
+            attention.attention_grad(g, q, k, v, None, out, lse, 0.0, False, 0.25, along=along)
             peaks[comm.rank] = (forward, counter.peak - before)
 
     run_threads(ranks, {"cp": ranks}, run, timeout_s=60)
     rows = heads * s // ranks * 4
+    at_home = 0 if in_turns == 1 else 2
     for forward, backward in peaks.values():
-        assert forward <= (4 + 2) * block + 12 * rows
-        assert backward <= (4 + 6 + 2) * block + 12 * rows
+        assert forward <= (4 / in_turns + 1 + 1 / in_turns) * block + 12 * rows
+        assert backward <= ((4 + 6 + 1) / in_turns + 1 + at_home) * block + 12 * rows
+
+
+def test_small_blocks_go_round_at_once_and_heads_that_cannot_be_shared_out_too() -> None:
+    def run(comm: Comm) -> list[int]:
+        along = Along(comm, "cp")
+        sizes = ((4, 1 << 8), (4, 1 << 18), (6, 1 << 20), (5, 1 << 20), (8, 1 << 20), (1, 1 << 20))
+        return [rings.turns(along, [torch.empty(1, heads, n, 1, device="meta")]) for heads, n in sizes]
+
+    assert run_threads(2, {"cp": 2}, run, timeout_s=60) == [[1, 4, 3, 1, 4, 1]] * 2
+    assert rings.turns(None, [torch.empty(1, 4, 1 << 20, 1, device="meta")]) == 1
 
 
 # --- the triangle
@@ -195,8 +211,8 @@ def test_pieces_are_what_a_causal_row_sees_and_no_score_twice(data: st.DataObjec
 def test_the_kernel_and_the_formula_agree_on_rows_that_see_nothing() -> None:
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril(-1)
     q, k, v = (torch.randn(1, 2, 4, 4, dtype=torch.float64) for _ in range(3))
-    out, lse = whole.attention(q, k, v, mask, 0.0, False, 0.5)
-    plain, plain_lse = whole.attention(q, k, v[..., :3], mask, 0.0, False, 0.5)
+    out, lse = attention.attention(q, k, v, mask, 0.0, False, 0.5)
+    plain, plain_lse = attention.attention(q, k, v[..., :3], mask, 0.0, False, 0.5)
     torch.testing.assert_close(out[..., :3], plain, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, plain_lse, rtol=1e-12, atol=1e-12)
     assert (lse[:, :, 0] == 0).all()
@@ -209,7 +225,8 @@ def test_a_ring_of_processes_is_one_of_threads(tmp_path: Path) -> None:
     done = torchrun(4, Path(ring_worker.__file__), tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
-    for name, mesh in (*(("-".join(mesh), mesh) for mesh in ring_worker.MESHES), ("native", ring_worker.MESHES[0])):
+    meshes = {"-".join(mesh): mesh for mesh in ring_worker.MESHES} | {name: {"cp": 4} for name in ("turns", "native")}
+    for name, mesh in meshes.items():
         for i, c in enumerate(ring_worker.calls()):
             got = joined(c, mesh, [result[name][i] for result in results])
             agree(got, unsharded(c) if c.p else eager(c))

@@ -46,7 +46,7 @@ def test_a_plan_is_forced_as_it_was_published() -> None:
     ("row", "reason"),
     [
         ("mosaic_1b_s32768_g8_h100_80gb_fp8_mb1", "Options.precision"),
-        ("dgxc_v25.04_llama-3-1-70b-bf16_256", "cp > 1"),
+        ("dgxc_v25.04_llama-3-1-70b-bf16_256", ""),
         ("mbridge-26.04.01-gpt_oss_120b-B200-BF16-n64-gbs1280-tp1pp1cp1vp1ep8f0", "experts"),
         ("zb-t6-28.3B-zb-v-p32-b2-m128", ""),
     ],
@@ -96,6 +96,8 @@ def test_a_row_is_compiled_and_scored() -> None:
         "batch": {"global": 8, "micro": 1},
         "schedule": "1f1b",
     }
+    (context,) = score_compiled([{**row, "parallel": {"dp": 1, "cp": 2, "tp": 2, "pp": 2, "zero": 1}}])["compiled"]
+    assert context["predicted_s"] > 0
     moe = {**row, "id": "moe", "model": {**row["model"], "experts": 4, "topk": 1}}
     result = score_compiled([row, moe])
     assert result["rows"] == 1

@@ -93,8 +93,6 @@ def test_sequences_are_shared_by_ranks_where_rows_are_flattened(seed: int) -> No
     zoo = BY_NAME["llama"]
     model, batch = zoo.make(), pytree.tree_map(lambda x: x[:2] if x.ndim else x, zoo.batch())
     options = Options(mesh={"dp": 2, "cp": 2, "tp": 2})
-    program = autopar.compile(
-        model, ClusterSpec.local(8), batch, loss_fn=zoo.loss_fn, optimizer=ADAMW, options=options
-    )
+    program = autopar.compile(model, ClusterSpec.local(8), batch, loss_fn=zoo.loss_fn, optimizer=ADAMW, options=options)
     assert verify(program, model, batch).ok
     assert verify(program.with_plan(autopar.random_plan(program, seed)), model, batch).ok
