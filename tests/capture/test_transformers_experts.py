@@ -62,7 +62,13 @@ IN_ONE_OP: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 2, "output_router_logits": True},
     "DeepseekV3": SIZES
     | WITH_SHARED
-    | {"num_experts_per_tok": 2, "first_k_dense_replace": 0, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8}
+    | {
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+    }
     | {"qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 8},
 }
 """Models whose activations have names: auxiliary losses, biases and clamps, two layers, shared experts."""
@@ -142,7 +148,9 @@ def test_a_batch_that_all_goes_to_few_experts_stops_by_name() -> None:
     options = autopar.Options(mesh={"ep": 4}, microbatches=1)
     program = autopar.compile(model, autopar.ClusterSpec.local(4), tokens(), optimizer=SGD, options=options)
     travelling = program.with_plan(carrying(program, "ep"))
-    with pytest.raises(autopar.ExpertOverflow, match=r"modeling_mixtral\.py:\d+: .* along ep .*promised for 40 \(1\.25 times"):
+    with pytest.raises(
+        autopar.ExpertOverflow, match=r"modeling_mixtral\.py:\d+: .* along ep .*promised for 40 \(1\.25 times"
+    ):
         travelling.run([{"input_ids": one, "labels": one}])
 
 

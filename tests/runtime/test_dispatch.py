@@ -36,7 +36,9 @@ def test_every_pair_travels_once_to_its_expert_and_no_piece_is_larger_than_promi
     def on_rank(comm: Comm) -> None:
         generator = torch.Generator().manual_seed(seed + comm.rank)
         chosen = torch.randint(0, 2 if uneven else ranks * experts + 1, (tokens, choices), generator=generator)
-        pairs = torch.stack([torch.full((chosen.numel(),), comm.rank), torch.arange(chosen.numel()), chosen.flatten()], 1)
+        pairs = torch.stack(
+            [torch.full((chosen.numel(),), comm.rank), torch.arange(chosen.numel()), chosen.flatten()], 1
+        )
         seen: list[Tensor] = []
         parts: list[Piece] = list(pieces(chosen, experts, Promise(imbalance, "chunk"), along=Along(comm, "ep")))
         for piece in parts:
