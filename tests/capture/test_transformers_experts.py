@@ -154,6 +154,27 @@ def test_a_batch_that_all_goes_to_few_experts_stops_by_name() -> None:
         travelling.run([{"input_ids": one, "labels": one}])
 
 
+def test_a_check_on_few_samples_is_not_stopped_by_what_they_choose() -> None:
+    model, ids = random_model("Mixtral", IN_ONE_OP["Mixtral"]), torch.randint(3, 64, (64, 8))
+    options, batch = autopar.Options(mesh={"ep": 4}, microbatches=1), {"input_ids": ids, "labels": ids}
+    program = autopar.compile(model, autopar.ClusterSpec.local(4), batch, optimizer=SGD, options=options)
+    travelling = program.with_plan(carrying(program, "ep"))
+    checked = autopar.check(travelling)
+    assert checked.ok
+    assert checked.batch < 64
+
+
+def test_a_plan_is_replayed_under_another_promise() -> None:
+    model, batch = random_model("Mixtral", IN_ONE_OP["Mixtral"]), tokens()
+    options = autopar.Options(mesh={"ep": 4}, microbatches=1)
+    program = autopar.compile(model, autopar.ClusterSpec.local(4), batch, optimizer=SGD, options=options)
+    wider = replace(options, expert_imbalance=4.0)
+    plan, cluster = carrying(program, "ep"), autopar.ClusterSpec.local(4)
+    other = autopar.compile(model, cluster, batch, optimizer=SGD, options=wider, plan=plan)
+    assert other.predicted.peak_bytes >= program.with_plan(plan).predicted.peak_bytes
+    assert autopar.verify(other, model, batch).max_error <= 1e-9
+
+
 def test_an_activation_without_a_name_stays_as_it_is() -> None:
     model, batch = random_model("Mixtral", IN_ONE_OP["Mixtral"] | {"hidden_act": "mish"}), tokens()
     program = autopar.compile(model, autopar.ClusterSpec.local(4), batch, optimizer=SGD)
