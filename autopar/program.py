@@ -199,10 +199,10 @@ class ParallelProgram(Compiled):
         return self._under(plan, request, self.captured)
 
     @with_cpu_as_default
-    def on_batch(self, inputs: Any) -> ParallelProgram:
-        """The same model under the same plan, for example inputs of another batch size. Raises PlanError where the plan
-        does not fit it, CaptureError, InputError."""
-        options = replace(self.options, microbatches=self.plan.microbatches)
+    def on_batch(self, inputs: Any, **changed: Any) -> ParallelProgram:
+        """The same model under the same plan, for example inputs of another batch size. changed: Options that are others.
+        Raises PlanError where the plan does not fit it, CaptureError, InputError."""
+        options = replace(self.options, microbatches=self.plan.microbatches, **changed)
         request = replace(self.request, inputs=inputs, options=options, buckets=())
         captured = in_microbatches(request, self.rules).captured(self.plan.microbatches)
         return self._under(replace(self.plan, program=captured.program.fingerprint), request, captured)

@@ -160,7 +160,7 @@ class OpDef:
         key_argument: place of the random key among the printed arguments (None: by keyword).
         told_source: it is told the source line that it comes from.
     Options:
-        options: arguments of it that are fields of `Options`, which capture fills in.
+        options: the last of its arguments, where they are fields of `Options`, which capture fills in.
     """
 
     rule: RuleFunction | None = None
