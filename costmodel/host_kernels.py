@@ -27,6 +27,9 @@ aten = torch.ops.aten
 WIDTH = 256
 ROWS = {True: (4, 64, 1024), False: (1, 16, 128, 1024, 8192)}
 """Rows of WIDTH floats that passes run on, by whether the calibration is to be quick."""
+LONG = (1, 4, 1024, 32)
+"""Batch, heads, rows and keys, head width of attention that is measured with a causal mask too."""
+CAUSAL = "autopar.attention causal"
 
 
 class Timed(NamedTuple):
@@ -115,15 +118,18 @@ def products(quick: bool) -> Iterator[Timed]:
         yield Timed("product", "autopar.linear", (x, w), functools.partial(ops.linear, x, w), flops, dims)
         yield Timed("product", "autopar.linear_dx", (g, w), functools.partial(ops.linear_dx, g, w), flops, dims)
         yield Timed("product", "autopar.linear_dw", (g, x), functools.partial(ops.linear_dw, g, x), flops, dims)
-    for b, h, s, d in ((4, 8, 128, 32), (2, 8, 256, 64), (4, 4, 64, 32), *(() if quick else ((1, 8, 512, 64),))):
+    for b, h, s, d in ((4, 8, 128, 32), (2, 8, 256, 64), (4, 4, 64, 32), LONG, *(() if quick else ((1, 8, 512, 64),))):
         q, k_, v, g = (torch.randn(b, s, h, d).transpose(1, 2) for _ in range(4))
-        once = 0.5 * b * h * s * s * 2 * d
-        form = (0.0, True, d**-0.5)
+        once = 2.0 * b * h * s * s * d
+        form = (0.0, False, d**-0.5)
         forward = functools.partial(attention.attention, q, k_, v, None, *form)
         out, lse = forward()
         backward = functools.partial(attention.attention_grad, g, q, k_, v, None, out, lse, *form)
         yield Timed("product", "autopar.attention", (q, k_, v), forward, 2 * once, (s, d))
         yield Timed("product", "autopar.attention_grad", (g, q, k_, v), backward, 5 * once, (s, d))
+        if (b, h, s, d) == LONG:
+            causal = functools.partial(attention.attention, q, k_, v, None, 0.0, True, d**-0.5)
+            yield Timed("causal", CAUSAL, (q, k_, v), causal, 2 * once, (s, d))
     for batch, inner, outer, side in ((8, 32, 32, 32), (8, 16, 32, 16), *(() if quick else ((4, 64, 64, 16),))):
         image, kernel = torch.randn(batch, inner, side, side), torch.randn(outer, inner, 3, 3)
         g = torch.randn(batch, outer, side, side)
@@ -156,15 +162,15 @@ def updates(numel: int) -> Iterator[Timed]:
         yield Timed("update", f"update {states}", tuple(parameters), make(parameters).step, times=PARAMETERS)
 
 
-def measured(timed: Sequence[Timed], rounds: int) -> list[Measured]:
+def measured(timed: Sequence[Timed], rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Measured]:
     """Seconds of every op over rounds in which all take turns, after one that is not counted."""
     times: list[list[float]] = [[] for _ in timed]
     results: list[float] = [0.0] * len(timed)
     for turn in range(rounds + 1):
         for i, one in enumerate(timed):
-            start = time.perf_counter()
+            start = clock()
             result = one.run()
-            taken = time.perf_counter() - start
+            taken = clock() - start
             if turn:
                 times[i].append(taken)
             else:
@@ -198,19 +204,23 @@ def _moved(one: Timed, made: float) -> float:
 
 @torch.no_grad()
 def measure_kernels(
-    quick: bool, say: Callable[[str], None], together: Callable[[], Any] = lambda: None
+    quick: bool,
+    say: Callable[[str], None],
+    together: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Measured]:
-    """All of the above. together: waits for the other ranks, so that all are at work at the same time."""
+    """All of the above. together: waits for the other ranks, so that all are at work at the same time. clock: what counts
+    the seconds."""
     keep_freed_memory()
     rounds = 10 if quick else 30
     found: list[Measured] = []
     gc.collect()
     for rows in ROWS[quick]:
         together()
-        found += measured([*passes(rows), *updates(rows * WIDTH // 4)], max(5, min(rounds, 20000 // rows)))
+        found += measured([*passes(rows), *updates(rows * WIDTH // 4)], max(5, min(rounds, 20000 // rows)), clock)
         say(f"passes over {rows} rows of {WIDTH}")
     together()
-    found += measured(list(products(quick)), rounds)
+    found += measured(list(products(quick)), rounds, clock)
     say("products")
     return found
 
@@ -239,11 +249,21 @@ def fit_kernels(found: Sequence[Measured]) -> tuple[KernelTimes, dict[str, float
     for m in found:
         by_op.setdefault(m.op, []).append(m)
     passes_ = {}
-    products_, residuals = {}, {}
+    products_, residuals, tile = {}, {}, 0.0
     for op, rows in by_op.items():
-        if rows[0].kind == "product":
+        if rows[0].kind == "causal":
+            tile = causal_tile(rows[0], by_op["autopar.attention"])
+        elif rows[0].kind == "product":
             products_[op], residuals[op] = fit_product(rows)
         else:
             passes_[op] = tuple(sorted((m.nbytes, m.seconds) for m in rows))
     products_["matmul"] = products_["autopar.linear"]
-    return KernelTimes(passes_, products_), residuals
+    return KernelTimes(passes_, products_, tile), residuals
+
+
+def causal_tile(causal: Measured, full: Sequence[Measured]) -> float:
+    """Keys that a causal kernel skips at once, out of its seconds and those of the same scores without a mask: by tiles it does
+    (keys + tile) / 2 of the keys for a row, at most all of them."""
+    keys = causal.dims[0]
+    (unmasked_s,) = (m.seconds for m in full if m.dims == causal.dims)
+    return float(np.clip(2 * causal.seconds / unmasked_s - 1, 0.0, 1.0)) * keys

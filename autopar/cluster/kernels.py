@@ -28,7 +28,10 @@ COPY = "copy"
 """The pass whose seconds an op has that was not measured."""
 
 POINTS: Schema[Any] = listed(row(RATE, RATE), least=2, most=64)
-_SCHEMA = record({"passes": table(text(), POINTS), "products": table(text(), row(SECONDS, RATE, number(0, 1e9)))})
+_SCHEMA = record(
+    {"passes": table(text(), POINTS), "products": table(text(), row(SECONDS, RATE, number(0, 1e9)))},
+    {"causal_tile": number(0, 1e9)},
+)
 
 
 def points_of(rows: Iterable[Sequence[float]], what: str) -> Points:
@@ -63,15 +66,19 @@ class Product:
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Seconds of ops by their names without overload: `passes` by bytes read and written, `products` by FLOPs and dims."""
+    """Seconds of ops by their names without overload: `passes` by bytes read and written, `products` by FLOPs and dims.
+    causal_tile: keys that attention skips at once where a causal mask hides them all (0: every single one)."""
 
     passes: Mapping[str, Points]
     products: Mapping[str, Product] = field(default_factory=dict)
+    causal_tile: float = 0.0
 
     def __post_init__(self) -> None:
         if COPY not in self.passes:
             raise ClusterError(f"kernels: passes has no {COPY!r}, which says what unknown ops take; measure again")
-        object.__setattr__(self, "_hash", hash((tuple(self.passes.items()), tuple(self.products.items()))))
+        object.__setattr__(
+            self, "_hash", hash((tuple(self.passes.items()), tuple(self.products.items()), self.causal_tile))
+        )
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -85,6 +92,7 @@ class KernelTimes:
         return {
             "passes": {op: [list(point) for point in points] for op, points in self.passes.items()},
             "products": {op: [p.launch_s, p.rate, p.half_dim] for op, p in self.products.items()},
+            "causal_tile": self.causal_tile,
         }
 
 
@@ -92,4 +100,5 @@ def kernels_from_dict(data: object, path: str = "kernels") -> KernelTimes:
     """Reads `to_dict`'s form. Raises ClusterError."""
     fields = checked(_SCHEMA, data, "", path)
     passes = {op: points_of(points, f"{path}.passes.{op}") for op, points in fields["passes"].items()}
-    return KernelTimes(passes, {op: Product(*figures) for op, figures in fields["products"].items()})
+    products = {op: Product(*figures) for op, figures in fields["products"].items()}
+    return KernelTimes(passes, products, fields.get("causal_tile", 0.0))

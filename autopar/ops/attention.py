@@ -23,6 +23,7 @@ from autopar.ops.labels import Maker
 from autopar.ops.random import next_site
 from autopar.ops.registry import Block, Gemm, Sending, define
 from autopar.runtime import attention as local
+from autopar.runtime.rings import turn_count
 from autopar.runtime.scores import softmax_dtype
 from autopar.runtime.zigzag import runs
 
@@ -81,10 +82,15 @@ def _attention_block(block: Block) -> dict[str, Any]:
     return changed | block.told()
 
 
-def _imbalance(call: OpCall, parts: Mapping[str, int]) -> float:
+def _imbalance(call: OpCall, parts: Mapping[str, int], tile: float) -> float:
     """Of n blocks of rows that see the keys before them the last does n - 1 blocks of work and half of its own; on average
-    they do half of n. In zigzag order of n blocks all do as much."""
-    return _busiest_share(parts.get("s", 1), call["order"]) if call["causal"] else 1.0
+    they do half of n. In zigzag order of n blocks all do as much. A kernel that skips keys by tiles looks at half a tile too many
+    for every row."""
+    if not call["causal"]:
+        return 1.0
+    blocks, order, rows = parts.get("s", 1), call["order"], call.operand("q").shape[2]
+    run = rows / blocks / (2 if order else 1)
+    return _busiest_share(blocks, order) + min(tile, run) / call.operand("k").shape[2]
 
 
 @functools.cache
@@ -121,21 +127,41 @@ def _ordered(call: OpCall, order: int, held: frozenset[str]) -> dict[str, Any] |
 _RING = Carried(("s", "t"))
 
 
+def _visits(call: OpCall, ranks: int) -> tuple[float, float]:
+    """Shares of the work on a rank's own block, and on another one's. Under a causal mask the last rank has most to do, all of
+    the others' and half of its own."""
+    own = 0.5 if call["causal"] else 1.0
+    return own / (ranks - 1 + own), 1 / (ranks - 1 + own)
+
+
+def _in_turns(sending: Sending) -> tuple[int, float]:
+    """In how many turns keys and values go round, and the bytes of one."""
+    block = sending.bytes_of("k") + sending.bytes_of("v")
+    count = turn_count(sending.call.operand("k").shape[1], block)
+    return count, block / count
+
+
 def _ring_sends(sending: Sending) -> list[Sent]:
-    """Keys and values go n - 1 places on, each behind the work on one of n blocks."""
-    n, block = sending.ranks, sending.bytes_of("k") + sending.bytes_of("v")
-    return [Sent("shift", sending.axis, block, n - 1, 1 / n)]
+    """Keys and values go n - 1 places on: of every turn the first time behind the work on a rank's own block, and on the last one
+    of the turn before, then behind that on the block that has come."""
+    n, axis, (turns, block) = sending.ranks, sending.axis, _in_turns(sending)
+    own, other = _visits(sending.call, n)
+    first = Sent("shift", axis, block, 1, own / turns)
+    next_turns = Sent("shift", axis, block, turns - 1, (own + other) / turns)
+    passed_on = Sent("shift", axis, block, turns * (n - 2), other / turns)
+    return [sent for sent in (first, next_turns, passed_on) if sent.times]
 
 
 def _ring_grad_sends(sending: Sending) -> list[Sent]:
-    """Nothing is behind the first block that is awaited; then the next block and the sums of the one before are under way
-    together, in the end the sums that go home."""
-    n, axis, block = sending.ranks, sending.axis, sending.bytes_of("k") + sending.bytes_of("v")
-    return [
-        Sent("shift", axis, block),
-        *([Sent("shift", axis, 2 * block, n - 2, 1 / n)] if n > 2 else []),
-        Sent("shift", axis, block, 1, 1 / n),
-    ]
+    """Nothing is behind the first block that is awaited. Those after it and the sums on their way, n - 2 times of every turn,
+    share the n - 1 visits to others' blocks; in the end the sums go home behind the work on a rank's own."""
+    n, axis, (turns, block) = sending.ranks, sending.axis, _in_turns(sending)
+    own, other = _visits(sending.call, n)
+    between = 2 * turns * (n - 2) + turns - 1
+    first, home = Sent("shift", axis, block), Sent("shift", axis, block, turns, own / turns)
+    if not between:
+        return [first, home]
+    return [first, Sent("shift", axis, block, between, (n - 1) * other / between), home]
 
 
 _FACTS: dict[str, Any] = {

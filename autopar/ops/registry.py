@@ -125,7 +125,8 @@ class OpDef:
     The op:
         rule(call): which dims may be sharded. None: facts of an op that is replaced before rules are asked for.
         work(call, rule): its arithmetic, where that is more than reading and writing (products, convolutions).
-        imbalance(call, parts): work of the busiest rank over the mean, factors being cut into so many parts. None: all do alike.
+        imbalance(call, parts, tile): work of the busiest rank over the mean, factors being cut into so many parts, by kernels
+            that skip so many masked keys at once (0: every single one). None: all do alike.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
     Messages of its own (the carried choices of its rule):
@@ -168,7 +169,7 @@ class OpDef:
 
     rule: RuleFunction | None = None
     work: Callable[[OpCall, Rule], Gemm] | None = None
-    imbalance: Callable[[OpCall, Mapping[str, int]], float] | None = None
+    imbalance: Callable[[OpCall, Mapping[str, int], float], float] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)

@@ -7,12 +7,13 @@ bytes over longer ways.) There a rank's own block comes last, so nothing of it i
 arrives.
 
 What is large goes round in turns, some heads after the others: all that is under way, and what is made of it, is then a
-fraction, and of that the first message alone is waited for, as each turn starts behind the end of the one before.
+fraction, and of that the first message alone is waited for, as each turn sets out while the last block of the one before is
+worked on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -24,29 +25,33 @@ Part = tuple[int, tuple[Tensor, ...]]
 """Where along dim 2 of a block it starts, and a summand for each tensor of the block."""
 Blocks = Sequence[tuple[Tensor, ...]]
 """This rank's own block, cut into one for each turn."""
-MOST_TURNS, LEAST_BYTES = 4, 1 << 20
+MOST_TURNS, LEAST_BYTES = 4, 1 << 18
 """Of one block: turns in which it goes round, and bytes of one of them. Smaller messages and kernels lose speed."""
 
 
 def turns(along: Along | None, block: Sequence[Tensor]) -> int:
-    """In how many turns a block goes round: the most that share out its heads (dim 1)."""
-    if along is None:
-        return 1
-    size, nbytes = block[0].shape[1], sum(x.numel() * x.element_size() for x in block)
-    most = min(MOST_TURNS, nbytes // LEAST_BYTES)
-    return max((n for n in range(1, most + 1) if size % n == 0), default=1)
+    """In how many turns a block (batch, heads, …) goes round."""
+    return 1 if along is None else turn_count(block[0].shape[1], sum(x.numel() * x.element_size() for x in block))
+
+
+def turn_count(heads: int, nbytes: float) -> int:
+    """The most turns that share out so many heads, for a block of so many bytes."""
+    most = min(MOST_TURNS, int(nbytes // LEAST_BYTES))
+    return max((n for n in range(1, most + 1) if heads % n == 0), default=1)
 
 
 def go_round(along: Along | None, blocks: Blocks, visit: Callable[..., None]) -> None:
     """visit(turn, rank, *block) with the block of every rank along the axis, this rank's own first. No axis: there is no other
     rank."""
     ranks, me = _place(along)
-    for turn, own in enumerate(blocks):
+    coming = _shifted(along, blocks[0]) if ranks > 1 else []
+    for turn, (own, own_of_next_turn) in enumerate(_with_next(blocks)):
         block = own
         for step in range(ranks):
-            coming = _shifted(along, block) if step + 1 < ranks else []
+            if step > 0:
+                block = tuple(handle.wait() for handle in coming)
+                coming = _shifted(along, block if step < ranks - 1 else own_of_next_turn)
             visit(turn, (me - step) % ranks, *block)
-            block = tuple(handle.wait() for handle in coming)
 
 
 def go_round_and_home(
@@ -58,12 +63,13 @@ def go_round_and_home(
     ranks, me = _place(along)
     coming = _shifted(along, blocks[0]) if ranks > 1 else []
     at_home: list[tuple[Tensor, ...]] = []
-    for turn, (own, own_of_next_turn) in enumerate(zip(blocks, [*blocks[1:], ()], strict=True)):
+    for turn, (own, own_of_next_turn) in enumerate(_with_next(blocks)):
         coming_sums: list[Handle[Tensor]] = []
         for step in range(1, ranks + 1):
-            block = tuple(handle.wait() for handle in coming) if step < ranks else own
-            sent_on = block if step < ranks - 1 else own_of_next_turn if step == ranks else ()
-            coming = _shifted(along, sent_on)
+            block = own
+            if step < ranks:
+                block = tuple(handle.wait() for handle in coming)
+                coming = _shifted(along, block if step < ranks - 1 else own_of_next_turn)
             parts = visit(turn, (me - step) % ranks, *block)
             sums = tuple(handle.wait() for handle in coming_sums) or tuple(map(_nothing, own))
             _add(sums, parts)
@@ -77,6 +83,11 @@ def go_round_and_home(
 
 def _place(along: Along | None) -> tuple[int, int]:
     return (1, 0) if along is None else (along.size, along.index)
+
+
+def _with_next(blocks: Blocks) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+    """Every block with the one of the next turn, which sets out while the last one of this turn is worked on."""
+    return zip(blocks, [*blocks[1:], ()], strict=True)
 
 
 def _shifted(along: Along | None, tensors: Sequence[Tensor]) -> list[Handle[Tensor]]:

@@ -254,13 +254,16 @@ class Pricer:
             for type_, labels in zip((*call.operands, *call.results), (*rule.operands, *rule.results), strict=True)
             if type_ is not None and labels is not None
         ]
+        tile = self.device.kernels.causal_tile if self.device.kernels is not None else 0.0
         seconds = []
         for parts, share in zip(blocks, shares, strict=True):
             moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in tensors]
             if definition is not None and definition.picks:
                 moved[0] = min(moved[0], moved[-1])
             nbytes = sum(moved)
-            imbalance = definition.imbalance(call, parts) if definition is not None and definition.imbalance else 1.0
+            imbalance = 1.0
+            if definition is not None and definition.imbalance:
+                imbalance = definition.imbalance(call, parts, tile)
             seconds.append(
                 compute.op_time_s(
                     self.device,

@@ -66,7 +66,8 @@ def test_updates_are_measured_by_state_and_read_for_numbers_and_arrays_alike():
 
 
 def test_a_profile_with_kernels_and_collectives_round_trips():
-    assert kernels_from_dict(KERNELS.to_dict()) == KERNELS
+    for kernels in (KERNELS, replace(KERNELS, causal_tile=512.0)):
+        assert kernels_from_dict(kernels.to_dict()) == kernels
     assert device_from_dict(DEVICE.to_dict()) == DEVICE
     assert hash(device_from_dict(DEVICE.to_dict())) == hash(DEVICE) != hash(device_preset("cpu"))
     links = {"node": {"measured": [["all_reduce", 2, [[1.0, 1e-3], [1e6, 2e-3]]]], "exposed": 0.5}}
@@ -160,3 +161,10 @@ def test_every_op_that_a_calibration_times_runs_and_its_kernels_are_those_of_a_p
     assert {"copy", "aten.gelu", "autopar.norm_dw", "update 2"} <= set(kernels.passes)
     assert set(residuals) == set(kernels.products) - {"matmul"}
     assert kernels_from_dict(kernels.to_dict()) == kernels
+
+
+@pytest.mark.parametrize(("share", "tile"), [(0.45, 0.0), (0.5, 0.0), (0.75, 512.0), (1.0, 1024.0), (1.1, 1024.0)])
+def test_a_causal_kernel_that_takes_more_than_half_skips_keys_by_tiles(share, tile):
+    full = Measured("product", "autopar.attention", 1.0, 1e9, (1024, 32), 0.01)
+    causal = Measured("causal", host_kernels.CAUSAL, 1.0, 1e9, (1024, 32), 0.01 * share)
+    assert host_kernels.causal_tile(causal, [full]) == pytest.approx(tile)

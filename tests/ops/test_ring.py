@@ -75,16 +75,34 @@ def test_a_ring_needs_rows_that_divide(rows: int) -> None:
 
 
 def test_messages_are_blocks_of_keys_and_values_and_home_go_their_gradients() -> None:
+    """Of 4 blocks the busiest rank sees all, or under a causal mask three and half of its own."""
     mesh, block = Mesh.of(cp=4), 2 * 2 * 2 * 16 * 8 * 4
-    for op, wanted in (
-        ("attention", (Sent("shift", "cp", block, 3, 0.25),)),
-        (
-            "attention_grad",
-            (Sent("shift", "cp", block), Sent("shift", "cp", 2 * block, 2, 0.25), Sent("shift", "cp", block, 1, 0.25)),
-        ),
-    ):
-        call = attention_call(op)
-        assert sent_by(call, rule_of(call), (RING,), mesh) == wanted
+    for causal, own, other in ((False, 1 / 4, 1 / 4), (True, 0.5 / 3.5, 1 / 3.5)):
+        forward, backward = (attention_call(op, causal) for op in ("attention", "attention_grad"))
+        assert sent_by(forward, rule_of(forward), (RING,), mesh) == (
+            Sent("shift", "cp", block, 1, own),
+            Sent("shift", "cp", block, 2, other),
+        )
+        assert sent_by(backward, rule_of(backward), (RING,), mesh) == (
+            Sent("shift", "cp", block),
+            Sent("shift", "cp", block, 4, 3 * other / 4),
+            Sent("shift", "cp", block, 1, own),
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_turns_send_the_same_bytes_and_all_but_the_first_message_is_behind_work(ranks: int) -> None:
+    mesh, rows = Mesh.of(cp=ranks), 1 << 15
+    q = TensorType((1, 4, rows, 8), torch.float32)
+    lse = TensorType(q.shape[:3], q.dtype)
+    read = {"g": q, "q": q, "k": q, "v": q, "out": q, "lse": lse}
+    arguments = {name: Operand(i) for i, name in enumerate(read)}
+    config = {"mask": None, "p": 0.0, "causal": False, "scale": 1.0, "site": -1}
+    call = OpCall("autopar.attention_grad", arguments | config, tuple(read.values()), (q, q, q))
+    sent, block = sent_by(call, rule_of(call), (RING,), mesh), 2 * q.nbytes / ranks
+    assert sum(one.nbytes * one.times for one in sent) == 2 * (ranks - 1) * block
+    assert [one.nbytes * one.times for one in sent if one.behind == 0] == [block / 4]
+    assert sum(one.times * one.behind for one in sent) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("choice", ["s", RING])
@@ -100,6 +118,16 @@ def test_causal_work_is_that_of_the_rank_with_the_last_rows(choice: str) -> None
     for order, share in ((4, 0.5), (8, 0.5), (2, (4 - 1 + 0.5) / 4)):
         in_order = attention_call(order=order)
         assert pricer.op_s(in_order, rule_of(in_order), (choice,)) / seconds[1] == pytest.approx(share), order
+
+
+@pytest.mark.parametrize(("tile", "looked_at"), [(0, 3.5), (8, 3.75), (16, 4.0), (512, 4.0)])
+def test_a_kernel_that_skips_keys_by_tiles_does_more_of_the_triangle(tile: float, looked_at: float) -> None:
+    """The last of 4 blocks of 16 rows: in blocks of 16 keys, of which the mean is 2."""
+    call = attention_call()
+    definition = find(call.op)
+    assert definition is not None
+    assert definition.imbalance is not None
+    assert definition.imbalance(call, {"s": 4}, tile) == looked_at / 2
 
 
 # --- programs

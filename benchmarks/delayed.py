@@ -1,0 +1,124 @@
+"""Ranks as threads on a link of given bandwidth and latency, each with a clock of its own.
+
+A rank's clock counts the processor seconds of its thread, which nobody else on the machine lengthens much, and what it waits
+for messages: tensors move as the thread backend moves them, which takes no time on the clock, and a `wait` puts the clock
+forward to when the message would have arrived. So what a rank computes between call and wait hides a message, as on a network
+that needs no core. A rank has one link out, on which its messages queue. A shift from rank to rank takes a + S / B; the others
+are rings of such hops, as in textbooks, and begin when all members have called and their links are free. Two ranks, B = 100
+bytes/s, a = 0, both call at second 0:
+
+    shift of 100 bytes           arrives at second 1
+    all_gather of 200 bytes      begins behind it, one hop of 100 bytes: arrives at second 2
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from autopar.runtime.comm import Call, Comm
+from autopar.runtime.threads import ThreadComm
+
+Meeting = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes/s that a rank sends, and seconds of a hop."""
+
+    bandwidth_Bps: float
+    latency_s: float
+
+    def hop_s(self, nbytes: float) -> float:
+        """Seconds until a message has reached the next rank."""
+        return self.latency_s + nbytes / self.bandwidth_Bps
+
+    def seconds(self, call: Call) -> float:
+        """Of a collective on free links, from when all members have called. Raises NotImplementedError."""
+        n, nbytes = call.group.size, _nbytes(call.inp)
+        if call.kind == "all_reduce":
+            return 2 * (n - 1) * self.hop_s(nbytes / n)
+        if call.kind == "all_gather":
+            return (n - 1) * self.hop_s(nbytes)
+        if call.kind in ("reduce_scatter", "all_to_all"):
+            return (n - 1) * self.hop_s(nbytes / n)
+        if call.kind == "shift":
+            return self.hop_s(nbytes)
+        raise NotImplementedError(f"no delay is known for {call.describe()}")
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@dataclass
+class Traffic:
+    """What the ranks share: when the link of each is free, and the meetings that some members have still to come to."""
+
+    link: Link
+    free_s: dict[int, float] = field(default_factory=dict)
+    called_s: dict[Meeting, dict[int, float]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def called(self, meeting: Meeting, call: Call, rank: int, now_s: float) -> dict[int, float]:
+        """A rank calls. The seconds that are returned are, once all members have called, those at which each has its result."""
+        with self.lock:
+            seconds = self.called_s.setdefault(meeting, {})
+            seconds[rank] = now_s
+            if len(seconds) == call.group.size:
+                seconds.update(self._arrivals(call, seconds))
+                del self.called_s[meeting]
+            return seconds
+
+    def _arrivals(self, call: Call, called_s: Mapping[int, float]) -> dict[int, float]:
+        ranks, took_s = call.group.ranks, self.link.seconds(call)
+        begin_s = {rank: max(called, self.free_s.get(rank, 0.0)) for rank, called in called_s.items()}
+        if call.kind != "shift":
+            end_s = max(begin_s.values()) + took_s
+            self.free_s |= dict.fromkeys(ranks, end_s)
+            return dict.fromkeys(ranks, end_s)
+        arrivals = {}
+        for place, rank in enumerate(ranks):
+            source = ranks[(place - call.root) % len(ranks)]
+            arrivals[rank] = max(begin_s[source], called_s[rank]) + took_s
+            self.free_s[source] = arrivals[rank] - self.link.latency_s
+        return arrivals
+
+
+class DelayedComm(ThreadComm):
+    """A rank's Comm whose collectives take their time on its clock. name: tells the Comms of one rank apart. cpu_s: the
+    processor seconds of the calling thread."""
+
+    def __init__(
+        self, comm: Comm, traffic: Traffic, name: str = "", cpu_s: Callable[[], float] = time.thread_time
+    ) -> None:
+        assert isinstance(comm, ThreadComm)
+        super().__init__(comm.rank, comm.mesh, comm._world, comm.first_rank, name)
+        self.traffic, self._cpu_s = traffic, cpu_s
+        self._not_computed_s = 0.0
+
+    def clock_s(self) -> float:
+        """Seconds computed and waited. Behind a barrier they are the same on all ranks, whose links are free then."""
+        return self._cpu_s() + self._not_computed_s
+
+    def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:
+        raise NotImplementedError("delays are for programs without a pipeline")
+
+    def _start(self, call: Call) -> Callable[[], None]:
+        ranks = tuple(sorted(call.group.ranks))
+        meeting = (self._name, ranks, self._next.get(ranks, 0))
+        called_s = self.clock_s()
+        arrivals_s = self.traffic.called(meeting, call, self.rank, called_s)
+        met = super()._start(call)
+        self._not_computed_s -= self.clock_s() - called_s
+
+        def wait() -> None:
+            waits_s = self.clock_s()
+            met()
+            self._not_computed_s += max(arrivals_s[self.rank], waits_s) - self.clock_s()
+
+        return wait
