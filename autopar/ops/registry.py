@@ -31,10 +31,11 @@ Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
 
 @dataclass(frozen=True)
 class Offset:
-    """First index of this rank's block: (index along `axes`) · `chunk`."""
+    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`)."""
 
     axes: tuple[str, ...]
     chunk: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
