@@ -248,6 +248,7 @@ class Pricer:
         groups: tuple[tuple[str, ...], ...] = ()
         if definition is not None and definition.work is not None:
             flops, kind, groups = definition.work(call, rule)
+        dims = definition.dims if definition is not None else None
         dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
         tensors = [
             (type_.nbytes, [f for dim in labels for f in dim])
@@ -268,7 +269,7 @@ class Pricer:
                     nbytes=nbytes,
                     dtype=_computable(dtype),
                     kind=kind,
-                    shape=_shape(groups, rule, parts),
+                    shape=_shape(groups, rule, parts) if dims is None else dims(call, parts, share),
                     eager=self.software.kernels != "fused",
                     op=call.op,
                 )
