@@ -47,7 +47,8 @@ class Printer:
         if isinstance(x, Ref):
             return self.local(x.name)
         if isinstance(x, Offset):
-            return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}"
+            start = f" {'-' if x.start < 0 else '+'} {abs(x.start)}" if x.start else ""
+            return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}{start}"
         if isinstance(x, AlongAxis):
             return f"rt.along({x.axis!r})"
         if isinstance(x, Site):

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from autopar.cluster.kernels import COPY, KernelTimes, Product
-from autopar.runtime import attention, ops
+from autopar.runtime import attention, experts, ops
 from autopar.runtime.heap import keep_freed_memory
 
 Tensor = torch.Tensor
@@ -110,7 +110,7 @@ def passes(rows: int) -> Iterator[Timed]:
 
 
 def products(quick: bool) -> Iterator[Timed]:
-    """Products forward and backward, attention and convolutions, of the shapes of small models."""
+    """Products forward and backward, attention, convolutions and mixtures of experts, of the shapes of small models."""
     shapes = [(512, 256, 256), (512, 1024, 256), (512, 256, 1024), (128, 128, 128), (16, 64, 64), (512, 2048, 256)]
     for m, n, k in shapes if quick else [*shapes, (2048, 512, 512), (1024, 1024, 1024), (64, 512, 512), (256, 64, 256)]:
         x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
@@ -142,6 +142,27 @@ def products(quick: bool) -> Iterator[Timed]:
         )
         for name, run, operands in forms:
             yield Timed("product", f"autopar.{name}", operands[:2], functools.partial(run, *operands, *window), flops)
+    yield from mixtures(quick)
+
+
+def mixtures(quick: bool) -> Iterator[Timed]:
+    """Mixtures of experts, from few rows an expert, where weights are what is moved, to many. Their dims: those rows, inner dim
+    and width."""
+    sizes = [(64, 8, 64, 128), (256, 4, 128, 128), (1024, 4, 128, 64), (64, 4, 256, 256), (512, 2, 256, 256)]
+    for tokens, count, d, f in sizes if quick else [*sizes, (256, 16, 64, 64), (4096, 4, 64, 64)]:
+        x, g, shares = torch.randn(tokens, d), torch.randn(tokens, d), torch.rand(tokens, 2)
+        w_in, w_out = torch.randn(count, d, 2, f), torch.randn(count, f, d)
+        chosen = torch.randint(0, count, (tokens, 2))
+        once, dims = 2.0 * chosen.numel() * d * f, (max(chosen.numel() // count, 1), f, d)
+        operands = (x, w_in, w_out, chosen, shares)
+        forward: tuple[Any, ...] = (x, w_in, None, w_out, None, chosen, shares)
+        backward, gate = (g, *forward, True), ("silu", 1.0, None, 0.0)
+        for op, function, given, flops, read in (
+            ("experts", experts.experts, forward, 3 * once, operands),
+            ("experts_grad", experts.experts_grad, backward, 8 * once, (g, *operands)),
+        ):
+            run: Callable[..., Any] = function
+            yield Timed("product", f"autopar.{op}", read, functools.partial(run, *given, *gate), flops, dims)
 
 
 OPTIMIZERS: Mapping[int, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {

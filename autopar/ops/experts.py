@@ -13,6 +13,7 @@ gate and up have a dim of their own in w_in, so that the inner dim shards: a vie
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,8 +68,15 @@ def _work(call: OpCall, rule: Rule) -> Gemm:
     flops = first + second
     if call.op.startswith("autopar.experts_grad"):
         flops = 2.0 * first + second + (first + second if call["of_layers"] else 0.0)
-    lead = tuple(name for name in rule.factors if name.startswith("t"))
-    return flops, "matmul", (lead, ("f",), ("d",))
+    return flops, "matmul", ()
+
+
+def _dims(call: OpCall, parts: Mapping[str, int], share: int) -> tuple[int, ...]:
+    """Rows of one expert, inner dim and width: every expert's rows are a product of their own. An axis that carries
+    brings an expert the rows of all its ranks; one that shards tokens alone leaves it a share of them."""
+    experts, d, _, f = call.operand("w_in").shape
+    of_tokens = share // (parts["e"] * parts["f"])
+    return max(_pairs(call) // (experts * of_tokens), 1), f // parts["f"], d
 
 
 def _block(block: Block) -> dict[str, Any]:
@@ -115,6 +123,7 @@ def _grad_sends(sending: Sending) -> list[Sent]:
 
 _FACTS: dict[str, Any] = {
     "work": _work,
+    "dims": _dims,
     "localize": _block,
     "precision": "low",
     "low_operands": -1,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,13 +34,15 @@ define("aten._grouped_mm", precision="low", low_operands=2)
 def _work(call: OpCall, rule: Rule) -> Gemm:
     """2 · rows · k · n, whatever the number of groups."""
     rows, k = math.prod(call.shapes[0][:-1]), call.shapes[0][-1]
-    n = call.shapes[1][-1]
-    lead = tuple(f for dim in (rule.operands[0] or ())[:-1] for f in dim)
-    return 2.0 * rows * k * n, "matmul", _factors(call, lead)
+    return 2.0 * rows * k * call.shapes[1][-1], "matmul", ()
 
 
-def _factors(call: OpCall, lead: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    return (("k",), ("n",), lead) if call.op.startswith("autopar.grouped_mm_dw") else (lead, ("n",), ("k",))
+def _dims(call: OpCall, parts: Mapping[str, int], share: int) -> tuple[int, ...]:
+    """Rows of one group, n and k: every group's rows are a product of their own."""
+    rows, k, n = math.prod(call.shapes[2]), call.shapes[0][-1], call.shapes[1][-1]
+    groups = call["groups"] if call.op.startswith("autopar.grouped_mm_dw") else call.shapes[1][0]
+    of_rows = share // (parts["e"] * parts["k"] * parts["n"])
+    return max(rows // (groups * of_rows), 1), n // parts["n"], k // parts["k"]
 
 
 @graph_op(
@@ -47,6 +50,7 @@ def _factors(call: OpCall, lead: tuple[str, ...]) -> tuple[tuple[str, ...], ...]
     local.grouped_mm,
     lambda x, w, group: x.new_empty([*x.shape[:-1], w.shape[2]]),
     work=_work,
+    dims=_dims,
     localize=lambda block: {"first": block.offset("e")},
     linear=lambda call: [{0}, {1}],
     precision="low",
@@ -65,6 +69,7 @@ def grouped_mm(call: OpCall) -> Rule:
     local.grouped_mm_dw,
     lambda x, g, group, groups: x.new_empty([groups, x.shape[-1], g.shape[-1]]),
     work=_work,
+    dims=_dims,
     localize=lambda block: {"groups": block.result_shape()[0], "first": block.offset("e")},
     globalize=lambda call: {"groups": call.out_shape[0]},
     linear=lambda call: [{0}, {1}],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from autopar.ir.rule import Labels, Rule
 from autopar.ops.along_dim import adds, carry, gathers, told_dim, whole_block
 from autopar.ops.dialect import lifts
 from autopar.ops.labels import Maker, all_float, reduced_dims
-from autopar.ops.registry import define, named, register
+from autopar.ops.registry import Block, Offset, define, named, register
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -112,12 +113,22 @@ def moved(call: OpCall) -> Rule:
     return make.rule([labels], [labels], [{0}] if all_float(call) else [], carry(dims[:1]))
 
 
-@register("aten.tril", "aten.triu")
+def _diagonal(block: Block) -> dict[str, Any]:
+    """Row i of a block of rows from r on is row r + i, so its diagonal is r columns further to the right."""
+    rows = block.offset(f"d{len(block.call.shapes[0]) - 2}")
+    return {"diagonal": replace(rows, start=block.call["diagonal"])} if isinstance(rows, Offset) else {}
+
+
+def _whole_diagonal(call: OpCall) -> dict[str, Any]:
+    diagonal = call["diagonal"]
+    return {"diagonal": diagonal.start if isinstance(diagonal, Offset) else diagonal}
+
+
+@register("aten.tril", "aten.triu", localize=_diagonal, globalize=_whole_diagonal)
 def triangle(call: OpCall) -> Rule:
-    """The matrix dims stay whole."""
+    """Columns stay whole."""
     make = Maker()
-    rank = len(call.shapes[0])
-    labels = make.dims(call.shapes[0], whole={rank - 2, rank - 1})
+    labels = make.dims(call.shapes[0], whole={len(call.shapes[0]) - 1})
     return make.rule([labels], [labels], [{0}] if all_float(call) else [])
 
 

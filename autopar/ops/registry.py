@@ -31,10 +31,11 @@ Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
 
 @dataclass(frozen=True)
 class Offset:
-    """First index of this rank's block: (index along `axes`) · `chunk`."""
+    """First index of this rank's block: (index along `axes`) · `chunk`, added to what an argument is on the whole (`start`)."""
 
     axes: tuple[str, ...]
     chunk: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,8 @@ class OpDef:
     The op:
         rule(call): which dims may be sharded. None: facts of an op that is replaced before rules are asked for.
         work(call, rule): its arithmetic, where that is more than reading and writing (products, convolutions).
+        dims(call, parts, share): of one of its products on a block, (m, n, k), where factors alone do not tell them; share: over
+            how many ranks the block's work is one part. None: as `work` says.
         imbalance(call, parts, tile): work of the busiest rank over the mean, factors being cut into so many parts, by kernels
             that skip so many masked keys at once (0: every single one). None: all do alike.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
@@ -169,6 +172,7 @@ class OpDef:
 
     rule: RuleFunction | None = None
     work: Callable[[OpCall, Rule], Gemm] | None = None
+    dims: Callable[[OpCall, Mapping[str, int], int], tuple[int, ...]] | None = None
     imbalance: Callable[[OpCall, Mapping[str, int], float], float] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None

@@ -205,9 +205,16 @@ class Pricer:
         """Seconds by axis of an op's own messages that its work does not hide. computed_s: of that work."""
         exposed: dict[str, float] = {}
         for one in sent:
-            each_s = self.collective_s(one.kind, one.nbytes, one.axis) - one.behind * computed_s
-            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * max(each_s, 0.0)
+            alone_s = self.collective_s(one.kind, one.nbytes, one.axis)
+            hidden_s = (1.0 - self._least_exposed) * min(one.behind * computed_s, alone_s)
+            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * (alone_s - hidden_s)
         return exposed
+
+    @cached_property
+    def _least_exposed(self) -> float:
+        """Share of a message that work does not hide however long it lasts, as it was measured: where cores that compute also
+        move the bytes that is most of it. 0 where it was not measured."""
+        return max((level.exposed for level in self.cluster.levels if level.measured), default=0.0)
 
     def op_choices(self, call: OpCall, rule: Rule) -> OpChoices:
         """Every strategy that an op may take on the mesh; made once for all ops of this signature."""
@@ -248,6 +255,7 @@ class Pricer:
         groups: tuple[tuple[str, ...], ...] = ()
         if definition is not None and definition.work is not None:
             flops, kind, groups = definition.work(call, rule)
+        dims = definition.dims if definition is not None else None
         dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
         tensors = [
             (type_.nbytes, [f for dim in labels for f in dim])
@@ -271,7 +279,7 @@ class Pricer:
                     nbytes=nbytes,
                     dtype=_computable(dtype),
                     kind=kind,
-                    shape=_shape(groups, rule, parts),
+                    shape=_shape(groups, rule, parts) if dims is None else dims(call, parts, share),
                     eager=self.software.kernels != "fused",
                     op=call.op,
                 )

@@ -1,7 +1,8 @@
-"""Programs whose attention takes a given form: keys gathered, or sent round."""
+"""Programs whose ops of a kind take a given form: keys gathered or sent round, rows that travel to experts or stay."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,11 +59,16 @@ class Transformer(nn.Module):
 
 def with_attention(program: autopar.Program, **choices: str) -> autopar.Program:
     """The program under the best plan on its mesh whose attention makes these choices on the axes."""
+    return with_choices(program, "attention", choices)
+
+
+def with_choices(program: autopar.Program, op: str, choices: Mapping[str, str]) -> autopar.Program:
+    """The same for ops that have `op` in their name."""
     mesh = program.plan.stages[0].mesh
     wanted = tuple(choices[axis] for axis in mesh.names)
 
     def allowed(key: Key, state: Any) -> bool:
-        return key[0] != "op" or "attention" not in key[2] or state == wanted
+        return key[0] != "op" or op not in key[2] or state == wanted
 
     pricer = Pricer(program.cluster, mesh)
     problem = Problem(program.ir, pricer, program.rules, program.setting, allowed)

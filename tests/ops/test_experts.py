@@ -17,7 +17,9 @@ import autopar
 from autopar.counter import ByteCounter
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import factors_of
 from autopar.ops import experts as ops
+from autopar.ops.registry import find
 from autopar.passes.memory.probe import MetaComm
 from autopar.runtime import ExpertOverflow, run_threads
 from autopar.runtime import experts as local
@@ -208,6 +210,26 @@ def test_nothing_is_owed_over_an_axis_that_carries() -> None:
         for i, labels in enumerate(rule.results):
             spec = rule.result_spec(i, ("+t0+e",), mesh)
             assert labels is None or (spec is not None and not spec.partial)
+
+
+def test_work_is_priced_by_the_rows_of_one_expert() -> None:
+    """An expert that has the rows of all ranks has as many as on one rank; where tokens alone are cut, each has a share."""
+    from autopar.ir.program import op_call
+    from tests.ops.execution import as_node
+
+    for case in mixture((32,), 4, 2).cases(torch.zeros(32, 3, dtype=torch.float64)):
+        call = op_call(as_node(case, case.whole())[0])
+        dims, mesh, rule = find(call.op).dims, Mesh.of(a=2), rule_of(call)  # type: ignore[union-attr]
+        assert dims is not None
+        for choice, wanted in (
+            ("", (16, 4, 3)),
+            ("t0", (8, 4, 3)),
+            ("+t0+e", (16, 4, 3)),
+            ("e", (16, 4, 3)),
+            ("f", (16, 2, 3)),
+        ):
+            parts = {name: 2 if name in factors_of(choice) else 1 for name in rule.factors}
+            assert dims(call, parts, rule.work_parts((choice,), mesh)) == wanted, choice
 
 
 def on_ranks(one: Mixture, ranks: int, promise: tuple[float, str]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -128,6 +129,18 @@ def test_a_kernel_that_skips_keys_by_tiles_does_more_of_the_triangle(tile: float
     assert definition is not None
     assert definition.imbalance is not None
     assert definition.imbalance(call, {"s": 4}, tile) == looked_at / 2
+
+
+@pytest.mark.parametrize("exposed", [0.01, 0.25, 1.0])
+def test_work_hides_of_a_measured_message_what_it_was_seen_to_hide(exposed: float) -> None:
+    device = DeviceSpec("test", {"float32": 1e6}, 1e12, 1e15, 0.0)
+    level = LinkLevel("node", 4, 1e9, 1e-5)
+    measured = replace(level, measured=(("shift", 4, ((1.0, 1e-3), (1e6, 2e-3))),), exposed=exposed)
+    sent = [Sent("shift", "cp", 1e6, times=3, behind=0.5)]
+    pricers = [Pricer(ClusterSpec("test", ((4, device),), (one,)), Mesh.of(cp=4)) for one in (level, measured)]
+    assert pricers[0].sent_s(sent, 1.0) == {"cp": 0.0}
+    assert pricers[1].sent_s(sent, 1.0)["cp"] == pytest.approx(exposed * 3 * 2e-3)
+    assert pricers[1].sent_s(sent, 2e-3)["cp"] == pytest.approx(3 * (2e-3 - (1 - exposed) * 1e-3))
 
 
 # --- programs
