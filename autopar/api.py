@@ -17,7 +17,7 @@ from autopar.capture.default_device import with_cpu_as_default
 from autopar.capture.inputs import LossFunction
 from autopar.capture.lean import settled
 from autopar.cluster import ClusterSpec
-from autopar.errors import NoRoomError
+from autopar.errors import InputError, NoRoomError, PlanError
 from autopar.ir.memory_levers import forced_offload
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
@@ -25,6 +25,9 @@ from autopar.optimizer.examine import examine
 from autopar.optimizer.rule import update_rule
 from autopar.options import Options
 from autopar.passes.batch.captured import in_microbatches
+from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.order.ordered import in_order
+from autopar.passes.order.refused import NotOrdered
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.placement import placed
@@ -95,18 +98,20 @@ def compile_request(request: Request) -> ParallelProgram:
 def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None = None) -> ParallelProgram:
     """One program. first: that whose parameters it is to compute with."""
     started = time.perf_counter()
-    batches = in_microbatches(request, rules)
+    batches = _ordered(request, in_microbatches(request, rules))
     program = batches.at(request.options.microbatches or 1)
     capture_s = time.perf_counter() - started
     setting_for = functools.partial(_setting, request, program)
     setting = setting_for(request.cluster.size)
     layout = laid_out_as(first, program) if first is not None else None
-    task = Task(program, request.cluster, rules, setting, request.options, batches, layout=layout)
+    order = _forced_order(request) or 0
+    task = Task(program, request.cluster, rules, setting, request.options, batches, layout=layout, order=order)
     with settled():
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan))]
         else:
             plans = _searched(task, request.batch, setting_for)
+        plans = [(owner, replace(one, plan=replace(one.plan, order=owner.order))) for owner, one in plans]
         task, best = plans[0]
         if first is not None:
             best = replace(best, plan=replace(best.plan, placement=first.plan.placement))
@@ -119,7 +124,24 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
         "lower_s": lowering_s,
     }
     candidates = [best, *(candidate for _, candidate in plans[1:])]
-    return emit(request, batches.captured(task.setting.microbatches), task, candidates, seconds, compile_request)
+    return emit(request, task.batches.captured(task.setting.microbatches), task, candidates, seconds, compile_request)
+
+
+def _forced_order(request: Request) -> int | None:
+    """The order that the plan or the options say."""
+    return request.plan.order if request.plan is not None else request.options.order
+
+
+def _ordered(request: Request, batches: Microbatches) -> Microbatches:
+    """The step in the order that is asked for. Raises PlanError, InputError where it cannot be."""
+    order = _forced_order(request) or 0
+    try:
+        return in_order(batches, order)
+    except NotOrdered as error:
+        why = f"this model's sequence cannot be put in zigzag order {order}: {error}"
+        if request.plan is not None:
+            raise PlanError(f"{why}; compile again without plan=") from error
+        raise InputError(f"{why}; leave Options.order at None or 0") from error
 
 
 def _searched(task: Task, batch: int, setting_for: Callable[[int], Setting]) -> RankedPlans:

@@ -69,6 +69,8 @@ class Options:
         of what it would get if all got as many: memory is planned for that.
     on_overflow: what becomes of a step in which a rank gets more: "stop" it by name (ExpertOverflow, on every rank of the axis
         alike), or "chunk": compute it in more pieces within the same memory.
+    order: of the sequence of causal attention: n, in 2n chunks of which every rank of n has one from the front and one from the
+        back, so that all do as much; 0, as it is. None: what the search finds best.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -96,6 +98,7 @@ class Options:
     branches: str = "refuse"
     expert_imbalance: float = 1.25
     on_overflow: str = "stop"
+    order: int | None = None
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -177,7 +180,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
         (name, lambda value: value is None or isinstance(value, Mapping), "must be a dict, it is a {kind}")
         for name in ("mesh", "constraints")
     ),
-    *((name, _is_number(int, optional=True), "must be a number, it is {value!r}") for name in _COUNTS),
+    *((name, _is_number(int, optional=True), "must be a number, it is {value!r}") for name in (*_COUNTS, "order")),
     *(
         (name, _is_finite(), "must be a number, it is {value!r}")
         for name in ("memory_fraction", "solver_time_limit_s", "explain_s", "expert_imbalance")
@@ -217,6 +220,11 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     *(
         (name, lambda count: count is None or count <= MOST_COUNT, f"must be at most {MOST_COUNT}, it is {{value}}")
         for name in _COUNTS
+    ),
+    (
+        "order",
+        lambda order: order is None or 0 <= order <= MOST_COUNT,
+        f"must lie in [0, {MOST_COUNT}], it is {{value}}",
     ),
     ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
     ("expert_imbalance", lambda share: share >= 1, "must be at least 1 (the mean), it is {value}"),

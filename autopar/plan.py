@@ -91,6 +91,7 @@ class Plan:
     stages: in program order; stages on the same ranks are interleaved. schedule: a name of `passes.schedule`. table: the
     actions of every group where they do not follow from the name ("F0.0 F1.0 B0.0 …"). placement: logical rank of every
     physical one (empty: the same). precision: "bf16" or "fp16" where the program computes in it ("": as the model is).
+    order: causal sequences are in zigzag order of so many blocks (`autopar.passes.order`; 0: as they are).
     """
 
     program: str
@@ -104,6 +105,7 @@ class Plan:
     table: tuple[str, ...] = ()
     placement: tuple[int, ...] = ()
     precision: str = ""
+    order: int = 0
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_dict(), sort_keys=True))
@@ -130,6 +132,7 @@ class Plan:
             "table": list(self.table),
             "placement": list(self.placement),
             **({"precision": self.precision} if self.precision else {}),
+            **({"order": self.order} if self.order else {}),
             "stages": [_stage_out(s) for s in self.stages],
         }
 
@@ -302,6 +305,7 @@ _PLAN = record(
         "table": listed(parsed(lambda row: show_row(parse_row(row)), text(1 << 24))),
         "placement": listed(integer(0, MOST_RANKS)),
         "precision": choice(("", *PRECISIONS)),
+        "order": integer(0, MOST_RANKS),
     },
 )
 
@@ -324,6 +328,7 @@ def _plan_in(data: object) -> Plan:
         tuple(read.get("table", ())),
         placement,
         read.get("precision", ""),
+        read.get("order", 0),
     )
 
 

@@ -25,6 +25,7 @@ from autopar.ir.program import Program
 from autopar.passes.batch.captured import in_microbatches
 from autopar.passes.batch.microbatches import Captured
 from autopar.passes.check.lines import check_program
+from autopar.passes.order.ordered import in_order
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -194,23 +195,23 @@ class ParallelProgram(Compiled):
             raise InputError(f"with_plan takes an autopar.Plan, such as Plan.load(…), not {type(plan).__name__}")
         plan = checked_plan(plan)
         request = replace(self.request, options=replace(self.options, microbatches=plan.microbatches))
-        if plan.microbatches != self.plan.microbatches or self.buckets:
+        if (plan.microbatches, plan.order) != (self.plan.microbatches, self.plan.order) or self.buckets:
             return self.compile_again(request.replaying(plan))
         return self._under(plan, request, self.captured)
 
     @with_cpu_as_default
-    def on_batch(self, inputs: Any) -> ParallelProgram:
-        """The same model under the same plan, for example inputs of another batch size. Raises PlanError where the plan
-        does not fit it, CaptureError, InputError."""
-        options = replace(self.options, microbatches=self.plan.microbatches)
+    def on_batch(self, inputs: Any, **changed: Any) -> ParallelProgram:
+        """The same model under the same plan, for example inputs of another batch size. changed: Options that are others.
+        Raises PlanError where the plan does not fit it, CaptureError, InputError."""
+        options = replace(self.options, microbatches=self.plan.microbatches, **changed)
         request = replace(self.request, inputs=inputs, options=options, buckets=())
-        captured = in_microbatches(request, self.rules).captured(self.plan.microbatches)
+        captured = in_order(in_microbatches(request, self.rules), self.plan.order).captured(self.plan.microbatches)
         return self._under(replace(self.plan, program=captured.program.fingerprint), request, captured)
 
     def _under(self, plan: Plan, request: Request, captured: Captured) -> ParallelProgram:
         """A captured program under a plan that is given."""
         check_plan(plan, captured.program)
-        task = Task(captured.program, self.cluster, self.rules, self.setting, request.options)
+        task = Task(captured.program, self.cluster, self.rules, self.setting, request.options, order=plan.order)
         candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
         return emit(request, captured, task, [candidate], seconds, self.compile_again)

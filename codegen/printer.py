@@ -107,8 +107,12 @@ class Printer:
     def _own(self, line: Compute) -> str:
         definition, name = find(line.op), line.op.split(".")[1]
         assert definition is not None
-        schema_names = {n for n, _, _ in schema_arguments(target_of(line.op))}
-        args = [self.value(v) for k, v in line.kwargs.items() if k in schema_names]
+        schema = schema_arguments(target_of(line.op))
+        schema_names = {n for n, _, _ in schema}
+        given = [n for n, _, _ in schema if n in line.kwargs]
+        if line.op.startswith("autopar."):  # the function of a user's op need not have the defaults of its schema
+            given = _without_last_defaults(schema, given, line.kwargs)
+        args = [self.value(line.kwargs[n]) for n in given]
         if definition.told_source:
             args.append(repr(comment(line.source, 110)))
         for k, v in line.kwargs.items():
@@ -160,6 +164,17 @@ class Printer:
 
     def _library(self, line: Compute) -> str:
         return self._call(f"torch.ops.{line.op.removesuffix('.default')}", line.op, line.kwargs)
+
+
+def _without_last_defaults(
+    schema: tuple[tuple[str, bool, Any], ...], names: list[str], arguments: Mapping[str, Any]
+) -> list[str]:
+    """Names of arguments by position, up to the last that is not its default."""
+    names = list(names)
+    defaults = {name: default for name, has_default, default in schema if has_default}
+    while names and names[-1] in defaults and arguments[names[-1]] == defaults[names[-1]]:
+        names.pop()
+    return names
 
 
 def _carrier(line: Compute) -> str:

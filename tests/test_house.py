@@ -36,6 +36,7 @@ ORDER = """
     passes.schedule
     passes.lower
     passes.batch
+    passes.order
     passes.memory
     passes.check
     passes.account

@@ -67,16 +67,25 @@ def capture_program(
 def tell_options(graph: fx.Graph, told: Mapping[str, Any]) -> None:
     """Arguments of ops that are Options get their values."""
     for node in graph.nodes:
-        definition = find(op_name(node.target)) if node.op == "call_function" else None
-        asked = {n: told[n] for n in definition.options if n in told} if definition is not None else {}
+        asked = {name: told[name] for name in _options(node) if name in told}
         if asked:
-            node.args, node.kwargs = _without(node, asked), {**node.kwargs, **asked}
+            args, kwargs = _without_options(node)
+            node.args, node.kwargs = args, {**kwargs, **asked}
 
 
-def _without(node: fx.Node, names: Collection[str]) -> tuple[Any, ...]:
-    """Positional arguments up to the first of these."""
+def _options(node: fx.Node) -> tuple[str, ...]:
+    """Arguments of an op that are Options."""
+    definition = find(op_name(node.target)) if node.op == "call_function" else None
+    return () if definition is None else definition.options
+
+
+def _without_options(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an op but those that are Options, which come last."""
+    names = _options(node)
+    if not names:
+        return node.args, node.kwargs
     order = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return node.args[: min(order.index(name) for name in names)]
+    return node.args[: min(map(order.index, names))], {k: v for k, v in node.kwargs.items() if k not in names}
 
 
 class _Builder:
@@ -275,12 +284,13 @@ def _batch_dims(inputs: list[tuple[str, TensorType]], batch_dims: Any) -> list[i
 
 
 def fingerprint(program: Program) -> str:
-    """A hash of everything that a plan depends on: templates, calls, parameters, inputs."""
+    """A hash of everything that a plan depends on: templates, calls, parameters, inputs; not of Options that ops are told."""
     text: list[str] = []
     for template in program.templates.values():
         text.append(template.name)
         for node in template.graph.nodes:
-            text.append(f"{node.name} {op_name(node.target)} {node.args} {node.kwargs} {node.meta.get('type')}")
+            args, kwargs = _without_options(node)
+            text.append(f"{node.name} {op_name(node.target)} {args} {kwargs} {node.meta.get('type')}")
     text += [f"{c.template} {c.params} {c.inputs}" for c in program.calls]
     text += [f"{p.name} {p.type} {p.trainable}" for p in program.parameters.values()]
     text += [f"{name} {type_}" for name, type_ in program.inputs]

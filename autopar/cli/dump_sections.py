@@ -28,6 +28,8 @@ def plan_lines(saved: Saved) -> Iterator[str]:
     )
     for other in program["alternatives"]:
         yield f"instead of {other['name']}: step {time_text(other['step_time_s'])}, {size_text(other['peak_bytes'])} held"
+    if plan.get("order"):
+        yield f"causal sequences in zigzag order of {2 * plan['order']} chunks"
     for stage in plan["stages"]:
         mesh = Mesh(tuple(stage["mesh"].items()), stage["first_rank"])
         yield f"mesh {mesh}"

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autopar.ir.call import OpCall, Operand, bind
+from autopar.ir.call import OpCall, Operand, bind, schema_arguments
 from autopar.ir.ranges import InputRange
 from autopar.ir.types import TensorType
 
@@ -340,3 +340,13 @@ def op_call(node: fx.Node) -> OpCall:
     kwargs = {k: place(v) for k, v in node.kwargs.items()}
     types = tuple(n.meta["type"] for n in operands)
     return OpCall(op_name(node.target), bind(node.target, args, kwargs), types, result_types(node))
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Another value for an argument of an op node."""
+    names = [n for n, _, _ in schema_arguments(node.target)]
+    at = names.index(name)
+    if at < len(node.args):
+        node.args = (*node.args[:at], value, *node.args[at + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, name: value}

@@ -18,6 +18,7 @@ from autopar.ops import (  # noqa: F401  each is imported for the ops that it re
     integers,
     loss,
     normalization,
+    order,
     pointwise,
     pooling,
     random,

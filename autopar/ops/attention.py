@@ -7,6 +7,7 @@ rows needs its offset for the causal triangle, and its place in the whole score 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,10 +25,11 @@ from autopar.ops.registry import Block, Gemm, Sending, define
 from autopar.runtime import attention as local
 from autopar.runtime.rings import turn_count
 from autopar.runtime.scores import softmax_dtype
+from autopar.runtime.zigzag import runs
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-_CONFIG = "float p, bool causal, float scale, int site"
+_CONFIG = "float p, bool causal, float scale, int site, int order=0"
 _GRAD = f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor out, Tensor lse, {_CONFIG})"
 
 define("aten.scaled_dot_product_attention", precision="low", low_operands=3)
@@ -82,11 +84,44 @@ def _attention_block(block: Block) -> dict[str, Any]:
 
 def _imbalance(call: OpCall, parts: Mapping[str, int], tile: float) -> float:
     """Of n blocks of rows that see the keys before them the last does n - 1 blocks of work and half of its own; on average
-    they do half of n. A kernel that skips keys by tiles looks at half a tile too many for every row."""
+    they do half of n; in zigzag order all do as much. A kernel that skips keys by tiles looks at half a tile too many
+    for every row."""
     if not call["causal"]:
         return 1.0
-    n, rows, keys = parts["s"], call.operand("q").shape[2], call.operand("k").shape[2]
-    return (2 * n - 1) / n + min(tile, rows / n) / keys
+    blocks, rows = parts.get("s", 1), call.operand("q").shape[2]
+    run = rows / (2 * call["order"] if call["order"] else blocks)
+    return _busiest_share(blocks, call["order"]) + min(tile, run) / call.operand("k").shape[2]
+
+
+@functools.cache
+def _busiest_share(blocks: int, order: int) -> float:
+    """Keys that rows see of the block that sees most over the mean. Rows start … stop - 1 see (stop² - start²) / 2."""
+    length = 2 * blocks * max(order, 1)
+    size = length // blocks
+    seen = [
+        sum(run.stop**2 - run.start**2 for run in runs(block * size, (block + 1) * size, length, order))
+        for block in range(blocks)
+    ]
+    return max(seen) * blocks / length**2
+
+
+def _joined(call: OpCall) -> tuple[tuple[str, ...], ...]:
+    """A causal mask goes by the positions of rows and keys; the columns of another mask are those of the keys."""
+    columns = ("u",) if call.op == "autopar.attention_mask_grad" or _has_columns(call) else ()
+    return (("s", "t", *columns),) if call["causal"] else (("t", *columns),)
+
+
+def _has_columns(call: OpCall) -> bool:
+    mask = call.type_of("mask")
+    return mask is not None and mask.shape[3] > 1
+
+
+def _ordered(call: OpCall, order: int, held: frozenset[str]) -> dict[str, Any] | None:
+    """Rows and keys of a causal mask in one order; without one a softmax does not mind where a key stands, but dropout does."""
+    if call["causal"]:
+        square = call.operand("q").shape[2] == call.operand("k").shape[2]
+        return {"order": order} if square and call["order"] == 0 else None
+    return {} if call["p"] == 0 else None
 
 
 _RING = Carried(("s", "t"))
@@ -94,8 +129,8 @@ _RING = Carried(("s", "t"))
 
 def _visits(call: OpCall, ranks: int) -> tuple[float, float]:
     """Shares of the work on a rank's own block, and on another one's. Under a causal mask the last rank has most to do, all of
-    the others' and half of its own."""
-    own = 0.5 if call["causal"] else 1.0
+    the others' and half of its own; in zigzag order all visits are alike."""
+    own = 0.5 if call["causal"] and not call["order"] else 1.0
     return own / (ranks - 1 + own), 1 / (ranks - 1 + own)
 
 
@@ -133,6 +168,8 @@ _FACTS: dict[str, Any] = {
     "work": _attention_work,
     "imbalance": _imbalance,
     "localize": _attention_block,
+    "joined": _joined,
+    "ordered": _ordered,
     "dear": False,
     "random": True,
     "home": "attention",
@@ -140,13 +177,22 @@ _FACTS: dict[str, Any] = {
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float, site: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float,
+    site: int,
+    order: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    return local.attention(q, k, v, mask, p, causal, scale, key=site)
+    return local.attention(q, k, v, mask, p, causal, scale, order, key=site)
 
 
 def _with_key(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: f(*args[:-1], key=args[-1])
+    """The site in the place of the key, which comes last; the order may be left out."""
+    return lambda *args: f(*args[:10], *args[11:], key=args[10])
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, experts, images, moves, ops, pools, rnn, scans, selection, softmax
+from autopar.runtime import attention, experts, images, moves, ops, pools, rnn, scans, selection, softmax, zigzag
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
@@ -17,6 +17,7 @@ HOMES: dict[str, types.ModuleType] = {
     "scans": scans,
     "selection": selection,
     "softmax": softmax,
+    "zigzag": zigzag,
 }
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""

@@ -132,6 +132,9 @@ class OpDef:
     Messages of its own (the carried choices of its rule):
         sends(sending): what it sends along the axis.
         carrier: the function of the runtime that does it, told the axis by the keyword `along`. "": that of the op itself.
+    The order of a sequence (`autopar.passes.order`), where factors are in order that the op may not be sharded along:
+        joined(call): groups of factors of which all are in order if one is.
+        ordered(call, order, held): its arguments where the factors `held` of these groups are in this order. None: it cannot.
     Facts:
         free: a view that moves no bytes.
         random: it draws random numbers, numbered by its argument `site`.
@@ -161,7 +164,7 @@ class OpDef:
         key_argument: place of the random key among the printed arguments (None: by keyword).
         told_source: it is told the source line that it comes from.
     Options:
-        options: arguments of it that are fields of `Options`, which capture fills in.
+        options: the last of its arguments, where they are fields of `Options`, which capture fills in.
     """
 
     rule: RuleFunction | None = None
@@ -171,6 +174,8 @@ class OpDef:
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)
     carrier: str = ""
+    joined: Callable[[OpCall], tuple[tuple[str, ...], ...]] | None = field(default=None, compare=False)
+    ordered: Callable[[OpCall, int, frozenset[str]], dict[str, Any] | None] | None = field(default=None, compare=False)
     free: bool = False
     random: bool = False
     fresh: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
@@ -54,7 +55,8 @@ def random_plan(program: ParallelProgram, seed: int, pp: int | None = None, sche
         stages.append(stage_plan(problem, random_choice(problem.graph, rng), span))
     if not ir.training:
         name = "none" if groups == 1 else "forward"
-    return Plan(ir.fingerprint, program.cluster.fingerprint(), ranks, tuple(stages), m, name, f"random {seed}")
+    plan = Plan(ir.fingerprint, program.cluster.fingerprint(), ranks, tuple(stages), m, name, f"random {seed}")
+    return replace(plan, order=program.plan.order)
 
 
 def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:

@@ -32,6 +32,11 @@ def report(program: Compiled) -> str:
             f"computed in {plan.precision} with {_masters(ir)} parameters, gradient sums and optimizer state; norms, softmax and "
             "losses in float32"
         )
+    if plan.order:
+        lines.append(
+            f"causal sequences in zigzag order of {2 * plan.order} chunks: each of {plan.order} blocks has one from the "
+            "front and one from the back, so all do as much"
+        )
     if plan.microbatches > 1:
         lines.append(f"{plan.microbatches} microbatches, gradients synchronised once per step" + _coupled(ir))
     if len(program.stages) > 1:

@@ -25,6 +25,7 @@ from . import scores as kernels
 from .along import Along
 from .rings import Blocks, Part, go_round, go_round_and_home, turns
 from .triangle import Block, Piece, Run, pieces
+from .zigzag import Turned, runs
 
 Tensor = torch.Tensor
 
@@ -51,7 +52,8 @@ class _Scores:
 
     def pieces(self, rank: int) -> list[Piece]:
         """What the rows see of the keys of a rank."""
-        return list(pieces(self.rows, self.keys[rank], self.causal))
+        before = sum(run.size for block in self.keys[:rank] for run in block)
+        return list(pieces(self.rows, self.keys[rank], self.causal, before))
 
     def only_piece(self) -> Piece | None:
         """The piece that is all rows and all keys, which needs no merging."""
@@ -79,7 +81,7 @@ class _Scores:
         if mask is not None:
             mask = mask if mask.shape[1] == 1 else mask.narrow(1, self.heads.start, self.heads.size)
             mask = mask if mask.shape[2] == 1 else mask.narrow(2, piece.row, piece.rows.size)
-            mask = mask if mask.shape[3] == 1 else mask.narrow(3, piece.keys.start, piece.keys.size)
+            mask = mask if mask.shape[3] == 1 else mask.narrow(3, piece.column, piece.keys.size)
         return mask
 
     def apply(
@@ -111,6 +113,7 @@ def attention(
     p: float,
     causal: bool,
     scale: float,
+    order: int = 0,
     offset: int = 0,
     key: int = 0,
     shape: tuple[int, ...] | None = None,
@@ -120,13 +123,16 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out: like q with v's head dim, lse: (batch, heads, query) float).
 
-    offset: first row of the sequence that is in q (causal masks). key, shape, offsets: dropout on the weights. along: the axis
-    whose ranks have the keys and values, k and v being this rank's block.
+    order: that rows and keys are in (`zigzag`). offset: first row of the sequence that is in q, in this order (causal masks).
+    key, shape, offsets: dropout on the weights. along: the axis whose ranks have the keys and values, k and v being this
+    rank's block.
     """
-    scores = _scores(q, k, mask, p, causal, scale, offset, key, shape, offsets, along)
+    turned = _turned(q, k, order, along)
+    q, k, v, mask = turned.back(q), turned.keys_back(k), turned.keys_back(v), turned.mask_back(mask)
+    scores = _scores(q, k, mask, p, causal, scale, order - turned.rows, offset, key, shape, offsets, along)
     if (only := scores.only_piece()) is not None:
         out, lse = scores.apply(kernels.attend, only, (q,), (k, v))
-        return out, lse
+        return turned.forth(out), turned.forth(lse)
     merged, heads, blocks = _Merged(q, v), *_in_turns(scores, k, v, along)
 
     def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> None:
@@ -148,6 +154,7 @@ def attention_grad(
     p: float,
     causal: bool,
     scale: float,
+    order: int = 0,
     offset: int = 0,
     key: int = 0,
     shape: tuple[int, ...] | None = None,
@@ -156,10 +163,14 @@ def attention_grad(
     along: Along | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    scores = _scores(q, k, mask, p, causal, scale, offset, key, shape, offsets, along)
+    turned = _turned(q, k, order, along)
+    g, q, out, lse = map(turned.back, (g, q, out, lse))
+    k, v = map(turned.keys_back, (k, v))
+    mask = turned.mask_back(mask)
+    scores = _scores(q, k, mask, p, causal, scale, order - turned.rows, offset, key, shape, offsets, along)
     if (only := scores.only_piece()) is not None:
         dq, dk, dv = scores.apply(kernels.attend_grad, only, (g, q), (k, v), (out, lse))
-        return dq, dk, dv
+        return turned.forth(dq), turned.keys_forth(dk), turned.keys_forth(dv)
     dq = torch.zeros(q.shape, dtype=kernels.softmax_dtype(q), device=q.device)
     heads, blocks = _in_turns(scores, k, v, along)
 
@@ -172,7 +183,7 @@ def attention_grad(
         return piece.key, (dk_part, dv_part)
 
     dk, dv = (_joined(of_turns) for of_turns in zip(*go_round_and_home(along, blocks, visit), strict=True))
-    return dq.to(q.dtype), dk, dv
+    return turned.forth(dq.to(q.dtype)), turned.keys_forth(dk), turned.keys_forth(dv)
 
 
 def attention_mask_grad(
@@ -186,6 +197,7 @@ def attention_mask_grad(
     p: float,
     causal: bool,
     scale: float,
+    order: int = 0,
     offset: int = 0,
     key: int = 0,
     shape: tuple[int, ...] | None = None,
@@ -194,17 +206,21 @@ def attention_mask_grad(
     along: Along | None = None,
 ) -> Tensor:
     """Gradient of an additive mask, at full size (batch, heads, query, all keys), in the dtype of the scores."""
-    scores = _scores(q, k, mask, p, causal, scale, offset, key, shape, offsets, along)
+    turned = _turned(q, k, order, along)
+    g, q, out, lse = map(turned.back, (g, q, out, lse))
+    k, v = map(turned.keys_back, (k, v))
+    turned_mask = turned.mask_back(mask)
+    scores = _scores(q, k, turned_mask, p, causal, scale, order - turned.rows, offset, key, shape, offsets, along)
     dmask = torch.zeros((*q.shape[:3], scores.key_count), dtype=kernels.softmax_dtype(q), device=q.device)
     heads, blocks = _in_turns(scores, k, v, along)
 
     def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> None:
         for piece in scores.pieces(rank):
-            seen = heads[turn].of(dmask, piece).narrow(3, piece.keys.start, piece.keys.size)
+            seen = heads[turn].of(dmask, piece).narrow(3, piece.column, piece.keys.size)
             seen.copy_(heads[turn].apply(kernels.mask_grad, piece, (g, q), (keys, values), (out, lse)))
 
     go_round(along, blocks, visit)
-    return dmask
+    return turned.scores_forth(dmask)
 
 
 class _Merged:
@@ -247,6 +263,11 @@ def _joined(of_turns: tuple[Tensor, ...]) -> Tensor:
     return of_turns[0] if len(of_turns) == 1 else torch.cat(of_turns, 1)
 
 
+def _turned(q: Tensor, k: Tensor, order: int, along: Along | None) -> Turned:
+    """Keys that are all here are put back in their natural order, and rows where all are: each is then one run."""
+    return Turned(0, 0) if along is not None else Turned(order if q.shape[2] == k.shape[2] else 0, order)
+
+
 def _scores(
     q: Tensor,
     k: Tensor,
@@ -254,16 +275,19 @@ def _scores(
     p: float,
     causal: bool,
     scale: float,
+    order: int,
     offset: int,
     key: int,
     shape: tuple[int, ...] | None,
     offsets: tuple[int, ...] | None,
     along: Along | None,
 ) -> _Scores:
-    """Blocks of neighbours: this rank's rows from `offset` on, the ranks' keys in their order."""
+    """This rank's rows from `offset` on in an order of the sequence, and the ranks' blocks of keys in it. Keys that are all here
+    are in their natural order."""
     offsets = offsets or (0, 0, offset, 0)
-    rows = (Run(offsets[2], offsets[2] + q.shape[2]),)
-    ranks = 1 if along is None else along.size
-    keys = tuple((Run(rank * k.shape[2], (rank + 1) * k.shape[2]),) for rank in range(ranks))
+    ranks, size = 1 if along is None else along.size, k.shape[2]
+    rows = runs(offsets[2], offsets[2] + q.shape[2], ranks * size, order)
+    order_of_keys = 0 if along is None else order
+    keys = tuple(runs(rank * size, (rank + 1) * size, ranks * size, order_of_keys) for rank in range(ranks))
     heads = Run(0, q.shape[1])
     return _Scores(heads, rows, keys, mask, p, causal, scale, key, shape or (*q.shape[:3], ranks * k.shape[2]), offsets)

@@ -36,7 +36,7 @@ Block = tuple[Run, ...]
 class Piece(NamedTuple):
     """Rows and keys of the sequence that see each other: all of them, or the lower triangle of a square.
 
-    row, key: where the runs start in the blocks that hold them.
+    row, key: where the runs start in the blocks that hold them. column: where the keys start among those of all blocks.
     """
 
     rows: Run
@@ -44,17 +44,19 @@ class Piece(NamedTuple):
     triangle: bool
     row: int
     key: int
+    column: int
 
 
-def pieces(rows: Block, keys: Block, causal: bool) -> Iterator[Piece]:
-    """What a block of rows sees of a block of keys, no score twice."""
+def pieces(rows: Block, keys: Block, causal: bool, before: int = 0) -> Iterator[Piece]:
+    """What a block of rows sees of a block of keys, no score twice. before: keys of the blocks before this one."""
     row = 0
     for row_run in rows:
         key = 0
         for key_run in keys:
             for r, k, triangle in _seen(row_run, key_run) if causal else [(row_run, key_run, False)]:
                 if r.size and k.size:
-                    yield Piece(r, k, triangle, row + r.start - row_run.start, key + k.start - key_run.start)
+                    place = key + k.start - key_run.start
+                    yield Piece(r, k, triangle, row + r.start - row_run.start, place, before + place)
             key += key_run.size
         row += row_run.size
 

@@ -1,6 +1,6 @@
-"""Which dim of every value holds the batch.
+"""Which dim of every value holds the batch, or whatever else is followed from where it starts.
 
-The batch is followed through the rules of all ops, in both directions until nothing changes: the op's factor that holds
+It is followed through the rules of all ops, in both directions until nothing changes: the op's factor that holds
 the batch in one operand or result holds it in all, also where it is merged with others: of `(seq, batch)` flattened it
 is the minor part of the dim. Nothing is decided here: whether an op may really see only a part of the batch is checked
 by `states`.
@@ -8,11 +8,13 @@ by `states`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from torch import fx
 
 from autopar.errors import CoupledError
+from autopar.ir.call import OpCall
 from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_values
 from autopar.ir.rule import Labels, Rule
 from autopar.passes.rules.book import RuleBook
@@ -32,7 +34,21 @@ Key = TypeVar("Key")
 
 def batch_dims(program: Program, rules: RuleBook) -> dict[str, Dims]:
     """Per template the dims that hold the batch. Raises CoupledError where it is in one dim in two ways."""
-    dims: dict[str, Dims] = {name: {} for name in program.templates}
+    return followed(program, rules, lambda ref: _given(program, ref))
+
+
+def followed(
+    program: Program,
+    rules: RuleBook,
+    given: Callable[[ValueRef], dict[int, Part]] = lambda _: {},
+    starts: Mapping[str, Dims] | None = None,
+    joined: Callable[[OpCall], Sequence[Sequence[str]]] = lambda _: (),
+) -> dict[str, Dims]:
+    """Per template the dims that hold what starts in inputs and buffers of the program, as `given` says, and in these values.
+    joined: factors of an op of which all hold it if one does. Raises CoupledError where it is in one dim in two ways."""
+    dims: dict[str, Dims] = {
+        name: {v: dict(d) for v, d in (starts or {}).get(name, {}).items()} for name in program.templates
+    }
     edges = [
         (None if ref.kind != "call" else (program.calls[ref.index].template, ref.output), ref, call.template, slot)
         for call in program.calls
@@ -44,13 +60,13 @@ def batch_dims(program: Program, rules: RuleBook) -> dict[str, Dims]:
         for source, ref, name, slot in edges:
             value = program.templates[name].inputs[slot]
             if source is None:
-                changed |= _add(dims[name], value, _given(program, ref))
+                changed |= _add(dims[name], value, given(ref))
                 continue
             output = program.templates[source[0]].outputs[source[1]]
             changed |= _add(dims[name], value, dims[source[0]].get(output, {}))
             changed |= _add(dims[source[0]], output, dims[name].get(value, {}))
         for name, template in program.templates.items():
-            changed |= _spread(template, dims[name], rules)
+            changed |= _spread(template, dims[name], rules, joined)
     return {name: {value: held for value, held in known.items() if held} for name, known in dims.items()}
 
 
@@ -61,7 +77,7 @@ def batch_factors(program: Program, rules: RuleBook, dims: dict[str, Dims]) -> d
     for name, template in program.templates.items():
         for node in template.ops:
             rule = rules.rule(template.op_calls[node.name])
-            holding = _holding(node, rule, dims.get(name, {}))[1].items()
+            holding = holding_factors(node, rule, dims.get(name, {}))[1].items()
             leading = {f: part for f, part in holding if part.inner * part.size == rule.factors[f].size}
             factors[name, node.name] = leading
     return factors
@@ -123,7 +139,9 @@ def _merge(held: dict[Key, Part], key: Key, part: Part, what: str) -> bool:
     return True
 
 
-def _spread(template: Template, dims: Dims, rules: RuleBook) -> bool:
+def _spread(
+    template: Template, dims: Dims, rules: RuleBook, joined: Callable[[OpCall], Sequence[Sequence[str]]]
+) -> bool:
     """One pass over a template's ops; whether anything was new."""
     changed = False
     for tangent, output in zip(template.tangents, template.outputs, strict=True):
@@ -134,7 +152,9 @@ def _spread(template: Template, dims: Dims, rules: RuleBook) -> bool:
             changed |= _join(dims, grad, value)
     for node in template.ops:
         rule = rules.rule(template.op_calls[node.name])
-        places, holding = _holding(node, rule, dims)
+        places, holding = holding_factors(node, rule, dims)
+        if holding:
+            _join_factors(holding, joined(template.op_calls[node.name]), node.name)
         for value, labels in places:
             for d, dim in enumerate(labels or ()):
                 for f, held_part in holding.items():
@@ -144,7 +164,16 @@ def _spread(template: Template, dims: Dims, rules: RuleBook) -> bool:
     return changed
 
 
-def _holding(node: fx.Node, rule: Rule, dims: Dims) -> tuple[list[tuple[str, Labels | None]], dict[str, Part]]:
+def _join_factors(holding: dict[str, Part], groups: Sequence[Sequence[str]], what: str) -> None:
+    """Adds those that hold it because others do."""
+    for group in groups:
+        held = next((holding[f] for f in group if f in holding), None)
+        if held is not None:
+            for f in group:
+                _merge(holding, f, held, what)
+
+
+def holding_factors(node: fx.Node, rule: Rule, dims: Dims) -> tuple[list[tuple[str, Labels | None]], dict[str, Part]]:
     """An op's operands and results with their labels, and the factors that hold the batch in any of them."""
     places = list(zip(operand_values(node), rule.operands, strict=True))
     results = result_values(node)

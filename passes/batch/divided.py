@@ -18,7 +18,17 @@ from torch import fx
 from autopar.errors import CoupledError, InputError
 from autopar.ir.call import OpCall, schema_arguments
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Call, Join, Microbatched, Program, Template, is_getitem, op_name, operand_nodes
+from autopar.ir.program import (
+    Call,
+    Join,
+    Microbatched,
+    Program,
+    Template,
+    is_getitem,
+    op_name,
+    operand_nodes,
+    set_argument,
+)
 from autopar.ir.rule import Rule
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Block, Offset, find
@@ -138,7 +148,7 @@ class _Divide:
         copied = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         copied.name, copied.meta = node.name, dict(node.meta)
         for name, value in changes.items():
-            _set_argument(copied, name, value)
+            set_argument(copied, name, value)
         if "type" in node.meta:
             copied.meta["type"] = self._type(node)
         return copied
@@ -189,12 +199,3 @@ def _block(call: OpCall, rule: Rule, factor: str, parts: int) -> Block:
 
 def _has_offset(value: Any) -> bool:
     return isinstance(value, Offset) or (isinstance(value, tuple) and any(map(_has_offset, value)))
-
-
-def _set_argument(node: fx.Node, name: str, value: Any) -> None:
-    names = [n for n, _, _ in schema_arguments(node.target)]
-    at = names.index(name)
-    if at < len(node.args):
-        node.args = (*node.args[:at], value, *node.args[at + 1 :])
-    else:
-        node.kwargs = {**node.kwargs, name: value}

@@ -152,6 +152,7 @@ def within(problem: RecomputeProblem, budget: float, time_limit_s: float = 10.0)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = 1
+    solver.parameters.linearization_level = 2  # its LP is nearly integral: a hundred times faster than without all rows
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return settle(problem, {i for i in range(len(remade)) if solver.value(remade[i])})

@@ -1,9 +1,9 @@
 """Every kind of plan that is searched for one request, best first.
 
 The kinds are: the solver's plans on one mesh of all ranks; on one mesh too, with microbatches, recompute and offload
-chosen together where memory is short; pipelines; and branches side by side. Each kind is bounded by the best plan of
-those before it, so whichever is likely to win goes first and the others are soon ruled out: on small clusters plans on
-one mesh, on large ones pipelines.
+chosen together where memory is short; pipelines; branches side by side; and the best of these in zigzag order. Each kind
+is bounded by the best plan of those before it, so whichever is likely to win goes first and the others are soon ruled out:
+on small clusters plans on one mesh, on large ones pipelines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
+from autopar.passes.order.dims import causal_attention
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.clock import Clock
 from autopar.passes.search.lower_bounds import least_step_s
@@ -25,6 +27,7 @@ from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipelin
 from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
+from autopar.passes.search.zigzag import search_zigzag
 
 MANY_RANKS = 64
 """On larger clusters pipelines are looked for before microbatches and recompute on one mesh."""
@@ -46,7 +49,7 @@ def search_plans(task: Task, batch: int, now: Callable[[], float] = time.monoton
     rankings: dict[str, RankedPlans] = {}
     unfinished: list[str] = []
     with task.workers:
-        for kind, search in _kinds(task, batch):
+        for kind, search in chain(_kinds(task, batch), _in_order(task, batch, rankings)):
             if not unfinished:
                 clock.say(kind, _best_s(rankings))
                 try:
@@ -101,6 +104,18 @@ def _kinds(task: Task, batch: int) -> Iterator[Kind]:
         yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), best_s)
     if is_lean and many_ranks:
         yield lean
+
+
+def _in_order(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Iterator[Kind]:
+    """The kind that begins with plans of the others. rankings: theirs."""
+    if task.options.order is not None or not any(map(causal_attention, task.program.templates.values())):
+        return
+
+    def zigzag(best_s: float) -> Iterator[RankedPlans]:
+        plans = [plan for ranking in rankings.values() for plan in ranking]
+        yield from search_zigzag(task, batch, plans, best_s)
+
+    yield "plans in zigzag order", zigzag
 
 
 def _left_out(plans: RankedPlans, kinds: tuple[str, ...]) -> RankedPlans:

@@ -23,6 +23,7 @@ from autopar.options import Options
 from autopar.passes.account.program import Account, account, as_lowered, stage_costs
 from autopar.passes.batch.microbatches import Captured, Microbatches
 from autopar.passes.lower import lower, outline
+from autopar.passes.order.ordered import in_order
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.layout import Layout
@@ -38,8 +39,8 @@ class Task:
 
     batches: the program by number of microbatches; by default `program` is that of the whole batch. software: what plans are
     priced with, by default that of the programs that are emitted. layout: of the plan whose parameters the program is to compute
-    with, where there is one. workers: processes that the search may use. lowering_s: seconds spent in `finish`
-    so far.
+    with, where there is one. order: that the program's sequence is in. workers: processes that the search may use.
+    lowering_s: seconds spent in `finish` so far.
     """
 
     program: Program
@@ -50,6 +51,7 @@ class Task:
     batches: Microbatches = None  # type: ignore[assignment]
     software: Software | None = None
     layout: Layout | None = None
+    order: int = 0
     pricers: Pricers = field(init=False)
     workers: Workers = field(init=False)
     lowering_s: float = 0.0
@@ -86,6 +88,11 @@ class Task:
             return self
         program = self.batches.at(microbatches)
         return self.changed(program=program, setting=replace(self.setting, microbatches=microbatches))
+
+    def in_order(self, order: int) -> Task:
+        """The task of the same program with its sequence in an order. Raises NotOrdered, which says why it cannot be."""
+        batches = in_order(self.batches, order)
+        return self.changed(program=batches.at(self.setting.microbatches), batches=batches, order=order)
 
     def offloading(self, kinds: frozenset[str]) -> Task:
         """The task with these kinds of bytes resting in memory tiers (`autopar.passes.shard.offload`)."""

@@ -56,7 +56,7 @@ def _dot(draw: Draw, name: str) -> Case:
 
 
 def attention_arguments(draw: Draw, float_mask: bool = False) -> tuple[Any, ...]:
-    """(q, k, v, mask, p, causal, scale, site)."""
+    """(q, k, v, mask, p, causal, scale, site, order)."""
     b, kv, repeat, s = draw.pick(2, 1, 4), draw.pick(2, 1, 4), draw.pick(1, 2), draw.pick(4, 2, 6, 12)
     causal = draw.pick(True, False)
     t = s if causal and draw.pick(True, False) else draw.pick(4, 3, 6, 12)
@@ -68,7 +68,7 @@ def attention_arguments(draw: Draw, float_mask: bool = False) -> tuple[Any, ...]
         shape = [draw.pick(1, n) for n in (b, kv * repeat, s)]
         mask = draw.f(*shape, t) if kind == "float" else draw.b(*shape, t) | (torch.arange(t) == 0)
     p, site = draw.pick((0.0, -1), (0.4, 3))
-    return q, k, v, mask, p, causal, 0.5, site
+    return q, k, v, mask, p, causal, 0.5, site, draw.pick(0, s // 2) if s == t and s % 2 == 0 else 0
 
 
 @makes("autopar.attention", "autopar.attention_grad", "autopar.attention_mask_grad")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autopar.ops import order as order_ops
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, broadcast, call, makes, overload
 
@@ -23,6 +24,16 @@ def _reshape(draw: Draw, _: str) -> Case:
     for _ in range(draw.pick(0, 1, 2)):
         after.insert(draw.pick(*range(len(after) + 1)), 1)
     return call(aten.reshape.default, draw.pick(x, x > 0), after)
+
+
+@makes("autopar.reorder")
+def _reorder(draw: Draw, _: str) -> Case:
+    order, inner, size = draw.pick(1, 2, 3), draw.pick(1, 2), draw.pick(1, 2)
+    size *= 2 * order
+    lead, shape = draw.size(), draw.shape()
+    at = draw.pick(*range(len(shape)))
+    shape[at] = lead * size * inner
+    return call(order_ops.reorder, draw.any(*shape), at, order, draw.pick(True, False), size, inner)
 
 
 @makes("aten.permute")

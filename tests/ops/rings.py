@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,4 +68,5 @@ def with_attention(program: autopar.Program, **choices: str) -> autopar.Program:
     problem = Problem(program.ir, pricer, program.rules, program.setting, allowed)
     solution = solve(problem.graph, tie_price=1e-18)
     assert isinstance(solution, Solution)
-    return program.with_plan(spmd_plan(problem, list(solution.choice), program.cluster, program.options, "by hand"))
+    plan = spmd_plan(problem, list(solution.choice), program.cluster, program.options, "by hand")
+    return program.with_plan(replace(plan, order=program.plan.order))

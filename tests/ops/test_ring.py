@@ -26,11 +26,13 @@ from tests.ops.rings import Layer, Transformer, with_attention
 RING = "+s+t"
 
 
-def attention_call(op: str = "attention", causal: bool = True, rows: int = 64, mask: bool = False) -> OpCall:
+def attention_call(
+    op: str = "attention", causal: bool = True, rows: int = 64, mask: bool = False, order: int = 0
+) -> OpCall:
     q = TensorType((2, 4, rows, 8), torch.float32)
     k = TensorType((2, 2, 64, 8), torch.float32)
     lse, scores = TensorType(q.shape[:3], q.dtype), TensorType((1, 1, rows, 64), q.dtype)
-    config = {"p": 0.0, "causal": causal, "scale": 1.0, "site": -1}
+    config = {"p": 0.0, "causal": causal, "scale": 1.0, "site": -1, "order": order}
     if op == "attention":
         read, made = {"q": q, "k": k, "v": k}, (q, lse)
     else:
@@ -95,7 +97,7 @@ def test_turns_send_the_same_bytes_and_all_but_the_first_message_is_behind_work(
     lse = TensorType(q.shape[:3], q.dtype)
     read = {"g": q, "q": q, "k": q, "v": q, "out": q, "lse": lse}
     arguments = {name: Operand(i) for i, name in enumerate(read)}
-    config = {"mask": None, "p": 0.0, "causal": False, "scale": 1.0, "site": -1}
+    config = {"mask": None, "p": 0.0, "causal": False, "scale": 1.0, "site": -1, "order": 0}
     call = OpCall("autopar.attention_grad", arguments | config, tuple(read.values()), (q, q, q))
     sent, block = sent_by(call, rule_of(call), (RING,), mesh), 2 * q.nbytes / ranks
     assert sum(one.nbytes * one.times for one in sent) == 2 * (ranks - 1) * block
@@ -113,6 +115,9 @@ def test_causal_work_is_that_of_the_rank_with_the_last_rows(choice: str) -> None
     assert seconds[0] / seconds[1] == pytest.approx((4 - 1 + 0.5) / 4)
     whole = [pricer.op_s(call, rule_of(call), ("",)) for call in (causal, full)]
     assert whole[0] / whole[1] == pytest.approx(0.5)
+    for order, share in ((4, 0.5), (8, 0.5), (2, (4 - 1 + 0.5) / 4)):
+        in_order = attention_call(order=order)
+        assert pricer.op_s(in_order, rule_of(in_order), (choice,)) / seconds[1] == pytest.approx(share), order
 
 
 @pytest.mark.parametrize(("tile", "looked_at"), [(0, 3.5), (8, 3.75), (16, 4.0), (512, 4.0)])
@@ -137,11 +142,11 @@ def tokens(length: int = 32) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4)
 def compiled(
-    dropout: float = 0.0, learned_mask: int = 0, axes: tuple[tuple[str, int], ...] = (("cp", 4),)
+    dropout: float = 0.0, learned_mask: int = 0, axes: tuple[tuple[str, int], ...] = (("cp", 4),), order: int = 0
 ) -> tuple[autopar.Program, Transformer]:
     torch.manual_seed(0)
     model = Transformer(dropout, learned_mask)
-    options = autopar.Options(mesh=dict(axes), pp=1)
+    options = autopar.Options(mesh=dict(axes), pp=1, order=order)
     return autopar.compile(model, autopar.ClusterSpec.local(4), tokens(), options=options), model
 
 
@@ -152,19 +157,21 @@ def carried(program: autopar.Program) -> set[str]:
     return {op for op, strategy in taken if any(choice == RING for choice in strategy)}
 
 
+@pytest.mark.parametrize("order", [0, 2, 4])
 @pytest.mark.parametrize("choices", [{"cp": RING}, {"tp": "s", "cp": RING}, {"tp": "h", "cp": RING}])
-def test_a_causal_transformer_whose_keys_go_round_is_eagers(choices: dict[str, str]) -> None:
+def test_a_causal_transformer_whose_keys_go_round_is_eagers(choices: dict[str, str], order: int) -> None:
     """Alone, beside rows that are cut with whole keys, and beside heads."""
-    program, model = compiled(axes=(("cp", 4),) if len(choices) == 1 else (("tp", 2), ("cp", 2)))
+    program, model = compiled(axes=(("cp", 4),) if len(choices) == 1 else (("tp", 2), ("cp", 2)), order=order)
     ring = with_attention(program, **choices)
     assert carried(ring) == {"attention", "attention_grad"}
     assert "along=rt.along('cp')" in ring.source(0)
     assert autopar.verify(ring, model, tokens()).ok
 
 
-def test_dropout_in_a_ring_is_that_of_one_rank() -> None:
+@pytest.mark.parametrize("order", [0, 4])
+def test_dropout_in_a_ring_is_that_of_one_rank(order: int) -> None:
     """`verify` compares with the same program on one rank."""
-    program, model = compiled(dropout=0.3)
+    program, model = compiled(dropout=0.3, order=order)
     assert autopar.verify(with_attention(program, cp=RING), model, tokens()).ok
 
 
@@ -176,8 +183,9 @@ def test_a_learned_mask_gets_its_gradient_in_a_ring() -> None:
 
 
 def test_random_plans_with_rings_are_eagers() -> None:
-    program, model = compiled()
-    assert ringed(program, model, range(30)) >= 3
+    for order in (0, 4):
+        program, model = compiled(order=order)
+        assert ringed(program, model, range(30)) >= 3
 
 
 @pytest.mark.slow
@@ -211,12 +219,22 @@ class Loss(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("length", "kv_heads", "causal"), [(512, 4, True), (512, 2, False), (16384, 4, True), (16384, 2, False)]
+    ("length", "kv_heads", "causal", "order"),
+    [
+        (512, 4, True, 0),
+        (512, 2, False, 0),
+        (16384, 4, True, 0),
+        (16384, 2, False, 0),
+        (512, 4, True, 4),
+        (16384, 2, True, 4),
+    ],
 )
-def test_a_layer_holds_what_was_predicted_and_less_in_a_ring(length: int, kv_heads: int, causal: bool) -> None:
+def test_a_layer_holds_what_was_predicted_and_less_in_a_ring(
+    length: int, kv_heads: int, causal: bool, order: int
+) -> None:
     """Under causal masks the last rank has most to do; the promise is about it. Long blocks go round in turns."""
     batch = torch.randn(1, length, 64)
-    options = autopar.Options(mesh={"cp": 4}, pp=1)
+    options = autopar.Options(mesh={"cp": 4}, pp=1, order=order)
     program = autopar.compile(Loss(causal, kv_heads), autopar.ClusterSpec.local(4), (batch,), options=options)
     peaks = []
     for choice in ("s", RING):

@@ -100,8 +100,9 @@ def unsharded(c: Call) -> dict[str, Tensor]:
     return dict(zip(NAMES, (out, *attention.attention_grad(*given, **drawn)), strict=False)) | {"lse": lse}
 
 
-def on_rank(c: Call, mesh: Mapping[str, int]) -> Callable[[Comm], dict[str, Tensor]]:
-    """Rows cut over every axis of the mesh, keys over `cp`, which carries: what one rank makes, by name."""
+def on_rank(c: Call, mesh: Mapping[str, int], order: int = 0) -> Callable[[Comm], dict[str, Tensor]]:
+    """Rows cut over every axis of the mesh, keys over `cp`, which carries: what one rank makes, by name. order: that the
+    sequence is in."""
     every = tuple(mesh)
 
     def cut(x: Tensor, dim: int, parts: int, index: int) -> Tensor:
@@ -114,7 +115,7 @@ def on_rank(c: Call, mesh: Mapping[str, int]) -> Callable[[Comm], dict[str, Tens
         k, v = (cut(x, 2, along.size, along.index) for x in (c.k, c.v))
         mask = c.mask if c.mask is None or c.mask.shape[2] == 1 else cut(c.mask, 2, parts, row)
         first = row * q.shape[2]
-        told: dict[str, Any] = {"offset": first, "key": c.key, "along": along}
+        told: dict[str, Any] = {"offset": first, "key": c.key, "along": along, "order": order}
         if c.p > 0:
             told |= {"shape": c.shape, "offsets": (0, 0, first, 0)}
         out, lse = attention.attention(q, k, v, mask, *c.config, **told)

@@ -127,7 +127,7 @@ def test_scratch_on_meta_is_what_real_tensors_need() -> None:
 def attention(p: float) -> Effect:
     line = compute(
         "autopar.attention", ("out", "lse"), q=Ref("q"), k=Ref("q"), v=Ref("q"), mask=None, p=p, causal=False, scale=1.0,
-        site=Site(0),
+        key=Site(0),
     )  # fmt: skip
     return effect(line, q=Layout.dense((2, 3, 8, 4), F32))
 

@@ -1,0 +1,44 @@
+"""The search puts causal sequences in zigzag order where a plan cuts their rows into blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.passes.search.zigzag import blocks_of_rows
+from tests.passes.order.models import Rotary, Sliced, tokens
+
+LONG = 1 << 17
+NODE = ClusterSpec.preset("dgx-h100", 1)
+
+
+def planned(model: nn.Module, **options: object) -> ParallelProgram:
+    """One long sequence, by shapes alone."""
+    ids = torch.zeros(1, LONG, dtype=torch.long, device="meta")
+    return autopar.compile(model.to("meta"), NODE, (ids, ids), options=Options(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"mesh": {"cp": 8}}, {"mesh": {"cp": 8}, "recompute": "full"}, {"pp": 2}, {}])
+def test_blocks_of_rows_are_planned_once_more_in_order(options: dict[str, object]) -> None:
+    natural, best = planned(Rotary(LONG), order=0, **options), planned(Rotary(LONG), **options)
+    blocks = blocks_of_rows(best.plan, best.ir)
+    assert blocks > 1
+    assert best.plan.order == blocks == blocks_of_rows(natural.plan, natural.ir)
+    assert best.predicted.step_time_s < 0.75 * natural.predicted.step_time_s
+    assert f"zigzag order of {2 * blocks} chunks" in best.report()
+    assert any(one.plan == natural.plan for one in best.alternatives)
+
+
+def test_a_program_that_cannot_be_ordered_keeps_its_plan() -> None:
+    natural, best = planned(Sliced(LONG), order=0, mesh={"cp": 8}), planned(Sliced(LONG), mesh={"cp": 8})
+    assert best.plan == natural.plan
+    assert best.plan.order == 0
+
+
+def test_whole_rows_are_left_as_they_are() -> None:
+    program = autopar.compile(Rotary(), ClusterSpec.local(4), tokens(), options=Options(mesh={"dp": 4}))
+    assert blocks_of_rows(program.plan, program.ir) == 1
+    assert program.plan.order == 0

@@ -1,0 +1,80 @@
+"""Rows on their way to experts and back: pieces, and processes that send them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from autopar.runtime import experts, run_threads
+from autopar.runtime.along import Along
+from autopar.runtime.comm import Comm
+from autopar.runtime.dispatch import Piece, Promise, pieces
+from tests.runtime import experts_worker
+from tests.runtime.test_process import torchrun
+
+
+@given(
+    ranks=st.sampled_from([2, 4]),
+    experts=st.integers(1, 3),
+    tokens=st.integers(1, 6),
+    choices=st.integers(1, 4),
+    imbalance=st.sampled_from([1.0, 1.25, 3.0]),
+    uneven=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_every_pair_travels_once_to_its_expert_and_no_piece_is_larger_than_promised(
+    ranks: int, experts: int, tokens: int, choices: int, imbalance: float, uneven: bool, seed: int
+) -> None:
+    """Rows name token, choice and expert; experts from number ranks · experts on do not exist."""
+    most = Promise(imbalance, "chunk").most(tokens * choices)
+
+    def on_rank(comm: Comm) -> None:
+        generator = torch.Generator().manual_seed(seed + comm.rank)
+        chosen = torch.randint(0, 2 if uneven else ranks * experts + 1, (tokens, choices), generator=generator)
+        pairs = torch.stack(
+            [torch.full((chosen.numel(),), comm.rank), torch.arange(chosen.numel()), chosen.flatten()], 1
+        )
+        seen: list[Tensor] = []
+        parts: list[Piece] = list(pieces(chosen, experts, Promise(imbalance, "chunk"), along=Along(comm, "ep")))
+        for piece in parts:
+            arrived = piece.to_experts(pairs[piece.pairs]).wait()
+            assert len(arrived) <= most
+            starts = [0, *piece.ends.tolist()]
+            for i in range(experts):
+                assert (arrived[starts[i] : starts[i + 1], 2] == comm.rank * experts + i).all()
+            assert torch.equal(piece.back(arrived).wait(), pairs[piece.pairs])
+            assert torch.equal(piece.place.flatten()[piece.pairs], torch.arange(len(piece.pairs)))
+            seen.append(piece.pairs)
+        sent = torch.cat(seen) if seen else torch.empty(0, dtype=torch.long)
+        assert torch.equal(sent.sort()[0], (chosen.flatten() < ranks * experts).nonzero().flatten())
+
+    run_threads(ranks, {"ep": ranks}, on_rank, timeout_s=60)
+
+
+def whole(case: tuple[str, int]) -> tuple[Tensor, ...]:
+    *operands, g = experts_worker.mixture(*case)
+    y = experts.experts(*operands, *experts_worker.GATE)  # type: ignore[arg-type]
+    return y, *experts.experts_grad(g, *operands, True, *experts_worker.GATE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["threads", "processes"])
+def test_experts_of_four_ranks_are_those_of_one(name: str, tmp_path: Path) -> None:
+    if name == "threads":
+        results = {"threads": run_threads(4, {"ep": 4}, experts_worker.on_rank, timeout_s=60)}
+    else:
+        done = torchrun(4, Path(experts_worker.__file__), tmp_path, timeout=120)
+        assert done.returncode == 0, done.stderr[-4000:]
+        ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+        results = {kind: [rank[kind] for rank in ranks] for kind in ("gloo", "native")}
+        results |= {f"rows {i}": [rank["beside another axis"] for rank in ranks[i : i + 2]] for i in (0, 2)}
+    for of_ranks in results.values():
+        assert len({rank[-1] for rank in of_ranks}) == 1
+        assert "along ep is to compute" in of_ranks[0][-1]
+        for i, case in enumerate(experts_worker.cases()):
+            for expected, *parts in zip(whole(case), *(rank[i] for rank in of_ranks), strict=True):
+                torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-10, atol=1e-10)
