@@ -84,13 +84,13 @@ def _attention_block(block: Block) -> dict[str, Any]:
 
 def _imbalance(call: OpCall, parts: Mapping[str, int], tile: float) -> float:
     """Of n blocks of rows that see the keys before them the last does n - 1 blocks of work and half of its own; on average
-    they do half of n. In zigzag order of n blocks all do as much. A kernel that skips keys by tiles looks at half a tile too many
+    they do half of n; in zigzag order all do as much. A kernel that skips keys by tiles looks at half a tile too many
     for every row."""
     if not call["causal"]:
         return 1.0
-    blocks, order, rows = parts.get("s", 1), call["order"], call.operand("q").shape[2]
-    run = rows / blocks / (2 if order else 1)
-    return _busiest_share(blocks, order) + min(tile, run) / call.operand("k").shape[2]
+    blocks, rows = parts.get("s", 1), call.operand("q").shape[2]
+    run = rows / (2 * call["order"] if call["order"] else blocks)
+    return _busiest_share(blocks, call["order"]) + min(tile, run) / call.operand("k").shape[2]
 
 
 @functools.cache
@@ -129,8 +129,8 @@ _RING = Carried(("s", "t"))
 
 def _visits(call: OpCall, ranks: int) -> tuple[float, float]:
     """Shares of the work on a rank's own block, and on another one's. Under a causal mask the last rank has most to do, all of
-    the others' and half of its own."""
-    own = 0.5 if call["causal"] else 1.0
+    the others' and half of its own; in zigzag order all visits are alike."""
+    own = 0.5 if call["causal"] and not call["order"] else 1.0
     return own / (ranks - 1 + own), 1 / (ranks - 1 + own)
 
 

@@ -98,7 +98,7 @@ def test_turns_send_the_same_bytes_and_all_but_the_first_message_is_behind_work(
     lse = TensorType(q.shape[:3], q.dtype)
     read = {"g": q, "q": q, "k": q, "v": q, "out": q, "lse": lse}
     arguments = {name: Operand(i) for i, name in enumerate(read)}
-    config = {"mask": None, "p": 0.0, "causal": False, "scale": 1.0, "site": -1}
+    config = {"mask": None, "p": 0.0, "causal": False, "scale": 1.0, "site": -1, "order": 0}
     call = OpCall("autopar.attention_grad", arguments | config, tuple(read.values()), (q, q, q))
     sent, block = sent_by(call, rule_of(call), (RING,), mesh), 2 * q.nbytes / ranks
     assert sum(one.nbytes * one.times for one in sent) == 2 * (ranks - 1) * block
