@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -235,8 +236,7 @@ def test_messages_inside_ops_are_shown_with_what_hides_them(tmp_path, capsys):
     program = autopar.compile(model, cluster, (ids, ids), optimizer=functools.partial(torch.optim.SGD), options=options)
     with_attention(program, cp="+s+t").save(tmp_path)
     graph = said(capsys, str(tmp_path), "--section", "graph")
-    assert "sends 7 × shift of" in graph
-    assert "over cp, each behind 12% of the op's own work" in graph
+    assert re.search(r"sends \d+ × shift of 262 kB over cp, each behind \d+% of the op's own work", graph)
     schedule = said(capsys, str(tmp_path), "--section", "schedule")
     assert "│~" in schedule
     assert "~ messages inside ops" in schedule
