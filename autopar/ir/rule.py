@@ -62,6 +62,12 @@ def factors_of(choice: str) -> tuple[str, ...]:
     return () if not choice or choice[0] == "~" else (choice,)
 
 
+def carried_choices(strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, str], ...]:
+    """The axes of several ranks that take a choice with messages, and which."""
+    taken = zip(mesh.axes, strategy, strict=True)
+    return tuple((axis, choice) for (axis, size), choice in taken if size > 1 and choice.startswith("+"))
+
+
 @dataclass(frozen=True)
 class Rule:
     """`operands[i]`, `results[i]`: per dim the factors it is made of, major first (None: not a tensor)."""

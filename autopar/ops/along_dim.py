@@ -26,8 +26,10 @@ def carried_dim(choice: str) -> int:
 
 def told_dim(block: Block) -> dict[str, object]:
     """What an implementation is told that cannot read off its arguments which dim is in blocks."""
-    choice = next((c for c in block.rule.carries if block.along(c)), "")
-    return {**block.told(), "dim": carried_dim(choice)} if choice else {}
+    told: dict[str, object] = dict(block.told())
+    for _, choice in block.carried:
+        told["dim"] = carried_dim(choice)
+    return told
 
 
 def row_bytes(sending: Sending, operand: int = 0) -> float:

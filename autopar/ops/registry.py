@@ -20,7 +20,7 @@ from autopar.ir.call import OpCall, Operand
 from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.ranges import Index, Range
-from autopar.ir.rule import Labels, Rule, Strategy, factors_of
+from autopar.ir.rule import Labels, Rule, Strategy, carried_choices, factors_of
 
 RuleFunction = Callable[[OpCall], Rule]
 Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
@@ -58,17 +58,14 @@ class Block:
         """Mesh axes that shard a factor."""
         return tuple(a for a, c in zip(self.mesh.names, self.strategy, strict=True) if factor in factors_of(c))
 
-    def along(self, choice: str = "") -> AlongAxis | None:
-        """The axis that takes a choice with messages (by default whichever), None where no axis of several ranks does."""
-        for (axis, size), taken in zip(self.mesh.axes, self.strategy, strict=True):
-            if size > 1 and taken.startswith(choice or "+"):
-                return AlongAxis(axis)
-        return None
+    @property
+    def carried(self) -> tuple[tuple[str, str], ...]:
+        """The axes that take a choice with messages, and which."""
+        return carried_choices(self.strategy, self.mesh)
 
     def told(self) -> dict[str, AlongAxis]:
-        """What an implementation that sends messages is told: the axis, if any takes a choice with messages."""
-        axis = self.along()
-        return {} if axis is None else {"along": axis}
+        """What an implementation that sends messages is told: the axis, if one takes a choice with messages."""
+        return {"along": AlongAxis(self.carried[0][0])} if self.carried else {}
 
     def parts(self, factor: str) -> int:
         """Into how many blocks a factor is cut."""

@@ -36,10 +36,16 @@ for _name in ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"):
 @register(*named("cumsum cumprod cummax cummin logcumsumexp"))
 def running(call: OpCall) -> Rule:
     """The dim that is scanned is carried, the others pass."""
+    return _scanned(call, call.op.startswith("aten.cumsum") and all_float(call))
+
+
+def _scanned(call: OpCall, linear: bool) -> Rule:
+    """All operands and results have the dims of the first; linear: in that one."""
     make, gone = Maker(), set(reduced_dims(call))
-    labels = make.dims(call.shapes[0], whole=gone)
-    linear = [{0}] if call.op.startswith("aten.cumsum") and all_float(call) else []
-    return make.rule([labels], [labels for _ in call.results], linear, carry(gone))
+    labels: Labels | None = make.dims(call.shapes[0], whole=gone)
+    return make.rule(
+        [labels for _ in call.operands], [labels for _ in call.results], [{0}] if linear else [], carry(gone)
+    )
 
 
 @graph_op(
@@ -53,9 +59,7 @@ def running(call: OpCall) -> Rule:
 )
 def cumsum_back(call: OpCall) -> Rule:
     """Sums to the end, which are carried."""
-    make, gone = Maker(), set(reduced_dims(call))
-    labels = make.dims(call.shapes[0], whole=gone)
-    return make.rule([labels], [labels], [{0}], carry(gone))
+    return _scanned(call, linear=True)
 
 
 @graph_op(
@@ -69,9 +73,7 @@ def cumsum_back(call: OpCall) -> Rule:
 )
 def cumextreme_back(call: OpCall) -> Rule:
     """Gradients go to where maxima were found: in the block, or all at one place before it, which is carried."""
-    make, gone = Maker(), set(reduced_dims(call))
-    labels = make.dims(call.shapes[0], whole=gone)
-    return make.rule([labels, labels], [labels], [{0}], carry(gone))
+    return _scanned(call, linear=True)
 
 
 class CumulativeSum(Function):

@@ -15,6 +15,7 @@ from autopar.errors import PlanError
 from autopar.ir.call import bind
 from autopar.ir.lines import Compute, Function, Line, Ref, Site
 from autopar.ir.program import Template, op_name, operand_nodes, resolve, result_types
+from autopar.ir.rule import carried_choices
 from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.convert import Converter, cast
@@ -23,7 +24,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.recomputation import recomputation
-from autopar.passes.rules.sends import carried_choices, sent_by
+from autopar.passes.rules.sends import sent_by
 from autopar.passes.rules.structure import value_names
 from autopar.passes.rules.widening import late_upcasts, wide_gradients
 from autopar.plan import TemplatePlan

@@ -7,14 +7,8 @@ from collections.abc import Iterator
 from autopar.ir.call import OpCall
 from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Rule, Strategy
+from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ops.registry import Sending, find
-
-
-def carried_choices(strategy: Strategy, mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    """The axes of several ranks that take a choice with messages, and which."""
-    taken = zip(mesh.axes, strategy, strict=True)
-    return tuple((axis, choice) for (axis, size), choice in taken if size > 1 and choice.startswith("+"))
 
 
 def sent_by(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[Sent, ...]:

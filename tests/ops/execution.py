@@ -20,13 +20,12 @@ from autopar.ir.call import OpCall
 from autopar.ir.lines import Compute
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import op_call
-from autopar.ir.rule import Rule, Strategy
+from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.homes import HOMES
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.body import local_arguments
-from autopar.passes.rules.sends import carried_choices
 from autopar.runtime import run_threads
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm

@@ -15,27 +15,11 @@ from autopar.ir.rule import Rule
 from autopar.ops import contraction
 from autopar.ops.labels import Maker
 from autopar.passes.rules.book import RuleBook
-from tests.ops import (
-    generators_experts,
-    generators_images,
-    generators_index,
-    generators_losses,
-    generators_nn,
-    generators_scans,
-    generators_views,
-)
+from tests.ops.all_generators import GENERATORS, Draw
 from tests.ops.edges import EDGES, f
 from tests.ops.execution import Case, as_node, check_strategy
-from tests.ops.generators import GENERATORS, Draw
 from tests.ops.traced import MESHES, check_gradients, check_shards, of_tensors, traceable
 
-assert generators_experts
-assert generators_images
-assert generators_index
-assert generators_losses
-assert generators_nn
-assert generators_scans
-assert generators_views
 RULES = RuleBook()
 
 

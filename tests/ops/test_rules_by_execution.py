@@ -10,25 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ops.registry import OPS
-from tests.ops import (
-    generators_experts,
-    generators_images,
-    generators_index,
-    generators_losses,
-    generators_nn,
-    generators_scans,
-    generators_views,
-)
+from tests.ops.all_generators import GENERATORS, Draw
 from tests.ops.execution import MESHES, check_case
-from tests.ops.generators import GENERATORS, Draw
 
-assert generators_experts
-assert generators_images
-assert generators_index
-assert generators_losses
-assert generators_nn
-assert generators_scans
-assert generators_views
 NEVER_SHARDED = {
     "autopar.expect",
     "aten.arange",
