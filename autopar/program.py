@@ -31,23 +31,28 @@ from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
+from autopar.report.beside import Profile, beside_text
 from autopar.request import Request
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
+from autopar.runtime.recorder import Recorder, StepRecord
 from autopar.runtime.schema import is_integer, shown
 from autopar.runtime.session import Session
 from autopar.runtime.shapes import Shapes
 
 T = TypeVar("T")
+Steps = tuple[StepRecord, ...]
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Losses per step (training) or outputs per batch (inference), and the final full state."""
+    """Losses per step (training) or outputs per batch (inference), the final full state, and what was recorded, if that was
+    asked for."""
 
     losses: tuple[torch.Tensor, ...]
     outputs: tuple[Any, ...]
     state: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
+    profile: Profile | None = field(repr=False, default=None)
 
     def _items(self) -> tuple[Any, ...]:
         return self.losses or self.outputs
@@ -75,6 +80,10 @@ class ParallelProgram(Compiled):
     def source(self, rank: int = 0) -> str:
         """The code that a rank runs."""
         return "\n\n".join(self.sources[s] for s in self.lowered.graph.groups[self.group_of(rank)])
+
+    def beside(self, profile: Profile) -> str:
+        """The prediction beside what `run(…, profile=True)` recorded: per action, and per kind of message."""
+        return beside_text(facts(self), profile)
 
     def report(self) -> str:
         """The plan in words: mesh, predictions, collectives, storage, alternatives."""
@@ -159,30 +168,37 @@ class ParallelProgram(Compiled):
         )
 
     @with_cpu_as_default
-    def run(self, batches: Any, steps: int | None = None) -> RunResult:
+    def run(self, batches: Any, steps: int | None = None, *, profile: bool = False) -> RunResult:
         """Run every rank in this process from the model's weights.
 
         batches: an iterable of global batches (tuples or dicts like the example inputs). Training: `steps` optimizer
         steps (default: one per batch), batches taken again from the first when they run out; losses come back.
-        Inference: one output per batch.
+        Inference: one output per batch. profile: record what every rank does when (`beside` shows it).
         """
         if steps is not None and not is_integer(steps, 0, 1 << 53):
             raise InputError(f"steps must be a whole number from 0 on, got {shown(steps)}")
         prepared = [self.leaves(b) for b in _batches(batches)]
         if not prepared:
             raise InputError("run needs at least one batch")
-        if self.training:
-            count = len(prepared) if steps is None else steps
+        count = len(prepared) if steps is None else steps
 
-            def body(session: Session) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-                losses = train(session, prepared, count)
-                return losses, {n: session.gather_full(n) for n in (*self.ir.parameters, *self.ir.buffers)}
+        def body(session: Session) -> tuple[list[torch.Tensor], list[Any], dict[str, torch.Tensor], Steps]:
+            session.recorder = Recorder(session.comm.device) if profile else None
+            losses = train(session, prepared, count) if self.training else []
+            outputs = [] if self.training else [session.forward(list(b)) for b in prepared]
+            done = tuple(session.recorder.steps) if session.recorder else ()
+            names = (*self.ir.parameters, *self.ir.buffers) if self.training else ()
+            return losses, outputs, {n: session.gather_full(n) for n in names}, done
 
-            losses, state = self.on_ranks(body)[0]
-            return RunResult(tuple(losses), (), state)
-        outputs = self.on_ranks(lambda session: [session.forward(list(b)) for b in prepared])[0]
+        ranks = self.on_ranks(body)
+        losses, outputs, state, _ = ranks[0]
         structure = self.captured.exported.output_structure
-        return RunResult((), tuple(rebuild(structure, o) for o in outputs))
+        return RunResult(
+            tuple(losses),
+            tuple(rebuild(structure, o) for o in outputs),
+            state,
+            Profile(tuple(done for *_, done in ranks)) if profile else None,
+        )
 
     def on_ranks(self, body: Callable[[Session], T]) -> list[T]:
         """What `body` returns on every rank, each with a session that holds the model's weights."""

@@ -56,13 +56,14 @@ def measure(directory: Path, steps: int, warmup: int, microbatches: int) -> dict
 
 def recorded_actions(session: Any, first: int) -> list[tuple[str, float]]:
     """Seconds of every action of a few recorded steps, of all ranks."""
-    session.record = True
-    own: list[tuple[str, float]] = []
+    from autopar.runtime.recorder import Recorder
+
+    session.recorder = recorder = Recorder(session.comm.device)
     for index in range(RECORDED_STEPS):
         dist.barrier()
         session.train_step(list(batch_of(first + index)))
-        own += [(name, end - start) for name, start, end in session.timeline]
-    session.record = False
+    session.recorder = None
+    own = [(s.name, s.end_s - s.start_s) for step in recorder.steps for s in step.spans if "." in s.name]
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, own)
     return [action for actions in by_rank for action in actions]

@@ -108,18 +108,19 @@ def svg(timeline: Timeline, title: str = "", width: int = 1200, row: int = 26) -
     """
     groups, span = len(timeline.busy_s), timeline.makespan_s or 1.0
     height = (34 if title else 12) + groups * (row + 4) + 62
-    figure, axes = empty_picture(width, height, left=_LEFT, right=_RIGHT, top=34 if title else 12, bottom=62)
+    left = _LEFT + 6 * max(0, max(map(len, timeline.rows), default=0) - 9)
+    figure, axes = empty_picture(width, height, left=left, right=_RIGHT, top=34 if title else 12, bottom=62)
     axes.set(xlim=(0, span), ylim=(groups - 0.5, -0.5))
-    axes.set_yticks(range(groups), [f"group {g}" for g in range(groups)])
+    axes.set_yticks(range(groups), timeline.rows)
     axes.grid(False, axis="y")
     axes.xaxis.set_major_formatter(lambda at, _: seconds_text(at))
     axes.set_title(title, loc="left", fontsize=14, fontweight="bold", parse_math=False)
     events = [e for g in range(groups) for e in _compute(timeline, g)]
     for e in events:
-        _draw_bar(axes, e, (width - _LEFT - _RIGHT) / span)
+        _draw_bar(axes, e, (width - left - _RIGHT) / span)
     for n, (kind, what) in enumerate(_WHAT.items()):
         mark = {"boxstyle": "square", "facecolor": _COLOURS[kind], "edgecolor": "none"}
-        figure.text((_LEFT + 150 * n) / width, 14 / height, f"{kind} {what}", bbox=mark)
+        figure.text((left + 150 * n) / width, 14 / height, f"{kind} {what}", bbox=mark)
     facts = f"makespan {seconds_text(timeline.makespan_s)}, bubble {timeline.bubble_fraction:.1%}"
     figure.text(1 - _RIGHT / width, 14 / height, facts, ha="right")
     return svg_text(figure, {e.name: f"{e.name}: {seconds_text(e.start_s)} to {seconds_text(e.end_s)}" for e in events})

@@ -58,7 +58,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the simulator found. `busy_s[i]`: compute seconds of group i; `critical_path` from first to last event."""
+    """What the simulator found. `busy_s[i]`: compute seconds of group i; `critical_path` from first to last event; names: of
+    its rows, where they are not just groups."""
 
     events: tuple[Event, ...]
     makespan_s: float
@@ -66,6 +67,12 @@ class Timeline:
     comm_s: tuple[float, ...]
     spans_s: tuple[float, ...]
     critical_path: tuple[Event, ...] = field(default=(), repr=False)
+    names: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """What each row is called."""
+        return self.names or tuple(f"group {g}" for g in range(len(self.busy_s)))
 
     @property
     def bubble_fraction(self) -> float:
@@ -93,18 +100,40 @@ class Timeline:
         ]
         return replace(self, events=(*self.events, *inside))
 
-    def chrome_trace(self) -> str:
-        """JSON in the Chrome trace format, which Perfetto opens; one process per group, one thread per stream."""
+    def beside(self, other: Timeline) -> Timeline:
+        """The other one's groups below those of this one."""
+        groups = len(self.busy_s)
+        below = tuple(replace(e, group=e.group + groups) for e in other.events)
+        return Timeline(
+            (*self.events, *below),
+            max(self.makespan_s, other.makespan_s),
+            (*self.busy_s, *other.busy_s),
+            (*self.comm_s, *other.comm_s),
+            (*self.spans_s, *other.spans_s),
+            names=(*self.rows, *other.rows),
+        )
+
+    def trace_rows(self) -> list[dict[str, Any]]:
+        """In the Chrome trace format: one process per group, one thread per stream."""
         rows: list[dict[str, Any]] = []
-        for group in range(len(self.busy_s)):
-            rows.append({"ph": "M", "pid": group, "name": "process_name", "args": {"name": f"group {group}"}})
+        for group, name in enumerate(self.rows):
+            rows.append({"ph": "M", "pid": group, "name": "process_name", "args": {"name": name}})
             for tid, stream in enumerate(("compute", "comm")):
                 rows.append({"ph": "M", "pid": group, "tid": tid, "name": "thread_name", "args": {"name": stream}})
         for e in self.events:
             tid = 0 if e.stream == "compute" else 1
             bar = {"ts": e.start_s * 1e6, "dur": (e.end_s - e.start_s) * 1e6}
             rows.append({"ph": "X", "pid": e.group, "tid": tid, "name": e.name, "cat": e.stream, **bar})
-        return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
+        return rows
+
+    def chrome_trace(self) -> str:
+        """JSON in the Chrome trace format, which Perfetto opens."""
+        return as_trace(self.trace_rows())
+
+
+def as_trace(rows: Sequence[Mapping[str, Any]]) -> str:
+    """JSON of a Chrome trace."""
+    return json.dumps({"traceEvents": list(rows), "displayTimeUnit": "ms"})
 
 
 @dataclass(frozen=True)

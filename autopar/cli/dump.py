@@ -9,6 +9,7 @@ autopar-dump OUT --format dot | dot -Tsvg > graph.svg
 autopar-dump OUT --format svg > schedule.svg
 autopar-dump OUT --section memory --format svg > memory.svg
 autopar-dump OUT --format chrome-trace > trace.json      for Perfetto
+autopar-dump OUT --profile DIR           what `run.py --profile DIR` recorded, beside the prediction; also as svg, chrome-trace
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from pathlib import Path
 from autopar.cli.dump_sections import SECTIONS, as_json, as_text
 from autopar.cli.graphviz import as_dot
 from autopar.cli.saved import Saved, read
+from autopar.cli.saved_profile import read_profile
 from autopar.codegen.curve import curve_svg
 from autopar.codegen.gantt import svg
+from autopar.costmodel.simulate import as_trace
 from autopar.errors import AutoparError, InputError
 from autopar.ir.text import size_text
+from autopar.report.beside import beside_text
+from autopar.report.recorded import measured_timeline, trace_rows
 
 
 def as_svg(saved: Saved, sections: Sequence[str]) -> str:
@@ -49,6 +54,18 @@ FORMATS: dict[str, Callable[[Saved, Sequence[str]], str]] = {
 }
 
 
+def _recorded(saved: Saved, directory: Path, form: str) -> str:
+    """A recorded run beside the prediction. Raises InputError."""
+    profile, facts = read_profile(directory, saved.program["ranks"]), saved.program
+    if form == "text":
+        return beside_text(facts, profile)
+    if form == "chrome-trace":
+        return as_trace([*saved.timeline().trace_rows(), *trace_rows(profile)])
+    if form == "svg":
+        return svg(saved.timeline().beside(measured_timeline(facts, profile)), "predicted and measured")
+    raise InputError(f"--profile is shown as text, svg or chrome-trace, not as {form}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0, or 2 when the directory or an argument is wrong."""
     parser = argparse.ArgumentParser(
@@ -58,10 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=tuple(FORMATS), default="text")
     parser.add_argument("--section", choices=tuple(SECTIONS), action="append", help="only this; may be given again")
     parser.add_argument("--rank", type=int, help="the code of this rank instead")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="what run.py --profile recorded there, instead")
     args = parser.parse_args(argv)
     try:
         saved = read(args.directory)
-        if args.rank is not None:
+        if args.profile is not None:
+            print(_recorded(saved, args.profile, args.format))
+        elif args.rank is not None:
             print(saved.rank_code(args.rank))
         else:
             print(FORMATS[args.format](saved, args.section or list(SECTIONS)))

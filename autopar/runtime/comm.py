@@ -7,7 +7,8 @@ How ranks stand on a mesh is in mesh.py.
 Two layers: functional calls for emitted code (new contiguous results, inputs untouched, axes of total size 1 return
 the input itself), and `*_into` calls on contiguous buffers for the runtime's own buckets. `start_*` returns a Handle.
 A Comm of all ranks gives those of the meshes of stages (`split`) and carries messages between any two ranks
-(`start_messages`). A backend (threads.py, process.py) implements `_start` for a Call, messages, and the split.
+(`start_messages`). A backend (threads.py, process.py) implements `_start` for a Call, `_post` for messages, and the split.
+Who wants to know when messages start, are waited for and arrive watches (recorder.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -128,6 +129,14 @@ class Posted(ABC):
         """Whether wait would return at once, where the backend can tell; else False."""
 
 
+class Watcher(Protocol):
+    """Is told of what is started, and gives a wait that it may note."""
+
+    def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]: ...
+
+    def posted(self, messages: Sequence[Message], posted: Sequence[Posted]) -> list[Posted]: ...
+
+
 def front_chunks(x: Tensor, dim: int, n: int) -> Tensor:
     """x cut into n chunks along dim, as a view (n, *chunk)."""
     return x.unflatten(dim, (n, x.shape[dim] // n)).movedim(dim, 0)
@@ -161,6 +170,7 @@ class Comm(ABC):
                 + (f" from rank {first_rank} on" if first_rank else "")
             )
         self.position = mesh_index(self.mesh, rank - first_rank)
+        self.watcher: Watcher | None = None
         self._groups: dict[Axes, Group] = {}
         self._parts: dict[tuple[Any, int], Comm | None] = {(tuple(self.mesh.items()), first_rank): self}
 
@@ -320,6 +330,17 @@ class Comm(ABC):
         group = self.group(axes)
         return self._handle(Call("reduce_scatter", group, out, x, op, site=site), out)
 
+    def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
+        """Start sends and receives together, between any ranks of the job. Buffers stay as they are until the wait."""
+        posted = self._post(messages)
+        return posted if self.watcher is None else self.watcher.posted(messages, posted)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Tell it, or from now on nobody, of all that this Comm and its parts start."""
+        for part in self._parts.values():
+            if part is not None:
+                part.watcher = watcher
+
     # ---- the backend's part
 
     @abstractmethod
@@ -327,8 +348,8 @@ class Comm(ABC):
         """Start the call; the returned function waits for it. The group has at least two members."""
 
     @abstractmethod
-    def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
-        """Start sends and receives together, between any ranks of the job. Buffers stay as they are until the wait."""
+    def _post(self, messages: Sequence[Message]) -> list[Posted]:
+        """Start the messages."""
 
     def split(self, meshes: Sequence[tuple[Mapping[str, int], int]]) -> list[Comm | None]:
         """The Comm of every (mesh, first rank), None where this rank is outside. All ranks call it alike."""
@@ -374,6 +395,8 @@ class Comm(ABC):
         if call.op not in REDUCTIONS:
             raise RuntimeProgramError(f"{call.describe()}: unknown reduction {call.op!r}; use sum, max or min")
         wait = self._start(call)
+        if self.watcher is not None:
+            wait = self.watcher.collective(call, wait)
 
         def finish() -> Tensor:
             wait()

@@ -9,6 +9,7 @@ stage files each of them runs. `load(directory)` gives the same program as an ob
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -27,6 +28,7 @@ from .errors import RuntimeProgramError
 from .heap import keep_freed_memory
 from .manifest import Manifest, WrongWorldSize
 from .process import TorchComm
+from .recorder import Recorder
 from .session import Session
 from .tables import world_mesh
 
@@ -193,6 +195,10 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     else:
         seed = manifest.seed if arguments.seed is None else arguments.seed
         batches = random_batches(manifest.inputs, seed, first)
+    folder = Path(arguments.profile) if arguments.profile else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        session.recorder = Recorder(session.comm.device)
     if rank == 0:
         print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
     for step in range(first + 1, first + arguments.steps + 1):
@@ -208,6 +214,10 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         program.save(arguments.save)
         if rank == 0:
             print(f"saved {arguments.save}", flush=True)
+    if folder is not None and session.recorder is not None:
+        (folder / f"rank_{rank}.json").write_text(json.dumps(session.recorder.as_data(rank)), encoding="utf-8")
+        if rank == 0:
+            print(f"recorded {folder}; autopar-dump {manifest.directory} --profile {folder}", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,6 +235,9 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=above_zero, default=600.0, help="seconds a collective may take (default: 600)"
     )
     parser.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
+    parser.add_argument(
+        "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
+    )
     parser.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return parser
 

@@ -8,7 +8,6 @@ for in turn, a few actions later (order.py says why that cannot wait forever).
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from .channels import Arrival, Channel
 from .comm import Comm, Message, Posted
 from .errors import RuntimeProgramError
 from .order import Slot, plan_order
+from .recorder import Recorder, spanned
 from .stage import Stage
 from .tables import Pipeline
 
-Record = tuple[str, float, float]
 Place = tuple[int, int]
 
 
@@ -54,8 +53,7 @@ class Executor:
         self.stages = stages
         self.microbatches = pipeline.microbatches
         self._training = pipeline.training
-        self.record = False
-        self.timeline: list[Record] = []
+        self.recorder: Recorder | None = None
         own_crossings = [c for c in pipeline.crossings if c.transfer.source in stages or c.transfer.target in stages]
         self._channels = {
             c.transfer.number: Channel(
@@ -87,15 +85,12 @@ class Executor:
         """One step's actions on a global batch: stage -> per microbatch its outputs (a loss may be a Handle)."""
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
         self._prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
-        self.timeline = []
         self._exchange([], self._steps[0].receive if self._steps else [])
         for k, step in enumerate(self._steps):
             following = self._steps[k + 1].receive if k + 1 < len(self._steps) else []
             try:
-                start = self._clock() if self.record else 0.0
-                self._exchange(self._act(step, batch), following)
-                if self.record:
-                    self.timeline.append((step.name, start, self._clock()))
+                with spanned(self.recorder, step.name):
+                    self._exchange(self._act(step, batch), following)
             except Exception as error:
                 error.add_note(f"in action {step.name} of group {self.group}, {self.comm.describe_rank()}")
                 raise
@@ -222,11 +217,6 @@ class Executor:
             any(other.microbatch == action.microbatch for other in later),
             not later,
         )
-
-    def _clock(self) -> float:
-        if self.comm.device.type == "cuda":
-            torch.cuda.synchronize(self.comm.device)
-        return time.perf_counter()
 
 
 def put_together(values: Sequence[Tensor], how: str) -> Tensor:

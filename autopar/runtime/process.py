@@ -241,7 +241,7 @@ class TorchComm(Comm):
 
     # ---- point to point
 
-    def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
+    def _post(self, messages: Sequence[Message]) -> list[Posted]:
         """Without tags (NCCL), sends and receives that meet go out as one; each pair's must be in the same order."""
         if not messages:
             return []

@@ -25,8 +25,9 @@ from .forms import Form
 from .guards import Guards
 from .layout import TensorInfo, gather_full, local_shape
 from .parts import Parts
-from .pipeline import Executor, Record, put_together
+from .pipeline import Executor, put_together
 from .rank import Rank
+from .recorder import Recorder, recorded, spanned
 from .shapes import PadValues, Shapes
 from .stage import SliceReader
 from .state import State
@@ -108,24 +109,20 @@ class Session(State):
         return self.updater.grad_norm
 
     @property
-    def record(self) -> bool:
-        """Whether steps leave a `timeline`."""
-        return self.executor.record
+    def recorder(self) -> Recorder | None:
+        """What records the steps that are to come, actions, messages and all; nobody, unless it is set."""
+        return self.executor.recorder
 
-    @record.setter
-    def record(self, on: bool) -> None:
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self.comm.watch(recorder)
         for form in self.forms:
-            form.executor.record = on
+            form.executor.recorder = recorder
 
     @property
     def executor(self) -> Executor:
         """That of the last step's form, at first of the first one."""
         return self._last.executor
-
-    @property
-    def timeline(self) -> list[Record]:
-        """(action, start, end) of the last recorded step, in seconds of time.perf_counter, sends included."""
-        return self.executor.timeline
 
     # ---- weights
 
@@ -141,6 +138,7 @@ class Session(State):
 
     # ---- steps
 
+    @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches.
 
@@ -154,18 +152,23 @@ class Session(State):
         for stage in self._last.stages.values():
             stage.rt.grads.forget()
         form, outputs = self._run(batch)
-        gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
-        form.shared.earn(gradients)
+        with spanned(self.recorder, "gradients"):
+            gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
+            form.shared.earn(gradients)
         self.grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
         loss = self._start_loss(form, outputs)
         borrowed = {name for stage in form.stages.values() for name in stage.rt.grads.borrowed}
-        if self.updater.step(self.grads, loss, borrowed):
-            for wait in [stage.start_regather() for stage in self.stages.values()]:
-                wait()
-            self.shared.spread_parameters()
+        with spanned(self.recorder, "update"):
+            updated = self.updater.step(self.grads, loss, borrowed)
+        if updated:
+            with spanned(self.recorder, "parameters"):
+                for wait in [stage.start_regather() for stage in self.stages.values()]:
+                    wait()
+                self.shared.spread_parameters()
         self._end_step()
         return loss.wait()
 
+    @recorded
     def forward(self, batch: Sequence[Tensor], *, local: bool = False) -> list[Tensor | None]:
         """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere)."""
         if self.training:

@@ -193,7 +193,7 @@ class ThreadComm(Comm):
             f"rank {other.group.ranks[other.group.index]} calls {other.describe()} over {other.group}"
         )
 
-    def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
+    def _post(self, messages: Sequence[Message]) -> list[Posted]:
         if self.in_order:
             for message in messages:
                 key = (message.kind, message.peer)

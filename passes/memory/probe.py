@@ -92,7 +92,7 @@ class MetaComm(Comm):
 
         return wait
 
-    def start_messages(self, messages: Any) -> Any:
+    def _post(self, messages: Any) -> Any:
         raise NotImplementedError
 
     def _part(self, mesh: Any, first_rank: int, inside: bool) -> Any:

@@ -172,7 +172,7 @@ class AloneComm(Comm):
     def _start(self, call: Any) -> Any:
         raise AssertionError(f"{call.describe()} in an op without messages")
 
-    def start_messages(self, messages: Any) -> Any:
+    def _post(self, messages: Any) -> Any:
         raise NotImplementedError
 
     def _part(self, mesh: Any, first_rank: int, inside: bool) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime import RuntimeProgramError, run_threads
+from autopar.runtime.recorder import Recorder
 
 from . import pipelines
 from .pipelines import chain, gpipe, one_f_one_b
@@ -146,15 +147,19 @@ def test_a_recorded_step_shows_every_action_of_the_row_in_order():
         session = session_of(program, comm)
         session.load_weights(pipelines.weights(2))
         session.train_step(pipelines.batches(1)[0])
-        assert session.timeline == []
-        session.record = True
+        session.recorder = Recorder(comm.device)
         session.train_step(pipelines.batches(1)[0])
-        return session.group, session.timeline
+        (step,) = session.recorder.steps
+        return session.group, step
 
-    for group, timeline in run_threads(4, program.mesh, body, timeout_s=30):
-        assert " ".join(name for name, _, _ in timeline) == program.pipeline.TABLE[group]
-        times = [t for _, start, end in timeline for t in (start, end)]
+    for group, step in run_threads(4, program.mesh, body, timeout_s=30):
+        actions = [span for span in step.spans if "." in span.name]
+        assert " ".join(span.name for span in actions) == program.pipeline.TABLE[group]
+        times = [t for span in step.spans for t in (span.start_s, span.end_s)]
         assert times == sorted(times)
+        assert times[-1] <= step.seconds
+        assert all(0 <= m.start_s <= m.wait_s <= m.end_s <= step.seconds for m in step.messages)
+        assert {m.kind for m in step.messages} >= {"send", "recv"}
 
 
 def test_random_keys_depend_on_the_microbatch_and_not_on_the_schedule():

@@ -1,0 +1,207 @@
+"""What a step does and when, on one rank: its actions, what comes once after them, and every message.
+
+A message has three times: when it was started, when somebody began to wait for it, and when it was there. Between the first
+two the rank did something else; what lies between the last two is *exposed*. Times are marks: on a CPU seconds of
+`time.perf_counter`, on a GPU events in its stream, which are read when the step is over, so that recording makes neither
+wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from .comm import Call, Message, Posted
+
+T = TypeVar("T")
+KEPT = 32
+"""Steps."""
+
+Mark = Any
+"""A moment: seconds, or an event of a stream."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action, or what comes once a step ("gradients", "update", …), in seconds from the start of the step."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message as this rank saw it, in seconds from the start of the step. axes: of the mesh (for a message between two
+    ranks the other rank); nbytes: of the full array, as the price counts them; during: the span that it was started in."""
+
+    kind: str
+    axes: str
+    nbytes: int
+    site: str
+    during: str
+    start_s: float
+    wait_s: float
+    end_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that the rank waited."""
+        return self.end_s - self.wait_s
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of one rank."""
+
+    seconds: float
+    spans: tuple[Span, ...]
+    messages: tuple[Sent, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "seconds": self.seconds,
+            "spans": [list(asdict(span).values()) for span in self.spans],
+            "messages": [list(asdict(message).values()) for message in self.messages],
+        }
+
+
+class Recorder:
+    """Records steps, the last KEPT of which it has. A Comm tells it of messages, the session and its executor of spans."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: deque[StepRecord] = deque(maxlen=KEPT)
+        self._start: Mark = None
+        self._during = ""
+        self._spans: list[tuple[str, Mark, Mark]] = []
+        self._messages: list[_Open] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step; `steps` has its record when it has ended without an error."""
+        self._spans, self._messages, self._during = [], [], ""
+        self._start = self.mark()
+        yield
+        end = self.mark()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        at = self._seconds
+        spans = tuple(Span(name, at(start), at(stop)) for name, start, stop in self._spans)
+        messages = tuple(one.closed(at) for one in self._messages if one.end is not None)
+        self.steps.append(StepRecord(at(end), spans, messages))
+        self._spans, self._messages = [], []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """What a rank is at."""
+        outer, self._during = self._during, name
+        start = self.mark()
+        yield
+        self._spans.append((name, start, self.mark()))
+        self._during = outer
+
+    def as_data(self, rank: int) -> dict[str, Any]:
+        """What a rank's file holds."""
+        return {"autopar_profile": 1, "rank": rank, "steps": [step.as_data() for step in self.steps]}
+
+    def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]:
+        """How to wait for a call that was just started, noting when."""
+        whole = call.out if call.kind == "all_gather" else call.inp
+        message = self._opened(call.kind, ",".join(call.group.axes), whole, call.site)
+
+        def finish() -> None:
+            message.wait = self.mark()
+            wait()
+            message.end = self.mark()
+
+        return finish
+
+    def posted(self, messages: Sequence[Message], posted: Sequence[Posted]) -> list[Posted]:
+        """Messages between two ranks that were just started, which note when they are waited for."""
+        return [
+            _Noted(one, self._opened(message.kind, f"rank {message.peer}", message.buffer, message.site), self.mark)
+            for message, one in zip(messages, posted, strict=True)
+        ]
+
+    def mark(self) -> Mark:
+        """Now."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _opened(self, kind: str, axes: str, buffer: torch.Tensor, site: str) -> _Open:
+        nbytes = buffer.numel() * buffer.element_size()
+        message = _Open(kind, axes, nbytes, site, self._during, self.mark())
+        self._messages.append(message)
+        return message
+
+    def _seconds(self, mark: Mark) -> float:
+        """From the start of the step."""
+        if self.device.type != "cuda":
+            return float(mark - self._start)
+        return float(self._start.elapsed_time(mark)) * 1e-3
+
+
+def spanned(recorder: Recorder | None, name: str) -> AbstractContextManager[None]:
+    """A span of a step, where steps are recorded."""
+    return nullcontext() if recorder is None else recorder.span(name)
+
+
+def recorded(method: Callable[..., T]) -> Callable[..., T]:
+    """A method that is a step of an object with a `recorder`, which may be None."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> T:
+        if self.recorder is None:
+            return method(self, *args, **kwargs)
+        with self.recorder.step():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+@dataclass(slots=True)
+class _Open:
+    """A message under way."""
+
+    kind: str
+    axes: str
+    nbytes: int
+    site: str
+    during: str
+    start: Mark
+    wait: Mark = None
+    end: Mark = None
+
+    def closed(self, at: Callable[[Mark], float]) -> Sent:
+        return Sent(
+            self.kind, self.axes, self.nbytes, self.site, self.during, at(self.start), at(self.wait), at(self.end)
+        )
+
+
+class _Noted(Posted):
+    """A posted message that notes when it is waited for."""
+
+    def __init__(self, posted: Posted, message: _Open, mark: Callable[[], Mark]) -> None:
+        self._posted = posted
+        self._message = message
+        self._mark = mark
+
+    def wait(self) -> None:
+        self._message.wait = self._mark()
+        self._posted.wait()
+        self._message.end = self._mark()
+
+    def done(self) -> bool:
+        return self._posted.done()
