@@ -32,6 +32,7 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.beside import Profile, beside_text
+from autopar.report.candidates import worth_measuring
 from autopar.request import Request
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
@@ -42,6 +43,7 @@ from autopar.runtime.shapes import Shapes
 
 T = TypeVar("T")
 Steps = tuple[StepRecord, ...]
+MOST_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,26 @@ class ParallelProgram(Compiled):
         return report(self)
 
     @with_cpu_as_default
-    def save(self, directory: str | Path) -> Path:
+    def save(self, directory: str | Path, *, candidates: int = 0) -> Path:
         """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights.
 
         The directory is a program: who runs it runs its code. What autopar wrote there before is replaced; where a file of
-        anybody else is in the way nothing is touched. Raises EmitError.
+        anybody else is in the way nothing is touched. candidates: so many plans of other shapes that are predicted to come
+        next are written beside it, for `autopar-tune` to measure. Raises EmitError, InputError.
         """
         if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
             raise EmitError(f"save takes the path of a directory, not {shown(directory)}")
+        if not is_integer(candidates, 0, MOST_CANDIDATES):
+            raise InputError(f"save: candidates is a whole number from 0 to {MOST_CANDIDATES}, not {shown(candidates)}")
+        others = worth_measuring(self.plan, self.alternatives, candidates)
+        beside = [self.with_plan(other.plan)._contents for other in others]
+        return write_directory(self._contents, Path(directory), beside)
+
+    @property
+    def _contents(self) -> Contents:
+        """What is written of the program."""
         weights = self.weights()
-        contents = Contents(
+        return Contents(
             self.plan,
             self.lowered,
             self.sources,
@@ -114,7 +126,6 @@ class ParallelProgram(Compiled):
             tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
             self.request.pad_values,
         )
-        return write_directory(contents, Path(directory))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters, buffers and captured constants by table name."""

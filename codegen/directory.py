@@ -10,6 +10,8 @@ autopar_runtime/     the small runtime, torch only
 run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
 weights/             the model's weights (torch.distributed.checkpoint); where they are on meta, what no state dict holds
 buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
+candidates/1/ …      the program under other plans, each a directory like this one without weights, for autopar-tune
+tuned.json           which of them it found to be the fastest; run.py runs that one
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +37,12 @@ from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.manifest import factory_modules
+from autopar.runtime.manifest import TUNED, factory_modules
 from autopar.runtime.schema import is_identifier
 from autopar.runtime.update_rule import ClipNorm, UpdateRule
 
 MOST_RANK_FILES = 1024
+CANDIDATES = "candidates"
 LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
 
 
@@ -76,9 +79,21 @@ class Contents:
     pad_values: Mapping[str, float] = field(default_factory=dict)
 
 
-def write_directory(contents: Contents, directory: Path) -> Path:
-    """Write everything; returns the directory. Raises EmitError when a part cannot be written, and, before anything is
-    touched, where a file is in the way that autopar did not write."""
+def write_directory(contents: Contents, directory: Path, candidates: Sequence[Contents] = ()) -> Path:
+    """Write everything; returns the directory. candidates: the program under other plans. Raises EmitError when a part cannot
+    be written, and, before anything is touched, where a file is in the way that autopar did not write."""
+    _write(contents, directory)
+    folders = {directory / candidate_folder(n): one for n, one in enumerate(candidates)}
+    for folder in (directory / CANDIDATES).glob("*"):
+        if folder not in folders:
+            make_room(folder, [], contents.plan)
+    for folder, one in folders.items():
+        _write(replace(one, weights={n: w.to("meta") for n, w in one.weights.items()}), folder)
+    return directory
+
+
+def _write(contents: Contents, directory: Path) -> None:
+    """One program's files."""
     constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
     complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
     written = contents.weights if complete else constants if known else {}
@@ -106,6 +121,7 @@ def write_directory(contents: Contents, directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         make_room(directory, [*files, FACTS], contents.plan)
+        (directory / TUNED).unlink(missing_ok=True)
         for name, content in files.items():
             path = directory / name
             path.parent.mkdir(exist_ok=True, parents=True)
@@ -118,7 +134,6 @@ def write_directory(contents: Contents, directory: Path) -> Path:
     except (OSError, CheckpointError) as error:
         said = getattr(error, "strerror", None) or error
         raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
-    return directory
 
 
 def _texts(contents: Contents) -> dict[str, str]:
@@ -142,6 +157,11 @@ def _texts(contents: Contents) -> dict[str, str]:
         values = {"ranks": ranks, "nodes": max(ranks // per_node, 1), "per_node": per_node, "modules": modules}
         texts[name] = render(f"{name}.j2", **values)
     return texts
+
+
+def candidate_folder(place: int) -> str:
+    """Where the program lies under another plan."""
+    return f"{CANDIDATES}/{place + 1}"
 
 
 def bucket_folder(place: int) -> str:

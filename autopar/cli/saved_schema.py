@@ -98,6 +98,7 @@ _SCHEDULE = record(
         "seconds": listed(row(_STAGE, text(), _SECONDS)),
         "hand_over": listed(row(_STAGE, _STAGE, _SECONDS)),
         "hidden": listed(row(_STAGE, text(), _SECONDS)),
+        "exposed": listed(_SECONDS),
     },
     others=True,
 )
@@ -141,7 +142,7 @@ def check_facts(data: object) -> None:
     groups = schedule["groups"]
     if sorted(stage for group in groups for stage in group) != list(range(stages)):
         raise must_be("schedule.groups", f"groups that hold each of the {stages} stages once", groups)
-    for key in ("table", "peaks"):
+    for key in ("table", "peaks", "exposed"):
         if len(schedule[key]) != len(groups):
             raise must_be(f"schedule.{key}", f"a list with an entry per group, {len(groups)}", schedule[key])
     for stage, mesh in enumerate(one["mesh"] for one in facts["stages"]):

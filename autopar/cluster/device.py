@@ -184,6 +184,16 @@ class DeviceSpec:
         had = ", ".join(t.name for t in self.tiers) or "none"
         raise ClusterError(f"{self.name} has no memory tier {name!r} (it has {had}); {NO_TIERS}")
 
+    def slower(self, factor: float) -> DeviceSpec:
+        """A device that takes `factor` times as long for whatever it computes."""
+        return replace(
+            self,
+            peak_flops={dtype: rate / factor for dtype, rate in self.peak_flops.items()},
+            memory_bandwidth_Bps=self.memory_bandwidth_Bps / factor,
+            launch_overhead_s=self.launch_overhead_s * factor,
+            kernels=None if self.kernels is None else self.kernels.slower(factor),
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `device_from_dict` reads it back."""
         tiers = {"tiers": {tier.name: tier.to_dict() for tier in self.tiers}} if self.tiers else {}

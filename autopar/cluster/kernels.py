@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -86,6 +86,14 @@ class KernelTimes:
     def pass_s(self, op: str, nbytes: Any) -> Any:
         """Seconds of an op that reads and writes so many bytes (a number or an array)."""
         return seconds_at(self.passes.get(op, self.passes[COPY]), nbytes)
+
+    def slower(self, factor: float) -> KernelTimes:
+        """The same where everything takes `factor` times as long."""
+        passes = {op: tuple((n, s * factor) for n, s in points) for op, points in self.passes.items()}
+        products = {
+            op: replace(p, launch_s=p.launch_s * factor, rate=p.rate / factor) for op, p in self.products.items()
+        }
+        return replace(self, passes=passes, products=products)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

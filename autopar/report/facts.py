@@ -38,6 +38,7 @@ def facts(program: Compiled) -> dict[str, Any]:
         "microbatches": program.plan.microbatches,
         "model": type(program.model).__name__,
         "cluster": program.cluster.name,
+        "cluster_described": program.cluster.to_dict(),
         "calls": [{"template": c.template, "path": c.path} for c in program.ir.calls],
         "schedule": {
             "name": program.plan.schedule,
@@ -48,6 +49,7 @@ def facts(program: Compiled) -> dict[str, Any]:
             "table": [show_row(row) for row in counted.table],
             "seconds": [[stage, kind, s] for (stage, kind), s in counted.seconds.items()],
             "hand_over": [[u, v, s] for (u, v), s in counted.hand_over.items()],
+            "exposed": [sum(by_purpose.values()) for by_purpose in counted.step.exposed_s],
             "hidden": [
                 [stage, kind, s]
                 for stage, one in enumerate(counted.stages)

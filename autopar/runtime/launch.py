@@ -125,7 +125,7 @@ def load(
         buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
         pad=manifest.pad_values,
     )
-    source = weights or (manifest.directory / manifest.weights if manifest.weights else None)
+    source = weights or manifest.weights_folder
     if source is not None:
         load_weights(source, session, manifest)
     return LoadedProgram(manifest, session)

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -110,6 +110,10 @@ _MANIFEST = record(
 )
 
 
+TUNED = "tuned.json"
+_TUNED = record({"folder": optional(path_inside)}, others=True)
+
+
 class WrongWorldSize(RuntimeProgramError):
     """The program was compiled for another number of ranks."""
 
@@ -117,7 +121,8 @@ class WrongWorldSize(RuntimeProgramError):
 @dataclass(frozen=True)
 class Manifest:
     """manifest.json of an emitted directory. state_names: the names of every parameter and buffer in the model's own state
-    dict, none for what is not in it; constants: the folder with the values of the latter."""
+    dict, none for what is not in it; constants: the folder with the values of the latter; home: where folders of weights
+    lie, which is not the directory where that is one of several candidates (`tuned`)."""
 
     directory: Path
     world_size: int
@@ -132,11 +137,30 @@ class Manifest:
     pad_values: Mapping[str, float] = field(default_factory=dict)
     state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str | None = None
+    home: Path | None = None
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
-        """Raises RuntimeProgramError where there is none, or something in it is not as it may be."""
-        path = Path(directory) / "manifest.json"
+        """That of the directory, or of the candidate that was found to be the fastest of its programs. Raises
+        RuntimeProgramError where there is none, or something in it is not as it may be."""
+        own, folder = cls._of(Path(directory)), tuned(Path(directory))
+        if folder is None:
+            return own
+        return replace(cls._of(folder), weights=own.weights, constants=own.constants, home=own.directory)
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """Where the weights that were emitted with the program lie, if any were."""
+        return None if self.weights is None else (self.home or self.directory) / self.weights
+
+    @property
+    def constants_folder(self) -> Path | None:
+        """Where what no state dict holds lies."""
+        return None if self.constants is None else (self.home or self.directory) / self.constants
+
+    @classmethod
+    def _of(cls, directory: Path) -> Manifest:
+        path = directory / "manifest.json"
         try:
             raw = _MANIFEST(read_json(path), "")
             placement = tuple(raw.get("placement") or ())
@@ -149,7 +173,7 @@ class Manifest:
         except SchemaError as error:
             raise RuntimeProgramError(f"{path} is damaged: {error}; emit it again") from error
         return cls(
-            directory=Path(directory),
+            directory=directory,
             world_size=raw["world_size"],
             pipeline=raw["pipeline"],
             training=raw["training"],
@@ -238,6 +262,19 @@ class Manifest:
         for name in (*_imports_of(self.directory / "run.py"), *_imports_of_main()):
             if name.partition(".")[0] not in others:
                 yield name
+
+
+def tuned(directory: Path) -> Path | None:
+    """The candidate whose program is to run instead of the directory's own: the one that `autopar-tune` measured to be the
+    fastest. Raises RuntimeProgramError where that file is damaged."""
+    path = directory / TUNED
+    try:
+        folder = _TUNED(read_json(path), "")["folder"]
+    except FileNotFoundError:
+        return None
+    except (OSError, SchemaError) as error:
+        raise RuntimeProgramError(f"{path} is damaged ({error}); delete it, or run autopar-tune again") from error
+    return None if folder is None else directory / folder
 
 
 def factory_modules(rule: UpdateRule) -> list[str]:

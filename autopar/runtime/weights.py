@@ -173,14 +173,14 @@ def _constants(folder: Path, session: Session, manifest: Manifest, names: list[s
     the program came without them."""
     if not names:
         return {}
-    if manifest.constants is None:
+    if manifest.constants_folder is None:
         raise CheckpointError(
             f"{folder} has no {_some(names)}: no directory of safetensors holds buffers that are not persistent, and the "
             "program has no values of them either, since they were on the meta device when it was compiled; compile with "
             "the parameters alone on meta (as accelerate's init_empty_weights has them), or give a checkpoint of all"
         )
     own = {info.name for form in session.forms for stage in form.stages.values() for info, _ in stage.stored()}
-    return read_full(manifest.directory / manifest.constants, [name for name in names if name in own])
+    return read_full(manifest.constants_folder, [name for name in names if name in own])
 
 
 def _bits(part: Tensor) -> Tensor:

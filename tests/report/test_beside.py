@@ -109,7 +109,11 @@ def test_files_of_ranks_are_read_as_they_were_written(pipeline, tmp_path: Path, 
         recorder.steps.append(made_up(rank))
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(recorder.as_data(rank)))
     assert read_profile(tmp_path, 2) == Profile(((made_up(0),), (made_up(1),)))
-    for form, shown in (("text", "all_reduce over dp"), ("svg", "rank 1, measured"), ("chrome-trace", '"cat": "measured"')):
+    for form, shown in (
+        ("text", "all_reduce over dp"),
+        ("svg", "rank 1, measured"),
+        ("chrome-trace", '"cat": "measured"'),
+    ):
         assert main([str(saved), "--profile", str(tmp_path), "--format", form]) == 0
         assert shown in capsys.readouterr().out
     assert main([str(saved), "--profile", str(tmp_path), "--format", "dot"]) == 2

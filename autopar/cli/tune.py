@@ -1,0 +1,155 @@
+"""`autopar-tune OUT [-- torchrun's options]`: measures the plans that `program.save(OUT, candidates=…)` wrote, and keeps one.
+
+Plans take turns, `--rounds` times, each in ranks of its own that `torchrun` starts: on one machine with as many
+processes as the program has ranks, else with the options after `--`, on every machine at once. `run.py` then
+runs the fastest (OUT/tuned.json says which; without that file it runs the one that was predicted to be). What the runs
+say about the cluster is written to OUT/learned.json, a cluster file for the next `compile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autopar.cli.saved import Saved, read
+from autopar.cli.saved_profile import read_profile
+from autopar.cluster import ClusterSpec
+from autopar.errors import AutoparError, InputError
+from autopar.ir.text import time_text
+from autopar.plan import Plan
+from autopar.report.beside import Profile
+from autopar.report.learned import learned
+from autopar.runtime.manifest import TUNED
+
+LEARNED = "learned.json"
+
+
+@dataclass
+class Candidate:
+    """A program of the directory, and what its runs took. failed: what the last one said that did not end well."""
+
+    folder: Path
+    saved: Saved
+    runs: list[Profile] = field(default_factory=list)
+    failed: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """The median of its runs' steps; nothing where one failed."""
+        return statistics.median(run.step_s for run in self.runs) if self.runs and not self.failed else float("inf")
+
+    @property
+    def shown(self) -> str:
+        """Its plan."""
+        plan = Plan.from_dict(self.saved.plan)
+        return f"{plan.origin} {plan.show_meshes()}"
+
+
+def candidates_of(directory: Path) -> list[Candidate]:
+    """The directory's own program, then those beside it. Raises InputError."""
+    beside = sorted(path.parent for path in (directory / "candidates").glob("*/manifest.json"))
+    if not beside:
+        raise InputError(
+            f"{directory} has one plan alone, so there is nothing to choose; write more of them with "
+            f"program.save({str(directory)!r}, candidates=3)"
+        )
+    return [Candidate(folder, read(folder)) for folder in (directory, *beside)]
+
+
+def measure(one: Candidate, arguments: argparse.Namespace, profile: Path) -> None:
+    """Run a candidate for some steps and keep what was recorded."""
+    options = arguments.torchrun or ["--standalone", "--nproc-per-node", str(one.saved.program["ranks"])]
+    weights = arguments.weights or next((w for w in [arguments.directory / "weights"] if w.is_dir()), None)
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(one.folder / "run.py")]
+    command += ["--steps", str(arguments.steps), "--profile", str(profile)]
+    for name, value in (("weights", weights), ("data", arguments.data), ("backend", arguments.backend)):
+        command += [f"--{name}", str(value)] if value else []
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout)
+    except subprocess.TimeoutExpired:
+        one.failed = f"took longer than {arguments.timeout:g} s"
+        return
+    if run.returncode:
+        said = [line for line in (run.stdout + run.stderr).splitlines() if line.startswith("error")]
+        one.failed = said[0] if said else f"ended with status {run.returncode}: {run.stderr.strip()[-200:]}"
+        return
+    recorded = read_profile(profile, one.saved.program["ranks"])
+    one.runs.append(Profile(tuple(steps[arguments.warmup :] for steps in recorded.ranks)))
+
+
+def tune(arguments: argparse.Namespace) -> list[Candidate]:
+    """Measure all candidates in turns, write down which is fastest and what was learned. Raises InputError."""
+    directory: Path = arguments.directory
+    (directory / TUNED).unlink(missing_ok=True)
+    candidates = candidates_of(directory)
+    with tempfile.TemporaryDirectory() as scratch:
+        for turn in range(arguments.rounds):
+            for n, one in enumerate(candidates):
+                if not one.failed:
+                    print(f"round {turn + 1}: {one.shown}", file=sys.stderr, flush=True)
+                    measure(one, arguments, Path(scratch) / f"{turn}-{n}")
+    fastest = min(candidates, key=lambda one: one.step_s)
+    if fastest.step_s == float("inf"):
+        raise InputError("no plan could be run: " + "; ".join(f"{one.shown}: {one.failed}" for one in candidates))
+    rows = [
+        {
+            "folder": str(one.folder.relative_to(directory)),
+            "plan": one.shown,
+            "predicted_s": one.saved.program["predicted"]["step_time_s"],
+            "measured_s": None if one.failed else one.step_s,
+            "failed": one.failed,
+        }
+        for one in candidates
+    ]
+    chosen = None if fastest is candidates[0] else str(fastest.folder.relative_to(directory))
+    cluster = ClusterSpec.from_dict(candidates[0].saved.program["cluster_described"])
+    known = learned(cluster, [(one.saved.program, run) for one in candidates for run in one.runs])
+    (directory / LEARNED).write_text(json.dumps(known.to_dict(), indent=1) + "\n")
+    (directory / TUNED).write_text(json.dumps({"folder": chosen, "measured": rows}, indent=1) + "\n")
+    return candidates
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, or 2 when nothing could be measured."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    split = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        prog="autopar-tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="what program.save(…, candidates=…) wrote")
+    parser.add_argument("--steps", type=int, default=12, help="of every run (default: 12)")
+    parser.add_argument("--warmup", type=int, default=3, help="of them, not counted (default: 3)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of every plan (default: 2)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a run may take (default: 600)")
+    parser.add_argument("--data", help="as run.py takes it")
+    parser.add_argument("--weights", help="as run.py takes it (default: those of the directory)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"))
+    arguments = parser.parse_args(words[:split])
+    arguments.torchrun = words[split + 1 :]
+    try:
+        if not 0 <= arguments.warmup < arguments.steps or arguments.rounds < 1:
+            raise InputError("--steps must be more than --warmup, and --rounds at least 1")
+        candidates = tune(arguments)
+    except (AutoparError, OSError) as error:
+        print(f"autopar-tune: {error}", file=sys.stderr)
+        return 2
+    fastest = min(candidates, key=lambda one: one.step_s)
+    for one in sorted(candidates, key=lambda one: one.step_s):
+        predicted_s = one.saved.program["predicted"]["step_time_s"]
+        took = one.failed or f"{time_text(one.step_s):>10}  ({time_text(predicted_s)} predicted)"
+        print(f"{'*' if one is fastest else ' '} {one.shown:60} {took}")
+    print(
+        f"{arguments.directory / 'run.py'} runs the first; {arguments.directory / LEARNED} is the cluster as measured"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

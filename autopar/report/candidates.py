@@ -1,0 +1,35 @@
+"""Which of the plans that a search looked at are worth being measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.compiled import Alternative
+from autopar.plan import Plan
+
+Shape = tuple[object, ...]
+
+
+def shape_of(plan: Plan) -> Shape:
+    """What tells plans apart at a glance: ranks and meshes of the stages, microbatches, schedule, order, and whether anything
+    is recomputed, and parameters or their optimizer's state sharded where they rest."""
+    stored = [p for stage in plan.stages for p in stage.parameters.values()]
+    return (
+        tuple(stage.mesh for stage in plan.stages),
+        plan.microbatches,
+        plan.schedule,
+        plan.order,
+        any(template.recompute for stage in plan.stages for template in stage.templates.values()),
+        any(any(p.storage.dims) for p in stored),
+        any(any(p.optimizer.dims) for p in stored),
+    )
+
+
+def worth_measuring(plan: Plan, others: Sequence[Alternative], count: int) -> Iterator[Alternative]:
+    """Of plans that are predicted to come next, so many whose shapes differ from that of `plan` and from each other's."""
+    seen = {shape_of(plan)}
+    for other in sorted(others, key=lambda one: one.predicted.step_time_s):
+        if count and shape_of(other.plan) not in seen:
+            seen.add(shape_of(other.plan))
+            count -= 1
+            yield other

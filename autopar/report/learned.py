@@ -1,0 +1,87 @@
+"""What measured runs say about a cluster: its description with constants that would have predicted them.
+
+Every kind of message along an axis that was waited for at once is a sample of its link; a level of links gets the line
+through them that `autopar-calibrate` fits to its own. What actions took without the messages they waited for, over what
+they were expected to take, is by how much devices are slower than described: one factor for all their rates, since runs of a
+few plans cannot tell these apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from autopar.cluster import ClusterSpec
+from autopar.costmodel.calibrate_links import Sample, fit_links
+from autopar.costmodel.collective import shape_on_levels
+from autopar.ir.mesh import Mesh
+from autopar.report.beside import Facts, Profile, action_of, stages_of
+from autopar.runtime.recorder import StepRecord
+
+Run = tuple[Facts, Profile]
+AT_ONCE = 0.1
+"""A message was waited for at once if at most this share of its time went by before."""
+SAMPLED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+FEWEST_SAMPLES = 4
+
+
+def slowness(runs: Sequence[Run]) -> float:
+    """Measured over predicted seconds of what actions compute."""
+    measured_s = predicted_s = 0.0
+    for facts, profile in runs:
+        expected = {(stage, kind): float(s) for stage, kind, s in facts["schedule"]["seconds"]}
+        for rank, steps in enumerate(profile.ranks):
+            stages = stages_of(facts, rank)
+            group = next(g for g, own in enumerate(facts["schedule"]["groups"]) if own == stages)
+            exposed_s = facts["schedule"]["exposed"][group]
+            once_s = sum(expected.get((stage, kind), 0.0) for stage in stages for kind in "FBW") - exposed_s
+            predicted_s += facts["microbatches"] * once_s
+            measured_s += statistics.median(map(_computed_s, steps))
+    return measured_s / predicted_s if predicted_s > 0 else 1.0
+
+
+def _computed_s(step: StepRecord) -> float:
+    """Seconds of a step's actions in which the rank waited for nobody."""
+    spans = [span for span in step.spans if action_of(span.name) is not None]
+    busy_s = sum(span.end_s - span.start_s for span in spans)
+    last_s = max((span.end_s for span in spans), default=0.0)
+    return max(busy_s - sum(m.exposed_s for m in step.messages if m.end_s <= last_s), 0.0)
+
+
+def _samples(runs: Sequence[Run], cluster: ClusterSpec) -> Iterator[tuple[str, Sample]]:
+    """Messages as samples, with the level of links that they went over; none of those that went over several."""
+    for facts, profile in runs:
+        for rank, steps in enumerate(profile.ranks):
+            stage = facts["stages"][stages_of(facts, rank)[0]]
+            mesh = Mesh(tuple(stage["mesh"].items()), stage["first_rank"])
+            for m in (m for step in steps for m in step.messages):
+                axes, lasts_s = tuple(m.axes.split(",")), m.end_s - m.start_s
+                if m.kind in SAMPLED and lasts_s > 0 and set(axes) <= set(mesh.names):
+                    shape = shape_on_levels(cluster.levels, mesh.group(axes, rank))
+                    if len(shape) == 1 and m.wait_s - m.start_s <= AT_ONCE * lasts_s:
+                        yield shape[0][1].name, Sample(m.kind, (m.nbytes, shape[0][0]), "", lasts_s)
+
+
+def learned(cluster: ClusterSpec, runs: Sequence[Run]) -> ClusterSpec:
+    """The cluster with constants that the runs would have had."""
+    factor = slowness(runs)
+    devices = tuple((n, device.slower(factor)) for n, device in cluster.devices)
+    by_level: dict[str, list[Sample]] = {}
+    for level, sample in _samples(runs, cluster):
+        by_level.setdefault(level, []).append(sample)
+    links: dict[str, Any] = {}
+    for name, samples in by_level.items():
+        usual = _medians(samples)
+        if len({s.shape for s in usual}) >= FEWEST_SAMPLES:
+            links |= fit_links(usual, name)[0]
+    return replace(cluster, devices=devices).with_profile({"links": links})
+
+
+def _medians(samples: Sequence[Sample]) -> list[Sample]:
+    """One sample of each kind and size."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for kind, shape, dtype, seconds in samples:
+        found.setdefault((kind, shape, dtype), []).append(seconds)
+    return [Sample(*key, statistics.median(seconds)) for key, seconds in found.items()]
