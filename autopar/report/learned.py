@@ -81,7 +81,7 @@ def learned(cluster: ClusterSpec, runs: Sequence[Run]) -> ClusterSpec:
 
 def _medians(samples: Sequence[Sample]) -> list[Sample]:
     """One sample of each kind and size."""
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for kind, shape, dtype, seconds in samples:
-        found.setdefault((kind, shape, dtype), []).append(seconds)
-    return [Sample(*key, statistics.median(seconds)) for key, seconds in found.items()]
+    found: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+    for kind, shape, _, seconds in samples:
+        found.setdefault((kind, shape), []).append(seconds)
+    return [Sample(kind, shape, "", statistics.median(seconds)) for (kind, shape), seconds in found.items()]
