@@ -27,6 +27,7 @@ from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
 from .heap import keep_freed_memory
 from .manifest import Manifest, WrongWorldSize
+from .meeting import meet
 from .process import TorchComm
 from .recorder import Recorder
 from .session import Session
@@ -38,9 +39,11 @@ USAGE_ERROR = 2
 class LoadedProgram:
     """An emitted program inside a torchrun process: call it with a global batch for one step."""
 
-    def __init__(self, manifest: Manifest, session: Session) -> None:
+    def __init__(self, manifest: Manifest, session: Session, store: dist.Store | None = None) -> None:
+        """store: of this round's workers, where this program made the process group."""
         self.manifest = manifest
         self.session = session
+        self.store = store
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """One step on a global batch: `program(x, y)`, `program((x, y))`, `program(input_ids=…)` or `program({…})`.
@@ -128,7 +131,7 @@ def load(
     source = weights or manifest.weights_folder
     if source is not None:
         load_weights(source, session, manifest)
-    return LoadedProgram(manifest, session)
+    return LoadedProgram(manifest, session, store)
 
 
 def with_stages(home: Path, folder: Path, pipeline: ModuleType) -> tuple[ModuleType, Callable[[int], ModuleType]]:
@@ -170,7 +173,13 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             check=arguments.check,
             tier_directory=arguments.tier_directory,
         )
-        run(program, arguments)
+        if arguments.run:
+            from .staying import Run
+
+            assert program.store is not None
+            Run(program, arguments, program.store).train()
+        else:
+            run(program, arguments)
     except BaseException as error:
         _die(error, program)
     dist.destroy_process_group()
@@ -229,6 +238,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", help="checkpoint directory to write at the end")
     parser.add_argument("--save-every", type=count, default=0, help="also write it every so many steps")
     parser.add_argument("--resume", help="checkpoint directory to continue from, of any mesh")
+    parser.add_argument(  # torchrun takes `--run` for an abbreviation of one of its own options, also behind the script
+        "--run-dir", "--run", dest="run", metavar="DIR", help="train to step --steps: save there, and go on from there"
+    )
+    parser.add_argument(
+        "--keep", type=whole_number(1), default=3, help="with --run-dir: saved steps that stay (default: 3)"
+    )
+    parser.add_argument("--keep-every", type=count, default=0, help="with --run-dir: every so manieth step stays, too")
+    parser.add_argument(
+        "--on-nan", choices=("stop", "rewind"), default="stop", help="with --run-dir: if a loss is no number"
+    )
+    parser.add_argument(
+        "--synchronous", dest="asynchronous", action="store_false", help="with --run-dir: save, then train on"
+    )
     parser.add_argument("--seed", type=whole_number(-(1 << 63)), default=None, help="seed of random data and dropout")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl with GPUs, else gloo")
     parser.add_argument(
@@ -278,10 +300,11 @@ def _join(backend: str, timeout_s: float, placement: Sequence[int]) -> dist.Stor
     store.set_timeout(timeout)
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    prefixed = dist.PrefixStore("autopar", store)
     rank = placement[rank] if placement else rank
+    own = dist.PrefixStore(meet(store, rank, world_size, timeout_s), store)
+    prefixed = dist.PrefixStore("groups", own)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
-    return dist.PrefixStore("autopar_notes", store)
+    return dist.PrefixStore("notes", own)
 
 
 def _die(error: BaseException, program: LoadedProgram | None) -> None:

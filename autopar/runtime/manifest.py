@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib
 import json
 import math
@@ -157,6 +158,14 @@ class Manifest:
     def constants_folder(self) -> Path | None:
         """Where what no state dict holds lies."""
         return None if self.constants is None else (self.home or self.directory) / self.constants
+
+    @property
+    def plan_hash(self) -> str:
+        """Of the pipeline, which tells plans apart. Raises RuntimeProgramError when it is not there."""
+        try:
+            return hashlib.sha256((self.directory / self.pipeline).read_bytes()).hexdigest()[:16]
+        except OSError as error:
+            raise RuntimeProgramError(f"{self.directory / self.pipeline} cannot be read: {error.strerror}") from error
 
     @classmethod
     def _of(cls, directory: Path) -> Manifest:

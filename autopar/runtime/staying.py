@@ -1,0 +1,249 @@
+"""The loop of `run.py --run-dir DIR`: trains to a step, whatever happens on the way.
+
+The same command starts a run and continues it: the last step of the directory that is whole is taken, its seed and its place in
+the data with it, and steps that are damaged are named and left. The state is saved every so many steps, beside training. A signal
+(SIGTERM, and SIGUSR1, with which Slurm warns) on any rank makes all of them save after the same step and end. A loss
+that is no number ends the run, or takes it back to the last step that was saved and on past the batches since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .batches import random_batches, user_batches
+from .errors import CheckpointError, RuntimeProgramError
+from .manifest import Manifest
+from .run_directory import RunDirectory, StepRecord
+from .saver import Saver
+from .session import Session
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+MOST_REWINDS = 3
+"""In a row, without a new saved step between them."""
+MOST_FAILED_SAVES = 3
+"""In a row; then a run ends, as it would lose more and more."""
+SAVE_EVERY = 100
+"""Steps, where nothing else is asked for."""
+AHEAD = 2
+"""Steps from a signal to the last one: ranks are at most one step apart, as all of them are told every loss."""
+
+
+class Stop:
+    """Agrees on the last step after a signal, through the job's store."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._signal = 0
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _: Any) -> None:
+        self._signal = number
+
+    def last_step(self, step: int) -> int | None:
+        """The step after which all ranks end, if one of them is to. step: about to begin."""
+        if self._signal:
+            self._store.compare_set("stop", "", f"{step + AHEAD} {signal.Signals(self._signal).name}")
+            self._signal = 0
+        return int(self._store.get("stop").split()[0]) if self._store.check(["stop"]) else None
+
+
+def state_bytes(session: Session) -> int:
+    """Of what all ranks together save, at most: replicated values are counted once per rank."""
+    own = sum(
+        e.value.numel() * e.value.element_size()
+        for e in session.state_entries().values()
+        if isinstance(e.value, Tensor)
+    )
+    return sum(session.comm.share(own))
+
+
+def last_good_step(directory: RunDirectory, session: Session) -> StepRecord | None:
+    """The last step whose files are what was written; nothing where there is no step. Every rank checks a part of the files.
+
+    Raises CheckpointError where there are steps, and none is whole.
+    """
+    comm, problems, damaged = session.comm, list[str](), list[int]()
+    (steps, *_) = comm.share(directory.steps())
+    for step in steps:
+        try:
+            found = directory.read(step)
+            names = sorted(found.files)[comm.rank :: comm.world_size]
+            problem = directory.check(found, names)
+        except CheckpointError as error:
+            found, problem = None, str(error)
+        problem = next((text for text in comm.share(problem) if text), "")
+        if not problem:
+            if comm.rank == 0:
+                directory.set_aside(damaged)
+            comm.barrier(site="damaged steps")
+            return found
+        problems.append(problem)
+        damaged.append(step)
+        if comm.rank == 0:
+            print(f"damaged: {problem}; the step before it is taken", file=sys.stderr, flush=True)
+    if problems:
+        raise CheckpointError(
+            f"--run-dir {directory.root}: no step is whole ({'; '.join(problems[:3])}); restore one, or delete all to begin anew"
+        )
+    return None
+
+
+def check_arguments(arguments: argparse.Namespace, session: Session) -> None:
+    """Raises RuntimeProgramError for what does not go together."""
+    if not session.training:
+        raise RuntimeProgramError("--run-dir is for training; this program was compiled for inference")
+    for name in ("save", "resume", "profile"):
+        if getattr(arguments, name):
+            raise RuntimeProgramError(f"--run-dir saves and resumes by itself; leave out --{name}, or --run-dir")
+
+
+class Run:
+    """A run of one rank, from where the directory stands to `--steps`."""
+
+    def __init__(self, program: Any, arguments: argparse.Namespace, store: dist.Store) -> None:
+        """program: a LoadedProgram."""
+        self.program = program
+        self.session: Session = program.session
+        check_arguments(arguments, self.session)
+        self.manifest: Manifest = program.manifest
+        self.arguments = arguments
+        self.comm = self.session.comm
+        self.save_every = arguments.save_every or SAVE_EVERY
+        self.directory = RunDirectory(Path(arguments.run), arguments.keep, arguments.keep_every)
+        needed = state_bytes(self.session)
+        self._on_first_rank(lambda: self.directory.prepare(needed))
+        self.seed = self.manifest.seed if arguments.seed is None else arguments.seed
+        self.position = 0
+        self.batches: Iterator[Any] = iter(())
+        found = last_good_step(self.directory, self.session)
+        if found is not None and arguments.seed not in (None, found.seed):
+            raise RuntimeProgramError(
+                f"--run-dir {arguments.run} was started with --seed {found.seed}, not {arguments.seed}; leave --seed out, or "
+                "give another directory"
+            )
+        self.seed = self.seed if found is None else found.seed
+        for form in self.session.forms:
+            for stage in form.stages.values():
+                stage.rt.seed = self.seed
+        self.saver = Saver(self.directory, self.session, self.seed, self.manifest.plan_hash, arguments.timeout)
+        self._take(found)
+        self.stop = Stop(store)
+        self.rewinds = self.failed_saves = 0
+        self._said, self._settled = "", self.saver.saved
+
+    def train(self) -> None:
+        """Steps until the last. Raises RuntimeProgramError."""
+        arguments, first = self.arguments, self.session.rt.step
+        if self.comm.rank == 0:
+            print(
+                f"{self.manifest.show()}, {self.comm.device.type}, steps {first + 1} to {arguments.steps}", flush=True
+            )
+        last = arguments.steps
+        try:
+            while (step := self.session.rt.step) < last:
+                ending = self.stop.last_step(step + 1)
+                last = last if ending is None else min(last, ending)
+                if step >= last:
+                    break
+                self._step(step + 1)
+                if step + 1 == last or (step + 1) % self.save_every == 0:
+                    self._settle()
+                    self.saver.start(step + 1, self.position)
+                    if not arguments.asynchronous:
+                        self.saver.finish()
+                self._say_problem()
+        finally:
+            self.saver.finish()
+        self._settle()
+        if self.saver.problem:
+            raise CheckpointError(f"{self.saver.problem}; the last saved step is {self.saver.saved}")
+        if self.comm.rank == 0:
+            print(f"saved step {self.saver.saved or first} in {self.directory.root}", flush=True)
+            if last < arguments.steps:
+                print(f"stopped by a signal after step {self.session.rt.step}; the same command goes on", flush=True)
+
+    def _step(self, step: int) -> None:
+        start = time.perf_counter()
+        batch = next(self.batches)
+        loss = self.program(batch)
+        self.position += 1
+        value = loss.item()
+        if not math.isfinite(value):
+            self._not_finite(step, value)
+        elif self.comm.rank == 0:
+            print(f"step {step}  loss {value:.6f}  {(time.perf_counter() - start) * 1e3:.1f} ms", flush=True)
+
+    def _not_finite(self, step: int, loss: float) -> None:
+        """Stop, or go back. Nothing is saved of what came of it."""
+        self._settle()
+        good = self.saver.saved
+        if self.arguments.on_nan == "stop":
+            raise RuntimeProgramError(
+                f"the loss of step {step} is {loss}; the last saved step is {good if good is not None else 'none'}. "
+                "--on-nan rewind goes back to it and on with other batches"
+            )
+        self.rewinds += 1
+        if self.rewinds > MOST_REWINDS:
+            raise RuntimeProgramError(
+                f"the loss of step {step} is {loss}, after {MOST_REWINDS} rewinds since the last saved step ({good}): other "
+                "batches do not mend it"
+            )
+        found = last_good_step(self.directory, self.session)
+        if found is None:
+            raise RuntimeProgramError(f"the loss of step {step} is {loss}, and no step is saved yet to go back to")
+        if self.comm.rank == 0:
+            print(f"step {step}: the loss is {loss}; back to step {found.step}, past the batches since", flush=True)
+        position = self.position
+        self._take(found, position)
+
+    def _take(self, found: StepRecord | None, position: int | None = None) -> None:
+        """Continue from a saved step. position: in the data, where it is not the step's own."""
+        if found is not None:
+            self.program.resume(self.directory.folder(found.step))
+            self.saver.saved = found.step
+            self.position = found.position if position is None else position
+        if self.arguments.data:
+            self.batches = user_batches(self.arguments.data, self.position)
+        else:
+            self.batches = random_batches(self.manifest.inputs, self.seed, self.position)
+
+    def _say_problem(self) -> None:
+        """Say at once what was not saved."""
+        problem = self.saver.problem
+        if problem and problem != self._said and self.comm.rank == 0:
+            print(f"{problem}; the run goes on, the last saved step is {self.saver.saved}", file=sys.stderr, flush=True)
+        self._said = problem
+
+    def _settle(self) -> None:
+        """Wait for the step that is being written, and count: every rank does at the same place. Raises CheckpointError where
+        steps fail to be written again and again."""
+        self.saver.finish()
+        self._say_problem()
+        self.failed_saves = self.failed_saves + 1 if self.saver.problem else 0
+        if self.saver.saved != self._settled:
+            self._settled, self.rewinds = self.saver.saved, 0
+        if self.failed_saves >= MOST_FAILED_SAVES:
+            raise CheckpointError(f"{self.saver.problem}; that is {self.failed_saves} in a row, so the run ends")
+
+    def _on_first_rank(self, action: Any) -> None:
+        """Run something on rank 0, whose error every rank raises."""
+        problem = ""
+        if self.comm.rank == 0:
+            try:
+                action()
+            except CheckpointError as error:
+                problem = str(error)
+        (problem, *_) = self.comm.share(problem)
+        if problem:
+            raise CheckpointError(problem)

@@ -1,0 +1,229 @@
+"""`run.py --run-dir`: whatever ends a run, the same command goes on, and its weights are those of a run that nothing ended."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.runtime import checkpoint
+from autopar.runtime.run_directory import RunDirectory
+
+from .test_launch import emitted  # noqa: F401
+from .test_process import torchrun
+
+STEPS, SAVE_EVERY = 24, 4
+DATA = """import os, resource, signal, time
+from pathlib import Path
+from programs import stages
+
+HERE = Path(__file__).parent
+
+def once(name):
+    "Whether this is the first time, in all processes."
+    try:
+        (HERE / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def batches(harm=lambda n: None):
+    for n, batch in enumerate(stages.batches(40)):
+        yield harm(n) or batch
+
+def dying():
+    def harm(n):
+        if os.environ["RANK"] == str(n % 2) and n in (6, 13, 14) and once(f"died{n}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return batches(harm)
+
+def slow():
+    return batches(lambda n: time.sleep(0.05))
+
+def poisoned():
+    return batches(lambda n: [t * float("nan") for t in stages.batches(1)[0]] if n == 9 else None)
+
+def full():
+    def harm(n):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100 if 5 <= n < 9 else -1, -1))
+    return batches(harm)
+"""
+
+
+@pytest.fixture(scope="module")
+def out(emitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    copy = tmp_path_factory.mktemp("staying") / "out"
+    shutil.copytree(emitted, copy, ignore=shutil.ignore_patterns("saved", "__pycache__"))
+    (copy / "data.py").write_text(DATA)
+    return copy
+
+
+def command(out: Path, run: Path, data: str = "batches", *more: str) -> list[str]:
+    own = ["--run-dir", str(run), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--timeout", "20"]
+    return [str(out / "run.py"), *own, "--data", f"{out / 'data.py'}:{data}", *more]
+
+
+def final(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the last step."""
+    directory = RunDirectory(run)
+    step = directory.steps()[0]
+    assert step == STEPS
+    found = directory.read(step)
+    assert directory.check(found, found.files) == ""
+    source = checkpoint.TensorSource(directory.folder(step))
+    return {name: source.read(name) for name, kind in source.signatures.items() if kind is not None}
+
+
+@pytest.fixture(scope="module")
+def wanted(out: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The end of a run that nothing ended."""
+    run = tmp_path_factory.mktemp("wanted") / "run"
+    done = torchrun(2, *command(out, run))
+    assert done.returncode == 0, done.stderr
+    assert f"saved step {STEPS}" in done.stdout
+    return final(run)
+
+
+def same(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
+    have = final(run)
+    return have.keys() == wanted.keys() and all(torch.equal(have[name], wanted[name]) for name in wanted)
+
+
+def start(out: Path, arguments: list[str], restarts: int = 0) -> subprocess.Popen[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.Popen(
+        [*launcher, f"--max-restarts={restarts}", "--monitor-interval=0.1", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.timeout(200)
+def test_ranks_that_are_killed_are_started_again_and_change_nothing(out, wanted, tmp_path):
+    process = start(out, command(out, tmp_path / "run", "dying"), restarts=3)
+    said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said[-4000:]
+    assert all((out / f"died{n}").exists() for n in (6, 13, 14))
+    assert same(tmp_path / "run", wanted)
+
+
+@pytest.mark.timeout(200)
+def test_a_signal_saves_and_ends_and_the_same_command_goes_on(out, wanted, tmp_path):
+    process = start(out, command(out, tmp_path / "run", "slow"))
+    lines = []
+    for line in process.stdout or ():
+        lines.append(line)
+        if line.startswith("step 6 "):
+            process.send_signal(signal.SIGTERM)
+            break
+    said = "".join(lines) + process.communicate(timeout=60)[0]
+    (last, *_) = RunDirectory(tmp_path / "run").steps()
+    assert 6 <= last < STEPS, said[-3000:]
+    assert f"stopped by a signal after step {last}" in said
+    done = torchrun(2, *command(out, tmp_path / "run"))
+    assert f"steps {last + 1} to {STEPS}" in done.stdout, done.stderr
+    assert same(tmp_path / "run", wanted)
+
+
+@pytest.mark.timeout(200)
+def test_a_damaged_step_is_named_and_the_one_before_is_taken(out, wanted, tmp_path):
+    run = tmp_path / "run"
+    assert torchrun(2, *command(out, run, "batches", "--steps", "11")).returncode == 0
+    path = next(RunDirectory(run).folder(11).glob("__1_*"))
+    path.write_bytes(path.read_bytes()[:-5])
+    done = torchrun(2, *command(out, run))
+    assert done.returncode == 0, done.stderr
+    assert f"damaged: step 11: {path} is not what was written" in done.stderr
+    assert f"steps 9 to {STEPS}" in done.stdout
+    assert same(run, wanted)
+    for step in RunDirectory(run).steps():
+        (RunDirectory(run).folder(step) / "complete.json").unlink()
+    done = torchrun(2, *command(out, run))
+    assert done.returncode == 1
+    assert "no step is whole" in done.stderr
+
+
+@pytest.mark.timeout(200)
+def test_a_loss_that_is_no_number_ends_the_run_or_takes_it_back(out, tmp_path):
+    done = torchrun(2, *command(out, tmp_path / "stop", "poisoned"))
+    assert done.returncode == 1
+    assert "the loss of step 10 is nan; the last saved step is 8" in done.stderr
+    assert RunDirectory(tmp_path / "stop").steps() == [8, 4]
+    done = torchrun(2, *command(out, tmp_path / "back", "poisoned", "--on-nan", "rewind"))
+    assert done.returncode == 0, done.stderr
+    assert "step 10: the loss is nan; back to step 8, past the batches since" in done.stdout
+    found = RunDirectory(tmp_path / "back").read(STEPS)
+    assert found.position == STEPS + 2  # batches 9 and 10 count for nothing
+    assert all(bool(t.isfinite().all()) for t in final(tmp_path / "back").values() if t.is_floating_point())
+
+
+@pytest.mark.timeout(200)
+def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_path):
+    done = torchrun(2, *command(out, tmp_path / "run", "full", "--synchronous"))
+    assert done.returncode == 0, done.stderr
+    assert "step 8 was not saved" in done.stderr
+    assert "the last saved step is 4" in done.stderr
+    assert RunDirectory(tmp_path / "run").steps() == [24, 20, 16]
+    assert same(tmp_path / "run", wanted)
+
+
+@pytest.mark.timeout(100)
+def test_what_cannot_work_is_refused_before_training(out, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = torchrun(2, *command(out, tmp_path / "file"))
+    assert done.returncode == 1
+    assert "give a directory that every rank can write to" in done.stderr
+    assert "step 1" not in done.stdout
+
+
+def workers(pid: int) -> list[int]:
+    """Processes that torchrun started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    try:
+        return [int(word) for word in children.read_text().split()]
+    except OSError:
+        return []
+
+
+def moments(seed: int) -> Iterator[float]:
+    """Seconds between kills: some at once, some while steps run or are saved."""
+    draw = random.Random(seed)
+    while True:
+        yield draw.choice((draw.uniform(0.0, 1.0), draw.uniform(2.0, 6.0), draw.uniform(4.0, 8.0)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(20))
+def test_kills_at_random_moments_lose_nothing(out, wanted, tmp_path, seed):
+    """Three kills -9 of one rank, or all, a run; torchrun starts them again."""
+    draw, run = random.Random(seed), tmp_path / "run"
+    process = start(out, command(out, run, "slow"), restarts=12)
+    kills = 0
+    try:
+        for wait_s in moments(seed):
+            if kills == 3 or process.poll() is not None:
+                break
+            time.sleep(wait_s)
+            found = workers(process.pid)
+            for pid in found if draw.random() < 0.3 else draw.sample(found, min(1, len(found))):
+                os.kill(pid, signal.SIGKILL)
+            kills += bool(found)
+        said, _ = process.communicate(timeout=300)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, said[-4000:]
+    assert same(run, wanted)
