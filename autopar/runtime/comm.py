@@ -366,6 +366,10 @@ class Comm(ABC):
     def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:
         """Make the Comm of a part, None where this rank is not inside. Every rank makes every part, in the same order."""
 
+    def at(self, step: int, action: str) -> None:
+        """What this rank is at, for whoever asks."""
+        return
+
     def release(self) -> None:
         """A step is over: let go of the memory that messages have used."""
         return

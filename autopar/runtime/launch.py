@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
+from .flight import end_process
 from .heap import keep_freed_memory
 from .manifest import Manifest, WrongWorldSize
 from .meeting import meet
@@ -173,6 +174,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             check=arguments.check,
             tier_directory=arguments.tier_directory,
         )
+        _watch(program, arguments)
         if arguments.run:
             from .staying import Run
 
@@ -182,8 +184,18 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             run(program, arguments)
     except BaseException as error:
         _die(error, program)
+    if isinstance(program.session.comm, TorchComm):
+        program.session.comm.flight.stop()
     dist.destroy_process_group()
     return 0
+
+
+def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
+    """Name a rank that keeps the others waiting, and end."""
+    comm = program.session.comm
+    if arguments.hang and comm.world_size > 1 and program.store is not None and isinstance(comm, TorchComm):
+        folder = Path(arguments.run or ".") / "flight"
+        comm.flight.watch(program.store, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
 
 
 def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
@@ -256,6 +268,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--timeout", type=above_zero, default=600.0, help="seconds a collective may take (default: 600)"
     )
+    parser.add_argument(
+        "--hang",
+        type=at_least_zero,
+        default=60.0,
+        help="seconds, or two steps, until a rank that stalls is named; 0: never",
+    )
     parser.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
     parser.add_argument(
         "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
@@ -274,6 +292,11 @@ def whole_number(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def at_least_zero(words: str) -> float:
+    """A type of arguments: seconds, or none."""
+    return 0.0 if words == "0" else above_zero(words)
 
 
 def above_zero(words: str) -> float:

@@ -88,6 +88,7 @@ class Executor:
         self._exchange([], self._steps[0].receive if self._steps else [])
         for k, step in enumerate(self._steps):
             following = self._steps[k + 1].receive if k + 1 < len(self._steps) else []
+            self.comm.at(step.stage.rt.step + 1, step.name)
             try:
                 with spanned(self.recorder, step.name):
                     self._exchange(self._act(step, batch), following)

@@ -26,6 +26,7 @@ from . import gloo
 from .buffers import BufferPool
 from .comm import Call, Comm, Message, Posted
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
+from .flight import Flight
 from .mesh import Group, group_ranks, mesh_size
 from .notes import Notes
 
@@ -45,6 +46,7 @@ class _Job:
         self.timeout_s = timeout_s
         self.pool = BufferPool()
         self.notes = Notes(store, dist.get_rank(), timeout_s)
+        self.flight = Flight(dist.get_rank(), dist.get_world_size())
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def groups(self, mesh: Mapping[str, int], first_rank: int) -> dict[frozenset[str], Any]:
@@ -66,18 +68,24 @@ class _Job:
 class _Work(Posted):
     """A message under way in torch.distributed."""
 
-    __slots__ = ("_comm", "_message", "_work")
+    __slots__ = ("_comm", "_entry", "_message", "_work")
 
     def __init__(self, comm: TorchComm, work: Any, message: Message) -> None:
         self._comm = comm
         self._work = work
         self._message = message
+        ends = (comm.rank, message.peer) if message.kind == "send" else (message.peer, comm.rank)
+        way = f"messages {ends[0]} to {ends[1]}"
+        flight = comm.flight
+        self._entry = flight.start(flight.started.get(way, -1) + 1, way, ends, str(message))
 
     def wait(self) -> None:
+        self._comm.flight.wait(self._entry)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._comm.explain(error, str(self._message), None, 0) from error
+        self._comm.flight.end(self._entry)
 
     def done(self) -> bool:
         return bool(self._work.is_completed())
@@ -112,6 +120,7 @@ class TorchComm(Comm):
         self._job: _Job = whole._job if whole is not None else _Job(timeout_s, store)
         self._check = check
         self._counts: dict[frozenset[str], int] = {}
+        self._labels: dict[tuple[str, ...], str] = {}
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._process_groups = self._job.groups(mesh, first_rank)
         everyone = frozenset(axis for axis, size in mesh.items() if size > 1)
@@ -151,7 +160,9 @@ class TorchComm(Comm):
     def _start(self, call: Call) -> Callable[[], None]:
         key = frozenset(call.group.axes)
         number = self._counts[key] = self._counts.get(key, -1) + 1
+        flight, what = self._job.flight, call.describe()
         self._job.notes.last = (number, call.group, call.kind, call.site)
+        entry = flight.start(number, self._label(call.group), call.group.ranks, what, call.signature())
         try:
             if self._check:
                 self._compare(call, number)
@@ -159,15 +170,35 @@ class TorchComm(Comm):
             wait = gloo.start(call, number, group, self._job.pool) if self.gloo else self._start_nccl(call)
             wait = wait or self._start_native(call).wait
         except RuntimeError as error:
-            raise self.explain(error, call.describe(), call.group, number) from error
+            raise self.explain(error, what, call.group, number) from error
 
         def guarded() -> None:
+            flight.wait(entry)
             try:
                 wait()
             except RuntimeError as error:
-                raise self.explain(error, call.describe(), call.group, number) from error
+                raise self.explain(error, what, call.group, number) from error
+            flight.end(entry)
 
         return guarded
+
+    def _label(self, group: Group) -> str:
+        """A group's name, the same on all its ranks."""
+        label = self._labels.get(group.axes)
+        if label is None:
+            ranks = ", ".join(map(str, group.ranks[:4])) + (f", … {group.ranks[-1]}" if group.size > 4 else "")
+            label = self._labels[group.axes] = f"{'×'.join(group.axes)} ({ranks})"
+        return label
+
+    @property
+    def flight(self) -> Flight:
+        """What this process did last."""
+        return self._job.flight
+
+    def at(self, step: int, action: str) -> None:
+        if step != self._job.flight.step:
+            self._job.flight.begin_step(step)
+        self._job.flight.action = action
 
     def _order(self, group: Group) -> Tensor | None:
         """member -> its place among the sorted ranks, when the two orders differ."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint_reader import named
 from .errors import CheckpointError
+from .process import TorchComm
 from .run_directory import RunDirectory, StepRecord, file_facts
 from .session import Session
 
@@ -60,8 +62,10 @@ class Saver:
 
     def finish(self) -> None:
         """Wait until what was started is written, or has failed."""
+        comm = self.session.comm
         if self._thread is not None:
-            self._thread.join()
+            with comm.flight.excused(self._thread.name) if isinstance(comm, TorchComm) else nullcontext():
+                self._thread.join()
             self._thread = None
 
     @property

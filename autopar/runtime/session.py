@@ -152,12 +152,14 @@ class Session(State):
         for stage in self._last.stages.values():
             stage.rt.grads.forget()
         form, outputs = self._run(batch)
+        self.comm.at(self.rt.step + 1, "gradients")
         with spanned(self.recorder, "gradients"):
             gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
             form.shared.earn(gradients)
         self.grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
         loss = self._start_loss(form, outputs)
         borrowed = {name for stage in form.stages.values() for name in stage.rt.grads.borrowed}
+        self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
             updated = self.updater.step(self.grads, loss, borrowed)
         if updated:
