@@ -142,14 +142,9 @@ class Flight:
         """Beat, and look for whoever keeps this rank for more than so many seconds. first_limit_s: in the first step, which warms
         up; folder: for the buffers; end: ends the process with a text."""
         interval_s = max(min(1.0, limit_s / 10), self.world_size / RANKS_A_SECOND)
-        arguments = (
-            store.clone(),
-            folder,
-            (limit_s, first_limit_s),
-            interval_s,
-            end,
-        )  # a client of its own: that of the
-        thread = threading.Thread(target=self._watch, args=arguments, name="autopar beat", daemon=True)  # rank may wait
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # of this thread alone: the rank's may be waiting
+        arguments = (own, folder, (limit_s, first_limit_s), interval_s, end)
+        thread = threading.Thread(target=self._watch, args=arguments, name="autopar beat", daemon=True)
         thread.start()
 
     def stop(self) -> None:

@@ -184,7 +184,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             run(program, arguments)
     except BaseException as error:
         _die(error, program)
-    if isinstance(program.session.comm, TorchComm):
+    if program is not None and isinstance(program.session.comm, TorchComm):
         program.session.comm.flight.stop()
     dist.destroy_process_group()
     return 0
