@@ -5,7 +5,8 @@
     tiers: usual                                  network: {bandwidth_GBps: 50, latency_us: 8, oversubscription: 2}
                                                   tiers: {ddr: {capacity_GB: 2000, bandwidth_GBps: 50}, nvme: {…}}
 
-`tiers` is memory beyond the devices' own (`autopar.cluster.tiers`): capacity of a node, bandwidth of each device. A new
+`tiers` is memory beyond the devices' own (`autopar.cluster.tiers`): capacity of a node, bandwidth of each device;
+`reliability` how often devices fail and what that takes (`autopar.cluster.reliability`). A new
 device or machine is data: a row of `data/devices.json`, or of `data/machines.json`, or all its figures in such a file.
 """
 
@@ -21,6 +22,7 @@ from autopar.cluster.checks import MOST_SECONDS, OVERSUBSCRIPTION, RANKS, RATE, 
 from autopar.cluster.device import DeviceSpec, device_from_dict, load_data, usual_tiers
 from autopar.cluster.family import add_rack, link_family, usual_link
 from autopar.cluster.link import LINK, LinkLevel, link_from_dict
+from autopar.cluster.reliability import Reliability, reliability_from_dict, reliability_from_file
 from autopar.cluster.tiers import tiers_from_dict
 from autopar.cluster.yaml_text import parse_yaml
 from autopar.errors import ClusterError
@@ -63,6 +65,7 @@ _CLUSTER = record(
         "network": record({}, _NETWORK),
         "rack": record({"nodes": RANKS}, _NETWORK),
         "profile": text(),
+        "reliability": anything,
     },
 )
 _FULL = record(
@@ -70,7 +73,7 @@ _FULL = record(
         "devices": listed(record({"count": RANKS, "device": _DEVICE}), least=1, most=_MOST_RUNS),
         "levels": listed(LINK, least=1, most=16),
     },
-    {"name": text(), "profile": text()},
+    {"name": text(), "profile": text(), "reliability": anything},
 )
 
 
@@ -81,6 +84,7 @@ class Description:
     name: str
     devices: tuple[tuple[int, DeviceSpec], ...]
     levels: tuple[LinkLevel, ...]
+    reliability: Reliability | None = None
 
 
 def read_cluster_file(path: Path) -> Mapping[str, Any]:
@@ -108,8 +112,12 @@ def described(data: Mapping[str, Any]) -> Description:
             (run["count"], device_from_dict(run["device"], f"devices[{i}].device"))
             for i, run in enumerate(full["devices"])
         )
-        return Description(full.get("name", "cluster"), runs, tuple(map(link_from_dict, full["levels"])))
+        fails = reliability_from_dict(full["reliability"]) if "reliability" in full else None
+        return Description(full.get("name", "cluster"), runs, tuple(map(link_from_dict, full["levels"])), fails)
     given = checked(_CLUSTER, data, "")
+    if "reliability" in given:
+        rest = described({key: value for key, value in data.items() if key != "reliability"})
+        return replace(rest, reliability=reliability_from_file(given["reliability"]))
     if "tiers" in given:
         return _tiered(described({key: value for key, value in data.items() if key != "tiers"}), given["tiers"])
     if "preset" in given:

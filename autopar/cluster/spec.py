@@ -22,6 +22,7 @@ from autopar.cluster.family import add_rack, link_family, usual_link
 from autopar.cluster.files import described, read_cluster_file
 from autopar.cluster.kernels import kernels_from_dict
 from autopar.cluster.link import PROFILED_LINK, LinkLevel, profiled_link
+from autopar.cluster.reliability import Reliability
 from autopar.cluster.tiers import Tier
 from autopar.errors import ClusterError
 from autopar.runtime.datafile import read_json
@@ -44,11 +45,13 @@ from autopar.runtime.schema import (
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Devices in rank order, as runs (count, device), and the link levels above them, innermost first."""
+    """Devices in rank order, as runs (count, device), and the link levels above them, innermost first. reliability: how often
+    they fail, where that is known."""
 
     name: str
     devices: tuple[tuple[int, DeviceSpec], ...]
     levels: tuple[LinkLevel, ...]
+    reliability: Reliability | None = None
 
     def __post_init__(self) -> None:
         checked(_RUNS, self.devices, f"cluster {name_text(self.name, 'cluster')}", "devices")
@@ -101,7 +104,7 @@ class ClusterSpec:
 
     def fingerprint(self) -> str:
         """A short hash of everything a plan depends on; equal descriptions have equal fingerprints."""
-        text = json.dumps(self.to_dict(), sort_keys=True)
+        text = json.dumps(replace(self, reliability=None).to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,6 +113,7 @@ class ClusterSpec:
             "name": self.name,
             "devices": [{"count": n, "device": d.to_dict()} for n, d in self.devices],
             "levels": [level.to_dict() for level in self.levels],
+            **({"reliability": self.reliability.to_dict()} if self.reliability is not None else {}),
         }
 
     def with_profile(self, profile: Mapping[str, Any]) -> ClusterSpec:
@@ -216,7 +220,7 @@ class ClusterSpec:
     def from_dict(data: Mapping[str, Any]) -> ClusterSpec:
         """Reads `to_dict`'s form, `{preset, nodes}`, or `{nodes: [...], network: {...}}`. Raises ClusterError."""
         found = described(data)
-        return ClusterSpec(found.name, found.devices, found.levels)
+        return ClusterSpec(found.name, found.devices, found.levels, found.reliability)
 
 
 def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
@@ -237,7 +241,7 @@ def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
         levels += (usual_link(link_family(cluster.device(0)), "cluster", size * times),)
     else:
         levels = (*levels[:-1], replace(levels[-1], group_size=outer.group_size * times))
-    return ClusterSpec(f"{cluster.name}-times-{times}", grown, levels)
+    return ClusterSpec(f"{cluster.name}-times-{times}", grown, levels, cluster.reliability)
 
 
 _LATENCY, _RATE, _EFFICIENCY, _COUNT = optional(SECONDS), optional(RATE), optional(SHARE), optional(RANKS)

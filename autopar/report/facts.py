@@ -14,6 +14,7 @@ from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.actions import show_row
 from autopar.ir.lines import Compute, Convert, Function, Line, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
+from autopar.report.long_run import long_run_facts
 
 
 def facts(program: Compiled) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def facts(program: Compiled) -> dict[str, Any]:
         "model": type(program.model).__name__,
         "cluster": program.cluster.name,
         "cluster_described": program.cluster.to_dict(),
+        "long_run": long_run_facts(program),
         "calls": [{"template": c.template, "path": c.path} for c in program.ir.calls],
         "schedule": {
             "name": program.plan.schedule,

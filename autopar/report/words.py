@@ -9,6 +9,7 @@ from autopar.ir.program import Program
 from autopar.ir.spec import Spec
 from autopar.ir.text import size_text, time_text
 from autopar.passes.search.placement import placement_gain
+from autopar.report.long_run import DAYS, long_run
 
 
 def report(program: Compiled) -> str:
@@ -44,6 +45,7 @@ def report(program: Compiled) -> str:
     for stage in program.stages[:1] if len({s.mesh.axes for s in program.stages}) == 1 else program.stages:
         lines += _storage(stage)
     lines += _tiers(program)
+    lines += _failures(program)
     lines += _communication(program)
     lines += _placement(program)
     lines += _buckets(program)
@@ -143,6 +145,18 @@ def _storage(stage: LoweredStage) -> list[str]:
         state = "" if optimizer == storage else f", gradient and optimizer state {optimizer}"
         lines.append(f"  {storage}{state}: {size_text(total)} in {first}")
     return lines
+
+
+def _failures(program: Compiled) -> list[str]:
+    """What the cluster's failures take of a long run, and how often to save."""
+    known = long_run(program)
+    if known is None:
+        return []
+    return [
+        f"failures: one every {time_text(known.failures.mtbf_s)} on these {program.plan.ranks} devices; saving every "
+        f"{known.save_every} steps ({time_text(known.interval_s)}), {known.goodput:.1%} of the time of {DAYS} days of work is "
+        f"work that stays ({known.outcome.failures} failures, {time_text(known.outcome.lost_s)} of work done again)"
+    ]
 
 
 def _tiers(program: Compiled) -> list[str]:

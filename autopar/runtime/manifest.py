@@ -107,6 +107,7 @@ _MANIFEST = record(
         "state_names": table(_NAME, listed(_NAME)),
         "constants": optional(path_inside),
         "placement": optional(listed(integer(0, MOST_RANKS))),
+        "save_every": optional(integer(1, 1 << 53)),
     },
 )
 
@@ -139,6 +140,7 @@ class Manifest:
     state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str | None = None
     home: Path | None = None
+    save_every: int | None = None
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -195,6 +197,7 @@ class Manifest:
             pad_values=raw.get("pad_values", {}),
             state_names={name: tuple(names) for name, names in raw.get("state_names", {}).items()},
             constants=raw.get("constants"),
+            save_every=raw.get("save_every"),
         )
 
     def check_world_size(self) -> None:

@@ -119,7 +119,7 @@ class Run:
         self.manifest: Manifest = program.manifest
         self.arguments = arguments
         self.comm = self.session.comm
-        self.save_every = arguments.save_every or SAVE_EVERY
+        self.save_every = arguments.save_every or self.manifest.save_every or SAVE_EVERY
         self.directory = RunDirectory(Path(arguments.run), arguments.keep, arguments.keep_every)
         needed = state_bytes(self.session)
         self._on_first_rank(lambda: self.directory.prepare(needed))

@@ -1,0 +1,78 @@
+"""A compiled program as a run of weeks: how often to save, and what is left of the time after failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.compiled import Compiled
+from autopar.costmodel.bill import cluster_nodes
+from autopar.costmodel.goodput import Failures, Outcome, Saving, best_interval_s, simulate
+
+DAYS = 30
+"""That are simulated."""
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """What is expected of it. save_every: steps."""
+
+    failures: Failures
+    saving: Saving
+    save_every: int
+    interval_s: float
+    outcome: Outcome
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time in which work was done that stayed."""
+        return self.outcome.goodput
+
+
+def state_bytes(program: Compiled) -> float:
+    """Of parameters, buffers and optimizer state, each once."""
+    optimizer, parameters = program.setting.optimizer, program.ir.parameters
+    total = sum(
+        float(p.type.nbytes + optimizer.shard_bytes(p.type, float(p.type.nbytes), n)) for n, p in parameters.items()
+    )
+    return total + sum(float(b.type.nbytes) for b in program.ir.buffers.values())
+
+
+def long_run(program: Compiled) -> LongRun | None:
+    """Nothing for inference, and where the cluster does not say how often it fails.
+
+    A copy of the state to the host goes over every device's own way there, and each is counted to hold as much as any; to where
+    checkpoints rest all nodes write at once.
+    """
+    known, cluster = program.cluster.reliability, program.cluster
+    if known is None or not program.training:
+        return None
+    nodes = cluster_nodes(cluster)
+    failures = Failures(
+        known.device_mtbf_s / program.plan.ranks,
+        known.detect_s + known.restart_s,
+        int(nodes),
+        known.spare_nodes,
+        known.repair_s,
+    )
+    resting = max(sum(b for kind, b in s.memory.resting.items() if kind != "gradients") for s in program.account.stages)
+    stall_s = resting / min(device.host_bandwidth_Bps for _, device in cluster.devices)
+    saving = Saving(stall_s, state_bytes(program) / (nodes * known.storage_Bps))
+    step_s = program.predicted.step_time_s
+    interval_s = best_interval_s(saving, failures, step_s)
+    outcome = simulate(DAYS * 86400.0, interval_s, saving, failures)
+    return LongRun(failures, saving, round(interval_s / step_s), interval_s, outcome)
+
+
+def long_run_facts(program: Compiled) -> dict[str, Any] | None:
+    """As program.json has it."""
+    known = long_run(program)
+    if known is None:
+        return None
+    return {
+        "mtbf_s": known.failures.mtbf_s,
+        "stall_s": known.saving.stall_s,
+        "write_s": known.saving.write_s,
+        "save_every": known.save_every,
+        "goodput": known.goodput,
+    }
