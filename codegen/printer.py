@@ -14,7 +14,7 @@ import torch
 
 from autopar.codegen.text import comment
 from autopar.ir.call import schema_arguments
-from autopar.ir.lines import Compute, Convert, Line, Ref, Site
+from autopar.ir.lines import Compute, Convert, Line, Ref, Site, Start, Wait
 from autopar.ops.discover import target_of
 from autopar.ops.registry import AlongAxis, Offset, find
 
@@ -71,8 +71,12 @@ class Printer:
 
     # --- lines ----------------------------------------------------------------------------------------------------------
 
-    def expression(self, line: Compute | Convert) -> str:
+    def expression(self, line: Compute | Convert | Start | Wait) -> str:
         """Right-hand side of a line."""
+        if isinstance(line, Start):
+            return self._collective(line.line, "start_")
+        if isinstance(line, Wait):
+            return f"{self.local(line.value)}.wait()"
         if isinstance(line, Convert):
             return self._collective(line)
         function = _carrier(line)
@@ -89,7 +93,8 @@ class Printer:
         schema_names = {n for n, _, _ in schema_arguments(target_of(line.op))}
         return ", ".join(f"{k}={self.value(v)}" for k, v in line.kwargs.items() if k not in schema_names)
 
-    def _collective(self, line: Convert) -> str:
+    def _collective(self, line: Convert, start: str = "") -> str:
+        """start: what the names of functions that give a handle begin with."""
         x, step = self.local(line.value), line.step
         op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
         match step.kind:
@@ -98,12 +103,12 @@ class Printer:
             case "to_partial":
                 return f"ops.only_first({x}, rt.comm.axis_index({step.axis!r}))"
             case "all_reduce":
-                return f"rt.comm.all_reduce({x}, {step.axis!r}{op})"
+                return f"rt.comm.{start}all_reduce({x}, {step.axis!r}{op})"
             case "reduce_scatter":
-                return f"rt.comm.reduce_scatter({x}, {step.dim}, {step.axis!r}{op})"
+                return f"rt.comm.{start}reduce_scatter({x}, {step.dim}, {step.axis!r}{op})"
             case "all_gather":
-                return f"rt.comm.all_gather({x}, {step.dim}, {step.axis!r})"
-        return f"rt.comm.all_to_all({x}, {step.to_dim}, {step.dim}, {step.axis!r})"
+                return f"rt.comm.{start}all_gather({x}, {step.dim}, {step.axis!r})"
+        return f"rt.comm.{start}all_to_all({x}, {step.to_dim}, {step.dim}, {step.axis!r})"
 
     def _own(self, line: Compute) -> str:
         definition, name = find(line.op), line.op.split(".")[1]
@@ -198,7 +203,9 @@ def _axes(axes: tuple[str, ...]) -> str:
 
 def statement(line: Line, printer: Printer) -> str:
     """An op or a conversion with what it makes: `y = a + b  # f32[8@dp, 128] ~sum(tp)`."""
-    assert isinstance(line, (Compute, Convert)), line
+    assert isinstance(line, (Compute, Convert, Start, Wait)), line
+    if isinstance(line, Start):
+        return f"{printer.local(line.outs[0])} = {printer.expression(line)}"
     comma = "," if len(line.outs) == 1 and len(line.types) == 1 and _returns_list(line) else ""
     return f"{', '.join(map(printer.local, line.outs))}{comma} = {printer.expression(line)}  # {show_types(line)}"
 
@@ -208,7 +215,7 @@ def show_types(line: Line) -> str:
     return comment(", ".join(s.show(t) for _, t, s in line.made() if t is not None and s is not None))
 
 
-def _returns_list(line: Compute | Convert) -> bool:
+def _returns_list(line: Line) -> bool:
     """Whether the op returns its results in a list, which may have one entry."""
     returns = target_of(line.op)._schema.returns if isinstance(line, Compute) else []
     return len(returns) == 1 and str(returns[0].type).startswith("List")

@@ -1,11 +1,14 @@
 """The lines of a lowered function: one frozen dataclass per kind, local values by name.
 
-A template's function has two kinds of lines, an op on blocks (`Compute`) and a step between specs (`Convert`). A stage's
-function calls its templates and has all that happens between the calls: parameters gathered, gradients handed over,
-buffers, memory tiers. Two ranks, a row-parallel product inside a template, and what its stage says about it:
+A template's function has two kinds of lines, an op on blocks (`Compute`) and a step between specs (`Convert`), which may be
+in two parts (`Start` and `Wait`) with others between them. A stage's function calls its templates and has all that happens
+between the calls: parameters gathered, gradients handed over, buffers, memory tiers. Two ranks, a row-parallel product inside
+a template, and what its stage says about it:
 
     Compute("autopar.linear", {"x": Ref("x"), "w": Ref("w")}, outs=("y",), …)       y = ops.linear(x, w)
     Convert("y", Step("all_reduce", "tp"), outs=("y_reduced",), …)                  y_reduced = rt.comm.all_reduce(y, 'tp')
+    Start(Convert(…), outs=("y_coming",))                                           y_coming = rt.comm.start_all_reduce(y, 'tp')
+    Wait("y_coming", Convert(…), outs=("y_reduced",), …)                            y_reduced = y_coming.wait()
 
     Prefetch(GatherKey(3), (ParameterGather("w", …),))                              rt.prefetch('3f', […])
     TakeParameters(GatherKey(3), outs=("w_3f",))                                    w_3f, = rt.take('3f')
@@ -146,6 +149,23 @@ class Convert(ValueLine):
 
     step: Step
     node: str = ""
+
+
+@dataclass(frozen=True)
+class Start(Line):
+    """The message of a conversion sets out. outs: a handle, which the conversion's Wait takes; lines between run meanwhile."""
+
+    line: Convert
+
+    def reads(self) -> Iterator[str]:
+        yield from self.line.reads()
+
+
+@dataclass(frozen=True)
+class Wait(ValueLine):
+    """What a conversion makes, once its message has arrived. value: the handle."""
+
+    line: Convert
 
 
 @dataclass(frozen=True)
@@ -297,6 +317,10 @@ def label(line: Line) -> str:
             return op
         case Convert(step=step):
             return f"comm.{step.kind}"
+        case Start(line=started):
+            return f"comm.start_{started.step.kind}"
+        case Wait():
+            return "comm.wait"
     return _LABELS[type(line)]
 
 

@@ -12,7 +12,7 @@ from autopar.capture.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.actions import show_row
-from autopar.ir.lines import Compute, Convert, Function, Line, label
+from autopar.ir.lines import Compute, Convert, Function, Line, Start, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 
 
@@ -137,6 +137,14 @@ def _line(line: Line) -> dict[str, Any]:
         "specs": [s.show(t) if t is not None and s is not None else "" for _, t, s in line.made()],
         "phase": line.phase,
         "source": line.source,
-        "axis": line.step.axis if isinstance(line, Convert) else None,
+        "axis": _axis(line),
         "sent": [vars(sent) for sent in line.sent] if isinstance(line, Compute) else [],
     }
+
+
+def _axis(line: Line) -> str | None:
+    """Of the message that a line sends itself."""
+    match line:
+        case Convert(step=step) | Start(line=Convert(step=step)):
+            return step.axis
+    return None

@@ -17,11 +17,11 @@ import torch
 
 from autopar.codegen.printer import Printer
 from autopar.counter import ByteCounter
-from autopar.ir.lines import Compute, Convert, ParameterGather, Ref
+from autopar.ir.lines import Compute, Convert, Line, ParameterGather, Ref, Start, Wait
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
-from autopar.ir.steps import RuntimeStep, rows
+from autopar.ir.steps import RuntimeStep, Step, rows
 from autopar.ir.types import TensorType
 from autopar.ops.homes import HOMES
 from autopar.ops.registry import find
@@ -146,10 +146,16 @@ def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], d
     return Effect(tuple(outs), tuple(sizes), max(counter.peak, sum(sizes)))
 
 
-def line_effect(
-    line: Compute | Convert, layout_of: Mapping[str, Layout | None], mesh: Mesh
-) -> tuple[list[str], Effect]:
-    """The tensors that a line reads, by name, and what it makes of them. layout_of: values by name (None: no tensor)."""
+def line_effect(line: Line, layout_of: Mapping[str, Layout | None], mesh: Mesh) -> tuple[list[str], Effect]:
+    """The tensors that a line reads, by name, and what it makes of them. layout_of: values by name (None: no tensor); of a
+    handle that of the operand whose message is on its way."""
+    if isinstance(line, (Start, Wait)):
+        (name,) = line.reads()
+        operand = layout_of[name]
+        assert operand is not None
+        started, arrived = _message_effects(line.line.step, operand, mesh.axes)
+        return ([name], started) if isinstance(line, Start) else ([], arrived)
+    assert isinstance(line, (Compute, Convert)), line
     operands = {name: layout for name in line.reads() if (layout := layout_of.get(name)) is not None}
     numbered, layouts = _numbered(line, {name: f"v{i}" for i, name in enumerate(operands)}), tuple(operands.values())
     what = numbered.step if isinstance(numbered, Convert) else (numbered.op, numbered.carried, _frozen(numbered.kwargs))
@@ -157,6 +163,33 @@ def line_effect(
     if key not in _EFFECTS:
         _EFFECTS[key] = _probe(numbered, layouts, mesh)
     return list(operands), _EFFECTS[key]
+
+
+@cache
+def _message_effects(step: Step, operand: Layout, axes: tuple[tuple[str, int], ...]) -> tuple[Effect, Effect]:
+    """What the start of a conversion makes, its handle and the operand where the handle holds it; and what its wait makes."""
+    conversion = Convert("v", step, outs=("w",))
+    start = eval(f"lambda rt, v: {_ASKED.expression(Start(conversion))}")
+    counter = ByteCounter()
+    with torch.no_grad(), counter:
+        tensor = operand.tensor()
+        nbytes = counter.alive
+        handle = start(_rank(axes), tensor)
+        alive, starting_peak = counter.alive, counter.peak
+        del tensor
+        holds_operand = counter.alive == alive
+        started = alive - nbytes
+        held = counter.alive
+        counter.restart()
+        result = handle.wait()
+        del handle
+        ending_peak = counter.peak - held
+    sent = (Out(0 if holds_operand else -1, -1, None),)
+    fresh = result.untyped_storage().nbytes()
+    return (
+        Effect((Out(-1, 0, operand), *sent), (started,), starting_peak - nbytes),
+        Effect((Out(-1, 0, Layout.of(result)),), (fresh,), ending_peak),
+    )
 
 
 _EFFECTS: dict[Any, Effect] = {}
