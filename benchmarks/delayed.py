@@ -13,15 +13,17 @@ bytes/s, a = 0, both call at second 0:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from autopar.program import ParallelProgram
 from autopar.runtime.comm import Call, Comm
-from autopar.runtime.threads import ThreadComm
+from autopar.runtime.threads import ThreadComm, run_threads
 
 Meeting = tuple[object, ...]
 
@@ -122,3 +124,40 @@ class DelayedComm(ThreadComm):
             self._not_computed_s += max(arrivals_s[self.rank], waits_s) - self.clock_s()
 
         return wait
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of every step of every program on rank 0, and their losses, the first step left out."""
+
+    seconds: Mapping[str, list[float]]
+    losses: Mapping[str, list[float]]
+
+
+def steps_on_link(
+    link: Link, mesh: Mapping[str, int], programs: Mapping[str, ParallelProgram], batch: Sequence[Tensor], steps: int
+) -> Turns:
+    """Programs of these ranks that take turns step by step on a link, every rank a thread on a clock of its own."""
+    traffic = {name: Traffic(link) for name in programs}
+
+    def rank(comm: Comm) -> Turns:
+        sessions = {}
+        for name, program in programs.items():
+            slow = DelayedComm(comm, traffic[name], name)
+            session = program.in_process.session(slow, program.request.update, program.options.seed)
+            session.load_weights(program.weights())
+            sessions[name] = session, slow
+        turns = Turns({name: [] for name in programs}, {name: [] for name in programs})
+        for turn in range(steps + 1):
+            for name in sessions if turn % 2 else reversed(sessions):
+                session, slow = sessions[name]
+                slow.barrier()
+                start_s = slow.clock_s()
+                loss = float(session.train_step(batch))
+                slow.barrier()
+                if turn:
+                    turns.seconds[name].append(slow.clock_s() - start_s)
+                    turns.losses[name].append(loss)
+        return turns
+
+    return run_threads(math.prod(mesh.values()), mesh, rank)[0]

@@ -1,0 +1,176 @@
+"""A step with lines run while messages travel beside the same step without, on slow links, one JSON object.
+
+    python -m benchmarks.overlap [--steps 7] [--limit N]
+
+Transformer blocks are compiled for tensor parallelism as in Megatron-LM (`strategy="megatron"`) on 2 or 4 ranks, one after the
+other or with attention and MLP side by side. The same plan runs as it is, with `overlap="between"` and `overlap="moved"`
+(`autopar.passes.lower.overlap`), in turns, every rank a thread on a clock of processor seconds and of messages as slow as the
+link's (`delayed.py`). What is predicted is the account of the same programs on a cluster with that link, whose devices are
+calibrated right before each setting. Losses, gradients and updates must be the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.plan import OVERLAPS
+from benchmarks.attention_forms import device_profile
+from benchmarks.delayed import Link, steps_on_link
+from benchmarks.turns import print_json
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Blocks on a link. mbytes: of 1e6 bytes/s that a rank sends. beside: attention and MLP read the same norm."""
+
+    ranks: int
+    batch: int
+    length: int
+    width: int
+    beside: bool
+    mbytes: float
+    layers: int = 2
+    heads: int = 4
+    latency_s: float = 1e-4
+
+    @property
+    def link(self) -> Link:
+        return Link(self.mbytes * 1e6, self.latency_s)
+
+
+SETTINGS = (
+    Setting(2, 4, 256, 256, False, 100),
+    Setting(2, 4, 256, 256, True, 100),
+    Setting(2, 2, 512, 512, False, 200),
+    Setting(4, 4, 256, 256, False, 300),
+    Setting(4, 4, 256, 256, True, 200),
+    Setting(4, 2, 512, 512, False, 400),
+)
+
+
+class Block(nn.Module):
+    """x: (batch, length, width)."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        d = setting.width
+        self.heads, self.beside = setting.heads, setting.beside
+        self.norm, self.mlp_norm = nn.LayerNorm(d), nn.Identity() if setting.beside else nn.LayerNorm(d)
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        out: Tensor = self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return out
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(x)))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        if self.beside:
+            return x + self._attention(normed) + self._mlp(normed)
+        x = x + self._attention(normed)
+        return x + self._mlp(self.mlp_norm(x))
+
+
+class Blocks(nn.Module):
+    """The loss of x: (batch, length, width)."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(setting) for _ in range(setting.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def programs_of(setting: Setting, profile: Mapping[str, Any]) -> dict[str, autopar.Program]:
+    """The program with every overlap, "" for none, on a cluster of calibrated devices with the setting's link."""
+    cluster = autopar.ClusterSpec.local(setting.ranks).with_profile(profile)
+    (level,) = cluster.levels
+    level = replace(level, bandwidth_Bps=setting.link.bandwidth_Bps, latency_s=setting.link.latency_s)
+    torch.manual_seed(0)
+    program = autopar.compile(
+        Blocks(setting),
+        replace(cluster, levels=(level,)),
+        (batch_of(setting),),
+        optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
+        options=autopar.Options(mesh={"tp": setting.ranks}, strategy="megatron", microbatches=1, overlap=False),
+    )
+    return {overlap: program.with_plan(with_overlap(program.plan, overlap)) for overlap in OVERLAPS}
+
+
+def with_overlap(plan: autopar.Plan, overlap: str) -> autopar.Plan:
+    """The plan with so much overlap in all templates."""
+    stages = (
+        replace(stage, templates={name: replace(t, overlap=overlap) for name, t in stage.templates.items()})
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def batch_of(setting: Setting) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(setting.batch, setting.length, setting.width, generator=generator)
+
+
+def row(setting: Setting, steps: int) -> dict[str, Any]:
+    """What a setting says. Raises ArithmeticError where overlap changes a bit of a loss."""
+    programs = programs_of(setting, device_profile(setting.ranks))
+    turns = steps_on_link(setting.link, {"tp": setting.ranks}, programs, [batch_of(setting)], steps)
+    if len({tuple(losses) for losses in turns.losses.values()}) > 1:
+        raise ArithmeticError(f"{setting}: the losses are {turns.losses}")
+    predicted_s = {name: program.predicted.step_time_s for name, program in programs.items()}
+    measured_s = {name: statistics.median(seconds) for name, seconds in turns.seconds.items()}
+    whole = programs[""].predicted
+    ratios = {name: round(measured_s[name] / measured_s[""], 3) for name in OVERLAPS if name}
+    predicted = {name: round(predicted_s[name] / predicted_s[""], 3) for name in OVERLAPS if name}
+    return {
+        "setting": asdict(setting),
+        "measured_s": {name or "none": round(s, 4) for name, s in measured_s.items()},
+        "predicted_s": {name or "none": round(s, 4) for name, s in predicted_s.items()},
+        "message_share": round(whole.comm_time_s / whole.step_time_s, 3),
+        "measured_ratio": ratios,
+        "predicted_ratio": predicted,
+        "peak_bytes": {name or "none": program.predicted.peak_bytes for name, program in programs.items()},
+    }
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All settings together."""
+    return {
+        "benchmark": "overlap",
+        "settings": len(rows),
+        "message_shares": [r["message_share"] for r in rows],
+        "moved/none": [r["measured_ratio"]["moved"] for r in rows],
+        "predicted_moved/none": [r["predicted_ratio"]["moved"] for r in rows],
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--limit", type=int, default=len(SETTINGS), help="the first settings alone")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print_json(summary([row(setting, args.steps) for setting in SETTINGS[: args.limit]]))
+
+
+if __name__ == "__main__":
+    main()
