@@ -43,7 +43,9 @@ from autopar.runtime.schema import (
 )
 
 VERSION = 1
-OVERLAPS = ("", "between", "moved")
+OVERLAPS = ("", "between", "next", "any")
+"""How far lines change places to run while messages travel: not at all, each message being waited for where it starts (""), and
+ever further, with ever more that is held meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,7 @@ class TemplatePlan:
 
     recompute: values of forward that backward makes again instead of their being kept (`autopar.passes.recompute`).
     offload: kept values that rest in the memory tier `offload_tier` from forward to backward (`autopar.passes.shard.offload`).
-    overlap: which lines may run while messages travel (`autopar.passes.lower.overlap`): none (""), those that stand between
-    ("between"), or others that change places with them too ("moved").
+    overlap: which lines run while messages travel, a name of OVERLAPS (`autopar.passes.lower.overlap`).
     """
 
     strategies: dict[str, Strategy]

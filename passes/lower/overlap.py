@@ -9,10 +9,15 @@ of its link (`autopar.passes.price.link_clock`). Backward of a row-parallel prod
     dx = rt.comm.all_reduce(dx, 'tp')     dw = g.T @ x
     y = f(dx)                             dx = dx_coming.wait();  y = f(dx)
 
-Messages keep their order, and every rank of a stage runs the same lines, so collectives match. "between": all other lines keep
-theirs too. "moved": what the next message does not need is done once that is under way (dw above, each line behind one
-message at most, so that little is held for longer), and what needs a message that is still coming lets others go first. A
-function that this does not make faster stays as it is.
+Messages keep their order, and every rank of a stage runs the same lines, so collectives match. How far other lines change
+places the plan says (`TemplatePlan.overlap`), as what is put off holds its operands for longer:
+
+    between    not at all
+    next       what needs a message that is still coming lets others go first, and what the next message does not need (dw
+               above) is put off until that is under way
+    any        what no message needs is put off until there is time for it, if need be to the end
+
+A function that this does not make faster stays as it is.
 """
 
 from __future__ import annotations
@@ -32,8 +37,8 @@ RunLine = Callable[[LinkClock, Line], None]
 
 
 def overlapped(function: Function, overlap: str, pricer: Pricer, work_s: Callable[[Line], float]) -> Function:
-    """The function with lines run while messages travel, as far as a plan says (`TemplatePlan.overlap`) and where it is faster.
-    work_s: seconds of a line's own work."""
+    """The function with lines run while messages travel, as far as a plan says and where it is faster. work_s: seconds of a
+    line's own work."""
     sizes, held = pricer.mesh.sizes, function.local_bytes(pricer.mesh)
     messages = [i for i, line in enumerate(function.lines) if _sends(line, sizes)]
     if not overlap or not messages:
@@ -42,7 +47,7 @@ def overlapped(function: Function, overlap: str, pricer: Pricer, work_s: Callabl
     def run(clock: LinkClock, line: Line) -> None:
         run_line(clock, line, held, pricer, work_s(line))
 
-    order = _Order(function, messages, overlap == "moved", LinkClock(pricer.least_exposed), run)
+    order = _Order(function, messages, overlap, LinkClock(pricer.least_exposed), run)
     lines = tuple(_joined([*order.lines()]))
     before, after = LinkClock(pricer.least_exposed), LinkClock(pricer.least_exposed)
     for clock, sequence in ((before, function.lines), (after, lines)):
@@ -56,13 +61,13 @@ def _sends(line: Line, sizes: dict[str, int]) -> bool:
 
 
 class _Order:
-    """The lines of a function as they are taken. messages: places of the conversions that send; moves: whether other lines may
-    change places."""
+    """The lines of a function as they are taken. messages: places of the conversions that send."""
 
     def __init__(
-        self, function: Function, messages: Sequence[int], moves: bool, clock: LinkClock, run: RunLine
+        self, function: Function, messages: Sequence[int], overlap: str, clock: LinkClock, run: RunLine
     ) -> None:
-        self.function, self.messages, self.moves, self.clock, self.run = function, list(messages), moves, clock, run
+        self.function, self.messages, self.clock, self.run = function, list(messages), clock, run
+        self.moves = overlap != "between"
         self.names = Names()
         for name in (*function.args, *function.arg_types, *(out for line in function.lines for out in line.outs)):
             self.names.take(name)
@@ -74,7 +79,7 @@ class _Order:
             for name in set(line.reads()):
                 self.readers.setdefault(name, []).append(i)
         self.coming: dict[str, Wait] = {}
-        self.turn = self._turns()
+        self.turn = self._turns(overlap)
         self.ready = [(self.turn[i], i) for i in range(len(function.lines)) if not self.unmade[i] and i in self.turn]
         heapq.heapify(self.ready)
         self.blocked: list[tuple[float, int]] = []
@@ -97,18 +102,17 @@ class _Order:
         for name in list(self.coming):
             yield self._wait(name)
 
-    def _turns(self) -> dict[int, tuple[int, ...]]:
-        """In which order lines that send nothing are taken: as they stand; or, if they may move, those that the next message
-        does not need behind it."""
+    def _turns(self, overlap: str) -> dict[int, tuple[int, ...]]:
+        """In which order lines that send nothing are taken: as they stand, but for those that are put off."""
         lines, turns = self.function.lines, dict[int, tuple[int, ...]]()
-        needed, message = set[str](), len(lines)
+        needed, until = set[str](), len(lines)
         for i in reversed(range(len(lines))):
-            if i in self.messages:
-                needed, message = set(lines[i].reads()), i
-            else:
-                needs = not needed.isdisjoint(lines[i].outs)
-                turns[i] = (i,) if needs or not self.moves or message == len(lines) else (message, i)
-                needed |= set(lines[i].reads()) if needs else set()
+            if overlap == "next" and i in self.messages:
+                needed, until = set(), i
+            needs = i in self.messages or not needed.isdisjoint(lines[i].outs)
+            needed |= set(lines[i].reads()) if needs else set()
+            if i not in self.messages:
+                turns[i] = (i,) if needs or not self.moves else (until, i)
         return turns
 
     def _unblock(self) -> None:

@@ -1,12 +1,13 @@
 """The plan that won, with lines run while messages travel (`autopar.passes.lower.overlap`), where that is faster and fits.
 
-The solver counts every message in full, so this comes last. Stages whose ranks have no room for lines that change places keep
-them where they are, and wait for messages where they start if that takes too much as well.
+The solver counts every message in full, so this comes last. Lines change places as far as that pays in the stages whose ranks
+have room for it, and less far in others.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from autopar.ir.actions import splits_backward
 from autopar.passes.account.program import under
@@ -23,24 +24,25 @@ def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:
         return candidate
     wanted = [len(OVERLAPS) - 1] * len(candidate.plan.stages)
     while any(wanted):
-        plan = _overlapping(candidate.plan, [OVERLAPS[place] for place in wanted])
+        plan = overlapping(candidate.plan, *(OVERLAPS[place] for place in wanted))
         costs = under(task.stage_costs(plan, splits_backward(counted.table)), counted.table)
         if costs.step_time_s >= counted.step_time_s:
             return candidate
-        stages = [
-            [s for s in group if wanted[s]]
+        too_much = [
+            group
             for group, peak in zip(costs.graph.groups, costs.peaks, strict=True)
-            if peak > task.limit_at(plan.stages[group[0]].mesh.offset)
+            if peak > task.limit_at(plan.stages[group[0]].mesh.offset) and any(wanted[s] for s in group)
         ]
-        if not any(stages):
+        if not too_much:
             return task.finish(replace(candidate, plan=plan, lowered=None, account=costs))
-        for s in (s for group in stages for s in group):
-            wanted[s] -= 1
+        for s in chain(*too_much):
+            wanted[s] = max(wanted[s] - 1, 0)
     return candidate
 
 
-def _overlapping(plan: Plan, overlaps: list[str]) -> Plan:
-    """The plan with so much overlap in every stage."""
+def overlapping(plan: Plan, *overlaps: str) -> Plan:
+    """The plan with so much overlap in every stage, or in all."""
+    overlaps = overlaps * len(plan.stages) if len(overlaps) == 1 else overlaps
     return replace(
         plan,
         stages=tuple(
