@@ -83,7 +83,8 @@ class Sent:
     """Messages that an op sends itself, each after the one before.
 
     kind: as `autopar.costmodel.collective` has them; nbytes: of one, of the full array; times: how many.
-    behind: share of the op's own work that one of them is under way behind.
+    behind: share of the op's own work that one of them is under way behind. after: share of it that is done when an op that
+    can be suspended stops for the message (None: it does not).
     """
 
     kind: str
@@ -91,6 +92,7 @@ class Sent:
     nbytes: float
     times: int = 1
     behind: float = 0.0
+    after: float | None = None
 
 
 # --- lines
@@ -139,6 +141,11 @@ class Compute(Line):
     carried: tuple[tuple[str, str], ...] = ()
     sent: tuple[Sent, ...] = ()
 
+    @property
+    def stops(self) -> tuple[Sent, ...]:
+        """The messages for which the op stops where it is suspended."""
+        return tuple(sent for sent in self.sent if sent.after is not None)
+
     def reads(self) -> Iterator[str]:
         yield from _refs_in(list(self.kwargs.values()))
 
@@ -153,19 +160,29 @@ class Convert(ValueLine):
 
 @dataclass(frozen=True)
 class Start(Line):
-    """The message of a conversion sets out. outs: a handle, which the conversion's Wait takes; lines between run meanwhile."""
+    """A conversion whose message sets out, or an op that is run until it stops for a message of its own. outs: a handle, which
+    the line's Wait takes; lines between run meanwhile."""
 
-    line: Convert
+    line: Convert | Compute
 
     def reads(self) -> Iterator[str]:
         yield from self.line.reads()
 
 
 @dataclass(frozen=True)
-class Wait(ValueLine):
-    """What a conversion makes, once its message has arrived. value: the handle."""
+class GoOn(ValueLine):
+    """An op that was started is run until it stops for a message again. value: the handle; stop: number of that message among
+    those for which it stops."""
 
-    line: Convert
+    line: Compute
+    stop: int = 1
+
+
+@dataclass(frozen=True)
+class Wait(ValueLine):
+    """What a line makes that was started. value: the handle."""
+
+    line: Convert | Compute
 
 
 @dataclass(frozen=True)
@@ -317,8 +334,12 @@ def label(line: Line) -> str:
             return op
         case Convert(step=step):
             return f"comm.{step.kind}"
-        case Start(line=started):
-            return f"comm.start_{started.step.kind}"
+        case Start(line=Convert(step=step)):
+            return f"comm.start_{step.kind}"
+        case Start(line=Compute(op=op)):
+            return f"start {op}"
+        case GoOn(line=Compute(op=op)):
+            return f"go on {op}"
         case Wait():
             return "comm.wait"
     return _LABELS[type(line)]

@@ -130,6 +130,7 @@ def _function(f: Function) -> dict[str, Any]:
 
 
 def _line(line: Line) -> dict[str, Any]:
+    begun = line.line if isinstance(line, Start) else line
     return {
         "out": list(line.outs),
         "op": label(line),
@@ -137,14 +138,6 @@ def _line(line: Line) -> dict[str, Any]:
         "specs": [s.show(t) if t is not None and s is not None else "" for _, t, s in line.made()],
         "phase": line.phase,
         "source": line.source,
-        "axis": _axis(line),
-        "sent": [vars(sent) for sent in line.sent] if isinstance(line, Compute) else [],
+        "axis": begun.step.axis if isinstance(begun, Convert) else None,
+        "sent": [vars(sent) for sent in begun.sent] if isinstance(begun, Compute) else [],
     }
-
-
-def _axis(line: Line) -> str | None:
-    """Of the message that a line sends itself."""
-    match line:
-        case Convert(step=step) | Start(line=Convert(step=step)):
-            return step.axis
-    return None

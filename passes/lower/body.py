@@ -21,7 +21,7 @@ from autopar.ops.registry import Block, find
 from autopar.passes.lower.convert import Converter, cast
 from autopar.passes.lower.names import Names
 from autopar.passes.lower.overlap import overlapped
-from autopar.passes.price.link_clock import line_work_s
+from autopar.passes.price.link_clock import op_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import flow
@@ -131,9 +131,9 @@ class Body:
             if local in described
         }
         function = Function(name, tuple(args), tuple(self.lines), tuple(returns), types)
-        planned, held = self.planned, function.local_bytes(self.planned.pricer.mesh)
-        work_s = line_work_s(planned.plan, planned.template, planned.pricer, planned.rules, held)
-        return overlapped(function, planned.plan.overlap, planned.pricer, work_s)
+        planned = self.planned
+        op_s = op_seconds(planned.plan, planned.template, planned.pricer, planned.rules)
+        return overlapped(function, planned.plan.overlap, planned.pricer, op_s)
 
     def again(self, value: str) -> None:
         """Run the op that makes a value again, and first what it reads; values that are held stay as they are."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.lines import Function, Start, Wait
+from autopar.ir.lines import Function, GoOn, Start, Wait
 from autopar.ir.mesh import Mesh
 from autopar.passes.memory.probe import Effect, Layout, line_effect
 
@@ -125,9 +125,11 @@ def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[L
         made = line.outs
         match line:
             case Start(outs=(handle,)):
-                made = (handle, _sent_by(handle))
-            case Wait(handle):
-                dropped = (*dropped, _sent_by(handle))
+                made = (handle, *(f"{handle} holds {name}" for name in names))
+            case GoOn(handle):
+                made = (handle,)
+            case Wait(handle, started):
+                dropped = (*dropped, *(f"{handle} holds {name}" for name in started.reads()))
         outs = []
         for name, out in zip(made, effect.outs, strict=False):
             slot = slots.setdefault(name, len(slots))
@@ -136,11 +138,6 @@ def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[L
         events.append(Event(effect.peak, effect.fresh, tuple(outs), tuple(slots[n] for n in dropped if n in slots)))
     ends = tuple(slots.get(n, -1) if n else -1 for n in returned)
     return Tape(len(slots), tuple(events), ends, tuple(layout_of.get(n) if n else None for n in returned))
-
-
-def _sent_by(handle: str) -> str:
-    """The name under which a handle holds what it sends."""
-    return f"{handle} sent"
 
 
 def play(machine: Machine, played: Tape, arguments: Sequence[int], taken: Sequence[int] = ()) -> list[LiveValue]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
-from autopar.ir.lines import Compute, Convert, Function, Line, Prefetch, Start, TemplateCall, Wait
+from autopar.ir.lines import Compute, Convert, Function, GoOn, Line, Prefetch, Start, TemplateCall, Wait
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
@@ -30,7 +30,7 @@ from autopar.passes.price.lines import (
     regather_messages,
     regather_seconds,
 )
-from autopar.passes.price.link_clock import LinkClock, line_work_s, run_line
+from autopar.passes.price.link_clock import LinkClock, op_seconds, run_line
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.once import once
@@ -81,25 +81,25 @@ def _function_work(
     launch_s = pricer.device.launch_overhead_s
     computed_s = apart_s = 0.0
     launches = 0
-    work_s, clock = line_work_s(plan, template, pricer, rules, held), LinkClock(pricer.least_exposed)
+    op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
-        seconds = work_s(line)
-        run_line(clock, line, held, pricer, seconds)
-        kernel = passes_over_memory(line)
-        match line:
-            case Convert() | Start():
-                computed_s += seconds
+        run_line(clock, line, held, pricer, op_s)
+        begun = line.line if isinstance(line, Start) else line
+        kernel = passes_over_memory(begun)
+        match begun:
+            case Convert():
+                computed_s += conversion_copied_s(begun, held, pricer)
             case Compute(node=node) if node in template.op_calls and kernel is not None:
                 launches += 1
-                computed_s += 0.0 if kernel else seconds - launch_s
-                apart_s += seconds if kernel else launch_s
+                computed_s += 0.0 if kernel else op_s(begun) - launch_s
+                apart_s += op_s(begun) if kernel else launch_s
     fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
     return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s)
 
 
 def passes_over_memory(line: Line) -> bool | None:
     """Whether a line is a pass over memory; None where it moves nothing."""
-    if isinstance(line, (Convert, Start, Wait)):
+    if isinstance(line, (Convert, Start, GoOn, Wait)):
         return False
     if not isinstance(line, Compute):
         return None

@@ -57,9 +57,10 @@ def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, wh
     """What a line sends that stands in one of a stage's functions or in one of its templates'. held: bytes of the values
     of the line's function on one rank; where: the line stands."""
     match line:
-        case Convert() | Start(line=Convert()):
-            conversion = line.line if isinstance(line, Start) else line
-            yield from conversion_messages(conversion, held, stage.mesh, where)
+        case Start(line=started):
+            yield from line_messages(started, held, stage, where)
+        case Convert():
+            yield from conversion_messages(line, held, stage.mesh, where)
         case Compute(sent=sent):
             yield from (Message(s.kind, s.axis, f"{where}.{line.node}", s.nbytes) for s in sent for _ in range(s.times))
         case Prefetch(gathers=gathers):

@@ -12,10 +12,10 @@ any that follows it by less than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.costmodel.bill import Purpose
-from autopar.ir.lines import Compute, Convert, Line, Start, Wait
+from autopar.ir.lines import Compute, Convert, GoOn, Line, Sent, Start, Wait
 from autopar.ir.program import Template
 from autopar.passes.price.lines import conversion_copied_s, conversion_messages
 from autopar.passes.price.pricer import Pricer
@@ -69,41 +69,59 @@ class LinkClock:
         self.now_s = max(self.now_s, arrives_s)  # to the last bit
 
 
-def run_line(clock: LinkClock, line: Line, held: Mapping[str, float], pricer: Pricer, work_s: float) -> None:
-    """A line of a template's function passes on a clock. held: bytes of the function's values; work_s: seconds of the line's
-    own work."""
-    clock.compute(work_s)
+def run_line(
+    clock: LinkClock, line: Line, held: Mapping[str, float], pricer: Pricer, op_s: Callable[[Compute], float]
+) -> None:
+    """A line of a template's function passes on a clock. held: bytes of the function's values; op_s: seconds of an op's work."""
     match line:
-        case Wait(handle):
-            clock.wait(handle)
-        case Convert() | Start(line=Convert()):
-            conversion = line.line if isinstance(line, Start) else line
+        case (Convert() as conversion) | Start(line=Convert() as conversion):
+            clock.compute(conversion_copied_s(conversion, held, pricer))
             for message in conversion_messages(conversion, held, pricer.mesh):
                 if isinstance(line, Start):
                     clock.start(line.outs[0], message.purpose, message.seconds(pricer))
                 else:
                     clock.send(message.purpose, message.seconds(pricer))
-        case Compute(sent=sent):
-            exposed_s = pricer.sent_s(sent, work_s)
-            for axis, seconds in exposed_s.items():
-                clock.send(Purpose(axis), seconds)
-            alone_s = sum(one.times * pricer.collective_s(one.kind, one.nbytes, one.axis) for one in sent)
-            clock.hidden_s += alone_s - sum(exposed_s.values())
+        case Wait(handle, line=Convert()):
+            clock.wait(handle)
+        case Compute():
+            clock.compute(op_s(line))
+            _send(clock, line.sent, pricer, op_s(line))
+        case Start(line=Compute() as op, outs=(handle,)):
+            _send(clock, [sent for sent in op.sent if sent.after is None], pricer, op_s(op))
+            _run_part(clock, op, 0, handle, pricer, op_s(op))
+        case GoOn(handle, line=op, stop=stop):
+            clock.wait(handle)
+            _run_part(clock, op, stop, handle, pricer, op_s(op))
+        case Wait(handle, line=Compute() as op):
+            clock.wait(handle)
+            _run_part(clock, op, len(op.stops), handle, pricer, op_s(op))
 
 
-def line_work_s(
-    plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook, held: Mapping[str, float]
-) -> Callable[[Line], float]:
-    """Seconds of what a line of a template's function computes or copies itself; casts that lowering adds have none. held:
-    bytes of the function's values."""
+def _send(clock: LinkClock, sent: Sequence[Sent], pricer: Pricer, work_s: float) -> None:
+    """Messages of an op that is not suspended for them. work_s: seconds of its work."""
+    exposed_s = pricer.sent_s(sent, work_s)
+    for axis, seconds in exposed_s.items():
+        clock.send(Purpose(axis), seconds)
+    alone_s = sum(one.times * pricer.collective_s(one.kind, one.nbytes, one.axis) for one in sent)
+    clock.hidden_s += alone_s - sum(exposed_s.values())
 
-    def work_s(line: Line) -> float:
-        match line:
-            case Convert() | Start(line=Convert()):
-                return conversion_copied_s(line.line if isinstance(line, Start) else line, held, pricer)
-            case Compute(node=node) if node in template.op_calls:
-                call = template.op_calls[node]
-                return pricer.op_s(call, rules.rule(call), plan.strategies[node])
-        return 0.0
 
-    return work_s
+def _run_part(clock: LinkClock, op: Compute, stop: int, handle: str, pricer: Pricer, work_s: float) -> None:
+    """An op that was started runs to its stop of a number, or to its end. work_s: seconds of all of its work."""
+    done = [0.0, *(sent.after or 0.0 for sent in op.stops), 1.0]
+    clock.compute((done[stop + 1] - done[stop]) * work_s)
+    if stop < len(op.stops):
+        sent = op.stops[stop]
+        seconds = pricer.sent_s((sent,), work_s)[sent.axis]
+        clock.hidden_s += sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) - seconds
+        clock.start(handle, Purpose(sent.axis), seconds)
+
+
+def op_seconds(plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook) -> Callable[[Compute], float]:
+    """Seconds of the work of a template's ops; casts that lowering adds have none."""
+
+    def op_s(line: Compute) -> float:
+        call = template.op_calls.get(line.node)
+        return 0.0 if call is None else pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
+
+    return op_s
