@@ -30,7 +30,7 @@ from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
-from autopar.passes.search.overlap import with_overlap
+from autopar.passes.search.overlap import overlapped
 from autopar.passes.search.placement import placed
 from autopar.passes.search.refused.explained import explained
 from autopar.passes.search.replayed import replayed
@@ -111,11 +111,9 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan))]
         else:
-            plans = _searched(task, request.batch, setting_for)
+            plans = overlapped(_searched(task, request.batch, setting_for))
         plans = [(owner, replace(one, plan=replace(one.plan, order=owner.order))) for owner, one in plans]
         task, best = plans[0]
-        if request.plan is None:
-            best = with_overlap(task, best)
         if first is not None:
             best = replace(best, plan=replace(best.plan, placement=first.plan.placement))
         elif request.plan is None:

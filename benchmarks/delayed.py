@@ -40,7 +40,8 @@ class Link:
         return self.latency_s + nbytes / self.bandwidth_Bps
 
     def seconds(self, call: Call) -> float:
-        """Of a collective on free links, from when all members have called. Raises NotImplementedError."""
+        """Of a collective on free links, from when all members have called; of an exchange what this member sends. Raises
+        NotImplementedError."""
         n, nbytes = call.group.size, _nbytes(call.inp)
         if call.kind == "all_reduce":
             return 2 * (n - 1) * self.hop_s(nbytes / n)
@@ -50,6 +51,9 @@ class Link:
             return (n - 1) * self.hop_s(nbytes / n)
         if call.kind == "shift":
             return self.hop_s(nbytes)
+        if call.kind == "exchange":
+            row_bytes = nbytes / max(len(call.inp), 1)
+            return sum(self.hop_s(row_bytes * rows) for m, rows in enumerate(call.sent) if m != call.group.index)
         raise NotImplementedError(f"no delay is known for {call.describe()}")
 
 
@@ -64,6 +68,7 @@ class Traffic:
     link: Link
     free_s: dict[int, float] = field(default_factory=dict)
     called_s: dict[Meeting, dict[int, float]] = field(default_factory=dict)
+    takes_s: dict[Meeting, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def called(self, meeting: Meeting, call: Call, rank: int, now_s: float) -> dict[int, float]:
@@ -71,13 +76,15 @@ class Traffic:
         with self.lock:
             seconds = self.called_s.setdefault(meeting, {})
             seconds[rank] = now_s
+            self.takes_s[meeting] = max(self.takes_s.get(meeting, 0.0), self.link.seconds(call))
             if len(seconds) == call.group.size:
-                seconds.update(self._arrivals(call, seconds))
+                seconds.update(self._arrivals(call, seconds, self.takes_s.pop(meeting)))
                 del self.called_s[meeting]
             return seconds
 
-    def _arrivals(self, call: Call, called_s: Mapping[int, float]) -> dict[int, float]:
-        ranks, took_s = call.group.ranks, self.link.seconds(call)
+    def _arrivals(self, call: Call, called_s: Mapping[int, float], took_s: float) -> dict[int, float]:
+        """took_s: of the member whose part takes longest."""
+        ranks = call.group.ranks
         begin_s = {rank: max(called, self.free_s.get(rank, 0.0)) for rank, called in called_s.items()}
         if call.kind != "shift":
             end_s = max(begin_s.values()) + took_s
