@@ -127,7 +127,8 @@ class Printer:
         schema = schema_arguments(target_of(line.op))
         schema_names = {n for n, _, _ in schema}
         given = [n for n, _, _ in schema if n in line.kwargs]
-        if line.op.startswith("autopar."):  # the function of a user's op need not have the defaults of its schema
+        # the function of a user's op need not have the defaults of its schema; behind these the source has its place
+        if line.op.startswith("autopar.") and not definition.told_source:
             given = _without_last_defaults(schema, given, line.kwargs)
         args = [self.value(line.kwargs[n]) for n in given]
         if definition.told_source:
