@@ -30,6 +30,7 @@ from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
+from autopar.passes.search.overlap import overlapped
 from autopar.passes.search.placement import placed
 from autopar.passes.search.refused.explained import explained
 from autopar.passes.search.replayed import replayed
@@ -110,7 +111,7 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan))]
         else:
-            plans = _searched(task, request.batch, setting_for)
+            plans = overlapped(_searched(task, request.batch, setting_for))
         plans = [(owner, replace(one, plan=replace(one.plan, order=owner.order))) for owner, one in plans]
         task, best = plans[0]
         if first is not None:

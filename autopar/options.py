@@ -71,6 +71,8 @@ class Options:
         alike), or "chunk": compute it in more pieces within the same memory.
     order: of the sequence of causal attention: n, in 2n chunks of which every rank of n has one from the front and one from the
         back, so that all do as much; 0, as it is. None: what the search finds best.
+    overlap: let lines of a block run while messages of others travel, where that is faster and fits. False: every message is
+        waited for where it starts, but those of parameters and gradients.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -99,6 +101,7 @@ class Options:
     expert_imbalance: float = 1.25
     on_overflow: str = "stop"
     order: int | None = None
+    overlap: bool = True
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -191,7 +194,10 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
         for name in ("explain_s", "search_s")
     ),
     ("solver_time_limit_s", lambda seconds: seconds <= MOST_SECONDS, "must be at most 1e9, it is {value}"),
-    ("guards", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),
+    *(
+        (name, lambda value: isinstance(value, bool), "must be True or False, it is {value!r}")
+        for name in ("guards", "overlap")
+    ),
     ("seed", _is_number(int), "must be a number, it is {value!r}"),
     ("seed", lambda seed: is_integer(seed, -(1 << 63), (1 << 63) - 1), "must fit into 64 bits, it is {value}"),
     ("compensated_sums", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),

@@ -43,6 +43,9 @@ from autopar.runtime.schema import (
 )
 
 VERSION = 1
+OVERLAPS = ("", "between", "next", "any")
+"""How far lines change places to run while messages travel: not at all, each message being waited for where it starts (""), and
+ever further, with ever more that is held meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class TemplatePlan:
 
     recompute: values of forward that backward makes again instead of their being kept (`autopar.passes.recompute`).
     offload: kept values that rest in the memory tier `offload_tier` from forward to backward (`autopar.passes.shard.offload`).
+    overlap: which lines run while messages travel, a name of OVERLAPS (`autopar.passes.lower.overlap`).
     """
 
     strategies: dict[str, Strategy]
@@ -58,6 +62,7 @@ class TemplatePlan:
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     offload_tier: str = "ddr"
+    overlap: str = ""
 
 
 @dataclass(frozen=True)
@@ -243,6 +248,7 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
                 "specs": {n: s.show() for n, s in t.specs.items()},
                 **({"recompute": list(t.recompute)} if t.recompute else {}),
                 **({"offload": list(t.offload), "offload_tier": t.offload_tier} if t.offload else {}),
+                **({"overlap": t.overlap} if t.overlap else {}),
             }
             for name, t in stage.templates.items()
         },
@@ -278,7 +284,7 @@ _PARAMETER = record(
 )
 _TEMPLATE = record(
     {"strategies": table(text(), text()), "specs": table(text(), _SPEC)},
-    {"recompute": _NAMES, "offload": _NAMES, "offload_tier": _tier(TIER_NAMES)},
+    {"recompute": _NAMES, "offload": _NAMES, "offload_tier": _tier(TIER_NAMES), "overlap": choice(OVERLAPS)},
 )
 _STAGE = record(
     {
@@ -345,6 +351,7 @@ def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
             tuple(t.get("recompute", ())),
             tuple(t.get("offload", ())),
             t.get("offload_tier", "ddr"),
+            t.get("overlap", ""),
         )
         for name, t in read["templates"].items()
     }

@@ -37,7 +37,7 @@ from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Solution, solve
 from autopar.runtime.comm import Comm
 from autopar.runtime.threads import run_threads
-from benchmarks.delayed import DelayedComm, Link, Traffic
+from benchmarks.delayed import Link, steps_on_link
 from benchmarks.turns import print_json
 from tests.ops.rings import Layer
 
@@ -129,33 +129,11 @@ def batch_of(setting: Setting) -> Tensor:
 
 def measured(setting: Setting, programs: Mapping[str, autopar.Program], steps: int) -> dict[str, float]:
     """Median seconds of a step of every form. Raises ArithmeticError where their losses differ."""
-    batch = batch_of(setting)
-    traffic = {name: Traffic(setting.link) for name in programs}
-
-    def rank(comm: Comm) -> tuple[dict[str, list[float]], list[float]]:
-        sessions = {}
-        for name, program in programs.items():
-            slow = DelayedComm(comm, traffic[name], name)
-            session = program.in_process.session(slow, program.request.update, program.options.seed)
-            session.load_weights(program.weights())
-            sessions[name] = session, slow
-        times: dict[str, list[float]] = {name: [] for name in programs}
-        losses: list[float] = []
-        for turn in range(steps + 1):
-            for name in sessions if turn % 2 else reversed(sessions):
-                session, slow = sessions[name]
-                slow.barrier()
-                start_s = slow.clock_s()
-                losses.append(float(session.train_step([batch])))
-                slow.barrier()
-                if turn:
-                    times[name].append(slow.clock_s() - start_s)
-        return times, losses[-len(programs) :]
-
-    times, losses = run_threads(setting.ranks, {"cp": setting.ranks}, rank)[0]
+    turns = steps_on_link(setting.link, {"cp": setting.ranks}, programs, [batch_of(setting)], steps)
+    losses = [of_form[-1] for of_form in turns.losses.values()]
     if max(losses) - min(losses) > 1e-5 * max(losses):
         raise ArithmeticError(f"{setting}: the forms' losses are {losses}")
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in turns.seconds.items()}
 
 
 def in_order(predicted_s: Mapping[str, float], measured_s: Mapping[str, float]) -> bool:

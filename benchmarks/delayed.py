@@ -13,15 +13,17 @@ bytes/s, a = 0, both call at second 0:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from autopar.program import ParallelProgram
 from autopar.runtime.comm import Call, Comm
-from autopar.runtime.threads import ThreadComm
+from autopar.runtime.threads import ThreadComm, run_threads
 
 Meeting = tuple[object, ...]
 
@@ -38,7 +40,8 @@ class Link:
         return self.latency_s + nbytes / self.bandwidth_Bps
 
     def seconds(self, call: Call) -> float:
-        """Of a collective on free links, from when all members have called. Raises NotImplementedError."""
+        """Of a collective on free links, from when all members have called; of an exchange what this member sends. Raises
+        NotImplementedError."""
         n, nbytes = call.group.size, _nbytes(call.inp)
         if call.kind == "all_reduce":
             return 2 * (n - 1) * self.hop_s(nbytes / n)
@@ -48,6 +51,9 @@ class Link:
             return (n - 1) * self.hop_s(nbytes / n)
         if call.kind == "shift":
             return self.hop_s(nbytes)
+        if call.kind == "exchange":
+            row_bytes = nbytes / max(len(call.inp), 1)
+            return sum(self.hop_s(row_bytes * rows) for m, rows in enumerate(call.sent) if m != call.group.index)
         raise NotImplementedError(f"no delay is known for {call.describe()}")
 
 
@@ -62,6 +68,7 @@ class Traffic:
     link: Link
     free_s: dict[int, float] = field(default_factory=dict)
     called_s: dict[Meeting, dict[int, float]] = field(default_factory=dict)
+    takes_s: dict[Meeting, float] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def called(self, meeting: Meeting, call: Call, rank: int, now_s: float) -> dict[int, float]:
@@ -69,13 +76,15 @@ class Traffic:
         with self.lock:
             seconds = self.called_s.setdefault(meeting, {})
             seconds[rank] = now_s
+            self.takes_s[meeting] = max(self.takes_s.get(meeting, 0.0), self.link.seconds(call))
             if len(seconds) == call.group.size:
-                seconds.update(self._arrivals(call, seconds))
+                seconds.update(self._arrivals(call, seconds, self.takes_s.pop(meeting)))
                 del self.called_s[meeting]
             return seconds
 
-    def _arrivals(self, call: Call, called_s: Mapping[int, float]) -> dict[int, float]:
-        ranks, took_s = call.group.ranks, self.link.seconds(call)
+    def _arrivals(self, call: Call, called_s: Mapping[int, float], took_s: float) -> dict[int, float]:
+        """took_s: of the member whose part takes longest."""
+        ranks = call.group.ranks
         begin_s = {rank: max(called, self.free_s.get(rank, 0.0)) for rank, called in called_s.items()}
         if call.kind != "shift":
             end_s = max(begin_s.values()) + took_s
@@ -122,3 +131,40 @@ class DelayedComm(ThreadComm):
             self._not_computed_s += max(arrivals_s[self.rank], waits_s) - self.clock_s()
 
         return wait
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of every step of every program on rank 0, and their losses, the first step left out."""
+
+    seconds: Mapping[str, list[float]]
+    losses: Mapping[str, list[float]]
+
+
+def steps_on_link(
+    link: Link, mesh: Mapping[str, int], programs: Mapping[str, ParallelProgram], batch: Sequence[Tensor], steps: int
+) -> Turns:
+    """Programs of these ranks that take turns step by step on a link, every rank a thread on a clock of its own."""
+    traffic = {name: Traffic(link) for name in programs}
+
+    def rank(comm: Comm) -> Turns:
+        sessions = {}
+        for name, program in programs.items():
+            slow = DelayedComm(comm, traffic[name], name)
+            session = program.in_process.session(slow, program.request.update, program.options.seed)
+            session.load_weights(program.weights())
+            sessions[name] = session, slow
+        turns = Turns({name: [] for name in programs}, {name: [] for name in programs})
+        for turn in range(steps + 1):
+            for name in sessions if turn % 2 else reversed(sessions):
+                session, slow = sessions[name]
+                slow.barrier()
+                start_s = slow.clock_s()
+                loss = float(session.train_step(batch))
+                slow.barrier()
+                if turn:
+                    turns.seconds[name].append(slow.clock_s() - start_s)
+                    turns.losses[name].append(loss)
+        return turns
+
+    return run_threads(math.prod(mesh.values()), mesh, rank)[0]

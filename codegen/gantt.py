@@ -53,7 +53,7 @@ def text_gantt(timeline: Timeline, width: int = 100, colour: bool = False) -> st
             rows.append(f"{'':>{label}} │{messages}")
     used = [k for k in _WHAT if any(e.action is not None and e.action.kind == k for e in timeline.events)]
     legend = ", ".join(f"{k} {_WHAT[k]}" for k in used)
-    legend += ", ~ messages inside ops" if any(e.stream == "inside" for e in timeline.events) else ""
+    legend += ", ~ messages hidden behind work" if any(e.stream == "inside" for e in timeline.events) else ""
     rows.append(f"{'':>{label}} └{'─' * width}")
     rows.append(f"{legend}; a digit is the microbatch mod 10, blank is idle" if legend else "nothing runs")
     rows.append(f"makespan {seconds_text(span)}, bubble {timeline.bubble_fraction:.1%}")

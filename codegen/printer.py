@@ -14,11 +14,12 @@ import torch
 
 from autopar.codegen.text import comment
 from autopar.ir.call import schema_arguments
-from autopar.ir.lines import Compute, Convert, Line, Ref, Site
+from autopar.ir.lines import Compute, Convert, GoOn, Line, Ref, Site, Start, Wait, label
 from autopar.ops.discover import target_of
 from autopar.ops.registry import AlongAxis, Offset, find
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
+TemplateLine = Compute | Convert | Start | GoOn | Wait
 _BINARY = {
     "aten.add.Tensor": "+",
     "aten.sub.Tensor": "-",
@@ -71,10 +72,24 @@ class Printer:
 
     # --- lines ----------------------------------------------------------------------------------------------------------
 
-    def expression(self, line: Compute | Convert) -> str:
+    def expression(self, line: TemplateLine) -> str:
         """Right-hand side of a line."""
-        if isinstance(line, Convert):
-            return self._collective(line)
+        match line:
+            case Start(line=Convert() as conversion):
+                return self._collective(conversion, "start_")
+            case Start(line=Compute() as op):
+                return self._own(op, "start_")
+            case GoOn(handle):
+                return f"{self.local(handle)}.go_on()"
+            case Wait(handle):
+                return f"{self.local(handle)}.wait()"
+            case Convert():
+                return self._collective(line)
+            case Compute():
+                return self._op(line)
+        raise TypeError(f"{label(line)} is no line of a template")
+
+    def _op(self, line: Compute) -> str:
         function = _carrier(line)
         if function:
             return self._call(function, line.op, line.kwargs)[:-1] + f", {self._told(line)})"
@@ -89,7 +104,8 @@ class Printer:
         schema_names = {n for n, _, _ in schema_arguments(target_of(line.op))}
         return ", ".join(f"{k}={self.value(v)}" for k, v in line.kwargs.items() if k not in schema_names)
 
-    def _collective(self, line: Convert) -> str:
+    def _collective(self, line: Convert, start: str = "") -> str:
+        """start: what the names of functions that give a handle begin with."""
         x, step = self.local(line.value), line.step
         op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
         match step.kind:
@@ -98,20 +114,21 @@ class Printer:
             case "to_partial":
                 return f"ops.only_first({x}, rt.comm.axis_index({step.axis!r}))"
             case "all_reduce":
-                return f"rt.comm.all_reduce({x}, {step.axis!r}{op})"
+                return f"rt.comm.{start}all_reduce({x}, {step.axis!r}{op})"
             case "reduce_scatter":
-                return f"rt.comm.reduce_scatter({x}, {step.dim}, {step.axis!r}{op})"
+                return f"rt.comm.{start}reduce_scatter({x}, {step.dim}, {step.axis!r}{op})"
             case "all_gather":
-                return f"rt.comm.all_gather({x}, {step.dim}, {step.axis!r})"
-        return f"rt.comm.all_to_all({x}, {step.to_dim}, {step.dim}, {step.axis!r})"
+                return f"rt.comm.{start}all_gather({x}, {step.dim}, {step.axis!r})"
+        return f"rt.comm.{start}all_to_all({x}, {step.to_dim}, {step.dim}, {step.axis!r})"
 
-    def _own(self, line: Compute) -> str:
+    def _own(self, line: Compute, start: str = "") -> str:
         definition, name = find(line.op), line.op.split(".")[1]
         assert definition is not None
         schema = schema_arguments(target_of(line.op))
         schema_names = {n for n, _, _ in schema}
         given = [n for n, _, _ in schema if n in line.kwargs]
-        if line.op.startswith("autopar."):  # the function of a user's op need not have the defaults of its schema
+        # the function of a user's op need not have the defaults of its schema; behind these the source has its place
+        if line.op.startswith("autopar.") and not definition.told_source:
             given = _without_last_defaults(schema, given, line.kwargs)
         args = [self.value(line.kwargs[n]) for n in given]
         if definition.told_source:
@@ -124,7 +141,7 @@ class Printer:
             args.insert(definition.key_argument, self.value(line.kwargs["key"]))
         if definition.factory:
             args.append("device=rt.device")
-        return f"{definition.home}.{name}({', '.join(args)})"
+        return f"{definition.home}.{start}{name}({', '.join(args)})"
 
     def _aten(self, line: Compute) -> str:
         arguments = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
@@ -198,7 +215,11 @@ def _axes(axes: tuple[str, ...]) -> str:
 
 def statement(line: Line, printer: Printer) -> str:
     """An op or a conversion with what it makes: `y = a + b  # f32[8@dp, 128] ~sum(tp)`."""
-    assert isinstance(line, (Compute, Convert)), line
+    assert isinstance(line, (Compute, Convert, Start, GoOn, Wait)), line
+    if isinstance(line, Start):
+        return f"{printer.local(line.outs[0])} = {printer.expression(line)}"
+    if isinstance(line, GoOn):
+        return printer.expression(line)
     comma = "," if len(line.outs) == 1 and len(line.types) == 1 and _returns_list(line) else ""
     return f"{', '.join(map(printer.local, line.outs))}{comma} = {printer.expression(line)}  # {show_types(line)}"
 
@@ -208,7 +229,8 @@ def show_types(line: Line) -> str:
     return comment(", ".join(s.show(t) for _, t, s in line.made() if t is not None and s is not None))
 
 
-def _returns_list(line: Compute | Convert) -> bool:
+def _returns_list(line: Line) -> bool:
     """Whether the op returns its results in a list, which may have one entry."""
+    line = line.line if isinstance(line, Wait) else line
     returns = target_of(line.op)._schema.returns if isinstance(line, Compute) else []
     return len(returns) == 1 and str(returns[0].type).startswith("List")

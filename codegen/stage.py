@@ -14,7 +14,7 @@ from autopar.codegen.printer import Dtypes, Printer, home_of, statement
 from autopar.codegen.table import table_lines
 from autopar.codegen.text import docstring, identifier
 from autopar.ir.fusion import fuse_bias
-from autopar.ir.lines import Compute, Function
+from autopar.ir.lines import Compute, Function, Start
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, Row, StoredParameter
 from autopar.ir.steps import rows
 from autopar.ops.homes import ALWAYS, HOMES
@@ -87,7 +87,8 @@ def _source(
 
 def _computed(stage: LoweredStage) -> Iterator[Compute]:
     lines = (line for t in stage.templates.values() for f in t.functions for line in f.lines)
-    return (line for line in lines if isinstance(line, Compute))
+    begun = (line.line if isinstance(line, Start) else line for line in lines)
+    return (line for line in begun if isinstance(line, Compute))
 
 
 def registered_ops(stage: LoweredStage) -> frozenset[str]:

@@ -171,7 +171,7 @@ def schedule_lines(saved: Saved) -> Iterator[str]:
     yield f"{schedule['name']}, {program['microbatches']} microbatches, {len(program['stages'])} stages"
     yield from text_gantt(saved.timeline()).splitlines()
     for stage, kind, seconds in schedule["hidden"]:
-        yield f"{kind} of stage {stage}: {time_text(seconds)} of messages inside ops, behind their own work"
+        yield f"{kind} of stage {stage}: {time_text(seconds)} of messages hidden behind work"
     for group, (stages, peak) in enumerate(zip(schedule["groups"], schedule["peaks"], strict=True)):
         first = saved.stages[stages[0]]
         mesh = Mesh(tuple(first["mesh"].items()), first["first_rank"])

@@ -46,7 +46,8 @@ _FUNCTION = record(
                     "axis": optional(text()),
                     "sent": listed(
                         record(
-                            {"kind": text(), "axis": text(), "nbytes": _BYTES, "times": _STAGE, "behind": number(0, 1)}
+                            {"kind": text(), "axis": text(), "nbytes": _BYTES, "times": _STAGE, "behind": number(0, 1)},
+                            others=True,
                         )
                     ),
                 },

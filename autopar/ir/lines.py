@@ -1,11 +1,14 @@
 """The lines of a lowered function: one frozen dataclass per kind, local values by name.
 
-A template's function has two kinds of lines, an op on blocks (`Compute`) and a step between specs (`Convert`). A stage's
-function calls its templates and has all that happens between the calls: parameters gathered, gradients handed over,
-buffers, memory tiers. Two ranks, a row-parallel product inside a template, and what its stage says about it:
+A template's function has two kinds of lines, an op on blocks (`Compute`) and a step between specs (`Convert`), which may be
+in two parts (`Start` and `Wait`) with others between them. A stage's function calls its templates and has all that happens
+between the calls: parameters gathered, gradients handed over, buffers, memory tiers. Two ranks, a row-parallel product inside
+a template, and what its stage says about it:
 
     Compute("autopar.linear", {"x": Ref("x"), "w": Ref("w")}, outs=("y",), …)       y = ops.linear(x, w)
     Convert("y", Step("all_reduce", "tp"), outs=("y_reduced",), …)                  y_reduced = rt.comm.all_reduce(y, 'tp')
+    Start(Convert(…), outs=("y_coming",))                                           y_coming = rt.comm.start_all_reduce(y, 'tp')
+    Wait("y_coming", Convert(…), outs=("y_reduced",), …)                            y_reduced = y_coming.wait()
 
     Prefetch(GatherKey(3), (ParameterGather("w", …),))                              rt.prefetch('3f', […])
     TakeParameters(GatherKey(3), outs=("w_3f",))                                    w_3f, = rt.take('3f')
@@ -80,7 +83,8 @@ class Sent:
     """Messages that an op sends itself, each after the one before.
 
     kind: as `autopar.costmodel.collective` has them; nbytes: of one, of the full array; times: how many.
-    behind: share of the op's own work that one of them is under way behind.
+    behind: share of the op's own work that one of them is under way behind. after: share of it that is done when an op that
+    can be suspended stops for the message (None: it does not).
     """
 
     kind: str
@@ -88,6 +92,7 @@ class Sent:
     nbytes: float
     times: int = 1
     behind: float = 0.0
+    after: float | None = None
 
 
 # --- lines
@@ -136,6 +141,11 @@ class Compute(Line):
     carried: tuple[tuple[str, str], ...] = ()
     sent: tuple[Sent, ...] = ()
 
+    @property
+    def stops(self) -> tuple[Sent, ...]:
+        """The messages for which the op stops where it is suspended."""
+        return tuple(sent for sent in self.sent if sent.after is not None)
+
     def reads(self) -> Iterator[str]:
         yield from _refs_in(list(self.kwargs.values()))
 
@@ -146,6 +156,33 @@ class Convert(ValueLine):
 
     step: Step
     node: str = ""
+
+
+@dataclass(frozen=True)
+class Start(Line):
+    """A conversion whose message sets out, or an op that is run until it stops for a message of its own. outs: a handle, which
+    the line's Wait takes; lines between run meanwhile."""
+
+    line: Convert | Compute
+
+    def reads(self) -> Iterator[str]:
+        yield from self.line.reads()
+
+
+@dataclass(frozen=True)
+class GoOn(ValueLine):
+    """An op that was started is run until it stops for a message again. value: the handle; stop: number of that message among
+    those for which it stops."""
+
+    line: Compute
+    stop: int = 1
+
+
+@dataclass(frozen=True)
+class Wait(ValueLine):
+    """What a line makes that was started. value: the handle."""
+
+    line: Convert | Compute
 
 
 @dataclass(frozen=True)
@@ -297,6 +334,14 @@ def label(line: Line) -> str:
             return op
         case Convert(step=step):
             return f"comm.{step.kind}"
+        case Start(line=Convert(step=step)):
+            return f"comm.start_{step.kind}"
+        case Start(line=Compute(op=op)):
+            return f"start {op}"
+        case GoOn(line=Compute(op=op)):
+            return f"go on {op}"
+        case Wait():
+            return "comm.wait"
     return _LABELS[type(line)]
 
 

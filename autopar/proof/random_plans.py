@@ -14,7 +14,7 @@ from autopar.passes.schedule import SCHEDULES
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
-from autopar.plan import Plan
+from autopar.plan import OVERLAPS, Plan
 from autopar.program import ParallelProgram
 
 
@@ -52,7 +52,9 @@ def random_plan(program: ParallelProgram, seed: int, pp: int | None = None, sche
         mesh = random_mesh(sizes[group], rng)
         mesh = Mesh(mesh.axes, sum(sizes[:group]))
         problem = Problem(part, Pricer(program.cluster, mesh), program.rules, program.setting)
-        stages.append(stage_plan(problem, random_choice(problem.graph, rng), span))
+        stage = stage_plan(problem, random_choice(problem.graph, rng), span)
+        overlap = OVERLAPS[seed % len(OVERLAPS)]
+        stages.append(replace(stage, templates={n: replace(t, overlap=overlap) for n, t in stage.templates.items()}))
     if not ir.training:
         name = "none" if groups == 1 else "forward"
     plan = Plan(ir.fingerprint, program.cluster.fingerprint(), ranks, tuple(stages), m, name, f"random {seed}")

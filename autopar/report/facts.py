@@ -12,7 +12,7 @@ from autopar.capture.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.actions import show_row
-from autopar.ir.lines import Compute, Convert, Function, Line, label
+from autopar.ir.lines import Compute, Convert, Function, Line, Start, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.report.long_run import long_run_facts
 
@@ -134,6 +134,7 @@ def _function(f: Function) -> dict[str, Any]:
 
 
 def _line(line: Line) -> dict[str, Any]:
+    begun = line.line if isinstance(line, Start) else line
     return {
         "out": list(line.outs),
         "op": label(line),
@@ -141,6 +142,6 @@ def _line(line: Line) -> dict[str, Any]:
         "specs": [s.show(t) if t is not None and s is not None else "" for _, t, s in line.made()],
         "phase": line.phase,
         "source": line.source,
-        "axis": line.step.axis if isinstance(line, Convert) else None,
-        "sent": [vars(sent) for sent in line.sent] if isinstance(line, Compute) else [],
+        "axis": begun.step.axis if isinstance(begun, Convert) else None,
+        "sent": [vars(sent) for sent in begun.sent] if isinstance(begun, Compute) else [],
     }

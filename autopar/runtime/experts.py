@@ -4,8 +4,8 @@
     expert[i](x) = gate(x @ w_in[i] + b_in[i]) @ w_out[i] + b_out[i]
 
 A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py), both. It may also
-have a block of the inner dim. Choices that are no number of an expert add nothing. Backward computes the first product
-again, as the rows that a rank gets are known only while it runs.
+have a block of the inner dim. Choices that are no number of an expert add nothing. Both ops stop while rows travel
+(suspended.py). Backward computes the first product again, as the rows that a rank gets are known only while it runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from .along import Along
 from .dispatch import Promise, pieces
 from .gates import Gate
 from .grouped import add_outer_products, products, spans
+from .suspended import Parts, whole_or_suspended
 
 Tensor = torch.Tensor
 
 
-def experts(
+def _experts(
     x: Tensor,
     w_in: Tensor,
     b_in: Tensor | None,
@@ -42,7 +43,7 @@ def experts(
     parts: int = 1,
     inner: int = 0,
     along: Along | None = None,
-) -> Tensor:
+) -> Parts[Tensor]:
     """x: (…, d), chosen, weights: (…, choices), w_in: (experts, d, 1 or 2, f), b_in: (experts, 1 or 2, f), w_out: (experts,
     f, d), b_out: (experts, d) -> (…, d).
 
@@ -53,20 +54,27 @@ def experts(
     rows, choices, shares = _flat(x), _flat(chosen), _flat(weights)
     y = rows.new_zeros(rows.shape, dtype=torch.promote_types(x.dtype, weights.dtype))
     for piece in pieces(choices, len(w_in), Promise(expert_imbalance, on_overflow, source), first, parts, along):
-        arrived = piece.to_experts(piece.of_tokens(rows)).wait()
+        coming = piece.to_experts(piece.of_tokens(rows))
+        yield
+        arrived = coming.wait()
+        del coming
         h = layers.first(arrived, piece.ends)
         del arrived
         a = layers.value(h)
         del h
         out = layers.second(a, piece.ends)
         del a
-        out = piece.back(out).wait()
+        returning = piece.back(out)
+        del out
+        yield
+        out = returning.wait()
+        del returning
         piece.add_to(y, out, shares)
         del out
     return y.to(x.dtype).view(x.shape)
 
 
-def experts_grad(
+def _experts_grad(
     g: Tensor,
     x: Tensor,
     w_in: Tensor,
@@ -88,7 +96,7 @@ def experts_grad(
     parts: int = 1,
     inner: int = 0,
     along: Along | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Parts[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The gradients of x, weights, w_in, b_in, w_out, b_out; one zero for a bias that is absent, and for all layers
     unless `of_layers`. The gradients of results come while the first product is made again, those of rows go back while
     those of layers are computed. Raises ExpertOverflow."""
@@ -103,8 +111,10 @@ def experts_grad(
         row_coming = piece.to_experts(piece.of_tokens(rows))
         g_coming = piece.to_experts(piece.of_tokens(gs))
         share_coming = piece.to_experts(shares.reshape(-1)[piece.pairs].unsqueeze(1))
+        yield
         row = row_coming.wait()
         h = layers.first(row, piece.ends)
+        yield
         gy, share = g_coming.wait(), share_coming.wait()
         del row_coming, g_coming, share_coming
         a, da = layers.value(h), layers.second_dx(gy, piece.ends)
@@ -118,10 +128,15 @@ def experts_grad(
         if of_layers:
             layers.add_gradients(grads, row, dh, a.mul_(share), gy, share, piece.ends)
         del row, dh, a, gy, share
+        yield
         piece.add_to(dx, dx_coming.wait())
         dshares.view(-1)[piece.pairs] = dshare_coming.wait().squeeze(1)
         del dx_coming, dshare, dshare_coming
     return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), *grads
+
+
+experts, start_experts = whole_or_suspended(_experts)
+experts_grad, start_experts_grad = whole_or_suspended(_experts_grad)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.lines import Compute, Convert, Function, TemplateCall
+from autopar.ir.lines import Compute, Convert, Function, Start, TemplateCall
 from autopar.ir.lowered import LoweredStage
 from autopar.passes.price.lines import Message, gradient_messages, line_messages, regather_messages
 from autopar.passes.price.pricer import Pricer
@@ -62,5 +62,5 @@ def _messages(stage: LoweredStage) -> Iterator[tuple[Message, int]]:
 def _conversions(function: Function, stage: LoweredStage, where: str) -> Iterator[Message]:
     held = function.local_bytes(stage.mesh)
     for line in function.lines:
-        if isinstance(line, (Convert, Compute)):
+        if isinstance(line, (Convert, Start, Compute)):
             yield from line_messages(line, held, stage, where)

@@ -95,13 +95,24 @@ def _same(where: str, names: tuple[str, ...], kept: dict[str, Typed], read: dict
 
 
 def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed]) -> dict[str, Typed]:
-    """`typed`, at first what is known of the arguments, with every value that the lines make."""
+    """`typed`, at first what is known of the arguments, with every value that the lines make. A conversion that is started is
+    waited for once."""
+    coming: dict[str, Line] = {}
     for line in function.lines:
         for name in line.reads():
             if name not in typed and not isinstance(
-                line, (ir.TemplateCall, ir.ParkSaved, ir.FetchSaved, ir.AwaitSaved)
+                line, (ir.TemplateCall, ir.ParkSaved, ir.FetchSaved, ir.AwaitSaved, ir.GoOn, ir.Wait)
             ):
                 raise CheckError(f"{function.name}: {label(line)} reads {name} before it is made")
+        match line:
+            case ir.Start(line=started):
+                coming[line.outs[0]] = started
+            case ir.GoOn(handle, started) | ir.Wait(handle, started) if coming.get(handle) != started:
+                raise CheckError(
+                    f"{function.name}: {label(started)} is waited for by {handle}, which does not start it"
+                )
+            case ir.Wait(value=handle):
+                del coming[handle]
         derived = _derive(line, mesh, rules, typed, function.name)
         for i, out in enumerate(line.outs):
             type_ = line.types[i] if i < len(line.types) else None
@@ -114,6 +125,8 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, 
                 if not spec.divides(type_.shape, mesh):
                     raise CheckError(f"{function.name}: {out} of shape {type_.shape} does not divide as {spec}")
                 typed[out] = (type_, spec)
+    if coming:
+        raise CheckError(f"{function.name}: {', '.join(coming)} is started and not waited for")
     return typed
 
 
@@ -124,6 +137,8 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], wh
             return _computed(line, mesh, rules, typed, where)
         case Convert():
             return [_converted(line, mesh, typed, where)]
+        case ir.Wait(line=started):
+            return _derive(started, mesh, rules, typed, where)
         case ir.SumLoss(value=value, axes=axes):
             type_, spec = typed[value]
             if spec.partial != tuple((axis, "sum") for axis in axes) or any(spec.dims):

@@ -40,7 +40,10 @@ def stage_kind(part: Program, plan: StagePlan, kind: Callable[[str], Hashable]) 
     templates = ((name, plan.templates[name]) for name in part.templates)
     return (
         calls,
-        tuple((id(t.strategies), id(t.specs), name, t.recompute, t.offload, t.offload_tier) for name, t in templates),
+        tuple(
+            (id(t.strategies), id(t.specs), name, t.recompute, t.offload, t.offload_tier, t.overlap)
+            for name, t in templates
+        ),
         tuple((kind(name), plan.parameters[name], name in foreign) for name in part.parameters),
         tuple(b.type for b in part.buffers.values()),
         tuple((buffers[name], place(ref)) for name, ref in part.buffer_updates.items()),

@@ -20,6 +20,8 @@ from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.convert import Converter, cast
 from autopar.passes.lower.names import Names
+from autopar.passes.lower.overlap import overlapped
+from autopar.passes.price.link_clock import op_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import flow
@@ -128,7 +130,10 @@ class Body:
             for key, (local, spec) in self.held.items()
             if local in described
         }
-        return Function(name, tuple(args), tuple(self.lines), tuple(returns), types)
+        function = Function(name, tuple(args), tuple(self.lines), tuple(returns), types)
+        planned = self.planned
+        op_s = op_seconds(planned.plan, planned.template, planned.pricer, planned.rules)
+        return overlapped(function, planned.plan.overlap, planned.pricer, op_s)
 
     def again(self, value: str) -> None:
         """Run the op that makes a value again, and first what it reads; values that are held stay as they are."""

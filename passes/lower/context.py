@@ -84,7 +84,7 @@ class StageContext:
     def _template(self, template: Template, backward: bool) -> LoweredTemplate:
         """Stages that run a template alike on alike meshes share what lowering makes of it."""
         plan = self.stage.templates[template.name]
-        tables = id(plan.strategies), id(plan.specs), plan.recompute, plan.offload, plan.offload_tier
+        tables = id(plan.strategies), id(plan.specs), plan.recompute, plan.offload, plan.offload_tier, plan.overlap
         key = (template, tables, self.pricer.mesh.axes, backward, self.split)
         if key not in self.lowered_templates:
             lowered = lower_template(template, plan, self.pricer, self.rules, backward, self.split)

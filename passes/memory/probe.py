@@ -8,7 +8,8 @@ no data, a line takes microseconds, and the same line on the same layouts is ask
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from autopar.codegen.printer import Printer
 from autopar.counter import ByteCounter
-from autopar.ir.lines import Compute, Convert, ParameterGather, Ref
+from autopar.ir.lines import Compute, Convert, GoOn, Line, ParameterGather, Ref, Start, Wait
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
@@ -130,6 +131,12 @@ def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], d
     counter = ByteCounter()
     with torch.no_grad(), counter:
         result = run(tensors)
+    outs, sizes = _results(result, given)
+    return Effect(outs, sizes, max(counter.peak, sum(sizes)))
+
+
+def _results(result: Any, given: Mapping[int, int]) -> tuple[tuple[Out, ...], tuple[int, ...]]:
+    """What a function gives back, and the bytes of the storages that it brings. given: the operands by their storages."""
     outs: list[Out] = []
     fresh: dict[int, int] = {}
     sizes: list[int] = []
@@ -143,28 +150,80 @@ def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], d
             fresh[storage._cdata] = len(sizes)
             sizes.append(storage.nbytes())
         outs.append(Out(alias, fresh.get(storage._cdata, -1), Layout.of(value)))
-    return Effect(tuple(outs), tuple(sizes), max(counter.peak, sum(sizes)))
+    return tuple(outs), tuple(sizes)
 
 
-def line_effect(
+def line_effect(line: Line, layout_of: Mapping[str, Layout | None], mesh: Mesh) -> tuple[list[str], Effect]:
+    """The tensors that a line reads, by name, and what it makes of them; what is started makes a handle, and then whatever
+    operands that holds. layout_of: values by name (None: no tensor)."""
+    if isinstance(line, (Start, GoOn, Wait)):
+        return _part_effect(line, layout_of, mesh)
+    assert isinstance(line, (Compute, Convert)), line
+    names, numbered, layouts, key = _asked(line, layout_of, mesh)
+    if key not in _EFFECTS:
+        _EFFECTS[key] = _probe(numbered, layouts, mesh)
+    return names, _EFFECTS[key]
+
+
+def _asked(
     line: Compute | Convert, layout_of: Mapping[str, Layout | None], mesh: Mesh
-) -> tuple[list[str], Effect]:
-    """The tensors that a line reads, by name, and what it makes of them. layout_of: values by name (None: no tensor)."""
+) -> tuple[list[str], Compute | Convert, tuple[Layout, ...], Hashable]:
+    """Names of the tensors that a line reads; the line with them numbered, their layouts, and what its effect follows from."""
     operands = {name: layout for name in line.reads() if (layout := layout_of.get(name)) is not None}
     numbered, layouts = _numbered(line, {name: f"v{i}" for i, name in enumerate(operands)}), tuple(operands.values())
     what = numbered.step if isinstance(numbered, Convert) else (numbered.op, numbered.carried, _frozen(numbered.kwargs))
-    key = (what, len(line.outs), layouts, mesh.axes)
-    if key not in _EFFECTS:
-        _EFFECTS[key] = _probe(numbered, layouts, mesh)
-    return list(operands), _EFFECTS[key]
+    return list(operands), numbered, layouts, (what, len(line.outs), layouts, mesh.axes)
 
 
+def _part_effect(
+    line: Start | GoOn | Wait, layout_of: Mapping[str, Layout | None], mesh: Mesh
+) -> tuple[list[str], Effect]:
+    """The same of a part of a line that was started."""
+    names, numbered, layouts, key = _asked(line.line, layout_of, mesh)
+    if key not in _PARTS:
+        _PARTS[key] = _probe_parts(numbered, layouts, mesh)
+    match line:
+        case Start():
+            return names, _PARTS[key][0]
+        case GoOn(stop=stop):
+            return [], _PARTS[key][stop]
+    return [], _PARTS[key][-1]
+
+
+def _probe_parts(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Effect]:
+    """What the start of a line makes, every part between, and the wait."""
+    begin = eval(
+        f"lambda {', '.join(['rt', *_names(layouts)])}: {_ASKED.expression(Start(line))}", {**HOMES, "torch": torch}
+    )
+    tensors = [layout.tensor() for layout in layouts]
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    counter = ByteCounter()
+    with torch.no_grad(), counter:
+        handle = begin(_rank(mesh.axes), *tensors)
+        tensors.clear()
+        held = [Out(i, -1, None) for i, storage in enumerate(storages) if storage() is not None]
+        effects = [Effect((Out(-1, 0, None), *held), (counter.alive,), counter.peak)]
+        for _ in range(1, len(line.stops) if isinstance(line, Compute) else 1):
+            alive = counter.alive
+            counter.restart()
+            handle.go_on()
+            effects.append(Effect((Out(-1, 0, None),), (counter.alive,), counter.peak - alive))
+        alive = counter.alive
+        counter.restart()
+        result = handle.wait()
+        del handle
+        peak = counter.peak - alive
+    outs, sizes = _results(result, {})
+    return [*effects, Effect(outs, sizes, peak)]
+
+
+_PARTS: dict[Any, list[Effect]] = {}
 _EFFECTS: dict[Any, Effect] = {}
 _ASKED = Printer()
 
 
 def _probe(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
-    names = [f"v{i}" for i in range(len(layouts))]
+    names = _names(layouts)
     try:
         text = _ASKED.expression(line)
         space = {
@@ -188,6 +247,11 @@ def _probe(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> 
     except Exception:  # an op without a meta implementation, or one that looks at data
         return _declared(line, mesh)
     return watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else _declared(line, mesh)
+
+
+def _names(layouts: Sequence[Layout]) -> list[str]:
+    """Of operands, in text that is run."""
+    return [f"v{i}" for i in range(len(layouts))]
 
 
 def _recurrent(function: Callable[..., Any], layouts: tuple[Layout, ...]) -> Effect:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.lines import Compute, Convert, Function
+from autopar.ir.lines import Function, GoOn, Start, Wait
 from autopar.ir.mesh import Mesh
 from autopar.passes.memory.probe import Effect, Layout, line_effect
 
@@ -121,10 +121,17 @@ def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[L
     drops = dropped_after(function, {n for n in returned if n})
     events = []
     for line, dropped in zip(function.lines, drops, strict=True):
-        assert isinstance(line, (Compute, Convert)), line
         names, effect = line_effect(line, layout_of, mesh)
+        made = line.outs
+        match line:
+            case Start(outs=(handle,)):
+                made = (handle, *(f"{handle} holds {name}" for name in names))
+            case GoOn(handle):
+                made = (handle,)
+            case Wait(handle, started):
+                dropped = (*dropped, *(f"{handle} holds {name}" for name in started.reads()))
         outs = []
-        for name, out in zip(line.outs, effect.outs, strict=False):
+        for name, out in zip(made, effect.outs, strict=False):
             slot = slots.setdefault(name, len(slots))
             layout_of[name] = out.layout
             outs.append((slot, slots[names[out.alias]] if out.alias >= 0 else -1, out.fresh))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
-from autopar.ir.lines import Compute, Convert, Function, Line, Prefetch, TemplateCall
+from autopar.ir.lines import Compute, Convert, Function, GoOn, Line, Prefetch, Start, TemplateCall, Wait
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
@@ -22,7 +22,6 @@ from autopar.passes.price.lines import (
     Message,
     cast_seconds,
     conversion_copied_s,
-    conversion_messages,
     gather_alone_s,
     gradient_messages,
     line_messages,
@@ -31,6 +30,7 @@ from autopar.passes.price.lines import (
     regather_messages,
     regather_seconds,
 )
+from autopar.passes.price.link_clock import LinkClock, op_seconds, run_line
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.once import once
@@ -79,33 +79,27 @@ def _function_work(
         return NOTHING
     held = function.local_bytes(pricer.mesh)
     launch_s = pricer.device.launch_overhead_s
-    computed_s = apart_s = hidden_s = 0.0
+    computed_s = apart_s = 0.0
     launches = 0
-    messages: dict[Purpose, float] = {}
+    op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
-        if isinstance(line, Convert):
-            _add(messages, conversion_messages(line, held, pricer.mesh), pricer)
-            computed_s += conversion_copied_s(line, held, pricer)
-        elif isinstance(line, Compute) and line.node in template.op_calls:
-            call = template.op_calls[line.node]
-            seconds = pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
-            for axis, exposed_s in pricer.sent_s(line.sent, seconds).items():
-                messages[Purpose(axis)] = messages.get(Purpose(axis), 0.0) + exposed_s
-                hidden_s -= exposed_s
-            hidden_s += sum(sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) for sent in line.sent)
-            kernel = passes_over_memory(line)
-            if kernel is None:
-                continue
-            launches += 1
-            computed_s += 0.0 if kernel else seconds - launch_s
-            apart_s += seconds if kernel else launch_s
+        run_line(clock, line, held, pricer, op_s)
+        begun = line.line if isinstance(line, Start) else line
+        kernel = passes_over_memory(begun)
+        match begun:
+            case Convert():
+                computed_s += conversion_copied_s(begun, held, pricer)
+            case Compute(node=node) if node in template.op_calls and kernel is not None:
+                launches += 1
+                computed_s += 0.0 if kernel else op_s(begun) - launch_s
+                apart_s += op_s(begun) if kernel else launch_s
     fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
-    return Work(computed_s, fused_s, apart_s, launches, messages, hidden_s)
+    return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s)
 
 
 def passes_over_memory(line: Line) -> bool | None:
     """Whether a line is a pass over memory; None where it moves nothing."""
-    if isinstance(line, Convert):
+    if isinstance(line, (Convert, Start, GoOn, Wait)):
         return False
     if not isinstance(line, Compute):
         return None

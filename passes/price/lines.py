@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import Purpose
-from autopar.ir.lines import Compute, Convert, Line, ParameterGather, Prefetch, SumLoss
+from autopar.ir.lines import Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
@@ -57,6 +57,8 @@ def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, wh
     """What a line sends that stands in one of a stage's functions or in one of its templates'. held: bytes of the values
     of the line's function on one rank; where: the line stands."""
     match line:
+        case Start(line=started):
+            yield from line_messages(started, held, stage, where)
         case Convert():
             yield from conversion_messages(line, held, stage.mesh, where)
         case Compute(sent=sent):

@@ -206,12 +206,12 @@ class Pricer:
         exposed: dict[str, float] = {}
         for one in sent:
             alone_s = self.collective_s(one.kind, one.nbytes, one.axis)
-            hidden_s = (1.0 - self._least_exposed) * min(one.behind * computed_s, alone_s)
+            hidden_s = (1.0 - self.least_exposed) * min(one.behind * computed_s, alone_s)
             exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * (alone_s - hidden_s)
         return exposed
 
     @cached_property
-    def _least_exposed(self) -> float:
+    def least_exposed(self) -> float:
         """Share of a message that work does not hide however long it lasts, as it was measured: where cores that compute also
         move the bytes that is most of it. 0 where it was not measured."""
         return max((level.exposed for level in self.cluster.levels if level.measured), default=0.0)

@@ -239,8 +239,8 @@ def test_messages_inside_ops_are_shown_with_what_hides_them(tmp_path, capsys):
     assert re.search(r"sends \d+ × shift of 262 kB over cp, each behind \d+% of the op's own work", graph)
     schedule = said(capsys, str(tmp_path), "--section", "schedule")
     assert "│~" in schedule
-    assert "~ messages inside ops" in schedule
-    assert "of messages inside ops, behind their own work" in schedule
+    assert "~ messages hidden behind work" in schedule
+    assert "of messages hidden behind work" in schedule
     trace = json.loads(said(capsys, str(tmp_path), "--format", "chrome-trace"))
     inside = [e for e in trace["traceEvents"] if e.get("cat") == "inside"]
     assert {e["name"] for e in inside} == {"messages in F0.0", "messages in B0.0"}

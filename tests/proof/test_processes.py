@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.passes.search.overlap import overlapping
 from autopar.runtime import checkpoint
+from tests.passes.lower import test_overlap, test_overlap_experts
 
 STEPS = 4
 Trained = tuple[autopar.ParallelProgram, list[dict[str, Any]], Path]
@@ -246,3 +248,18 @@ def test_a_wrong_world_size_is_said_by_every_rank_and_none_hangs(meta: Path) -> 
     )
     assert alone.returncode == 2
     assert "compiled for 2 ranks" in alone.stderr
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "experts"])
+def test_messages_that_travel_beside_work_change_nothing(kind: str, tmp_path: Path) -> None:
+    if kind == "experts":
+        program, data = test_overlap_experts.program("any"), test_overlap_experts.batch()
+    else:
+        plain, data = test_overlap.program(), test_overlap.batch()
+        program = plain.with_plan(overlapping(plain.plan, "any"))
+    program.save(tmp_path / "program")
+    assert "_coming.wait()" in (tmp_path / "program" / "stages" / "stage_0.py").read_text()
+    torch.save([data] * 3, tmp_path / "program" / "batches.pt")
+    want = program.run([data] * 3)
+    for got in in_torchrun("curve", 4, tmp_path / "program", tmp_path):
+        assert got["losses"] == pytest.approx([t.item() for t in want], rel=1e-6)

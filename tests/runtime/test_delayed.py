@@ -44,3 +44,18 @@ def test_messages_queue_on_a_link() -> None:
 
 def test_work_hides_messages() -> None:
     assert seconds_of((1.0, 4.0)) == [[1.5, 2.5], [4.0, 4.0]]
+
+
+def test_an_exchange_takes_as_long_as_the_member_that_sends_most() -> None:
+    link = Link(100.0, 0.0)
+    sent = {0: (1, 3), 1: (5, 0)}
+
+    def rank(comm: Comm) -> float:
+        slow = DelayedComm(comm, traffic, cpu_s=lambda: 0.0)
+        received = tuple(sent[m][slow.rank] for m in sent)
+        rows = torch.zeros(sum(sent[slow.rank]), 25)
+        slow.start_exchange(rows, sent[slow.rank], received, "x").wait()
+        return slow.clock_s()
+
+    traffic = Traffic(link)
+    assert run_threads(2, {"x": 2}, rank) == [5.0, 5.0]

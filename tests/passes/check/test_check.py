@@ -8,21 +8,23 @@ import pytest
 
 import autopar
 from autopar import CheckError
-from autopar.ir.lines import Compute, Convert, Function, Line, Ref
+from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Start, Wait
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.spec import Spec
 from autopar.passes.check.lines import check
+from autopar.passes.search.overlap import overlapping
 from tests.passes.shard.test_plans import compiled
 
 
 def steps_of(stage: LoweredStage) -> list[str]:
-    return [line.step.kind for line in stage.templates["blocks"].forward.lines if isinstance(line, Convert)]
+    lines = (line.line if isinstance(line, Start) else line for line in stage.templates["blocks"].forward.lines)
+    return [line.step.kind for line in lines if isinstance(line, Convert)]
 
 
-def stage_with_collectives() -> tuple[LoweredStage, object]:
+def stage_with_collectives(overlap: str = "") -> tuple[LoweredStage, object]:
     program = compiled("llama", 4, (("dp", 2), ("tp", 2)))
     for seed in range(20):
-        made = program.with_plan(autopar.random_plan(program, seed))
+        made = program.with_plan(overlapping(autopar.random_plan(program, seed), overlap))
         if "all_reduce" in steps_of(made.stages[0]):
             return made.stages[0], made.rules
     raise AssertionError("no random plan with an all-reduce")
@@ -97,3 +99,42 @@ def test_unknown_axis_is_found() -> None:
 
     with pytest.raises(CheckError, match="pp"):
         check(change(stage, rename), rules)  # type: ignore[arg-type]
+
+
+def test_messages_that_are_not_waited_for_once_are_found() -> None:
+    stage, rules = stage_with_collectives("any")
+
+    def forgotten(function: Function) -> Function:
+        gone = next(line for line in function.lines if isinstance(line, Wait))
+        readers = [line for line in function.lines if gone.outs[0] in line.reads()]
+        return replace(function, lines=tuple(x for x in function.lines if x is not gone and x not in readers))
+
+    def twice(function: Function) -> Function:
+        at = next(i for i, line in enumerate(function.lines) if isinstance(line, Wait))
+        return replace(function, lines=(*function.lines[: at + 1], *function.lines[at:]))
+
+    def early(function: Function) -> Function:
+        wait = next(line for line in function.lines if isinstance(line, Wait))
+        return replace(function, lines=(wait, *(line for line in function.lines if line is not wait)))
+
+    def another(function: Function) -> Function:
+        def changed(line: Line) -> Line:
+            if not isinstance(line, Wait):
+                return line
+            return replace(
+                line, line=replace(line.line, step=replace(line.line.step, kind="all_to_all", dim=0, to_dim=1))
+            )
+
+        return replace(function, lines=tuple(map(changed, function.lines)))
+
+    def read_unfinished(function: Function) -> Function:
+        at = next(i for i, line in enumerate(function.lines) if isinstance(line, Start))
+        start, types = function.lines[at], function.lines[at + 1].types
+        reader = Compute(
+            "aten.relu.default", {"self": Ref(start.outs[0])}, outs=("early",), types=types[:1], specs=(None,)
+        )
+        return replace(function, lines=(*function.lines[: at + 1], reader, *function.lines[at + 1 :]))
+
+    for wrong in (forgotten, twice, early, another, read_unfinished):
+        with pytest.raises(CheckError):
+            check(change(stage, wrong), rules)  # type: ignore[arg-type]

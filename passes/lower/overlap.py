@@ -1,0 +1,224 @@
+"""Messages of a template's function that travel while lines which do not need them run.
+
+A conversion that sends becomes two lines: it starts as soon as its operand is made and the link is free, and is waited for
+where its result is first read, or where nothing else is left to do. An op that stops for messages of its own
+(`autopar.runtime.suspended`) is started likewise, and goes on whenever its message has arrived. Lines are taken one by one, on
+a clock of the rank and one of its link (`autopar.passes.price.link_clock`). Backward of a row-parallel product, whose weights'
+gradient needs no message:
+
+    dw = g.T @ x                          dx = g @ w
+    dx = g @ w                            dx_coming = rt.comm.start_all_reduce(dx, 'tp')
+    dx = rt.comm.all_reduce(dx, 'tp')     dw = g.T @ x
+    y = f(dx)                             dx = dx_coming.wait();  y = f(dx)
+
+Messages keep their order, and every rank of a stage runs the same lines, so collectives match. How far other lines change
+places the plan says (`TemplatePlan.overlap`), as what is put off holds its operands for longer:
+
+    between    not at all
+    next       what needs a message that is still coming lets others go first, and what the next message does not need (dw
+               above) is put off until that is under way
+    any        what no message needs is put off until there is time for it, if need be to the end
+
+A function that this does not make faster stays as it is.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from autopar.ir.lines import Compute, Convert, Function, GoOn, Line, Start, Wait
+from autopar.ir.steps import LOCAL_KINDS
+from autopar.passes.lower.names import Names
+from autopar.passes.price.link_clock import LinkClock, run_line
+from autopar.passes.price.pricer import Pricer
+
+RunLine = Callable[[LinkClock, Line], None]
+"""A line passes on a clock."""
+
+
+def overlapped(function: Function, overlap: str, pricer: Pricer, op_s: Callable[[Compute], float]) -> Function:
+    """The function with lines run while messages travel, as far as a plan says and where it is faster. op_s: seconds of an
+    op's own work."""
+    sizes, held = pricer.mesh.sizes, function.local_bytes(pricer.mesh)
+    messages = [i for i, line in enumerate(function.lines) if _sends(line, sizes)]
+    if not overlap or not messages:
+        return function
+
+    def run(clock: LinkClock, line: Line) -> None:
+        run_line(clock, line, held, pricer, op_s)
+
+    order = _Order(function, messages, overlap, LinkClock(pricer.least_exposed), run)
+    lines = tuple(_joined([*order.lines()]))
+    before, after = LinkClock(pricer.least_exposed), LinkClock(pricer.least_exposed)
+    for clock, sequence in ((before, function.lines), (after, lines)):
+        for line in sequence:
+            run(clock, line)
+    return replace(function, lines=lines) if after.now_s < before.now_s else function
+
+
+def _sends(line: Line, sizes: dict[str, int]) -> bool:
+    """Whether a line may be started and waited for."""
+    match line:
+        case Convert(step=step):
+            return step.kind not in LOCAL_KINDS and sizes[step.axis] > 1
+        case Compute():
+            return bool(line.stops)
+    return False
+
+
+class _Order:
+    """The lines of a function as they are taken. messages: places of those that send."""
+
+    def __init__(
+        self, function: Function, messages: Sequence[int], overlap: str, clock: LinkClock, run: RunLine
+    ) -> None:
+        self.function, self.messages, self.clock, self.run = function, list(messages), clock, run
+        self.moves = overlap != "between"
+        self.names = Names()
+        for name in (*function.args, *function.arg_types, *(out for line in function.lines for out in line.outs)):
+            self.names.take(name)
+        made = {out for line in function.lines for out in line.outs}
+        self.unmade = [len(made.intersection(line.reads())) for line in function.lines]
+        """How many operands of every line are neither made nor coming."""
+        self.readers: dict[str, list[int]] = {}
+        for i, line in enumerate(function.lines):
+            for name in set(line.reads()):
+                self.readers.setdefault(name, []).append(i)
+        self.rest: dict[str, list[Line]] = {}
+        """Of what was started, by its handle, the lines that are left: the last of them waits for it."""
+        self.coming: dict[str, str] = {}
+        """The values that are there once their last message has arrived, each with its handle."""
+        self.turn = self._turns(overlap)
+        self.ready = [(self.turn[i], i) for i in range(len(function.lines)) if not self.unmade[i] and i in self.turn]
+        heapq.heapify(self.ready)
+        self.blocked: list[tuple[float, int]] = []
+        """Ops of which some operands are coming, by when the last arrives."""
+
+    def lines(self) -> Iterator[Line]:
+        """All lines, in the order in which they are taken."""
+        others = sorted(self.turn)
+        begun = 0
+        while self.messages or begun < len(others):
+            self._unblock()
+            stopped = (handle for handle, rest in self.rest.items() if len(rest) > 1)
+            arrived = next((h for h in stopped if self.clock.arrives_s(h) <= self.clock.now_s), None)
+            can_run = bool(self.ready) and (self.moves or self.ready[0][1] == others[begun])
+            if arrived is not None:
+                yield self._go_on(arrived)
+            elif self._can_start() and (self.clock.link_is_free or not can_run):
+                yield from self._start(self.messages.pop(0))
+            elif can_run:
+                begun += 1
+                yield from self._line(heapq.heappop(self.ready)[1])
+            else:
+                yield self._go_on(min(self.rest, key=self.clock.arrives_s))
+        while self.rest:
+            yield self._go_on(min(self.rest, key=self.clock.arrives_s))
+
+    def _turns(self, overlap: str) -> dict[int, tuple[int, ...]]:
+        """In which order lines that send nothing are taken: as they stand, but for those that are put off."""
+        lines, turns = self.function.lines, dict[int, tuple[int, ...]]()
+        needed, until = set[str](), len(lines)
+        for i in reversed(range(len(lines))):
+            if overlap == "next" and i in self.messages:
+                needed, until = set(), i
+            needs = i in self.messages or not needed.isdisjoint(lines[i].outs)
+            needed |= set(lines[i].reads()) if needs else set()
+            if i not in self.messages:
+                turns[i] = (i,) if needs or not self.moves else (until, i)
+        return turns
+
+    def _unblock(self) -> None:
+        """Lines whose operands have arrived are ready."""
+        while self.blocked and self.blocked[0][0] <= self.clock.now_s:
+            i = heapq.heappop(self.blocked)[1]
+            heapq.heappush(self.ready, (self.turn[i], i))
+
+    def _can_start(self) -> bool:
+        """Whether the operand of the next message is made, or has arrived."""
+        return (
+            bool(self.messages)
+            and not self.unmade[self.messages[0]]
+            and self._arrives_s(self.messages[0]) <= self.clock.now_s
+        )
+
+    def _arrives_s(self, i: int) -> float:
+        """When the last of a line's operands that are coming arrives."""
+        handles = (self.coming[name] for name in self.function.lines[i].reads() if name in self.coming)
+        return max(map(self.clock.arrives_s, handles), default=0.0)
+
+    def _start(self, i: int) -> Iterator[Line]:
+        line = self.function.lines[i]
+        assert isinstance(line, (Convert, Compute))
+        yield from self._operands(line)
+        handle = self.names.fresh(f"{next(out for out in line.outs if out != '_')}_coming")
+        start = Start(line, outs=(handle,), phase=line.phase, source=line.source)
+        self.run(self.clock, start)
+        yield start
+        parts: list[Line] = []
+        if isinstance(line, Compute):
+            stops = range(1, len(line.stops))
+            parts += (GoOn(handle, line, stop, phase=line.phase, source=line.source) for stop in stops)
+        wait = Wait(
+            handle, line, outs=line.outs, types=line.types, specs=line.specs, phase=line.phase, source=line.source
+        )
+        self.rest[handle] = [*parts, wait]
+        self._is_coming(handle)
+
+    def _go_on(self, handle: str) -> Line:
+        """The next line of what was started."""
+        line = self.rest[handle].pop(0)
+        self.run(self.clock, line)
+        if not self.rest[handle]:
+            del self.rest[handle]
+            for out in line.outs:
+                self.coming.pop(out, None)
+        else:
+            self._is_coming(handle)
+        return line
+
+    def _is_coming(self, handle: str) -> None:
+        """What was started is only to be waited for, if it is."""
+        wait, *others = self.rest[handle]
+        if not others:
+            self.coming |= dict.fromkeys((out for out in wait.outs if out != "_"), handle)
+            self._made(wait)
+
+    def _line(self, i: int) -> Iterator[Line]:
+        line = self.function.lines[i]
+        yield from self._operands(line)
+        self.run(self.clock, line)
+        self._made(line)
+        yield line
+
+    def _operands(self, line: Line) -> Iterator[Line]:
+        """Waits for the operands that have arrived."""
+        for name in dict.fromkeys(line.reads()):
+            if name in self.coming:
+                yield self._go_on(self.coming[name])
+
+    def _made(self, line: Line) -> None:
+        """What a line makes is there, or coming."""
+        for i in {reader for out in line.outs for reader in self.readers.get(out, ())}:
+            self.unmade[i] -= len(set(line.outs).intersection(self.function.lines[i].reads()))
+            if not self.unmade[i] and i in self.turn:
+                heapq.heappush(self.blocked, (self._arrives_s(i), i))
+
+
+def _joined(lines: Sequence[Line]) -> Iterator[Line]:
+    """What has nothing between its start and its wait is one line again."""
+    begun: list[Line] = []
+    for line in lines:
+        if begun and not (isinstance(line, (GoOn, Wait)) and line.value == begun[0].outs[0]):
+            yield from begun
+            begun = []
+        if isinstance(line, Start) or begun:
+            begun.append(line)
+        else:
+            yield line
+        if begun and isinstance(line, Wait):
+            yield line.line
+            begun = []
+    yield from begun

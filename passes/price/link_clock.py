@@ -1,0 +1,127 @@
+"""A rank's clock beside that of its link, on which messages go one after another while the rank computes on.
+
+A message that takes s seconds alone, of which a share e is never hidden, sets out when the link is free:
+
+    start    now += e · s;  arrives = free = max(now, free) + (1 - e) · s
+    wait     now = max(now, arrives)
+    send     a message that is waited for at once: now = max(now, free) + s
+
+What `now` loses to messages is exposed. An all-reduce of 3 ms that is waited for after 2 ms of work exposes 1 ms, and so does
+any that follows it by less than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from autopar.costmodel.bill import Purpose
+from autopar.ir.lines import Compute, Convert, GoOn, Line, Sent, Start, Wait
+from autopar.ir.program import Template
+from autopar.passes.price.lines import conversion_copied_s, conversion_messages
+from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.book import RuleBook
+from autopar.plan import TemplatePlan
+
+
+class LinkClock:
+    """least_exposed: e. now_s: seconds so far; exposed: of messages, by what these are for; hidden_s: of the same messages what
+    is hidden."""
+
+    def __init__(self, least_exposed: float) -> None:
+        self.least_exposed = least_exposed
+        self.now_s = self.hidden_s = 0.0
+        self.exposed: dict[Purpose, float] = {}
+        self._free_s = 0.0
+        self._coming: dict[str, tuple[Purpose, float]] = {}
+
+    @property
+    def link_is_free(self) -> bool:
+        return self._free_s <= self.now_s
+
+    def compute(self, seconds: float) -> None:
+        """The rank computes."""
+        self.now_s += seconds
+
+    def expose(self, purpose: Purpose, seconds: float, alone_s: float) -> None:
+        """The rank waits so many seconds for messages that take alone_s."""
+        self.now_s += seconds
+        self.hidden_s += alone_s - seconds
+        self.exposed[purpose] = self.exposed.get(purpose, 0.0) + seconds
+
+    def send(self, purpose: Purpose, seconds: float) -> None:
+        """A message goes, and is waited for."""
+        self.expose(purpose, max(self._free_s - self.now_s, 0.0) + seconds, seconds)
+
+    def start(self, handle: str, purpose: Purpose, seconds: float) -> None:
+        """A message sets out."""
+        self.expose(purpose, self.least_exposed * seconds, seconds)
+        self._free_s = max(self.now_s, self._free_s) + (1 - self.least_exposed) * seconds
+        self._coming[handle] = (purpose, self._free_s)
+
+    def arrives_s(self, handle: str) -> float:
+        """When the message of a handle arrives."""
+        return self._coming[handle][1]
+
+    def wait(self, handle: str) -> None:
+        """The message of a handle has arrived."""
+        purpose, arrives_s = self._coming.pop(handle)
+        self.expose(purpose, max(arrives_s - self.now_s, 0.0), 0.0)
+        self.now_s = max(self.now_s, arrives_s)  # to the last bit
+
+
+def run_line(
+    clock: LinkClock, line: Line, held: Mapping[str, float], pricer: Pricer, op_s: Callable[[Compute], float]
+) -> None:
+    """A line of a template's function passes on a clock. held: bytes of the function's values; op_s: seconds of an op's work."""
+    match line:
+        case (Convert() as conversion) | Start(line=Convert() as conversion):
+            clock.compute(conversion_copied_s(conversion, held, pricer))
+            for message in conversion_messages(conversion, held, pricer.mesh):
+                if isinstance(line, Start):
+                    clock.start(line.outs[0], message.purpose, message.seconds(pricer))
+                else:
+                    clock.send(message.purpose, message.seconds(pricer))
+        case Wait(handle, line=Convert()):
+            clock.wait(handle)
+        case Compute():
+            clock.compute(op_s(line))
+            _send(clock, line.sent, pricer, op_s(line))
+        case Start(line=Compute() as op, outs=(handle,)):
+            _send(clock, [sent for sent in op.sent if sent.after is None], pricer, op_s(op))
+            _run_part(clock, op, 0, handle, pricer, op_s(op))
+        case GoOn(handle, line=op, stop=stop):
+            clock.wait(handle)
+            _run_part(clock, op, stop, handle, pricer, op_s(op))
+        case Wait(handle, line=Compute() as op):
+            clock.wait(handle)
+            _run_part(clock, op, len(op.stops), handle, pricer, op_s(op))
+
+
+def _send(clock: LinkClock, sent: Sequence[Sent], pricer: Pricer, work_s: float) -> None:
+    """Messages of an op that is not suspended for them. work_s: seconds of its work."""
+    exposed_s = pricer.sent_s(sent, work_s)
+    for axis, seconds in exposed_s.items():
+        clock.send(Purpose(axis), seconds)
+    alone_s = sum(one.times * pricer.collective_s(one.kind, one.nbytes, one.axis) for one in sent)
+    clock.hidden_s += alone_s - sum(exposed_s.values())
+
+
+def _run_part(clock: LinkClock, op: Compute, stop: int, handle: str, pricer: Pricer, work_s: float) -> None:
+    """An op that was started runs to its stop of a number, or to its end. work_s: seconds of all of its work."""
+    done = [0.0, *(sent.after or 0.0 for sent in op.stops), 1.0]
+    clock.compute((done[stop + 1] - done[stop]) * work_s)
+    if stop < len(op.stops):
+        sent = op.stops[stop]
+        seconds = pricer.sent_s((sent,), work_s)[sent.axis]
+        clock.hidden_s += sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) - seconds
+        clock.start(handle, Purpose(sent.axis), seconds)
+
+
+def op_seconds(plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook) -> Callable[[Compute], float]:
+    """Seconds of the work of a template's ops; casts that lowering adds have none."""
+
+    def op_s(line: Compute) -> float:
+        call = template.op_calls.get(line.node)
+        return 0.0 if call is None else pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
+
+    return op_s
