@@ -59,7 +59,7 @@ class Contents:
     """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
     dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
-    and pad_values what inputs are padded with up to them."""
+    and pad_values what inputs are padded with up to them. compiler: of what is between messages."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -74,6 +74,7 @@ class Contents:
     facts: Mapping[str, Any]
     buckets: tuple[BucketContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
+    compiler: str = "none"
 
 
 def write_directory(contents: Contents, directory: Path) -> Path:
@@ -93,6 +94,7 @@ def write_directory(contents: Contents, directory: Path) -> Path:
         "constants": WEIGHTS if constants and known else None,
         "inputs": _inputs(contents.inputs),
         "placement": list(contents.plan.placement) or None,
+        "compiler": contents.compiler,
     }
     if contents.buckets:
         folders = [bucket_folder(i) for i in range(len(contents.buckets))]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
 from .heap import keep_freed_memory
+from .inductor import COMPILERS, keep_beside
 from .manifest import Manifest, WrongWorldSize
 from .process import TorchComm
 from .session import Session
@@ -85,13 +86,15 @@ def load(
     timeout_s: float = 600.0,
     check: bool = False,
     tier_directory: str | Path | None = None,
+    compiler: str | None = None,
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded.
 
     Joins the default process group, or makes it (nccl when there is a GPU per local rank, else gloo). Weights come
     from `weights`, a checkpoint or a Hugging Face directory of safetensors, else from those emitted with the program;
     without either they are uninitialized until load_state_dict or resume. tier_directory: for the files of what rests in
-    the memory tier "nvme" (default: that of temporary files). An optimizer that is not of torch.optim comes from a module
+    the memory tier "nvme" (default: that of temporary files). compiler: "none" or "inductor", instead of what the program was
+    compiled with. An optimizer that is not of torch.optim comes from a module
     that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and WrongWorldSize before any
     process group is made.
     """
@@ -110,6 +113,9 @@ def load(
         manifest.check_world_size()
         store = _join(backend or _pick_backend(), timeout_s, manifest.placement)
     pipeline = manifest.load_pipeline()
+    compiler = compiler or manifest.compiler
+    if compiler != "none":
+        keep_beside(manifest.directory)
     comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
     if comm.device.type == "cpu":
         keep_freed_memory()
@@ -122,6 +128,7 @@ def load(
         tier_directory=tier_directory,
         buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
         pad=manifest.pad_values,
+        compiler=compiler,
     )
     source = weights or (manifest.directory / manifest.weights if manifest.weights else None)
     if source is not None:
@@ -167,6 +174,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             timeout_s=arguments.timeout,
             check=arguments.check,
             tier_directory=arguments.tier_directory,
+            compiler=arguments.compiler,
         )
         run(program, arguments)
     except BaseException as error:
@@ -225,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=above_zero, default=600.0, help="seconds a collective may take (default: 600)"
     )
     parser.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
+    parser.add_argument("--compiler", choices=COMPILERS, help="compile what is between messages (default: as compiled)")
     parser.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return parser
 

@@ -25,6 +25,7 @@ import torch
 from .batches import module_of
 from .datafile import path_inside, read_json, read_text
 from .errors import RuntimeProgramError
+from .inductor import COMPILERS
 from .schema import (
     MOST_NUMBER,
     MOST_RANKS,
@@ -105,6 +106,7 @@ _MANIFEST = record(
         "pad_values": table(text(), where(lambda x: is_number(x, -MOST_NUMBER, MOST_NUMBER), "a number"), most=1024),
         "state_names": table(_NAME, listed(_NAME)),
         "constants": optional(path_inside),
+        "compiler": choice(COMPILERS),
         "placement": optional(listed(integer(0, MOST_RANKS))),
     },
 )
@@ -132,6 +134,7 @@ class Manifest:
     pad_values: Mapping[str, float] = field(default_factory=dict)
     state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: str | None = None
+    compiler: str = "none"
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -162,6 +165,7 @@ class Manifest:
             pad_values=raw.get("pad_values", {}),
             state_names={name: tuple(names) for name, names in raw.get("state_names", {}).items()},
             constants=raw.get("constants"),
+            compiler=raw.get("compiler", "none"),
         )
 
     def check_world_size(self) -> None:
