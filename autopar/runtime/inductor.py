@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .convolutions import join_backward
 from .rank import Rank
 from .regions import cut
 
@@ -96,6 +97,8 @@ class CompiledRegion:
         from torch.fx.experimental.proxy_tensor import make_fx
 
         graph = make_fx(lambda *given: self.function(self.rt, *given), tracing_mode="fake")(*tensors)
+        join_backward(graph.graph)
+        graph.recompile()
         return inductor(graph, list(tensors), options=dict(SETTINGS))
 
     def _give_up(self, error: Exception) -> None:
