@@ -10,6 +10,7 @@ from typing import Any
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import Mesh
+from autopar.runtime.inductor import COMPILERS
 from autopar.runtime.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
 
 BRANCHES = ("refuse", "as-example")
@@ -73,6 +74,8 @@ class Options:
         back, so that all do as much; 0, as it is. None: what the search finds best.
     overlap: let lines of a block run while messages of others travel, where that is faster and fits. False: every message is
         waited for where it starts, but those of parameters and gradients.
+    compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
+        torch's inductor when the program starts. Memory is promised for the program as it is written.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -102,6 +105,7 @@ class Options:
     on_overflow: str = "stop"
     order: int | None = None
     overlap: bool = True
+    compiler: str = "none"
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -240,6 +244,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ("recompute", *_one_of(lambda: ("auto", *RECOMPUTE_POLICIES))),
     ("offload", *_one_of(lambda: (*OFFLOAD_KINDS, "auto"))),
     ("branches", *_one_of(lambda: BRANCHES)),
+    ("compiler", *_one_of(lambda: COMPILERS)),
     ("precision", *_one_of(lambda: (*PRECISIONS, None))),
     ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
     ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),

@@ -127,6 +127,7 @@ class ParallelProgram(Compiled):
             run.save_every if (run := long_run(self)) else None,
             tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
             self.request.pad_values,
+            self.options.compiler,
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -177,7 +178,10 @@ class ParallelProgram(Compiled):
         """The emitted text as modules of this process."""
         buckets = tuple(bucket.in_process for bucket in self.buckets)
         return replace(
-            load(self.lowered, self.sources, self.pipeline), buckets=buckets, pad_values=self.request.pad_values
+            load(self.lowered, self.sources, self.pipeline),
+            buckets=buckets,
+            pad_values=self.request.pad_values,
+            compiler=self.options.compiler,
         )
 
     @with_cpu_as_default

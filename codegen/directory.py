@@ -63,7 +63,7 @@ class Contents:
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
     dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. save_every: steps between two that are
     saved, where failures of the cluster are known. buckets: batches of other shapes, and pad_values what inputs are padded with
-    up to them."""
+    up to them. compiler: of what is between messages."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -79,6 +79,7 @@ class Contents:
     save_every: int | None = None
     buckets: tuple[BucketContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
+    compiler: str = "none"
 
 
 def write_directory(contents: Contents, directory: Path, candidates: Sequence[Contents] = ()) -> Path:
@@ -111,6 +112,7 @@ def _write(contents: Contents, directory: Path) -> None:
         "inputs": _inputs(contents.inputs),
         "placement": list(contents.plan.placement) or None,
         "save_every": contents.save_every,
+        "compiler": contents.compiler,
     }
     if contents.buckets:
         folders = [bucket_folder(i) for i in range(len(contents.buckets))]

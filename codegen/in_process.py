@@ -28,12 +28,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class InProcess:
     """An emitted program as modules of this process: pipeline.py and every stage. buckets: the same for batches of other
-    shapes; pad_values: of inputs, by name."""
+    shapes; pad_values: of inputs, by name; compiler: of what is between messages."""
 
     pipeline: types.ModuleType
     stages: tuple[types.ModuleType, ...]
     buckets: tuple[InProcess, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
+    compiler: str = "none"
 
     def run(
         self,
@@ -56,7 +57,15 @@ class InProcess:
         """A session of one rank, without weights."""
         buckets = [(bucket.pipeline, bucket.stages) for bucket in self.buckets]
         return Session(
-            self.pipeline, self.stages, comm, update, seed, dtype=dtype, buckets=buckets, pad=self.pad_values
+            self.pipeline,
+            self.stages,
+            comm,
+            update,
+            seed,
+            dtype=dtype,
+            buckets=buckets,
+            pad=self.pad_values,
+            compiler=self.compiler,
         )
 
     def run_bare(self, rank: Callable[[Comm], T]) -> list[T]:
@@ -82,6 +91,7 @@ def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleTy
     vars(runtime).update({**HOMES, "random": random})
     sys.modules.update(importable or {})
     module = types.ModuleType(name)
+    module.__dict__["__source__"] = source
     exec(compile(source, f"<{name}>", "exec"), module.__dict__)
     return module
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -82,7 +83,10 @@ def _counted(
     program: ParallelProgram, body: Callable[[Session, ByteCounter], T], limit_bytes: float | None = None
 ) -> list[T]:
     """Run `body` on every rank, a thread each with its own counter, from the start of the session on."""
-    weights, modules = program.weights(), program.in_process
+    weights, modules = (
+        program.weights(),
+        replace(program.in_process, compiler="none"),
+    )  # a compiler's buffers are not seen
 
     def rank(comm: Comm) -> T:
         counter = ByteCounter(limit_bytes, f"rank {comm.rank}")

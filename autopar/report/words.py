@@ -33,6 +33,11 @@ def report(program: Compiled) -> str:
             f"computed in {plan.precision} with {_masters(ir)} parameters, gradient sums and optimizer state; norms, softmax and "
             "losses in float32"
         )
+    if program.options.compiler != "none":
+        lines.append(
+            f"what is between messages is compiled by {program.options.compiler} when the program starts; predictions are "
+            "for the program as it is written"
+        )
     if plan.order:
         lines.append(
             f"causal sequences in zigzag order of {2 * plan.order} chunks: each of {plan.order} blocks has one from the "

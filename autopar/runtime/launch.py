@@ -27,6 +27,7 @@ from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
 from .flight import end_process
 from .heap import keep_freed_memory
+from .inductor import COMPILERS, keep_beside
 from .manifest import Manifest, WrongWorldSize
 from .meeting import meet
 from .process import TorchComm
@@ -91,13 +92,15 @@ def load(
     timeout_s: float = 600.0,
     check: bool = False,
     tier_directory: str | Path | None = None,
+    compiler: str | None = None,
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded.
 
     Joins the default process group, or makes it (nccl when there is a GPU per local rank, else gloo). Weights come
     from `weights`, a checkpoint or a Hugging Face directory of safetensors, else from those emitted with the program;
     without either they are uninitialized until load_state_dict or resume. tier_directory: for the files of what rests in
-    the memory tier "nvme" (default: that of temporary files). An optimizer that is not of torch.optim comes from a module
+    the memory tier "nvme" (default: that of temporary files). compiler: "none" or "inductor", instead of what the program was
+    compiled with. An optimizer that is not of torch.optim comes from a module
     that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and WrongWorldSize before any
     process group is made.
     """
@@ -116,6 +119,9 @@ def load(
         manifest.check_world_size()
         store = _join(backend or _pick_backend(), timeout_s, manifest.placement)
     pipeline = manifest.load_pipeline()
+    compiler = compiler or manifest.compiler
+    if compiler != "none":
+        keep_beside(manifest.directory)
     comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
     if comm.device.type == "cpu":
         keep_freed_memory()
@@ -128,6 +134,7 @@ def load(
         tier_directory=tier_directory,
         buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
         pad=manifest.pad_values,
+        compiler=compiler,
     )
     source = weights or manifest.weights_folder
     if source is not None:
@@ -173,6 +180,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             timeout_s=arguments.timeout,
             check=arguments.check,
             tier_directory=arguments.tier_directory,
+            compiler=arguments.compiler,
         )
         _watch(program, arguments)
         if arguments.run:
@@ -278,6 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
     )
+    parser.add_argument("--compiler", choices=COMPILERS, help="compile what is between messages (default: as compiled)")
     parser.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return parser
 

@@ -26,6 +26,7 @@ import torch
 from .batches import module_of
 from .datafile import path_inside, read_json, read_text
 from .errors import RuntimeProgramError
+from .inductor import COMPILERS
 from .schema import (
     MOST_NUMBER,
     MOST_RANKS,
@@ -106,6 +107,7 @@ _MANIFEST = record(
         "pad_values": table(text(), where(lambda x: is_number(x, -MOST_NUMBER, MOST_NUMBER), "a number"), most=1024),
         "state_names": table(_NAME, listed(_NAME)),
         "constants": optional(path_inside),
+        "compiler": choice(COMPILERS),
         "placement": optional(listed(integer(0, MOST_RANKS))),
         "save_every": optional(integer(1, 1 << 53)),
     },
@@ -141,6 +143,7 @@ class Manifest:
     constants: str | None = None
     home: Path | None = None
     save_every: int | None = None
+    compiler: str = "none"
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -198,6 +201,7 @@ class Manifest:
             state_names={name: tuple(names) for name, names in raw.get("state_names", {}).items()},
             constants=raw.get("constants"),
             save_every=raw.get("save_every"),
+            compiler=raw.get("compiler", "none"),
         )
 
     def check_world_size(self) -> None:

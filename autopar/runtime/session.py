@@ -53,13 +53,15 @@ class Session(State):
         tier_directory: str | os.PathLike[str] | None = None,
         buckets: Sequence[tuple[Any, Modules]] = (),
         pad: PadValues | None = None,
+        compiler: str = "none",
     ) -> None:
         """pipeline: the module of pipeline.py; stages: the stage modules by index (all, or a function that imports
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
         every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
-        pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name."""
+        pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
+        compiler: "inductor" runs what computes between messages compiled by it."""
         rule = as_rule(update)
-        self.pipeline = Pipeline(pipeline, stages, dtype)
+        self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
         self.comm = comm
         if comm.world_size != self.pipeline.world:
             raise RuntimeProgramError(
@@ -74,7 +76,7 @@ class Session(State):
         tiers = Tiers(comm.device, tier_directory)
         self.guards = Guards()
         forms: list[Form] = []
-        for own in (self.pipeline, *(Pipeline(*bucket, dtype) for bucket in buckets)):
+        for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
             forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
         self.forms, self._last = tuple(forms), forms[0]
         self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)

@@ -18,6 +18,7 @@ from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
 from .grads import GradStore
 from .guards import Guards
+from .inductor import compiled_stage
 from .layout import TensorInfo, local_shape, local_slices, refinement
 from .rank import Rank
 from .tables import Pipeline, StageTables
@@ -47,7 +48,6 @@ class Stage:
         self.index = tables.index
         self.tables = tables
         self.comm = comm
-        self.module = tables.module
         self.held = held or {}
         self.tiers = tiers or Tiers(comm.device)
         self.rt = Rank(
@@ -67,6 +67,9 @@ class Stage:
             tiers=self.tiers,
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
             guards=guards,
+        )
+        self.module = (
+            tables.module if pipeline.compiler == "none" else compiled_stage(tables.module, self.rt, self.index)
         )
         self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
         self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params

@@ -70,11 +70,13 @@ class Crossing:
 class Pipeline:
     """pipeline.py, and the stage modules it names (read when they are asked for)."""
 
-    def __init__(self, pipeline: Any, modules: Modules, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, pipeline: Any, modules: Modules, dtype: torch.dtype | None = None, compiler: str = "none"
+    ) -> None:
         self.world = int(pipeline.WORLD)
         self.microbatches = int(pipeline.MICROBATCHES)
         self.training = bool(pipeline.TRAINING)
-        self.dtype = dtype
+        self.dtype, self.compiler = dtype, compiler
         self.inputs = [_input(row, dtype) for row in pipeline.INPUTS]
         self.ranges = tuple(InputRange(**dict(row, also=tuple(row["also"]))) for row in getattr(pipeline, "RANGES", ()))
         self.meshes = [(dict(row["mesh"]), int(row["first_rank"])) for row in pipeline.STAGES]
