@@ -42,6 +42,7 @@ class Flight:
         self.step = 0
         self.action = ""
         self.longest_step_s = 0.0
+        self.waited_s = 0.0
         self.started: dict[str, int] = {}
         self.recent: deque[list[Any]] = deque(maxlen=KEPT)
         self._waiting: list[Any] | None = None
@@ -77,6 +78,7 @@ class Flight:
     def end(self, entry: list[Any]) -> None:
         """It is there."""
         entry[9] = time.time()
+        self.waited_s += entry[9] - (entry[8] or entry[9])
         self._waiting = None
 
     @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .batches import random_batches, user_batches
+from .batches import leaves, random_batches, user_batches
+from .comparing import Told, checksum, odd_ranks, slow_text
 from .errors import CheckpointError, RuntimeProgramError
 from .manifest import Manifest
+from .process import TorchComm
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
 from .session import Session
@@ -32,6 +35,8 @@ MOST_REWINDS = 3
 """In a row, without a new saved step between them."""
 MOST_FAILED_SAVES = 3
 """In a row; then a run ends, as it would lose more and more."""
+TELL_EVERY = 50
+"""Steps, between two in which ranks compare their batches and their times."""
 SAVE_EVERY = 100
 """Steps, where nothing else is asked for."""
 AHEAD = 2
@@ -141,6 +146,7 @@ class Run:
         self.stop = Stop(store)
         self.rewinds = self.failed_saves = 0
         self._said, self._settled = "", self.saver.saved
+        self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0
 
     def train(self) -> None:
         """Steps until the last. Raises RuntimeProgramError."""
@@ -176,13 +182,35 @@ class Run:
     def _step(self, step: int) -> None:
         start = time.perf_counter()
         batch = next(self.batches)
+        if self._steps_told == 0 or self._steps_told >= TELL_EVERY:
+            self._compare(step, batch)
         loss = self.program(batch)
+        self._steps_told += 1
         self.position += 1
         value = loss.item()
         if not math.isfinite(value):
             self._not_finite(step, value)
         elif self.comm.rank == 0:
             print(f"step {step}  loss {value:.6f}  {(time.perf_counter() - start) * 1e3:.1f} ms", flush=True)
+
+    def _compare(self, step: int, batch: Any) -> None:
+        """See that all ranks are given the same batch, and say which of them are slow. Raises RuntimeProgramError."""
+        flight = self.comm.flight if isinstance(self.comm, TorchComm) else None
+        now, waited_s, steps = time.perf_counter(), flight.waited_s if flight else 0.0, self._steps_told
+        names = [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)]
+        own = Told(checksum(leaves(batch, names)), now - self._told_at, waited_s - self._waited_s, socket.gethostname())
+        everyone: list[Told] = self.comm.share(own)
+        odd = odd_ranks(everyone)
+        if odd:
+            raise RuntimeProgramError(
+                f"step {step}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:8]))} ({everyone[odd[0]].host}) got "
+                "another batch than the others; every rank is to read the same global batches in the same order: are the files "
+                "the same on every machine, and is the order drawn from the same seed?"
+            )
+        text = slow_text(everyone, steps) if steps else ""
+        if text and self.comm.rank == 0:
+            print(f"step {step}  {text}", flush=True)
+        self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), flight.waited_s if flight else 0.0
 
     def _not_finite(self, step: int, loss: float) -> None:
         """Stop, or go back. Nothing is saved of what came of it."""

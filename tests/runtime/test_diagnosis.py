@@ -169,7 +169,7 @@ def test_a_stopped_process_is_named(out, tmp_path):  # noqa: F811
     stopped = workers(process.pid)[0]
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
-    timer = threading.Timer(50, lambda: os.killpg(process.pid, signal.SIGKILL))
+    timer = threading.Timer(90, lambda: os.killpg(process.pid, signal.SIGKILL))
     timer.start()
     for line in process.stdout or ():
         lines.append(line)
@@ -181,5 +181,5 @@ def test_a_stopped_process_is_named(out, tmp_path):  # noqa: F811
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert "no longer runs (stopped" in lines[-1], "".join(lines)
-    assert took_s < 40
+    assert took_s < 80
     assert RunDirectory(tmp_path / "run").steps()

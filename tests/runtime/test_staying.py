@@ -52,6 +52,9 @@ def slow():
 def poisoned():
     return batches(lambda n: [t * float("nan") for t in stages.batches(1)[0]] if n == 9 else None)
 
+def other():
+    return batches(lambda n: [t + 1 for t in stages.batches(1)[0]] if os.environ["RANK"] == "1" else None)
+
 def full():
     def harm(n):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100 if 5 <= n < 9 else -1, -1))
@@ -186,6 +189,15 @@ def test_what_cannot_work_is_refused_before_training(out, tmp_path):
     assert done.returncode == 1
     assert "give a directory that every rank can write to" in done.stderr
     assert "step 1" not in done.stdout
+
+
+@pytest.mark.timeout(100)
+def test_ranks_that_are_given_other_data_are_named(out, tmp_path):
+    done = torchrun(2, *command(out, tmp_path / "run", "other"))
+    assert done.returncode == 1
+    assert "step 1: rank 1" in done.stderr or "step 1: rank 0" in done.stderr
+    assert "got another batch than the others" in done.stderr
+    assert RunDirectory(tmp_path / "run").steps() == []
 
 
 def workers(pid: int) -> list[int]:
