@@ -39,9 +39,20 @@ def linear_dw(g: Tensor, x: Tensor) -> Tensor:
     return g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Two-operand contraction."""
-    return torch.einsum(equation, a, b)
+def einsum(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Two-operand contraction; the bias, (y,), is added to the last dim. One of matrices is a product of them as they lie:
+    torch.einsum takes batches of one, and lays the result out as the operands come."""
+    left, out = equation.split("->")
+    first, second = left.split(",")
+    shared = set(first) & set(second)
+    if len(first) != 2 or len(second) != 2 or len(shared) != 1 or len(out) != 2 or shared & set(out):
+        product = torch.einsum(equation, a, b)
+        return product if bias is None else product + bias
+    if out[0] in second:
+        first, a, second, b = second, b, first, a
+    a = a if first[0] == out[0] else a.t()
+    b = b if second[1] == out[1] else b.t()
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 # --- normalisation ----------------------------------------------------------------------------------------------------
@@ -182,8 +193,8 @@ def dropout(
     """Zero elements with probability p, scale the rest; its own backward when called with the same key."""
     if p >= 1.0:
         return torch.zeros_like(x)
-    keep = rng.keep_mask(tuple(x.shape), p, key, shape, offsets, x.device)
-    return (x * keep).mul_(1.0 / (1.0 - p))
+    keep = rng.keep_mask(tuple(x.shape), p, key, shape, offsets, x.device, x.dtype)
+    return keep.mul_(x).mul_(1.0 / (1.0 - p))
 
 
 random_uniform, random_normal = rng.uniform, rng.normal
