@@ -19,10 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from . import random as rng
-from .tiles import tile_elements, tiles
+from .tiles import LOG2_E, tile_elements, tiles
 
 Tensor = torch.Tensor
-_LOG2_E = 1 / math.log(2)
 _FEWEST_ROWS = 32
 """Of a tile: products of fewer rows are slow."""
 
@@ -97,7 +96,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, config: Config) -> tuple[Tensor, Ten
             if config.mask is not None:
                 total.masked_fill_(total == 0, 1.0)
             place = (tile.samples, tile.query_heads, tile.rows)
-            lse[place] = tile.like_rows(top.div_(_LOG2_E).add_(total.log()).squeeze(-1))
+            lse[place] = tile.like_rows(top.div_(LOG2_E).add_(total.log()).squeeze(-1))
             weights.div_(total)
             if config.p > 0:
                 weights.mul_(_dropped(tile, q, k, config))
@@ -161,10 +160,10 @@ def _tiles(q: Tensor, k: Tensor, config: Config) -> Iterator[Iterator[_Tile]]:
 def _scores(tile: _Tile, q: Tensor, k: Tensor, config: Config) -> Tensor:
     """S · log2 e: (batch, key heads, group · rows, keys)."""
     keys = tile.of_keys(k).transpose(-1, -2)
-    scores = ((tile.of_rows(q) * (config.scale * _LOG2_E)) @ keys).to(softmax_dtype(q))
+    scores = ((tile.of_rows(q) * (config.scale * LOG2_E)) @ keys).to(softmax_dtype(q))
     by_head = tile.like_rows(scores)
     if config.mask is not None:
-        by_head.add_(_bias(tile.of_mask(config.mask), scores.dtype), alpha=_LOG2_E)
+        by_head.add_(_bias(tile.of_mask(config.mask), scores.dtype), alpha=LOG2_E)
     if config.causal:  # the last keys that the tile sees are its rows
         count = by_head.shape[2]
         triangle = torch.full((count, count), -math.inf, dtype=scores.dtype, device=q.device).triu_(1)
@@ -194,7 +193,7 @@ def _score_grad(
     tile: _Tile, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, config: Config
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(P, dS, D) of a tile."""
-    base = tile.of_rows(lse).to(softmax_dtype(q)).unsqueeze(-1) * _LOG2_E
+    base = tile.of_rows(lse).to(softmax_dtype(q)).unsqueeze(-1) * LOG2_E
     weights = _scores(tile, q, k, config).sub_(base).exp2_()
     rows = tile.of_rows(g)
     dscores = (rows @ tile.of_keys(v).transpose(-1, -2)).to(weights.dtype)

@@ -9,9 +9,13 @@ while the second is made. No tile is larger than the first.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
+
+LOG2_E = 1 / math.log(2)
+"""exp x = 2 ** (x · log2 e), which torch has vectorized on a CPU whatever x is; its exp is slow where the result is 0."""
 
 _ELEMENTS = {"cpu": 1 << 17, "meta": 1 << 17}
 _ELEMENTS_ELSEWHERE = 1 << 24
@@ -30,6 +34,13 @@ def tiles(shape: Sequence[int], elements: int, device: torch.device | None) -> I
         elements //= max(n, 1)
     on_meta = torch.device(device or "cpu").type == "meta"
     yield from itertools.islice(_cuts(shape, sizes), 2 if on_meta else None)
+
+
+def row_tiles(x: torch.Tensor) -> Iterator[tuple[slice, ...]]:
+    """Tiles of a tensor whose last dim stays whole."""
+    width = max(x.shape[-1], 1)
+    for tile in tiles(x.shape[:-1], max(tile_elements(x.device) // width, 1), x.device):
+        yield (*tile, slice(None))
 
 
 def _cuts(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:
