@@ -74,6 +74,7 @@ typecheck: $(READY)
 bench: $(READY)
 	$(PY) benchmarks/compile_time.py --quick
 	$(PY) benchmarks/step_time.py
+	$(PY) -m benchmarks.one_rank
 	$(PY) benchmarks/guards.py
 	$(PY) benchmarks/pipeline.py
 	$(PY) benchmarks/memory.py --zero3 --recompute

@@ -23,8 +23,8 @@ from autopar.ops.labels import Maker
 from autopar.ops.random import next_site
 from autopar.ops.registry import Block, Gemm, Sending, define
 from autopar.runtime import attention as local
+from autopar.runtime.plain_scores import softmax_dtype
 from autopar.runtime.rings import turn_count
-from autopar.runtime.scores import softmax_dtype
 from autopar.runtime.zigzag import runs
 
 Tensor = torch.Tensor

@@ -23,6 +23,7 @@ import torch
 
 from . import scores as kernels
 from .along import Along
+from .plain_scores import softmax_dtype
 from .rings import Blocks, Part, go_round, go_round_and_home, turns
 from .triangle import Block, Piece, Run, pieces
 from .zigzag import Turned, runs
@@ -171,7 +172,7 @@ def attention_grad(
     if (only := scores.only_piece()) is not None:
         dq, dk, dv = scores.apply(kernels.attend_grad, only, (g, q), (k, v), (out, lse))
         return turned.forth(dq), turned.keys_forth(dk), turned.keys_forth(dv)
-    dq = torch.zeros(q.shape, dtype=kernels.softmax_dtype(q), device=q.device)
+    dq = torch.zeros(q.shape, dtype=softmax_dtype(q), device=q.device)
     heads, blocks = _in_turns(scores, k, v, along)
 
     def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> list[Part]:
@@ -211,7 +212,7 @@ def attention_mask_grad(
     k, v = map(turned.keys_back, (k, v))
     turned_mask = turned.mask_back(mask)
     scores = _scores(q, k, turned_mask, p, causal, scale, order - turned.rows, offset, key, shape, offsets, along)
-    dmask = torch.zeros((*q.shape[:3], scores.key_count), dtype=kernels.softmax_dtype(q), device=q.device)
+    dmask = torch.zeros((*q.shape[:3], scores.key_count), dtype=softmax_dtype(q), device=q.device)
     heads, blocks = _in_turns(scores, k, v, along)
 
     def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> None:
@@ -227,7 +228,7 @@ class _Merged:
     """The softmax over the pieces added so far, of every row. Not yet divided by its total."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
-        dtype, device = kernels.softmax_dtype(q), q.device
+        dtype, device = softmax_dtype(q), q.device
         self.out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=dtype, device=device)
         self.most = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=device)
         self.total = torch.zeros(q.shape[:3], dtype=dtype, device=device)

@@ -15,6 +15,7 @@ from .ctc import ctc as ctc
 from .ctc import ctc_grad as ctc_grad
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
+from .tiles import LOG2_E, row_tiles
 
 Tensor = torch.Tensor
 Window = tuple[list[int], list[int], list[int], bool, list[int], int]
@@ -39,9 +40,20 @@ def linear_dw(g: Tensor, x: Tensor) -> Tensor:
     return g.reshape(-1, g.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Two-operand contraction."""
-    return torch.einsum(equation, a, b)
+def einsum(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Two-operand contraction; the bias, (y,), is added to the last dim. One of matrices is a product of them as they lie:
+    torch.einsum takes batches of one, and lays the result out as the operands come."""
+    left, out = equation.split("->")
+    first, second = left.split(",")
+    shared = set(first) & set(second)
+    if len(first) != 2 or len(second) != 2 or len(shared) != 1 or len(out) != 2 or shared & set(out):
+        product = torch.einsum(equation, a, b)
+        return product if bias is None else product + bias
+    if out[0] in second:
+        first, a, second, b = second, b, first, a
+    a = a if first[0] == out[0] else a.t()
+    b = b if second[1] == out[1] else b.t()
+    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
 # --- normalisation ----------------------------------------------------------------------------------------------------
@@ -97,7 +109,17 @@ def layer_norm_dx(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | 
 
 def sumexp(x: Tensor, m: Tensor, dim: int) -> Tensor:
     """sum over `dim` of exp(x - m); m, the maximum of the whole dim, has `dim` removed."""
-    return (x - m.unsqueeze(dim)).exp_().sum(dim)
+    total = torch.empty_like(m)
+    rows, of_rows, out = x.movedim(dim, -1), m.unsqueeze(-1), total.unsqueeze(-1)
+    for tile in row_tiles(rows):
+        out[tile] = _exp_less(rows[tile], of_rows[tile]).sum(-1, keepdim=True)
+    return total
+
+
+def _exp_less(x: Tensor, m: Tensor) -> Tensor:
+    """exp(x - m), numbers of 16 bits in float32, as a power of two, which CPUs have vectorized for all numbers."""
+    wide = norm_dtype(x)
+    return torch.sub(x.to(wide), m.to(wide)).mul_(LOG2_E).exp2_()
 
 
 def pick(x: Tensor, index: Tensor, dim: int, offset: int = 0) -> Tensor:
@@ -138,7 +160,11 @@ def _softmax_less_onehot(
 ) -> Tensor:
     local = index - offset
     inside = (local >= 0) & (local < x.shape[dim])
-    dx = (x - lse.unsqueeze(dim)).exp_().mul_(g.unsqueeze(dim))
+    dx = torch.empty_like(x)
+    rows, out = x.movedim(dim, -1), dx.movedim(dim, -1)
+    of_rows, scale = lse.unsqueeze(-1), g.unsqueeze(-1)
+    for tile in row_tiles(rows):
+        out[tile] = _exp_less(rows[tile], of_rows[tile]).mul_(scale[tile])
     return dx.scatter_add_(
         dim,
         local.where(inside, torch.zeros_like(local)).unsqueeze(dim),
@@ -182,8 +208,8 @@ def dropout(
     """Zero elements with probability p, scale the rest; its own backward when called with the same key."""
     if p >= 1.0:
         return torch.zeros_like(x)
-    keep = rng.keep_mask(tuple(x.shape), p, key, shape, offsets, x.device)
-    return (x * keep).mul_(1.0 / (1.0 - p))
+    keep = rng.keep_mask(tuple(x.shape), p, key, shape, offsets, x.device, x.dtype)
+    return keep.mul_(x).mul_(1.0 / (1.0 - p))
 
 
 random_uniform, random_normal = rng.uniform, rng.normal

@@ -2,18 +2,27 @@
 
 Every random number is a hash of (key, global element position): whichever rank holds an element draws the same number
 for it, whatever the sharding, and a recomputed op draws the same numbers again. The hash is splitmix64 in int64
-arithmetic (Steele, Lea, Flood 2014), of which the top 24 or 53 bits make a uniform number in [0, 1).
+arithmetic (Steele, Lea, Flood 2014), of which the top 24 or 53 bits make a uniform number in [0, 1). Where 16 bits decide,
+as in dropout, a hash serves four neighbours of the last dim: word w of row r, of W words a row, has the counter r · W + w.
+
+Hashes are made in place, in tiles that stay in a CPU's cache (`tiles`). torch shifts signed integers arithmetically, so that a
+step x ^ x >> n takes two states of the 2^64 to one, which nobody can tell at 2^32 counters, and leaves the sign 0: only the
+last step masks what it shifts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from .tiles import tile_elements, tiles
+
 _MASK64 = (1 << 64) - 1
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_LANES = 4
+"""Decisions of 16 bits that a hash holds."""
 
 
 def _signed(value: int) -> int:
@@ -46,11 +55,37 @@ def positions(
     return index.expand(local)
 
 
-def _hash(index: torch.Tensor, key: int) -> torch.Tensor:
-    x = index * _GOLDEN + _signed(key)
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+def _hashes(
+    local: Sequence[int],
+    key: int,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    device: torch.device | None,
+    lanes: int = 1,
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Rows and columns of a block of at least one dim, as a matrix, and integers for them, int64 or `lanes` of a hash each.
+
+    The integers are good until the next ones are asked for, and may be overwritten.
+    """
+    first, after = offsets[-1] // lanes, -(-(offsets[-1] + local[-1]) // lanes)
+    words_a_row = -(-shape[-1] // lanes)
+    rows = positions(local[:-1], shape[:-1], offsets[:-1], device).reshape(-1, 1) * _signed(words_a_row * _GOLDEN)
+    rows = rows + _signed(key)
+    words = torch.arange(first, after, dtype=torch.int64, device=device) * _GOLDEN
+    made = tile_elements(device) // _LANES
+    room = torch.empty(2, min(made, len(rows) * len(words)), dtype=torch.int64, device=device)
+    for some, wide in tiles((len(rows), len(words)), made, device):
+        size = (some.stop - some.start, wide.stop - wide.start)
+        x, shifted = (half[: size[0] * size[1]].view(size) for half in room)
+        torch.add(rows[some], words[wide], out=x)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 30, out=shifted)).mul_(_MIX1)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 27, out=shifted)).mul_(_MIX2)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 31, out=shifted).bitwise_and_(0x1FFFFFFFF))
+        begin = (first + wide.start) * lanes
+        columns = slice(max(begin - offsets[-1], 0), min(begin + size[1] * lanes - offsets[-1], local[-1]))
+        numbers = x if lanes == 1 else x.view(torch.int16)
+        skipped = columns.start + offsets[-1] - begin
+        yield some, columns, numbers[:, skipped : skipped + columns.stop - columns.start]
 
 
 def uniform(
@@ -65,10 +100,12 @@ def uniform(
 
     As many bits as the dtype has digits, so that no number rounds up to 1.
     """
-    shape, offsets = shape or local, offsets or (0,) * len(local)
-    bits = _hash(positions(local, shape, offsets, device), key)
     digits = _DIGITS.get(dtype, 53)
-    return ((bits >> (64 - digits)) & ((1 << digits) - 1)).to(torch.float64).mul_(2.0**-digits).to(dtype)
+    out = torch.empty((*local,), dtype=dtype, device=device)
+    for rows, columns, bits in _hashes(*_with_dims(local, key, shape, offsets), device):
+        numbers = bits.bitwise_right_shift_(64 - digits).to(torch.float64 if digits > 24 else torch.float32)
+        _matrix(out)[rows, columns].copy_(numbers.mul_(2.0**-digits).add_(0.5))
+    return out
 
 
 def normal(
@@ -82,7 +119,8 @@ def normal(
     """Standard normal numbers by Box and Muller, one pair of hashes an element."""
     u = uniform(local, torch.float64, make_key(key, 1), shape, offsets, device)
     v = uniform(local, torch.float64, make_key(key, 2), shape, offsets, device)
-    return ((-2.0 * torch.log1p(-u)).sqrt() * torch.cos(2 * math.pi * v)).to(dtype)
+    radius = u.neg_().log1p_().mul_(-2.0).sqrt_()
+    return v.mul_(2 * math.pi).cos_().mul_(radius).to(dtype)
 
 
 def keep_mask(
@@ -92,7 +130,28 @@ def keep_mask(
     shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
+    dtype: torch.dtype = torch.bool,
 ) -> torch.Tensor:
-    """Boolean mask that keeps each element with probability 1 - p."""
-    bits = _hash(positions(local, shape or local, offsets or (0,) * len(local), device), key)
-    return ((bits >> 40) & 0xFFFFFF) >= int(p * (1 << 24))
+    """1 where an element is kept, which it is with probability 1 - p, 0 elsewhere. p counts in steps of 2^-16."""
+    least = round(p * 65536) - 32769
+    out = torch.empty((*local,), dtype=dtype, device=device)
+    for rows, columns, numbers in _hashes(*_with_dims(local, key, shape, offsets), device, lanes=_LANES):
+        tile = _matrix(out)[rows, columns]
+        if dtype in (torch.float32, torch.float64):
+            tile.copy_(numbers).gt_(least)
+        else:  # comparisons are vectorized where numbers are compared in their own dtype, which must hold 16 bits
+            tile.copy_(numbers.float().gt_(least))
+    return out
+
+
+def _with_dims(
+    local: Sequence[int], key: int, shape: Sequence[int] | None, offsets: Sequence[int] | None
+) -> tuple[Sequence[int], int, Sequence[int], Sequence[int]]:
+    """(local, key, shape, offsets), a number as a row of one."""
+    if not local:
+        return (1,), key, (1,), (0,)
+    return local, key, shape or local, offsets or (0,) * len(local)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, x.shape[-1] if x.ndim else 1)

@@ -20,6 +20,28 @@ aten = torch.ops.aten
 # --- contractions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "equation", [f"{a},{b}->{out}" for a in ("xk", "kx") for b in ("yk", "ky") for out in ("xy", "yx")]
+)
+def test_an_einsum_of_matrices_is_a_product_as_they_lie(equation: str, bias: bool) -> None:
+    sizes = {"x": 3, "y": 4, "k": 5}
+    first, second, out = (tuple(sizes[c] for c in term) for term in equation.replace("->", ",").split(","))
+    a, b, c = f(*first), f(*second), f(out[1]) if bias else None
+    product = ops.einsum(equation, a, b, c)
+    assert product.is_contiguous()
+    expected = torch.einsum(equation, a, b)
+    torch.testing.assert_close(product, expected if c is None else expected + c, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("equation", ["bxk,bky->bxy", "xk,x->k", "xk,kx->xk", "xk,y->xky"])
+def test_other_einsums_are_torchs_own(equation: str) -> None:
+    sizes = {"x": 3, "y": 4, "k": 5, "b": 2}
+    first, second, out = (tuple(sizes[c] for c in term) for term in equation.replace("->", ",").split(","))
+    a, b, c = f(*first), f(*second), f(out[-1])
+    torch.testing.assert_close(ops.einsum(equation, a, b, c), torch.einsum(equation, a, b) + c, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear(lead: tuple[int, ...], bias: bool) -> None:
@@ -269,3 +291,24 @@ def test_recurrence(mode: str, layers: int, bidirectional: bool, bias: bool, bat
     assert_equal_gradients(
         lambda *t: LIFT[op](*split(*t), *config), lambda *t: op(*split(*t), *config), x, *hidden, *params
     )
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cross_entropy_of_rows_of_many_tiles(dim: int, dtype: torch.dtype) -> None:
+    """Sums and gradients tile by tile are those of the whole, numbers of 16 bits as if in float32, where exp is 0 too."""
+    shape = [7, 70_000, 3] if dim == 1 else [300, 11, 90] if dim == 0 else [40, 30, 300]
+    x = (f(*shape) * 40).to(dtype)
+    rows = [n for i, n in enumerate(shape) if i != dim]
+    index, g = torch.randint(0, shape[dim], rows), f(*rows).to(dtype)
+    wide = x.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    top = x.amax(dim)
+    total = (wide - top.to(wide.dtype).unsqueeze(dim)).exp().sum(dim)
+    torch.testing.assert_close(ops.sumexp(x, top, dim).to(wide.dtype), total, rtol=tolerance, atol=tolerance)
+    lse = wide.logsumexp(dim).to(dtype)
+    onehot = torch.zeros_like(wide).scatter_(dim, index.unsqueeze(dim), 1.0)
+    expected = ((wide - lse.to(wide.dtype).unsqueeze(dim)).exp() - onehot) * g.to(wide.dtype).unsqueeze(dim)
+    grad = ops.cross_entropy_grad(x, lse, index, g, dim)
+    assert grad.dtype == dtype
+    torch.testing.assert_close(grad.to(wide.dtype), expected, rtol=tolerance, atol=tolerance)

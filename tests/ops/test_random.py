@@ -77,6 +77,41 @@ def test_no_key_of_many_is_drawn_twice() -> None:
     assert all(0 <= k < 2**63 for k in keys)
 
 
+@pytest.mark.parametrize("shape", [(512, 512), (1, 1 << 18), (1 << 16, 4), (600, 431)])
+@pytest.mark.parametrize("key", [0, 1, rng.make_key(5, 1)])
+def test_neighbours_of_a_mask_do_not_know_of_each_other(shape: tuple[int, int], key: int) -> None:
+    """Along rows, where four neighbours share a hash, along columns, and along both."""
+    keep = rng.keep_mask(shape, 0.5, key, dtype=torch.float64).mul_(2).sub_(1)
+    for down, right in itertools.product(range(9), repeat=2):
+        if (down or right) and down < shape[0] and right < shape[1]:
+            pairs = keep[down:, right:] * keep[: shape[0] - down, : shape[1] - right]
+            assert abs(pairs.mean()) < 5 / math.sqrt(pairs.numel())
+
+
+@pytest.mark.parametrize("key", [0, 1, rng.make_key(5, 1)])
+def test_the_sixteen_bits_of_every_lane_are_even(key: int) -> None:
+    """Each of the four lanes of a hash, by its high and by its low byte, and the bytes of neighbouring lanes together."""
+    lanes = torch.cat([x.clone() for *_, x in rng._hashes((64, 4096), key, (64, 4096), (0, 0), None, lanes=4)])
+    low, high = lanes & 0xFF, (lanes >> 8) & 0xFF
+    evenly = [part.view(-1, 4)[:, lane] for part in (low, high) for lane in range(4)]
+    evenly += [16 * (low[:, i::4] >> 4) + (high[:, j::4] >> 4) for i, j in itertools.product(range(4), repeat=2)]
+    for byte in evenly:
+        counts = torch.bincount(byte.reshape(-1).long(), minlength=256).double()
+        mean = counts.mean()
+        assert ((counts - mean) ** 2 / mean).sum() < 255 + 5 * math.sqrt(2 * 255)
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.37])
+def test_rows_drop_as_many_as_independent_draws_would(p: float) -> None:
+    """The number dropped in a row is binomial: its variance over rows says that draws of a row do not cluster."""
+    rows, n = 4096, 1000
+    dropped = n - rng.keep_mask((rows, n), p, 11, dtype=torch.float64).sum(1)
+    variance = n * p * (1 - p)
+    assert abs(dropped.mean() - n * p) < 5 * math.sqrt(variance / rows) + n * 2**-17
+    fourth = 3 * variance**2 + variance * (1 - 6 * p * (1 - p))
+    assert abs(dropped.var() - variance) < 5 * math.sqrt((fourth - variance**2) / rows) + n * 2**-17
+
+
 def test_uniform_numbers_fill_the_interval_evenly() -> None:
     u = rng.uniform((1 << 18,), torch.float64, 99)
     assert u.min() >= 0

@@ -6,6 +6,8 @@ is not the first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,6 +28,7 @@ from autopar.passes.memory.probe import (
     local,
     regather_peak,
 )
+from autopar.runtime import attention as attention_runtime
 from autopar.runtime import ops
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -111,17 +114,22 @@ def test_every_fresh_result_has_its_own_storage() -> None:
     assert [out.fresh for out in one.outs] == [0, 1]
 
 
-def test_dropout_needs_four_words_an_element_beside_its_operand() -> None:
-    """The hash of positions is in int64: positions, a product, its shift and the masked shift are alive at once."""
-    line = compute("autopar.dropout", x=Ref("x"), p=0.5, site=Site(0))
-    assert made(effect(line, x=X)) == ((XB,), 48 * 4 * 8)
+DROPOUT = compute("autopar.dropout", x=Ref("x"), p=0.5, site=Site(0))
 
 
-def test_scratch_on_meta_is_what_real_tensors_need() -> None:
-    x = torch.randn(8, 6)
+def test_dropout_needs_a_tile_of_hashes_beside_its_result() -> None:
+    assert effect(DROPOUT, x=X).fresh == (XB,)
+    large = effect(DROPOUT, x=Layout.dense((64, 1 << 20), F32))
+    assert large.fresh == (4 << 26,)
+    assert large.peak < large.fresh[0] + (8 << 20)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (), (1000, 300), (3, 300_001)])
+def test_scratch_on_meta_is_what_real_tensors_need(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
     with ByteCounter() as counter:
         ops.dropout(x, 0.5, 1)
-    assert effect(compute("autopar.dropout", x=Ref("x"), p=0.5, site=Site(0)), x=X).peak == counter.peak
+    assert effect(DROPOUT, x=Layout.dense(shape, F32)).peak == counter.peak
 
 
 def attention(p: float) -> Effect:
@@ -137,10 +145,29 @@ def test_fused_attention_needs_nothing_beside_its_results() -> None:
     assert made(attention(0.0)) == ((out, lse), out + lse)
 
 
-def test_unfused_attention_needs_scores_weights_and_the_mask_of_dropout() -> None:
-    out, lse, scores = 2 * 3 * 8 * 4 * 4, 2 * 3 * 8 * 4, 2 * 3 * 8 * 8 * 4
-    hashing = 4 * 2 * scores  # four arrays of int64
-    assert made(attention(0.5)) == ((out, lse), 2 * scores + lse + hashing)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [64, 500])
+def test_attention_with_dropout_needs_tiles_of_scores_on_meta_as_on_real_tensors(rows: int, causal: bool) -> None:
+    """Never all scores: forward, gradients of queries, keys and values."""
+    heads, scores = (2, 6, rows, 16), 2 * 6 * rows * rows * 4
+    q, k = torch.randn(heads), torch.randn(2, 3, rows, 16)
+    config: dict[str, Any] = {"mask": None, "p": 0.1, "causal": causal, "scale": 0.25}
+    forward: dict[str, Any] = {"q": q, "k": k, "v": k}
+    with ByteCounter() as counter:
+        out, lse = attention_runtime.attention(**forward, **config)
+        forward_peak = counter.peak
+        counter.restart()
+        before = counter.alive
+        attention_runtime.attention_grad(out, **forward, out=out, lse=lse, **config)
+        backward_peak = counter.peak - before
+    line = compute("autopar.attention", ("out", "lse"), **{n: Ref(n) for n in forward}, **config, key=Site(0))
+    layouts = {name: Layout.of(value) for name, value in forward.items()}
+    assert effect(line, **layouts).peak == forward_peak
+    backward = {"g": out, **forward, "out": out, "lse": lse}
+    line = compute("autopar.attention_grad", ("a", "b", "c"), **{n: Ref(n) for n in backward}, **config, key=Site(0))
+    layouts = {name: Layout.of(value) for name, value in backward.items()}
+    assert backward_peak <= effect(line, **layouts).peak <= 1.05 * backward_peak
+    assert rows < 500 or max(forward_peak, backward_peak) < scores
 
 
 def test_an_op_that_looks_at_data_is_believed_its_declared_type() -> None:
