@@ -80,7 +80,8 @@ class Sent:
     """Messages that an op sends itself, each after the one before.
 
     kind: as `autopar.costmodel.collective` has them; nbytes: of one, of the full array; times: how many.
-    behind: share of the op's own work that one of them is under way behind.
+    behind: share of the op's own work that one of them is under way behind. joins: it is under way together with the one
+    before it, so that ranks which have met for that one need not meet again.
     """
 
     kind: str
@@ -88,6 +89,7 @@ class Sent:
     nbytes: float
     times: int = 1
     behind: float = 0.0
+    joins: bool = False
 
 
 # --- lines

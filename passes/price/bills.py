@@ -92,7 +92,7 @@ def _function_work(
             for axis, exposed_s in pricer.sent_s(line.sent, seconds).items():
                 messages[Purpose(axis)] = messages.get(Purpose(axis), 0.0) + exposed_s
                 hidden_s -= exposed_s
-            hidden_s += sum(sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) for sent in line.sent)
+            hidden_s += sum(sent.times * alone_s for sent, alone_s in pricer.alone_s(line.sent))
             kernel = passes_over_memory(line)
             if kernel is None:
                 continue
