@@ -1,13 +1,14 @@
 """Times the collectives of emitted programs between ranks, and fits a link's constants to them.
 
 T = a + f S / B with f the ring's factor. Between processes on CPUs the ranks compute in between, as they do in a step, and every
-kind of collective has a line of its own: the cores that compute also move the bytes.
+kind of collective has a line of its own: the cores that compute also move the bytes. Exchanges of rows are measured inside the op
+that does them (`calibrate_exchanges.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cluster.kernels import Points
+from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.host_kernels import usual_s
 from autopar.runtime.comm import Comm, Handle, Message
 from autopar.runtime.process import TorchComm
@@ -24,6 +26,7 @@ Links = dict[str, dict[str, Any]]
 OVERLAPPED, OVERLAPPED_BYTES = "all_gather while computing", 1 << 22
 SMALL_BYTES = 2**18
 ONE_WAY = ("broadcast", "p2p")
+EXCHANGE = "exchange"
 
 
 class Sample(NamedTuple):
@@ -54,6 +57,7 @@ def ring_factor(kind: str, n: int) -> float:
         "all_to_all": (n - 1) / n,
         "broadcast": 1.0,
         "p2p": 1.0,
+        "shift": 1.0,
     }[kind]
 
 
@@ -83,10 +87,11 @@ def measure_collectives(device: torch.device, quick: bool, say: Progress) -> lis
             "all_to_all": lambda table=table: comm.all_to_all(table, 1, 0, "all"),  # type: ignore[misc]
             "broadcast": lambda full=full: comm.broadcast(full, "all"),  # type: ignore[misc]
             "p2p": hand_over,
+            "shift": lambda full=full: comm.start_shift(full, "all").wait(),  # type: ignore[misc]
         }
-        for kind, call in calls.items():
-            turns = (12 if quick else 24) if size < 2**24 else 6
-            seconds = torch.tensor(_collective_s(call, comm, turns) / (2 if kind == "p2p" else 1), device=device)
+        turns = 24 if size < 2**20 else 12 if size < 2**24 else 6
+        for kind, kind_s in _collectives_s(calls, comm, turns).items():
+            seconds = torch.tensor(kind_s / (2 if kind == "p2p" else 1), device=device)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             samples.append(Sample(kind, (4 * elements, n), "float32", float(seconds)))
             say(f"{kind} of {4 * elements} bytes over {n}: {float(seconds) * 1e6:.0f} us")
@@ -95,32 +100,38 @@ def measure_collectives(device: torch.device, quick: bool, say: Progress) -> lis
         seconds = torch.tensor(_overlapped_s(lambda: comm.start_all_gather(part, 0, "all"), comm, 12))
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         samples.append(Sample(OVERLAPPED, (OVERLAPPED_BYTES, n), "float32", float(seconds)))
+        for nbytes, exchange_s in exchange_seconds(comm, "all", 12 if quick else 24):
+            seconds = torch.tensor(exchange_s)
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+            samples.append(Sample(EXCHANGE, (nbytes, n), "float32", float(seconds)))
+            say(f"{EXCHANGE} of {nbytes} bytes over {n}: {float(seconds) * 1e6:.0f} us")
     return samples
 
 
-def _collective_s(call: Callable[[], Any], comm: Comm, turns: int) -> float:
-    """Seconds that a collective adds to a round.
+def _collectives_s(calls: Mapping[str, Callable[[], Any]], comm: Comm, turns: int) -> dict[str, float]:
+    """Seconds that each collective adds to a round; they take turns.
 
     On CPUs ranks compute before it, as they do in a step: a message that finds every core at work waits for one, many times as
     long as between idle ranks.
     """
     operand = torch.randn(512, 512)
-    rounds, computing = [], []
-    comm.barrier()
-    call()
-    start = time.perf_counter()
-    for _ in range(turns):
-        if comm.device.type == "cpu":
-            torch.mm(operand, operand)
-        computed = time.perf_counter()
-        call()
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize()
-        end = time.perf_counter()
-        rounds.append(end - start)
-        computing.append(computed - start)
-        start = end
-    return max(usual_s(rounds) - usual_s(computing), 1e-6)
+    rounds: dict[str, list[float]] = {kind: [] for kind in calls}
+    computing: list[float] = []
+    for turn in range(turns + 1):
+        for kind, call in calls.items():
+            comm.barrier()
+            start = time.perf_counter()
+            if comm.device.type == "cpu":
+                torch.mm(operand, operand)
+            computed = time.perf_counter()
+            call()
+            if comm.device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn:
+                rounds[kind].append(time.perf_counter() - start)
+                computing.append(computed - start)
+    computing_s = usual_s(computing)
+    return {kind: max(usual_s(seconds) - computing_s, 1e-6) for kind, seconds in rounds.items()}
 
 
 def _overlapped_s(begin: Callable[[], Handle[Any]], comm: Comm, turns: int) -> float:
@@ -157,8 +168,10 @@ def collective_lines(samples: Sequence[Sample]) -> dict[str, Points]:
     """T = a + S / B for each kind of collective among some ranks, as two points.
 
     What a small message takes between busy ranks varies much, and it is the same for all kinds that go both ways: a is the median
-    over those. An all_reduce takes no longer than its two halves, which could be sent instead.
+    over those. An all_reduce takes no longer than its two halves, which could be sent instead. Exchanges have their own line.
     """
+    exchanges = [s for s in samples if s.kind == EXCHANGE]
+    samples = [s for s in samples if s.kind != EXCHANGE]
     latency_s = {
         one_way: float(
             np.median([s.seconds for s in samples if s.shape[0] < SMALL_BYTES and (s.kind in ONE_WAY) is one_way])
@@ -171,11 +184,19 @@ def collective_lines(samples: Sequence[Sample]) -> dict[str, Points]:
         rates = [max(s.seconds - latency_s[kind in ONE_WAY], 0.1 * s.seconds) / s.shape[0] for s in large]
         per_byte[kind] = float(np.average(rates, weights=[s.shape[0] for s in large]))
     per_byte["all_reduce"] = min(per_byte["all_reduce"], per_byte["reduce_scatter"] + per_byte["all_gather"])
+    constants = {kind: (latency_s[kind in ONE_WAY], rate) for kind, rate in per_byte.items()}
+    if exchanges:
+        a, B, _ = fit_line(np.array([s.shape[0] for s in exchanges]), np.array([s.seconds for s in exchanges]))
+        constants[EXCHANGE] = a, 1 / B
     most = max(s.shape[0] for s in samples)
-    return {
-        kind: tuple((float(S), latency_s[kind in ONE_WAY] + S * rate) for S in (1, most))
-        for kind, rate in per_byte.items()
-    }
+    return {kind: tuple((float(S), a + S * rate) for S in (1, most)) for kind, (a, rate) in constants.items()}
+
+
+def exposed_share(samples: Sequence[Sample]) -> float | None:
+    """Share of a message that computing meanwhile did not hide, between most of the ranks; None where it was not measured."""
+    alone_s = {s.shape[1]: s.seconds for s in samples if s.kind == "all_gather" and s.shape[0] == OVERLAPPED_BYTES}
+    shares = {s.shape[1]: s.seconds / alone_s[s.shape[1]] for s in samples if s.kind == OVERLAPPED}
+    return float(np.clip(shares[max(shares)], 0.01, 1.0)) if shares else None
 
 
 def fit_links(samples: Sequence[Sample], level: str = "node", tables: bool = False) -> tuple[Links, dict[str, float]]:
@@ -183,14 +204,15 @@ def fit_links(samples: Sequence[Sample], level: str = "node", tables: bool = Fal
     each collective took, which then is what it is taken to take."""
     if not samples:
         return {}, {}
-    overlapped_s = next((s.seconds for s in samples if s.kind == OVERLAPPED), None)
+    exposed = exposed_share(samples)
     samples = [s for s in samples if s.kind != OVERLAPPED]
-    x = np.array([s.shape[0] * ring_factor(s.kind, s.shape[1]) for s in samples])
-    y = np.array([s.seconds for s in samples])
+    plain = [s for s in samples if s.kind != EXCHANGE]
+    x = np.array([s.shape[0] * ring_factor(s.kind, s.shape[1]) for s in plain])
+    y = np.array([s.seconds for s in plain])
     a, B, _ = fit_line(x, y)
     residuals = {}
-    for kind in dict.fromkeys(s.kind for s in samples):
-        pick = np.array([s.kind == kind for s in samples])
+    for kind in dict.fromkeys(s.kind for s in plain):
+        pick = np.array([s.kind == kind for s in plain])
         residuals[kind] = float(np.median(np.abs((a + x[pick] / B) / y[pick] - 1)))
     link: dict[str, Any] = {
         "bandwidth_Bps": B,
@@ -206,7 +228,6 @@ def fit_links(samples: Sequence[Sample], level: str = "node", tables: bool = Fal
             for n in dict.fromkeys(s.shape[1] for s in samples)
             for kind, points in collective_lines([s for s in samples if s.shape[1] == n]).items()
         ]
-        alone_s = [s.seconds for s in samples if s.kind == "all_gather" and s.shape[0] == OVERLAPPED_BYTES]
-        if overlapped_s is not None and alone_s:
-            link["exposed"] = float(np.clip(overlapped_s / max(alone_s), 0.01, 1.0))
+        if exposed is not None:
+            link["exposed"] = exposed
     return {level: link}, residuals

@@ -6,7 +6,8 @@ at once, as NCCL's do, so the slowest one counts. The texts add the levels up: t
 `textbook/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
 
 `nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
-(reduce_scatter), what one rank holds (all_to_all), the message (broadcast, p2p; shift: of everyone to the next).
+(reduce_scatter), what one rank holds (all_to_all, exchange), the message (broadcast, p2p; shift: of everyone to the next).
+An exchange is an all_to_all of shares that only the data decides.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from autopar.errors import ClusterError
 if TYPE_CHECKING:
     from autopar.cluster import ClusterSpec
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p", "shift")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "p2p", "shift")
+_TO_ALL = ("all_to_all", "exchange")
 
 
 Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]
@@ -58,11 +60,12 @@ def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tup
     """(seconds that grow with the bytes, seconds that do not) of the cheapest algorithm on one level.
 
     The ramp grows with the bytes too, but saturates: ramp * log2(P) * S / (S + RAMP_BYTES). Where the collective was measured
-    on the level it takes what it took.
+    on the level it takes what it took, of which the smallest message's seconds do not grow.
     """
     known_s = level.measured_s(kind, P, S) if level.measured else None
     if known_s is not None:
-        return known_s * level.rate_Bps() / B, 0.0
+        least_s = min(level.measured_s(kind, P, 0.0) or 0.0, known_s)
+        return (known_s - least_s) * level.rate_Bps() / B, least_s
     a, depth = level.latency_s, 1 if kind == "shift" else ceil(log2(P))
     ramp = level.ramp_s * depth * S / (S + RAMP_BYTES)
     if level.mesh_links:
@@ -75,7 +78,7 @@ def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tup
         return moved, fixed + 2 * ramp + level.base_s
     if kind in ("all_gather", "reduce_scatter"):
         return (P - 1) / P * S / B, min(P - 1, 4 * depth) * a + ramp + level.base_s
-    if kind == "all_to_all":
+    if kind in _TO_ALL:
         return (P - 1) / P * S / B, min(P - 1, 16) * a + ramp + level.base_s
     return S / B, depth * a + level.base_s
 
@@ -109,16 +112,16 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
     """Levels work on different chunks at the same time: the slowest level's bytes, plus every level's latency.
 
     all_reduce on an inner level is a reduce-scatter and an all-gather; the next level carries 1/fan of the bytes. An
-    all_to_all loads every level with the bytes whose destination lies across it.
+    all_to_all loads every level with the bytes whose destination lies across it: it is one between `fan` units that hold
+    what goes to any of them.
     """
     slowest, latency, S, inner, P = 0.0, 0.0, nbytes, 1, 1
     for fan, _, _ in shape:
         P *= fan
     for i, (fan, level, groups) in enumerate(shape):
         B = level.rate_Bps(groups) / concurrent
-        if kind == "all_to_all":
-            moved, fixed = _one_level_s(kind, nbytes, fan, level, B)
-            moved = nbytes * (fan - 1) * inner / P / B
+        if kind in _TO_ALL:
+            moved, fixed = _one_level_s(kind, nbytes * inner * fan / P, fan, level, B)
         elif kind == "all_reduce" and i < len(shape) - 1:
             moved, fixed = (2 * x for x in _one_level_s("reduce_scatter", S, fan, level, B))
         elif kind in ("broadcast", "p2p", "shift"):

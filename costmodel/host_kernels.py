@@ -149,7 +149,8 @@ def mixtures(quick: bool) -> Iterator[Timed]:
     """Mixtures of experts, from few rows an expert, where weights are what is moved, to many. Their dims: those rows, inner dim
     and width."""
     sizes = [(64, 8, 64, 128), (256, 4, 128, 128), (1024, 4, 128, 64), (64, 4, 256, 256), (512, 2, 256, 256)]
-    for tokens, count, d, f in sizes if quick else [*sizes, (256, 16, 64, 64), (4096, 4, 64, 64)]:
+    sizes += [(128, 8, 256, 512), (4096, 4, 64, 64)]
+    for tokens, count, d, f in sizes if quick else [*sizes, (256, 16, 64, 64), (4096, 4, 128, 128)]:
         x, g, shares = torch.randn(tokens, d), torch.randn(tokens, d), torch.rand(tokens, 2)
         w_in, w_out = torch.randn(count, d, 2, f), torch.randn(count, f, d)
         chosen = torch.randint(0, count, (tokens, 2))
@@ -172,6 +173,8 @@ OPTIMIZERS: Mapping[int, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = 
 }
 """One for every number of elements of state per element of a parameter."""
 PARAMETERS = 8
+LARGE = 1 << 19
+"""Elements of parameters that no cache holds with their gradients and state."""
 
 
 def updates(numel: int) -> Iterator[Timed]:
@@ -240,6 +243,9 @@ def measure_kernels(
         together()
         found += measured([*passes(rows), *updates(rows * WIDTH // 4)], max(5, min(rounds, 20000 // rows)), clock)
         say(f"passes over {rows} rows of {WIDTH}")
+    if max(ROWS[quick]) * WIDTH // 4 < LARGE:
+        together()
+        found += measured(list(updates(LARGE)), 5, clock)
     together()
     found += measured(list(products(quick)), rounds, clock)
     say("products")

@@ -96,9 +96,10 @@ def _rows_sent(sending: Sending) -> tuple[Sent, float]:
 
 
 def _sends(sending: Sending) -> list[Sent]:
-    """Rows to the experts and back."""
+    """Rows to the experts, their counts before them, and back."""
     counts, rows = _rows_sent(sending)
-    return [counts, *(Sent("all_to_all", sending.axis, rows, after=done) for done in (0.0, 1.0))]
+    there = Sent("exchange", sending.axis, rows, after=0.0, joins=True)
+    return [counts, there, Sent("exchange", sending.axis, rows, after=1.0)]
 
 
 def _grad_sends(sending: Sending) -> list[Sent]:
@@ -110,10 +111,10 @@ def _grad_sends(sending: Sending) -> list[Sent]:
     shares = sending.bytes_of("weights") * float(sending.call["expert_imbalance"])
     return [
         counts,
-        Sent("all_to_all", sending.axis, rows, after=0.0),
-        Sent("all_to_all", sending.axis, rows + shares, behind=first / work, after=first / work),
+        Sent("exchange", sending.axis, rows, after=0.0, joins=True),
+        Sent("exchange", sending.axis, rows + shares, behind=first / work, after=first / work, joins=True),
         Sent(
-            "all_to_all",
+            "exchange",
             sending.axis,
             rows + shares,
             behind=(first + second) / work if sending.call["of_layers"] else 0.0,

@@ -12,10 +12,10 @@ any that follows it by less than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from autopar.costmodel.bill import Purpose
-from autopar.ir.lines import Compute, Convert, GoOn, Line, Sent, Start, Wait
+from autopar.ir.lines import Compute, Convert, GoOn, Line, Start, Wait
 from autopar.ir.program import Template
 from autopar.passes.price.lines import conversion_copied_s, conversion_messages
 from autopar.passes.price.pricer import Pricer
@@ -85,9 +85,9 @@ def run_line(
             clock.wait(handle)
         case Compute():
             clock.compute(op_s(line))
-            _send(clock, line.sent, pricer, op_s(line))
+            _send(clock, line, pricer, op_s(line))
         case Start(line=Compute() as op, outs=(handle,)):
-            _send(clock, [sent for sent in op.sent if sent.after is None], pricer, op_s(op))
+            _send(clock, op, pricer, op_s(op), stops=True)
             _run_part(clock, op, 0, handle, pricer, op_s(op))
         case GoOn(handle, line=op, stop=stop):
             clock.wait(handle)
@@ -97,13 +97,13 @@ def run_line(
             _run_part(clock, op, len(op.stops), handle, pricer, op_s(op))
 
 
-def _send(clock: LinkClock, sent: Sequence[Sent], pricer: Pricer, work_s: float) -> None:
-    """Messages of an op that is not suspended for them. work_s: seconds of its work."""
-    exposed_s = pricer.sent_s(sent, work_s)
-    for axis, seconds in exposed_s.items():
-        clock.send(Purpose(axis), seconds)
-    alone_s = sum(one.times * pricer.collective_s(one.kind, one.nbytes, one.axis) for one in sent)
-    clock.hidden_s += alone_s - sum(exposed_s.values())
+def _send(clock: LinkClock, op: Compute, pricer: Pricer, work_s: float, stops: bool = False) -> None:
+    """An op's messages that it waits for itself, which are all, or where it stops for some, the others. work_s: seconds of its
+    work."""
+    for one, exposed_s, alone_s in pricer.exposed_s(op.sent, work_s):
+        if not stops or one.after is None:
+            clock.send(Purpose(one.axis), one.times * exposed_s)
+            clock.hidden_s += one.times * (alone_s - exposed_s)
 
 
 def _run_part(clock: LinkClock, op: Compute, stop: int, handle: str, pricer: Pricer, work_s: float) -> None:
@@ -111,10 +111,10 @@ def _run_part(clock: LinkClock, op: Compute, stop: int, handle: str, pricer: Pri
     done = [0.0, *(sent.after or 0.0 for sent in op.stops), 1.0]
     clock.compute((done[stop + 1] - done[stop]) * work_s)
     if stop < len(op.stops):
-        sent = op.stops[stop]
-        seconds = pricer.sent_s((sent,), work_s)[sent.axis]
-        clock.hidden_s += sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) - seconds
-        clock.start(handle, Purpose(sent.axis), seconds)
+        own = [row for row in pricer.exposed_s(op.sent, work_s) if row[0].after is not None]
+        one, exposed_s, alone_s = own[stop]
+        clock.hidden_s += one.times * (alone_s - exposed_s)
+        clock.start(handle, Purpose(one.axis), one.times * exposed_s)
 
 
 def op_seconds(plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook) -> Callable[[Compute], float]:

@@ -6,7 +6,7 @@ One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -93,14 +93,18 @@ class Pricer:
         whole = self.software.bucket_bytes
         return self.collective_s(kind, max(nbytes, whole), axis) * min(nbytes / whole, 1.0)
 
+    def meeting_s(self, kind: str, axis: str) -> float:
+        """Seconds until ranks that compute meet for a message, however small it is; where collectives were not measured it is in
+        the price of each."""
+        return self.collective_s(kind, 1.0, axis) if self._is_measured else 0.0
+
     def rendezvous_s(self, axes: Iterable[str]) -> float:
-        """Seconds until ranks that compute meet for messages along these axes that are under way together, however small they
-        are; where collectives were not measured it is in the price of each."""
-        if not any(level.measured for level in self.cluster.levels):
-            return 0.0
-        return sum(
-            self.collective_s("all_reduce", 1.0, axis) for axis in sorted(set(axes)) if self.mesh.sizes[axis] > 1
-        )
+        """Seconds until they meet for messages along these axes that are under way together."""
+        return sum(self.meeting_s("all_reduce", axis) for axis in sorted(set(axes)) if self.mesh.sizes[axis] > 1)
+
+    @cached_property
+    def _is_measured(self) -> bool:
+        return any(level.measured for level in self.cluster.levels)
 
     def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
         """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message. Types of
@@ -201,13 +205,28 @@ class Pricer:
                 parts[factor] *= size
         return self._op_seconds(call, rule, [parts], [rule.work_parts(strategy, self.mesh)])[0]
 
+    def alone_s(self, sent: Iterable[Sent]) -> Iterator[tuple[Sent, float]]:
+        """Every message of an op's own, with the seconds of one of them if nothing hides it. Ranks meet once for messages that
+        are under way together, as long as for the one that takes longest."""
+        met_s = 0.0
+        for one in sent:
+            meeting_s = self.meeting_s(one.kind, one.axis)
+            met_s = met_s if one.joins else 0.0
+            yield one, self.collective_s(one.kind, one.nbytes, one.axis) - min(met_s, meeting_s)
+            met_s = max(met_s, meeting_s)
+
+    def exposed_s(self, sent: Iterable[Sent], computed_s: float) -> Iterator[tuple[Sent, float, float]]:
+        """Every message of an op's own, with the seconds of one of them that its work does not hide, and with those alone.
+        computed_s: of that work."""
+        for one, alone_s in self.alone_s(sent):
+            hidden_s = (1.0 - self.least_exposed) * min(one.behind * computed_s, alone_s)
+            yield one, alone_s - hidden_s, alone_s
+
     def sent_s(self, sent: Iterable[Sent], computed_s: float) -> dict[str, float]:
         """Seconds by axis of an op's own messages that its work does not hide. computed_s: of that work."""
         exposed: dict[str, float] = {}
-        for one in sent:
-            alone_s = self.collective_s(one.kind, one.nbytes, one.axis)
-            hidden_s = (1.0 - self.least_exposed) * min(one.behind * computed_s, alone_s)
-            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * (alone_s - hidden_s)
+        for one, exposed_s, _ in self.exposed_s(sent, computed_s):
+            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * exposed_s
         return exposed
 
     @cached_property

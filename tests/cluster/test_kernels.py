@@ -13,12 +13,15 @@ from autopar.cluster.device import device_from_dict, device_preset
 from autopar.cluster.kernels import KernelTimes, Product, kernels_from_dict, points_of, seconds_at
 from autopar.cluster.link import link_from_dict
 from autopar.costmodel import host_kernels
+from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.calibrate_links import OVERLAPPED, OVERLAPPED_BYTES, Sample, collective_lines, fit_links
 from autopar.costmodel.collective import collective_time_s
 from autopar.costmodel.compute import op_time_s, update_time_s
 from autopar.costmodel.host_kernels import Measured, fit_kernels, fit_product, usual_s
 from autopar.costmodel.software import NEUTRAL, emitted_on
 from autopar.errors import ClusterError
+from autopar.runtime.comm import Comm
+from autopar.runtime.threads import run_threads
 
 KERNELS = KernelTimes(
     {
@@ -147,6 +150,33 @@ def test_a_calibrated_link_is_read_as_measured_and_hides_what_computing_hid():
     assert software.shards_share == pytest.approx(0.25)
     assert (software.reduce_share, software.gather_share) == (1.0, 1.0)
     assert emitted_on(ClusterSpec.local(2)) == NEUTRAL
+
+
+def test_an_exchange_has_a_line_of_its_own_and_computing_hides_what_it_did_between_most_ranks():
+    samples = [
+        Sample(kind, (size, ranks), "float32", ranks * (1e-3 + size * 1e-9))
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p", "shift")
+        for size in (1 << 10, 1 << 22, 1 << 24)
+        for ranks in (2, 4)
+    ]
+    exchanges = [Sample("exchange", (size, 4), "float32", 6e-3 + size * 1e-9) for size in (1 << 17, 1 << 20, 1 << 22)]
+    of_two, of_four = (Sample(OVERLAPPED, (OVERLAPPED_BYTES, n), "float32", 0.004) for n in (2, 4))
+    plain, _ = fit_links([*samples, of_two, of_four], tables=True)
+    links, _ = fit_links([*samples, *exchanges, of_two, of_four], tables=True)
+    assert links["node"]["exposed"] == pytest.approx(0.004 / (4e-3 + 4 * OVERLAPPED_BYTES * 1e-9))
+    assert links["node"]["bandwidth_Bps"] == plain["node"]["bandwidth_Bps"]
+    cluster = ClusterSpec.local(4).with_profile({"links": links})
+    assert collective_time_s(cluster, "exchange", 1 << 20, (0, 1, 2, 3)) == pytest.approx(6e-3 + 2**20 * 1e-9)
+    assert collective_time_s(cluster, "all_to_all", 1.0, (0, 1, 2, 3)) == pytest.approx(4e-3, rel=0.01)
+
+
+def test_exchanges_are_measured_between_ranks():
+    def rank(comm: Comm) -> list[tuple[int, float]]:
+        return exchange_seconds(comm, "ep", 1)
+
+    measured = run_threads(2, {"ep": 2}, rank)
+    assert [nbytes for nbytes, _ in measured[0]] == [163840, 1310720, 5242880]
+    assert all(seconds > 0 for found in measured for _, seconds in found)
 
 
 def test_every_op_that_a_calibration_times_runs_and_its_kernels_are_those_of_a_profile():

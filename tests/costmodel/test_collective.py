@@ -1,5 +1,7 @@
 """Collectives: the choice of algorithm, against the formulas of the texts, and the laws that must hold."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from autopar.costmodel import collective as c
 from autopar.costmodel.textbook import collectives as textbook
 from autopar.errors import ClusterError
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "p2p")
 
 
 def two_levels(ranks: int = 32, node: int = 8, inner: float = 600e9, outer: float = 200e9, **how: float) -> ClusterSpec:
@@ -74,7 +76,7 @@ def test_strided_groups_equal_listed_ones():
     cluster = ClusterSpec.preset("dgx-h100", nodes=8)
     for stride, count in ((1, 8), (1, 16), (8, 8), (4, 16), (2, 32), (16, 4)):
         ranks = tuple(range(0, stride * count, stride))
-        for kind in KINDS[:4]:
+        for kind in KINDS[:5]:
             listed = c.collective_time_s(cluster, kind, 1e8, ranks)
             assert c.strided_time_s(cluster, kind, 1e8, stride, count) == pytest.approx(listed), (kind, stride, count)
 
@@ -120,6 +122,33 @@ def test_sharing_a_link_costs():
     cluster = ClusterSpec.preset("dgx-a100", nodes=2)
     alone = c.collective_time_s(cluster, "all_gather", 1e9, (0, 8))
     assert c.collective_time_s(cluster, "all_gather", 1e9, (0, 8), concurrent=4) > 3 * alone
+
+
+def measured_on(cluster: ClusterSpec, place: int, points: tuple[tuple[float, float], ...], *kinds: str) -> ClusterSpec:
+    """One of its levels measured among 4 ranks."""
+    levels = list(cluster.levels)
+    levels[place] = replace(levels[place], measured=tuple((kind, 4, points) for kind in kinds))
+    return replace(cluster, levels=tuple(levels))
+
+
+@pytest.mark.parametrize("kind", c.KINDS)
+def test_what_was_measured_wins_over_the_formula_for_every_kind(kind: str):
+    points = ((1.0, 2e-3), (1e6, 3e-3), (4e6, 9e-3))
+    cluster = measured_on(two_levels(4, 4), 0, points, kind)
+    for nbytes, seconds in ((1e3, 2e-3), (1e6, 3e-3), (2.5e6, 6e-3), (8e6, 17e-3)):
+        assert c.collective_time_s(cluster, kind, nbytes, (0, 1, 2, 3)) == pytest.approx(seconds, rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "exchange"])
+def test_levels_that_were_measured_and_not_each_carry_what_crosses_them(kind: str):
+    """16 ranks in nodes of 4: a quarter of what a rank holds stays in its node, all of it goes by the level between."""
+    plain, points = two_levels(16, 4, 600e9, 1e9, latency=1e-6), ((1.0, 1e-3), (1e9, 1.001))
+    ranks, nbytes = tuple(range(16)), 4e8
+    inner, outer = measured_on(plain, 0, points, kind), measured_on(plain, 1, points, kind)
+    across_s = c.collective_time_s(plain, kind, nbytes, ranks)
+    assert across_s == pytest.approx(0.75 * nbytes / 1e9, rel=0.01)
+    assert c.collective_time_s(inner, kind, nbytes, ranks) == pytest.approx(across_s + 1e-3, rel=1e-3)
+    assert c.collective_time_s(outer, kind, nbytes, ranks) == pytest.approx(0.4 + 1e-3, rel=1e-3)
 
 
 def test_errors_name_the_mistake():

@@ -131,6 +131,19 @@ def test_a_kernel_that_skips_keys_by_tiles_does_more_of_the_triangle(tile: float
     assert definition.imbalance(call, {"s": 4}, tile) == looked_at / 2
 
 
+def test_ranks_meet_once_for_messages_that_are_under_way_together() -> None:
+    mesh, cluster = Mesh.of(cp=4), autopar.ClusterSpec.local(4)
+    (level,) = cluster.levels
+    lines = tuple((kind, 4, ((1.0, a), (1e6, a + 1e-3))) for kind, a in (("all_gather", 2e-3), ("exchange", 5e-3)))
+    counts, rows = Sent("all_gather", "cp", 1.0), Sent("exchange", "cp", 1e6, joins=True)
+    burst, back = [counts, rows, rows], Sent("exchange", "cp", 1e6)
+    measured = Pricer(replace(cluster, levels=(replace(level, measured=lines),)), mesh)
+    assert measured.sent_s([*burst, back], 0.0)["cp"] == pytest.approx((5e-3 + 2e-3) + (5e-3 + 1e-3))
+    plain = Pricer(cluster, mesh)
+    apart = [replace(one, joins=False) for one in (*burst, back)]
+    assert plain.sent_s([*burst, back], 0.0) == plain.sent_s(apart, 0.0)
+
+
 @pytest.mark.parametrize("exposed", [0.01, 0.25, 1.0])
 def test_work_hides_of_a_measured_message_what_it_was_seen_to_hide(exposed: float) -> None:
     device = DeviceSpec("test", {"float32": 1e6}, 1e12, 1e15, 0.0)
