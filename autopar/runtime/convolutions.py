@@ -23,21 +23,25 @@ def join_backward(graph: Graph) -> None:
     """Join the pairs of calls whose operands are there when the first of the two is made."""
     inputs: dict[Hashable, Node] = {}
     weights: dict[Hashable, Node] = {}
-    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
-        kind = inputs if node.args[-1] == OF_INPUT else weights if node.args[-1] == OF_WEIGHT else None
-        if kind is not None and not node.kwargs:
-            kind[(node.args[0], _shapes(node), repr(node.args[4:-1]))] = node
     place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_function", target=_BACKWARD):
+        grad, *operands, mask = _arguments(node)
+        kind = inputs if mask == OF_INPUT else weights if mask == OF_WEIGHT else None
+        if kind is not None:
+            shapes = tuple(tuple(operand.meta["val"].shape) for operand in operands[:2])
+            kind[grad, shapes, repr(operands[2:])] = node
     for key in inputs.keys() & weights.keys():
         dx, dw = inputs[key], weights[key]
         first, last = sorted((dx, dw), key=place.__getitem__)
-        x, w = dw.args[1], dx.args[2]
-        if all(place[operand] < place[first] for operand in (x, w) if isinstance(operand, Node)):
-            first.args = (dx.args[0], x, w, *dx.args[3:-1], OF_BOTH)
+        grad, _, w, *window = _arguments(dx)[:-1]
+        x = _arguments(dw)[1]
+        if max(place[x], place[w]) < place[first]:
+            first.args = (grad, x, w, *window, OF_BOTH)
             last.replace_all_uses_with(first)
             graph.erase_node(last)
 
 
-def _shapes(node: Node) -> tuple[Any, ...]:
-    """Of the input and of the weight: what a call is not asked the gradient of may be anything of that shape."""
-    return tuple(tuple(operand.meta["val"].shape) for operand in node.args[1:3])
+def _arguments(node: Node) -> list[Any]:
+    """Gradient, input, weight, sizes of the bias, window, and what is asked for. The operand whose gradient is not asked for
+    may be anything of its shape."""
+    return list(node.args)

@@ -2,7 +2,8 @@
 
 A region is traced with the shapes of its first call and compiled once, however many calls of its template there are: layers
 that are alike share it. Its parameters are arguments; numbers of the rank (its place on an axis) are constants. It is
-compiled again only where a tensor comes with other strides. What cannot be compiled runs as it is written, and a warning says so.
+compiled again only where a tensor comes with other strides. What cannot be compiled runs as it is written, and a warning says
+so.
 
 Memory is promised for the program as it is written. Here what a region takes lives until its end, and the compiler has buffers of
 its own: more by what one region takes and makes, and not counted.
@@ -28,8 +29,8 @@ COMPILERS = ("none", "inductor")
 CACHE = "compile_cache"
 """The folder beside a program's files in which its compiled regions are kept for the next start."""
 SETTINGS = {"layout_optimization": False}
-"""Values have the strides that they have as it is written: what reads them may take no others (torch's fused optimizers go wrong
-without a word), and convolutions that want channels last would convert there and back in every region."""
+"""Values have the strides that they have as it is written, so that whatever reads them takes them and a region has one form;
+convolutions that want channels last would then convert there and back in every region."""
 
 Compiled = Callable[..., Sequence[Tensor]]
 _one_at_a_time = threading.RLock()

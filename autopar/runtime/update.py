@@ -73,6 +73,8 @@ class Updater:
 
         borrowed: gradients that somebody else may hold too, to be copied before they are changed.
         """
+        if any(group.get("fused") for one in self.optimizers for group in one.param_groups):
+            grads.update({name: grads[name].contiguous() for name in self.own})  # as parameters are: these go by places
         self.skipped = not self._prepare(grads, borrowed)
         if self.skipped or not self.optimizers:
             return False

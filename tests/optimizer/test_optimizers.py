@@ -110,6 +110,28 @@ def test_elementwise_optimizers_run_on_shards_as_on_one_device(program, name):
             equal_to_eager(with_update(program, UpdateRule(factory)))
 
 
+def test_fused_optimizers_get_gradients_laid_out_as_parameters():
+    """A convolution of images with channels last has a gradient with channels last, of which fused kernels take no notice."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4)).double()
+    images = torch.randn(4, 4, 6, 6, dtype=torch.float64).to(memory_format=torch.channels_last)
+    labels = torch.randint(4, (4,))
+    factory = functools.partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    program = autopar.compile(
+        net, autopar.ClusterSpec.local(1), (images, labels), loss_fn=F.cross_entropy, optimizer=factory
+    )
+    result = program.run([(images, labels)], steps=4)
+    optimizer = factory(net.parameters())
+    for loss in result.losses:
+        optimizer.zero_grad()
+        expected = F.cross_entropy(net(images), labels)
+        expected.backward()
+        optimizer.step()
+        assert abs(loss.item() - expected.item()) <= 1e-9
+    for name, value in net.state_dict().items():
+        assert torch.allclose(result.state[name], value, rtol=0, atol=1e-9), name
+
+
 # --- whole tensors --------------------------------------------------------------------------------------------------------
 
 

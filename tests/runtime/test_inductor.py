@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import InputError
-from autopar.runtime import Session, inductor
+from autopar.runtime import Session, inductor, ops
+from autopar.runtime.convolutions import join_backward
 from tests.zoo.models import BY_NAME
 
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -239,3 +240,38 @@ def test_a_saved_program_runs_with_either_compiler(tmp_path: Path) -> None:
     assert (out / "compile_cache").is_dir()
     small((("dp", 1),), "auto", 2).save(out)
     assert losses() == written
+
+
+def test_both_gradients_of_a_convolution_are_one_call() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    x, w, g = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 5, 5), (4, 3, 3, 3), (2, 4, 5, 5)))
+
+    def gradients(g: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        other = ops.conv_dw(g + 1, x, list(w.shape), *window)
+        return ops.conv_dx(g, w, list(x.shape), *window), ops.conv_dw(g, x, list(w.shape), *window), other
+
+    graph = make_fx(gradients, tracing_mode="fake")(g, x, w)
+    join_backward(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    calls = [node for node in graph.graph.nodes if "convolution_backward" in str(node.target)]
+    assert len(calls) == 2
+    for own, written in zip(graph(g, x, w), gradients(g, x, w), strict=True):
+        torch.testing.assert_close(own, written, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_a_convolution_stay_apart_where_one_is_needed_for_the_other() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    window = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    x, w = torch.randn(2, 4, 5, 5), torch.randn(4, 4, 3, 3)
+
+    def gradients(g: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        made = ops.conv_dx(g, w, list(g.shape), *window)
+        return made, ops.conv_dw(g, made, list(w.shape), *window)
+
+    graph = make_fx(gradients, tracing_mode="fake")(x, w)
+    join_backward(graph.graph)
+    assert sum("convolution_backward" in str(node.target) for node in graph.graph.nodes) == 2
