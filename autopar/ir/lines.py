@@ -342,8 +342,10 @@ def label(line: Line) -> str:
             return f"start {op}"
         case GoOn(line=Compute(op=op)):
             return f"go on {op}"
-        case Wait():
+        case Wait(line=Convert()):
             return "comm.wait"
+        case Wait(line=Compute(op=op)):
+            return f"wait {op}"
     return _LABELS[type(line)]
 
 

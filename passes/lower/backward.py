@@ -252,7 +252,8 @@ class Backward(Builder):
 
 def _makes_fresh(line: ir.Line) -> bool:
     """Whether what a line makes is a tensor of its own."""
-    definition = find(line.op) if isinstance(line, ir.Compute) else None
+    made_by = line.line if isinstance(line, ir.Wait) else line
+    definition = find(made_by.op) if isinstance(made_by, ir.Compute) else None
     return definition is not None and definition.fresh
 
 
