@@ -14,6 +14,7 @@ hundred times smaller.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ class Bounds:
     extra: dict[int, np.ndarray]
 
 
-def bound(r: Reduced, rounds: int, deadline: float) -> Bounds:
-    """Message passing on what is left; prunes states of `r` in place as the bounds close."""
-    passing = _Passing(r)
+def bound(r: Reduced, rounds: int, deadline: float, ceiling: float = -math.inf) -> Bounds:
+    """Message passing on what is left; prunes states of `r` in place as the bounds close. ceiling: states stay that are in
+    assignments of that cost or less, though these be no optima."""
+    passing = _Passing(r, ceiling)
     for k in range(rounds):
         passing.round()
         if k % _ROUNDS_BETWEEN == _ROUNDS_BETWEEN - 1 or k == rounds - 1:
@@ -84,8 +86,8 @@ class _Passing:
     state is; sizes: how many there are. best: the states of `upper`'s assignment, as they came; extra: as in `Bounds`.
     """
 
-    def __init__(self, r: Reduced) -> None:
-        self.r, self.edges = r, Edges.of(r, _order(r))
+    def __init__(self, r: Reduced, ceiling: float) -> None:
+        self.r, self.edges, self.ceiling = r, Edges.of(r, _order(r)), ceiling
         variables = self.edges.variables
         self.numbers = {v: i for i, v in enumerate(variables)}
         self.lower, self.upper = -np.inf, np.inf
@@ -173,7 +175,7 @@ class _Passing:
         if upper < self.upper:
             self.upper, self.best = upper, self._states(chosen)
         self.extra = extra
-        self._keep(extra <= self.upper - lower + 1e-9 * abs(self.upper))
+        self._keep(extra <= max(self.upper, self.ceiling) - lower + 1e-9 * abs(self.upper))
         return improved
 
     def _lower(self) -> tuple[float, np.ndarray]:

@@ -3,7 +3,8 @@
 1. Without the memory row, solve (`priced`). If the optimum fits the budget it is the answer.
 2. Otherwise put a price on memory (Lagrange): each price is such a problem again, gives a lower bound and often a plan
    that fits; bisection finds the best price.
-3. If bound and plan are still apart, the ILP with memory as a row settles it within the time limit.
+3. If bound and plan are still apart, the ILP with memory as a row settles it within the time limit, over the states that
+   the bound leaves to plans that are better.
 
 When time runs out before any answer, a greedy pass (largest op first, cheapest next to what is decided) is the
 fallback; `Solution.method` says so. The gap reported is (cost - bound) / cost.
@@ -19,7 +20,7 @@ import numpy as np
 from autopar.passes.shard.eliminate import eliminated, elimination_order
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.ilp import Answer, solve_ilp
-from autopar.passes.shard.messages import Bounds, bound
+from autopar.passes.shard.messages import Bounds, bound as message_bounds
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start
 
 _FEW = 12  # states per variable that the first exact solve of a large problem looks at
@@ -79,10 +80,10 @@ def solve(
     least = least if least is not None else greedy(graph, memory_only=True)
     if graph.memory_of(least) > budget:
         return Shortage(graph.memory_of(least), tuple(least))
-    best, bound = _by_price(graph, budget, choice, least, bound, deadline, close)
+    best, bound, price = _by_price(graph, budget, choice, least, bound, deadline, close)
     solution = _solution(graph, best, bound, "priced memory", after)
     if close < 1e-3 < solution.gap and time.monotonic() < deadline:
-        r = reduce_graph(start(graph), with_memory=True)
+        r = reduce_graph(_better_within(graph, budget, price, solution.cost, deadline), with_memory=True)
         if r.size["variables"] <= 400_000:
             answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
             if answer.chosen is not None:
@@ -114,7 +115,7 @@ def priced(
     size = r.size
     if (optimum := _by_elimination(r)) is not None:
         return optimum
-    bounds = bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
+    bounds = message_bounds(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
     if (optimum := _by_elimination(r)) is not None:
         return optimum
     lower = _settled(r) + bounds.lower
@@ -188,15 +189,31 @@ def _settled(r: Reduced) -> float:
     return sum(float(cost[0]) for _, cost, near, _ in r.log if not near)
 
 
+def _better_within(graph: FactorGraph, budget: float, price: float, cost: float, deadline: float) -> Reduced:
+    """What is left of a graph without the states that no assignment has which fits the budget and costs less than `cost`.
+
+    At any price per byte such an assignment costs less than cost + price · budget with its memory, so a state goes that lifts
+    the bound at a price above that.
+    """
+    r = shortened(start(graph), with_memory=True)
+    at_price = copy_of(r)
+    at_price.cost = {v: c + price * r.memory[v] for v, c in r.cost.items()}
+    ceiling = cost + price * (budget - r.constant_memory) - _settled(r)
+    message_bounds(at_price, 200, time.monotonic() + (deadline - time.monotonic()) / 4, ceiling)
+    for v, alive in at_price.alive.items():
+        keep_states(r, v, np.searchsorted(r.alive[v], alive))
+    return r
+
+
 def _by_price(
     graph: FactorGraph, budget: float, cheap: list[int], small: list[int], bound: float, deadline: float, close: float
-) -> tuple[list[int], float]:
-    """Walk down the convex hull of (memory, cost): (best assignment that fits, best lower bound).
+) -> tuple[list[int], float, float]:
+    """Walk down the convex hull of (memory, cost): (best assignment that fits, best lower bound, the price that it is from).
 
     `over` is too large, `under` fits. The price at which both cost the same shows either a better assignment between
     them, which replaces one, or that there is none: then the hull is found, and with it the best bound.
     """
-    over, under, best = cheap, small, small
+    over, under, best, best_price = cheap, small, small, 0.0
     for _ in range(40):
         span = graph.memory_of(over) - graph.memory_of(under)
         rise = graph.value(under) - graph.value(over)
@@ -206,7 +223,8 @@ def _by_price(
         choice, value, _ = priced(graph, price, deadline)
         if choice is None:
             break
-        bound = max(bound, value - price * budget)
+        if value - price * budget > bound:
+            bound, best_price = value - price * budget, price
         fits = graph.memory_of(choice) <= budget
         if fits and graph.value(choice) < graph.value(best):
             best = choice
@@ -215,7 +233,7 @@ def _by_price(
         if priced_choice >= level - 1e-7 * abs(level) or graph.value(best) - bound <= close * abs(graph.value(best)):
             break
         over, under = (over, choice) if fits else (choice, under)
-    return best, bound
+    return best, bound, best_price
 
 
 def greedy(graph: FactorGraph, memory_only: bool = False) -> list[int]:

@@ -85,6 +85,7 @@ class JointSearch:
         self.tie_price = tie_price
         self.problems: dict[_Key, Problem] = {}
         self.points: list[Point] = []
+        self._sharded_at: dict[tuple[float, _Key], Point] = {}
         self._looked_for_smallest = False
         self._from_the_start = 1
 
@@ -222,15 +223,20 @@ class JointSearch:
         return min((p for p in self.points if p.nbytes <= budget), key=lambda p: (p.seconds, p.nbytes))
 
     def _sharded(self, price: float, sets: Sets) -> Point:
-        """The sharding that is best for these sets at a price. Raises InfeasibleError where none is found in time."""
+        """The sharding that is best for these sets at a price, found once: budgets start their walks at the same points, so
+        they ask alike. Raises InfeasibleError where none is found in time."""
         key = _key(sets)
+        if (price, key) in self._sharded_at:
+            return self._sharded_at[price, key]
         if key not in self.problems:
             self.problems[key] = self.build(sets)
         problem = self.problems[key]
         choice, _, _ = priced(problem.graph, price, time.monotonic() + self.time_limit_s, _CLOSE)
         if choice is None:
             raise InfeasibleError("the sharding of a mesh was not found in time; raise Options.solver_time_limit_s")
-        return Point(problem, tuple(choice), problem.graph.value(choice), problem.graph.memory_of(choice))
+        point = Point(problem, tuple(choice), problem.graph.value(choice), problem.graph.memory_of(choice))
+        self._sharded_at[price, key] = point
+        return point
 
 
 def _key(sets: Sets) -> _Key:
