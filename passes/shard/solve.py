@@ -13,6 +13,7 @@ fallback; `Solution.method` says so. The gap reported is (cost - bound) / cost.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +24,6 @@ from autopar.passes.shard.ilp import Answer, solve_ilp
 from autopar.passes.shard.messages import Bounds, bound as message_bounds
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start
 
-_FEW = 12  # states per variable that the first exact solve of a large problem looks at
-_MOSTLY = 0.5  # share of the pair states from which that exact solve is left out
 _LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 
@@ -100,13 +99,18 @@ def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, 
 
 
 def priced(
-    graph: FactorGraph, price: float | None, deadline: float, close: float = _CLOSED
+    graph: FactorGraph,
+    price: float | None,
+    deadline: float,
+    close: float = _CLOSED,
+    known: Sequence[int] | None = None,
 ) -> tuple[list[int] | None, float, dict[str, int]]:
     """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone. deadline: of
-    time.monotonic(). close: relative distance to the bound that will do.
+    time.monotonic(). close: relative distance to the bound that will do. known: an assignment that may be good, as the optimum
+    at another price is.
 
-    Message passing bounds and prunes until elimination can solve what is left. Otherwise an exact solve over the likeliest
-    states gives a plan, and only what bound and plan leave open goes to the ILP.
+    Message passing bounds and prunes until elimination can solve what is left, or bound and assignment are close; only what
+    they leave open goes to the ILP.
     """
     if price is None:
         alone = FactorGraph(graph.keys, graph.states, [m.copy() for m in graph.memory], graph.memory, {}, graph.index)
@@ -115,13 +119,12 @@ def priced(
     size = r.size
     if (optimum := _by_elimination(r)) is not None:
         return optimum
-    bounds = message_bounds(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
+    at_hand = {v: int(np.searchsorted(r.alive[v], known[v])) for v in r.cost} if known is not None else None
+    bounds = message_bounds(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2, close / 2, at_hand)
     if (optimum := _by_elimination(r)) is not None:
         return optimum
     lower = _settled(r) + bounds.lower
-    choice = _promising(r, bounds, deadline)
-    if choice is None:
-        choice = restore(r, bounds.chosen)
+    choice = restore(r, bounds.chosen)
     upper = graph.value(choice) + price * graph.memory_of(choice)
     if upper - lower <= close * abs(upper):
         return choice, lower, size
@@ -155,22 +158,6 @@ def _by_elimination(r: Reduced) -> tuple[list[int], float, dict[str, int]] | Non
     return restore(r, chosen), _settled(r) + value, r.size
 
 
-def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int] | None:
-    """The exact optimum over the few states that the bound likes best: nearly always the optimum of all. None where these are
-    most of the states, so that it is as quick to solve for all."""
-    likely_states = copy_of(r)
-    for v, extra in bounds.extra.items():
-        order = np.argsort(extra, kind="stable")[:_FEW]
-        best_states = [s for s in order if extra[s] <= 1e-3 * abs(bounds.lower) + extra[order[0]]]
-        kept = sorted({*map(int, best_states), bounds.chosen[v]})
-        keep_states(likely_states, v, np.array(kept))
-    likely = reduce_graph(likely_states)
-    if r.size["variables"] <= min(_LARGEST, likely.size["variables"] / _MOSTLY):
-        return None
-    exact, _, _ = _exact(likely, deadline)
-    return exact if exact is not None else restore(r, bounds.chosen)
-
-
 def _prune(r: Reduced, bounds: Bounds, slack: float) -> None:
     """Drop states that add more to the bound than there is between bound and best assignment."""
     for v, extra in bounds.extra.items():
@@ -199,7 +186,7 @@ def _better_within(graph: FactorGraph, budget: float, price: float, cost: float,
     at_price = copy_of(r)
     at_price.cost = {v: c + price * r.memory[v] for v, c in r.cost.items()}
     ceiling = cost + price * (budget - r.constant_memory) - _settled(r)
-    message_bounds(at_price, 200, time.monotonic() + (deadline - time.monotonic()) / 4, ceiling)
+    message_bounds(at_price, 200, time.monotonic() + (deadline - time.monotonic()) / 4, ceiling=ceiling)
     for v, alive in at_price.alive.items():
         keep_states(r, v, np.searchsorted(r.alive[v], alive))
     return r
