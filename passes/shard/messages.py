@@ -28,8 +28,10 @@ from autopar.passes.shard.reduce import Reduced, assigned, copy_of, keep_states
 
 _ROUNDS_BETWEEN = 5
 """Rounds of messages between two looks at the bounds."""
-_FIRST_POLISH, _ROUNDS_BETWEEN_POLISHES = 15, 20
-"""Rounds of messages before the best assignment is polished, and between two times."""
+_FIRST_POLISH, _BETWEEN_POLISHES = 15, 20
+"""Rounds of messages before the best assignment is polished, and until the next time; twice as many after each in vain."""
+_WORTH_PRUNING = 0.05
+"""States go when they are such a part of all: fewer cost more to take out than to keep for a while."""
 _POLISHES, _WIDEST, _MOST = 4, 12, 2_000_000
 """Rounds of a polish, and how large their tables get (`polish.py`): about as long as as many rounds of messages."""
 
@@ -106,6 +108,7 @@ class _Passing:
         variables = self.edges.variables
         self.numbers = {v: i for i, v in enumerate(variables)}
         self.lower, self.upper = -np.inf, np.inf
+        self.next_polish, self.polish_wait = _FIRST_POLISH, _BETWEEN_POLISHES
         self.best = np.zeros(len(variables), int)
         if known is not None:
             self.upper, self.best = assigned(r, known), np.array([known[v] for v in variables], int)
@@ -191,7 +194,7 @@ class _Passing:
         self.lower = max(self.lower, lower)
         if upper < self.upper:
             self.upper, self.best = upper, self._states(chosen)
-        if rounds % _ROUNDS_BETWEEN_POLISHES == _FIRST_POLISH:
+        if rounds >= self.next_polish:
             self._polish(rounds)
         self.extra = extra
         self._keep(extra <= max(self.upper, self.ceiling) - lower + 1e-9 * abs(self.upper))
@@ -256,6 +259,9 @@ class _Passing:
         if upper < self.upper:
             self.upper = upper
             self.best = self._states(np.array([chosen[v] for v in self.edges.variables]))
+        else:
+            self.polish_wait *= 2
+        self.next_polish = rounds + self.polish_wait
 
     def _given(self, level: Level, columns: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Per edge of every variable of a level the pair costs of its states with the state at the other end."""
@@ -279,11 +285,11 @@ class _Passing:
     # --- pruning
 
     def _keep(self, near_optimal: np.ndarray) -> None:
-        """Drop the states that cannot be in an optimum, except those of the best assignment."""
+        """Drop the states that cannot be in an optimum, except those of the best assignment, once they are many."""
         real = np.arange(near_optimal.shape[1]) < self.sizes[:, None]
         kept = (near_optimal | (self.alive == self.best[:, None]) | (self.degrees == 0)[:, None]) & real
         sizes = kept.sum(1)
-        if (sizes == self.sizes).all():
+        if self.sizes.sum() - sizes.sum() <= _WORTH_PRUNING * self.sizes.sum():
             return
         places = np.argsort(~kept, axis=1, kind="stable")[:, : sizes.max()]
         places = np.where(np.arange(places.shape[1]) < sizes[:, None], places, places[:, :1])
