@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.shard import messages
 from autopar.passes.shard.eliminate import eliminated, elimination_order
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.ilp import Answer, solve_ilp
-from autopar.passes.shard.messages import Bounds, bound as message_bounds
+from autopar.passes.shard.messages import Bounds
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start
 
 _LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
@@ -82,7 +83,7 @@ def solve(
     best, bound, price = _by_price(graph, budget, choice, least, bound, deadline, close)
     solution = _solution(graph, best, bound, "priced memory", after)
     if close < 1e-3 < solution.gap and time.monotonic() < deadline:
-        r = reduce_graph(_better_within(graph, budget, price, solution.cost, deadline), with_memory=True)
+        r = reduce_graph(better_within(graph, budget, price, solution.cost, deadline), with_memory=True)
         if r.size["variables"] <= 400_000:
             answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
             if answer.chosen is not None:
@@ -99,11 +100,7 @@ def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, 
 
 
 def priced(
-    graph: FactorGraph,
-    price: float | None,
-    deadline: float,
-    close: float = _CLOSED,
-    known: Sequence[int] | None = None,
+    graph: FactorGraph, price: float | None, deadline: float, close: float = _CLOSED, known: Sequence[int] | None = None
 ) -> tuple[list[int] | None, float, dict[str, int]]:
     """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone. deadline: of
     time.monotonic(). close: relative distance to the bound that will do. known: an assignment that may be good, as the optimum
@@ -120,7 +117,7 @@ def priced(
     if (optimum := _by_elimination(r)) is not None:
         return optimum
     at_hand = {v: int(np.searchsorted(r.alive[v], known[v])) for v in r.cost} if known is not None else None
-    bounds = message_bounds(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2, close / 2, at_hand)
+    bounds = messages.bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2, close / 2, at_hand)
     if (optimum := _by_elimination(r)) is not None:
         return optimum
     lower = _settled(r) + bounds.lower
@@ -176,7 +173,7 @@ def _settled(r: Reduced) -> float:
     return sum(float(cost[0]) for _, cost, near, _ in r.log if not near)
 
 
-def _better_within(graph: FactorGraph, budget: float, price: float, cost: float, deadline: float) -> Reduced:
+def better_within(graph: FactorGraph, budget: float, price: float, cost: float, deadline: float) -> Reduced:
     """What is left of a graph without the states that no assignment has which fits the budget and costs less than `cost`.
 
     At any price per byte such an assignment costs less than cost + price · budget with its memory, so a state goes that lifts
@@ -186,7 +183,7 @@ def _better_within(graph: FactorGraph, budget: float, price: float, cost: float,
     at_price = copy_of(r)
     at_price.cost = {v: c + price * r.memory[v] for v, c in r.cost.items()}
     ceiling = cost + price * (budget - r.constant_memory) - _settled(r)
-    message_bounds(at_price, 200, time.monotonic() + (deadline - time.monotonic()) / 4, ceiling=ceiling)
+    messages.bound(at_price, 200, time.monotonic() + (deadline - time.monotonic()) / 4, ceiling=ceiling)
     for v, alive in at_price.alive.items():
         keep_states(r, v, np.searchsorted(r.alive[v], alive))
     return r
