@@ -5,7 +5,8 @@ numpy, at a cost linear in the number of pair states, many variables at once (`a
 messages follow
 
 - a lower bound: spread each variable's cost evenly over its edges; the sum of the edges' minima bounds the optimum;
-- an assignment (upper bound): fix variables in order, each at its cheapest given the fixed ones and the messages;
+- an assignment (upper bound): fix variables in order, each at its cheapest given the fixed ones and the messages; every now
+  and then the best one so far is polished (`autopar.passes.shard.polish`);
 - for every state the least that choosing it adds to the bound. Where that exceeds upper - lower, the state goes.
 
 Nothing is lost: what is pruned is proven not to be optimal. On meshes of three axes this leaves a problem some

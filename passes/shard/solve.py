@@ -204,7 +204,7 @@ def _by_price(
         if span <= 0 or rise <= 0 or time.monotonic() > deadline:
             break
         price = rise / span
-        choice, value, _ = priced(graph, price, deadline)
+        choice, value, _ = priced(graph, price, deadline, known=under)
         if choice is None:
             break
         if value - price * budget > bound:
