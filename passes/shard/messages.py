@@ -5,7 +5,8 @@ numpy, at a cost linear in the number of pair states, many variables at once (`a
 messages follow
 
 - a lower bound: spread each variable's cost evenly over its edges; the sum of the edges' minima bounds the optimum;
-- an assignment (upper bound): fix variables in order, each at its cheapest given the fixed ones and the messages;
+- an assignment (upper bound): fix variables in order, each at its cheapest given the fixed ones and the messages; every now
+  and then the best one so far is polished (`autopar.passes.shard.polish`);
 - for every state the least that choosing it adds to the bound. Where that exceeds upper - lower, the state goes.
 
 Nothing is lost: what is pruned is proven not to be optimal. On meshes of three axes this leaves a problem some
@@ -14,18 +15,26 @@ hundred times smaller.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.passes.shard.eliminate import elimination_order
 from autopar.passes.shard.padded import Edges, Level, alike, padded_states, slots
-from autopar.passes.shard.reduce import Reduced, keep_states
+from autopar.passes.shard.polish import polished
+from autopar.passes.shard.reduce import Reduced, assigned, copy_of, keep_states
 
 _ROUNDS_BETWEEN = 5
 """Rounds of messages between two looks at the bounds."""
+_FIRST_POLISH, _BETWEEN_POLISHES = 15, 20
+"""Rounds of messages before the best assignment is polished, and until the next time; twice as many after each in vain."""
+_WORTH_PRUNING = 0.05
+"""States go when they are such a part of all: fewer cost more to take out than to keep for a while."""
+_POLISHES, _WIDEST, _MOST = 4, 12, 2_000_000
+"""Rounds of a polish, and how large their tables get (`polish.py`): about as long as as many rounds of messages."""
 
 
 @dataclass
@@ -38,14 +47,25 @@ class Bounds:
     extra: dict[int, np.ndarray]
 
 
-def bound(r: Reduced, rounds: int, deadline: float) -> Bounds:
-    """Message passing on what is left; prunes states of `r` in place as the bounds close."""
-    passing = _Passing(r)
+def bound(
+    r: Reduced,
+    rounds: int,
+    deadline: float,
+    close: float = 1e-7,
+    known: Mapping[int, int] | None = None,
+    ceiling: float = -math.inf,
+) -> Bounds:
+    """Message passing on what is left; prunes states of `r` in place as the bounds close.
+
+    close: relative distance of the bounds that will do. known: an assignment (position per variable) to improve on. ceiling:
+    states stay that are in assignments of that cost or less, though these be no optima.
+    """
+    passing = _Passing(r, known, ceiling)
     for k in range(rounds):
         passing.round()
         if k % _ROUNDS_BETWEEN == _ROUNDS_BETWEEN - 1 or k == rounds - 1:
-            improved = passing.update()
-            closed = passing.upper - passing.lower <= 1e-7 * abs(passing.upper)
+            improved = passing.update(k + 1)
+            closed = passing.upper - passing.lower <= close * abs(passing.upper)
             if closed or passing.small or time.monotonic() > deadline or (k > 15 and not improved):
                 break
     return passing.finish()
@@ -84,12 +104,15 @@ class _Passing:
     state is; sizes: how many there are. best: the states of `upper`'s assignment, as they came; extra: as in `Bounds`.
     """
 
-    def __init__(self, r: Reduced) -> None:
-        self.r, self.edges = r, Edges.of(r, _order(r))
+    def __init__(self, r: Reduced, known: Mapping[int, int] | None, ceiling: float) -> None:
+        self.r, self.edges, self.ceiling = r, Edges.of(r, _order(r)), ceiling
         variables = self.edges.variables
         self.numbers = {v: i for i, v in enumerate(variables)}
         self.lower, self.upper = -np.inf, np.inf
+        self.next_polish, self.polish_wait = _FIRST_POLISH, _BETWEEN_POLISHES
         self.best = np.zeros(len(variables), int)
+        if known is not None:
+            self.upper, self.best = assigned(r, known), np.array([known[v] for v in variables], int)
         self.sizes = np.array([len(r.cost[v]) for v in variables], int)
         self.all_costs = np.zeros((len(variables), self.sizes.max(initial=0)))
         for i, v in enumerate(variables):
@@ -163,8 +186,8 @@ class _Passing:
 
     # --- bounds
 
-    def update(self) -> bool:
-        """New bounds from the messages, then pruning. True while something still improves."""
+    def update(self, rounds: int) -> bool:
+        """New bounds from the messages of so many rounds, then pruning. True while something still improves."""
         lower, extra = self._lower()
         chosen = self._decode()
         upper = self._value(chosen)
@@ -172,8 +195,10 @@ class _Passing:
         self.lower = max(self.lower, lower)
         if upper < self.upper:
             self.upper, self.best = upper, self._states(chosen)
+        if rounds >= self.next_polish:
+            self._polish(rounds)
         self.extra = extra
-        self._keep(extra <= self.upper - lower + 1e-9 * abs(self.upper))
+        self._keep(extra <= max(self.upper, self.ceiling) - lower + 1e-9 * abs(self.upper))
         return improved
 
     def _lower(self) -> tuple[float, np.ndarray]:
@@ -226,6 +251,19 @@ class _Passing:
                     look[self.edges.source[level.entering[:, better]]] = True
         return chosen
 
+    def _polish(self, rounds: int) -> None:
+        """Improve the best assignment by choosing most variables anew together: messages alone may leave it far above the
+        bound for long, and then few states go."""
+        left = copy_of(self.r)
+        turns = range(rounds, rounds + _POLISHES)
+        chosen, upper = polished(left, self._restrict(left), self.lower, turns, _WIDEST, _MOST)
+        if upper < self.upper:
+            self.upper = upper
+            self.best = self._states(np.array([chosen[v] for v in self.edges.variables]))
+        else:
+            self.polish_wait *= 2
+        self.next_polish = rounds + self.polish_wait
+
     def _given(self, level: Level, columns: np.ndarray, states: np.ndarray) -> np.ndarray:
         """Per edge of every variable of a level the pair costs of its states with the state at the other end."""
         edges, e = self.edges, level.entering
@@ -248,11 +286,11 @@ class _Passing:
     # --- pruning
 
     def _keep(self, near_optimal: np.ndarray) -> None:
-        """Drop the states that cannot be in an optimum, except those of the best assignment."""
+        """Drop the states that cannot be in an optimum, except those of the best assignment, once they are many."""
         real = np.arange(near_optimal.shape[1]) < self.sizes[:, None]
         kept = (near_optimal | (self.alive == self.best[:, None]) | (self.degrees == 0)[:, None]) & real
         sizes = kept.sum(1)
-        if (sizes == self.sizes).all():
+        if self.sizes.sum() - sizes.sum() <= _WORTH_PRUNING * self.sizes.sum():
             return
         places = np.argsort(~kept, axis=1, kind="stable")[:, : sizes.max()]
         places = np.where(np.arange(places.shape[1]) < sizes[:, None], places, places[:, :1])
@@ -263,15 +301,19 @@ class _Passing:
 
     def finish(self) -> Bounds:
         """The bounds; the graph keeps the states that are left."""
+        chosen = self._restrict(self.r)
+        extra = {v: self.extra[i, : self.sizes[i]] for i, v in enumerate(self.edges.variables)}
+        return Bounds(self.lower, self.upper, chosen, extra)
+
+    def _restrict(self, r: Reduced) -> dict[int, int]:
+        """Keep of a graph, which is as this one came, the states that are alive; the places of the best assignment there."""
         chosen: dict[int, int] = {}
-        extra: dict[int, np.ndarray] = {}
         for i, v in enumerate(self.edges.variables):
             kept = self.alive[i, : self.sizes[i]]
             chosen[v] = int(np.searchsorted(kept, self.best[i]))
-            extra[v] = self.extra[i, : self.sizes[i]]
-            if len(kept) < len(self.r.cost[v]):
-                keep_states(self.r, v, kept)
-        return Bounds(self.lower, self.upper, chosen, extra)
+            if len(kept) < len(r.cost[v]):
+                keep_states(r, v, kept)
+        return chosen
 
 
 def _added_up(total: np.ndarray, terms: np.ndarray) -> np.ndarray:

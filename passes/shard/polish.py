@@ -9,6 +9,7 @@ where branch and bound takes minutes.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,16 +25,24 @@ PATIENCE = 3
 """Rounds in a row that find nothing better, after which no more are tried."""
 
 
-def polished(r: Reduced, chosen: dict[int, int], goal: float) -> tuple[dict[int, int], float]:
-    """An assignment of positions no worse than this one, and its cost. goal: a cost that will do."""
+def polished(
+    r: Reduced,
+    chosen: dict[int, int],
+    goal: float,
+    turns: Iterable[int] = range(ROUNDS),
+    widest: float = WIDEST,
+    most: float = MOST,
+) -> tuple[dict[int, int], float]:
+    """An assignment of positions no worse than this one, and its cost. goal: a cost that will do. turns: a round for each, which
+    says what is kept. widest, most: as in `order_beside`."""
     cost, idle = assigned(r, chosen), 0
     sizes = {v: len(costs) for v, costs in r.cost.items()}
-    for turn in range(ROUNDS):
+    for turn in turns:
         if cost <= goal or idle == PATIENCE:
             break
         ranks = list(range(len(sizes)))
         random.Random(turn).shuffle(ranks)
-        order, kept = order_beside(sizes, r.near, dict(zip(sizes, ranks, strict=True)), WIDEST, MOST)
+        order, kept = order_beside(sizes, r.near, dict(zip(sizes, ranks, strict=True)), widest, most)
         beside = copy_of(r)
         for v in kept:
             keep_states(beside, v, np.array([chosen[v]]))

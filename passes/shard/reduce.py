@@ -89,9 +89,9 @@ def reduce_graph(r: Reduced, with_memory: bool = False, widest: int = 4_000_000)
             return r
 
 
-def shortened(r: Reduced, widest: int = 4_000_000) -> Reduced:
+def shortened(r: Reduced, with_memory: bool = False, widest: int = 4_000_000) -> Reduced:
     """Eliminate variables with at most two neighbours, whatever their states."""
-    _eliminate_all(r, False, widest)
+    _eliminate_all(r, with_memory, widest)
     return r
 
 

@@ -3,7 +3,8 @@
 1. Without the memory row, solve (`priced`). If the optimum fits the budget it is the answer.
 2. Otherwise put a price on memory (Lagrange): each price is such a problem again, gives a lower bound and often a plan
    that fits; bisection finds the best price.
-3. If bound and plan are still apart, the ILP with memory as a row settles it within the time limit.
+3. If bound and plan are still apart, the ILP with memory as a row settles it within the time limit, over the states that
+   the bound leaves to plans that are better.
 
 When time runs out before any answer, a greedy pass (largest op first, cheapest next to what is decided) is the
 fallback; `Solution.method` says so. The gap reported is (cost - bound) / cost.
@@ -12,18 +13,18 @@ fallback; `Solution.method` says so. The gap reported is (cost - bound) / cost.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.passes.shard import messages
 from autopar.passes.shard.eliminate import eliminated, elimination_order
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.ilp import Answer, solve_ilp
-from autopar.passes.shard.messages import Bounds, bound
+from autopar.passes.shard.messages import Bounds
 from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_graph, restore, shortened, start
 
-_FEW = 12  # states per variable that the first exact solve of a large problem looks at
-_MOSTLY = 0.5  # share of the pair states from which that exact solve is left out
 _LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
 
@@ -79,10 +80,10 @@ def solve(
     least = least if least is not None else greedy(graph, memory_only=True)
     if graph.memory_of(least) > budget:
         return Shortage(graph.memory_of(least), tuple(least))
-    best, bound = _by_price(graph, budget, choice, least, bound, deadline, close)
+    best, bound, price = _by_price(graph, budget, choice, least, bound, deadline, close)
     solution = _solution(graph, best, bound, "priced memory", after)
     if close < 1e-3 < solution.gap and time.monotonic() < deadline:
-        r = reduce_graph(start(graph), with_memory=True)
+        r = reduce_graph(better_within(graph, budget, price, solution.cost, deadline), with_memory=True)
         if r.size["variables"] <= 400_000:
             answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
             if answer.chosen is not None:
@@ -99,13 +100,14 @@ def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, 
 
 
 def priced(
-    graph: FactorGraph, price: float | None, deadline: float, close: float = _CLOSED
+    graph: FactorGraph, price: float | None, deadline: float, close: float = _CLOSED, known: Sequence[int] | None = None
 ) -> tuple[list[int] | None, float, dict[str, int]]:
     """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone. deadline: of
-    time.monotonic(). close: relative distance to the bound that will do.
+    time.monotonic(). close: relative distance to the bound that will do. known: an assignment that may be good, as the optimum
+    at another price is.
 
-    Message passing bounds and prunes until elimination can solve what is left. Otherwise an exact solve over the likeliest
-    states gives a plan, and only what bound and plan leave open goes to the ILP.
+    Message passing bounds and prunes until elimination can solve what is left, or bound and assignment are close; only what
+    they leave open goes to the ILP.
     """
     if price is None:
         alone = FactorGraph(graph.keys, graph.states, [m.copy() for m in graph.memory], graph.memory, {}, graph.index)
@@ -114,13 +116,12 @@ def priced(
     size = r.size
     if (optimum := _by_elimination(r)) is not None:
         return optimum
-    bounds = bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2)
+    at_hand = {v: int(np.searchsorted(r.alive[v], known[v])) for v in r.cost} if known is not None else None
+    bounds = messages.bound(r, 200, time.monotonic() + (deadline - time.monotonic()) / 2, close / 2, at_hand)
     if (optimum := _by_elimination(r)) is not None:
         return optimum
     lower = _settled(r) + bounds.lower
-    choice = _promising(r, bounds, deadline)
-    if choice is None:
-        choice = restore(r, bounds.chosen)
+    choice = restore(r, bounds.chosen)
     upper = graph.value(choice) + price * graph.memory_of(choice)
     if upper - lower <= close * abs(upper):
         return choice, lower, size
@@ -154,22 +155,6 @@ def _by_elimination(r: Reduced) -> tuple[list[int], float, dict[str, int]] | Non
     return restore(r, chosen), _settled(r) + value, r.size
 
 
-def _promising(r: Reduced, bounds: Bounds, deadline: float) -> list[int] | None:
-    """The exact optimum over the few states that the bound likes best: nearly always the optimum of all. None where these are
-    most of the states, so that it is as quick to solve for all."""
-    likely_states = copy_of(r)
-    for v, extra in bounds.extra.items():
-        order = np.argsort(extra, kind="stable")[:_FEW]
-        best_states = [s for s in order if extra[s] <= 1e-3 * abs(bounds.lower) + extra[order[0]]]
-        kept = sorted({*map(int, best_states), bounds.chosen[v]})
-        keep_states(likely_states, v, np.array(kept))
-    likely = reduce_graph(likely_states)
-    if r.size["variables"] <= min(_LARGEST, likely.size["variables"] / _MOSTLY):
-        return None
-    exact, _, _ = _exact(likely, deadline)
-    return exact if exact is not None else restore(r, bounds.chosen)
-
-
 def _prune(r: Reduced, bounds: Bounds, slack: float) -> None:
     """Drop states that add more to the bound than there is between bound and best assignment."""
     for v, extra in bounds.extra.items():
@@ -188,25 +173,42 @@ def _settled(r: Reduced) -> float:
     return sum(float(cost[0]) for _, cost, near, _ in r.log if not near)
 
 
+def better_within(graph: FactorGraph, budget: float, price: float, cost: float, deadline: float) -> Reduced:
+    """What is left of a graph without the states that no assignment has which fits the budget and costs less than `cost`.
+
+    At any price per byte such an assignment costs less than cost + price · budget with its memory, so a state goes that lifts
+    the bound at a price above that.
+    """
+    r = shortened(start(graph), with_memory=True)
+    at_price = copy_of(r)
+    at_price.cost = {v: c + price * r.memory[v] for v, c in r.cost.items()}
+    ceiling = cost + price * (budget - r.constant_memory) - _settled(r)
+    messages.bound(at_price, 200, time.monotonic() + (deadline - time.monotonic()) / 4, ceiling=ceiling)
+    for v, alive in at_price.alive.items():
+        keep_states(r, v, np.searchsorted(r.alive[v], alive))
+    return r
+
+
 def _by_price(
     graph: FactorGraph, budget: float, cheap: list[int], small: list[int], bound: float, deadline: float, close: float
-) -> tuple[list[int], float]:
-    """Walk down the convex hull of (memory, cost): (best assignment that fits, best lower bound).
+) -> tuple[list[int], float, float]:
+    """Walk down the convex hull of (memory, cost): (best assignment that fits, best lower bound, the price that it is from).
 
     `over` is too large, `under` fits. The price at which both cost the same shows either a better assignment between
     them, which replaces one, or that there is none: then the hull is found, and with it the best bound.
     """
-    over, under, best = cheap, small, small
+    over, under, best, best_price = cheap, small, small, 0.0
     for _ in range(40):
         span = graph.memory_of(over) - graph.memory_of(under)
         rise = graph.value(under) - graph.value(over)
         if span <= 0 or rise <= 0 or time.monotonic() > deadline:
             break
         price = rise / span
-        choice, value, _ = priced(graph, price, deadline)
+        choice, value, _ = priced(graph, price, deadline, known=under)
         if choice is None:
             break
-        bound = max(bound, value - price * budget)
+        if value - price * budget > bound:
+            bound, best_price = value - price * budget, price
         fits = graph.memory_of(choice) <= budget
         if fits and graph.value(choice) < graph.value(best):
             best = choice
@@ -215,7 +217,7 @@ def _by_price(
         if priced_choice >= level - 1e-7 * abs(level) or graph.value(best) - bound <= close * abs(graph.value(best)):
             break
         over, under = (over, choice) if fits else (choice, under)
-    return best, bound
+    return best, bound, best_price
 
 
 def greedy(graph: FactorGraph, memory_only: bool = False) -> list[int]:

@@ -37,8 +37,8 @@ _ROUNDS = 4
 """Times that both halves are solved in turn at one price."""
 _STEPS = 12
 """Prices that are tried for one budget."""
-_CLOSE = 1e-4
-"""Relative distance to its bound at which a sharding at a price is good enough."""
+CLOSE = 1e-4
+"""Relative distance to its bound at which a sharding at a price is good enough, unless a search says otherwise."""
 _HULL_GAP = 0.005
 """Relative distance in seconds to the hull at which a point within a budget is good enough."""
 
@@ -67,7 +67,8 @@ class JointSearch:
 
     build: the factor graph under sets of recomputed values (its variables are the same for all sets). tie_price: a price
     per byte that decides between plans that are equally fast. fixed: a recompute policy by name that is not to be departed
-    from; then only the sharding is chosen. price: the price per byte that was looked at last.
+    from; then only the sharding is chosen. close: relative distance to its bound at which a sharding at a price is good
+    enough. price: the price per byte that was looked at last.
     """
 
     def __init__(
@@ -77,14 +78,17 @@ class JointSearch:
         time_limit_s: float = 60.0,
         tie_price: float = 0.0,
         fixed: str | None = None,
+        close: float = CLOSE,
     ) -> None:
         self.program, self.build = program, build
         self.price = 0.0
         self.fixed = fixed
+        self.close = close
         self.time_limit_s = time_limit_s
         self.tie_price = tie_price
         self.problems: dict[_Key, Problem] = {}
         self.points: list[Point] = []
+        self._sharded_at: dict[tuple[float, _Key, tuple[int, ...] | None], Point] = {}
         self._looked_for_smallest = False
         self._from_the_start = 1
 
@@ -172,7 +176,7 @@ class JointSearch:
             if turn and _key(new_sets) == _key(sets):
                 break
             sets = new_sets
-            point = self._sharded(price, sets)
+            point = self._sharded(price, sets, best)
             if point.value(price) >= best.value(price) * (1 - 1e-6):
                 break
             best = point
@@ -191,11 +195,11 @@ class JointSearch:
         """A point with about the fewest bytes, and points of the named policies at the price that it means."""
         price = 1e3 * self.fastest.seconds / max(self.fastest.nbytes, 1.0)
         if self.fixed is not None:
-            return [self._sharded(price, self.policy(self.fixed))]
-        small = self.alternate(price, self._sharded(price, self.policy("full")))
+            return [self._sharded(price, self.policy(self.fixed), self.fastest)]
+        small = self.alternate(price, self._sharded(price, self.policy("full"), self.fastest))
         price = (small.seconds - self.fastest.seconds) / max(self.fastest.nbytes - small.nbytes, 1.0)
         tried = [policy.name for policy in RECOMPUTE_POLICIES.values() if policy.tried]
-        return [small, *(self._sharded(max(price, 0.0), self.policy(name)) for name in tried)]
+        return [small, *(self._sharded(max(price, 0.0), self.policy(name), small) for name in tried)]
 
     def _filled_up(self, point: Point, budget: float) -> Point:
         """The same sharding with fewer values recomputed, where the hull leaves room: the template that recomputes most gets
@@ -221,16 +225,21 @@ class JointSearch:
     def _fastest_within(self, budget: float) -> Point:
         return min((p for p in self.points if p.nbytes <= budget), key=lambda p: (p.seconds, p.nbytes))
 
-    def _sharded(self, price: float, sets: Sets) -> Point:
-        """The sharding that is best for these sets at a price. Raises InfeasibleError where none is found in time."""
-        key = _key(sets)
+    def _sharded(self, price: float, sets: Sets, near: Point | None = None) -> Point:
+        """The sharding that is best for these sets at a price, found once: budgets start their walks at the same points, so
+        they ask alike. near: a point whose sharding may be as good. Raises InfeasibleError where none is found in time."""
+        key, known = _key(sets), near.choice if near is not None else None
+        if (price, key, known) in self._sharded_at:
+            return self._sharded_at[price, key, known]
         if key not in self.problems:
             self.problems[key] = self.build(sets)
         problem = self.problems[key]
-        choice, _, _ = priced(problem.graph, price, time.monotonic() + self.time_limit_s, _CLOSE)
+        choice, _, _ = priced(problem.graph, price, time.monotonic() + self.time_limit_s, self.close, known)
         if choice is None:
             raise InfeasibleError("the sharding of a mesh was not found in time; raise Options.solver_time_limit_s")
-        return Point(problem, tuple(choice), problem.graph.value(choice), problem.graph.memory_of(choice))
+        point = Point(problem, tuple(choice), problem.graph.value(choice), problem.graph.memory_of(choice))
+        self._sharded_at[price, key, known] = point
+        return point
 
 
 def _key(sets: Sets) -> _Key:

@@ -11,7 +11,7 @@ import math
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
-from autopar.passes.search.one_mesh.joint import JointSearch, Point
+from autopar.passes.search.one_mesh.joint import CLOSE, JointSearch, Point
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Shortage, Solution
@@ -25,8 +25,8 @@ _LITTLE = 0.005
 """A plan that could be faster by no more than this, relative, is not looked for."""
 
 
-def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> JointSearch:
-    """Sharding and recompute of the whole program on a mesh. setting: by default the task's."""
+def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None, close: float = CLOSE) -> JointSearch:
+    """Sharding and recompute of the whole program on a mesh. setting: by default the task's. close: as of `JointSearch`."""
     on, options = task.on(mesh, setting), task.options
     return JointSearch(
         task.program,
@@ -34,6 +34,7 @@ def joint_on(task: Task, mesh: Mesh, setting: Setting | None = None) -> JointSea
         options.solver_time_limit_s,
         0.02 * on.pricer.copy_s,
         None if options.recompute == "auto" else options.recompute,
+        close,
     )
 
 

@@ -104,8 +104,8 @@ def plan_that_fits(exact: Exact, in_memory: DraftInMemory, best_s: float) -> Dra
 
 
 def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
-    """The draft as a plan under its best schedule; or how full its fullest group is at least (over 1; infinite where it takes
-    too many seconds)."""
+    """The draft as a plan under its best schedule; or how full its fullest group is at least under one that is fast enough
+    (over 1; infinite where none is)."""
     task, pieces = draft.task, draft.solution.stages
     ranges = [(s.start, s.end) for s in pieces]
     offsets: dict[int, int] = {}

@@ -23,8 +23,8 @@ _FASTER = 1e-3
 
 
 def scheduled(plan: Plan, draft: Draft, useless_from_s: float = math.inf) -> PricedPlan | float:
-    """The plan under the fastest schedule that fits; or how full its fullest group is at least (over 1; infinite where it
-    takes too many seconds).
+    """The plan under the fastest schedule that fits; or how full its fullest group is at least under one that is fast enough
+    (over 1; infinite where none is).
 
     useless_from_s: a plan that takes so many seconds or more is of no interest, and need not be found.
     """
@@ -45,8 +45,8 @@ def scheduled(plan: Plan, draft: Draft, useless_from_s: float = math.inf) -> Pri
 def fastest_schedule(
     draft: Draft, apart: Account, together: Account, limits_bytes: list[float], useless_from_s: float = math.inf
 ) -> tuple[str, Account] | float:
-    """Name and account of the fastest schedule that fits; or how full the fullest group is at least (over 1; infinite where
-    what fits takes too many seconds).
+    """Name and account of the fastest schedule that fits; or how full the fullest group is at least under one that is fast
+    enough (over 1; infinite where none is).
 
     apart: what the stages cost with B and W apart; together: with both in one action, as schedules that do not split them
     have it. limits_bytes: what a rank of every group has. useless_from_s: a schedule that takes so many seconds or more is
@@ -63,10 +63,12 @@ def fastest_schedule(
         if table is None:
             continue
         counted = under(apart if splits_backward(table) else together, table)
+        if counted.step_time_s >= to_beat_s:
+            continue
         fullest = max(p / limit for p, limit in zip(counted.peaks, limits_bytes, strict=True))
         if fullest > 1:
             least = min(least, fullest)
-        elif counted.step_time_s < to_beat_s:
+        else:
             best = name, counted
     return best if best is not None else least
 

@@ -35,8 +35,8 @@ from autopar.plan import StagePlan
 
 _CLOSE = 0.01
 """Relative distance to its bound at which a plan for a submesh is good enough."""
-_JOINT_CLOSE = 0.02
-"""The same where recompute is chosen with it."""
+_JOINT_CLOSE, _PRICE_CLOSE = 0.02, 1e-3
+"""The same where recompute is chosen with it, and for the sharding at each price of that search."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class SubmeshPlans:
         """Sharding and recompute of the whole program on one submesh; budgets that are asked in turn share its points."""
         owner, joint = self._joints.get((M, mesh), (None, None))
         if joint is None or owner is not task:
-            joint = joint_on(task, mesh, _first_stage(task, groups))
+            joint = joint_on(task, mesh, _first_stage(task, groups), _PRICE_CLOSE)
             self._joints[M, mesh] = task, joint
         return joint
 

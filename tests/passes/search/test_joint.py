@@ -20,6 +20,7 @@ from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.choose import of_values, within
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import made_forward
+from autopar.passes.search.one_mesh import joint as joint_module
 from autopar.passes.search.one_mesh.joint import JointSearch, Point
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Shortage, solve
@@ -110,6 +111,18 @@ def test_a_transformer_is_no_slower_than_under_any_policy_at_any_budget() -> Non
         assert found.seconds <= min((p.seconds for p in others), default=float("inf")) * (1 + 5e-3)
         won += all(found.seconds < p.seconds * 0.99 for p in others)
     assert won >= 2
+
+
+def test_a_budget_that_is_asked_for_again_is_answered_without_solving(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, joint, _, _ = mixed(CASES[0])
+    first, second, _, _, _ = budgets(joint)
+    points = []
+    for budget in (first, second):
+        joint.forget_budgets()
+        points.append(joint.within(budget))
+    monkeypatch.setattr(joint_module, "priced", None)
+    joint.forget_budgets()
+    assert joint.within(first) == points[0], "and what it gets does not depend on the budget in between"
 
 
 def test_one_after_the_other_is_worse_however_well_each_is_done() -> None:

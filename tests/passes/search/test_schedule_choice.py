@@ -103,6 +103,11 @@ def test_what_fits_and_is_too_slow_is_not_said_to_be_too_full() -> None:
     assert chosen(3, 1e9, "gpipe", useless_from_s=15.5) == math.inf
 
 
+def test_what_is_too_slow_in_any_memory_is_not_said_to_be_too_full() -> None:
+    """GPipe holds 44 bytes and takes 18 s: in a smaller share of the memory it takes no less."""
+    assert chosen(3, 22.0, "gpipe", useless_from_s=15.5) == math.inf
+
+
 def test_a_forced_schedule_is_the_only_one_tried() -> None:
     """GPipe holds all four: 10 + 3 * 8 + 10 bytes."""
     assert chosen(3, 22.0, "gpipe") == pytest.approx(44.0 / 22.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from unittest import mock
 
 import numpy as np
@@ -16,7 +17,7 @@ from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.messages import bound
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import reduce_graph, restore, start
-from autopar.passes.shard.solve import Shortage, Solution, greedy, solve
+from autopar.passes.shard.solve import Shortage, Solution, better_within, greedy, priced, solve
 
 
 def random_graph(seed: int, nodes: int = 6, states: int = 3, density: float = 0.5, ties: bool = False) -> FactorGraph:
@@ -157,6 +158,41 @@ def test_message_bounds_enclose_the_optimum_and_never_prune_it(seed: int) -> Non
     assert found.lower <= optimum + 1e-9 <= found.upper + 2e-9
     left = [reduced.alive[v] for v in range(len(graph.keys))]
     assert min(graph.value(list(c)) for c in itertools.product(*left)) == pytest.approx(optimum, abs=1e-9)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000))
+def test_an_assignment_that_is_known_is_improved_on_and_never_stands_in_the_way(seed: int, known_seed: int) -> None:
+    graph = random_graph(seed, density=0.8)
+    rng = np.random.default_rng(known_seed)
+    known = [int(rng.integers(len(states))) for states in graph.states]
+    with mock.patch.object(eliminate, "MOST", 0):
+        choice, lower, _ = priced(graph, 0.0, math.inf, known=known)
+        rough, rough_lower, _ = priced(graph, 0.0, math.inf, close=0.05, known=known)
+    optimum = brute_force(graph, None)
+    assert optimum is not None
+    assert choice is not None
+    assert rough is not None
+    assert graph.value(choice) == pytest.approx(optimum, rel=1e-4)
+    assert max(lower, rough_lower) <= optimum + 1e-9
+    assert graph.value(rough) <= min(1.05 * optimum, graph.value(known)) + 1e-9
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.2, 0.5, 0.8]), st.sampled_from([0.0, 0.1, 1.0]))
+def test_a_bound_at_any_price_leaves_what_is_better_within_the_budget(seed: int, part: float, price: float) -> None:
+    graph = random_graph(seed, density=0.8)
+    budget = part * sum(float(m.min()) for m in graph.memory) + (1 - part) * sum(float(m.max()) for m in graph.memory)
+    every = [list(c) for c in itertools.product(*(range(len(s)) for s in graph.states))]
+    fitting = sorted(graph.value(c) for c in every if graph.memory_of(c) <= budget)
+    cost = fitting[len(fitting) // 2]
+    with mock.patch.object(eliminate, "MOST", 0):
+        left = better_within(graph, budget, price, cost, math.inf)
+    assert sum(map(len, left.cost.values())) <= sum(map(len, graph.cost))
+    best = min(
+        graph.value(restored)
+        for chosen in itertools.product(*(range(len(c)) for c in left.cost.values()))
+        if graph.memory_of(restored := restore(left, dict(zip(left.cost, chosen, strict=True)))) <= budget
+    )
+    assert best == pytest.approx(fitting[0], abs=1e-9)
 
 
 @given(st.integers(0, 10_000))
