@@ -19,10 +19,12 @@ from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
+    Dispatch,
     Message,
     cast_seconds,
     conversion_copied_s,
     conversion_messages,
+    dispatches,
     gather_alone_s,
     gradient_messages,
     line_messages,
@@ -68,7 +70,7 @@ def seconds_by_action(call: CallBill, pricer: Pricer) -> dict[str, float]:
 
 
 def _host_s(pricer: Pricer, *works: Work) -> float:
-    return pricer.software.launch_host_s * sum(work.launches for work in works)
+    return sum(pricer.software.launch_host_s * work.launches + work.host_s for work in works)
 
 
 def _function_work(
@@ -79,7 +81,7 @@ def _function_work(
         return NOTHING
     held = function.local_bytes(pricer.mesh)
     launch_s = pricer.device.launch_overhead_s
-    computed_s = apart_s = hidden_s = 0.0
+    computed_s = apart_s = hidden_s = host_s = 0.0
     launches = 0
     messages: dict[Purpose, float] = {}
     for line in function.lines:
@@ -87,12 +89,16 @@ def _function_work(
             _add(messages, conversion_messages(line, held, pricer.mesh), pricer)
             computed_s += conversion_copied_s(line, held, pricer)
         elif isinstance(line, Compute) and line.node in template.op_calls:
-            call = template.op_calls[line.node]
-            seconds = pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
-            for axis, exposed_s in pricer.sent_s(line.sent, seconds).items():
-                messages[Purpose(axis)] = messages.get(Purpose(axis), 0.0) + exposed_s
-                hidden_s -= exposed_s
-            hidden_s += sum(sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) for sent in line.sent)
+            call, strategy = template.op_calls[line.node], plan.strategies[line.node]
+            rule = rules.rule(call)
+            seconds = pricer.op_s(call, rule, strategy)
+            grouped = pricer.grouped(call, rule, strategy)
+            if grouped is not None:
+                host_s += pricer.software.mixture_host_s(grouped.groups) / 2
+            if grouped is not None and pricer.software.keeps_rows:
+                _add(messages, dispatches(call, rule, strategy, grouped, pricer.mesh), pricer)
+            else:
+                hidden_s += _add_own(messages, line, seconds, pricer)
             kernel = passes_over_memory(line)
             if kernel is None:
                 continue
@@ -100,7 +106,7 @@ def _function_work(
             computed_s += 0.0 if kernel else seconds - launch_s
             apart_s += seconds if kernel else launch_s
     fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
-    return Work(computed_s, fused_s, apart_s, launches, messages, hidden_s)
+    return Work(computed_s, fused_s, apart_s, launches, messages, hidden_s, host_s)
 
 
 def passes_over_memory(line: Line) -> bool | None:
@@ -121,9 +127,18 @@ def is_kernel(op: str) -> bool:
     return definition is None or not definition.free
 
 
-def _add(messages: dict[Purpose, float], sent: Iterable[Message], pricer: Pricer) -> None:
+def _add(messages: dict[Purpose, float], sent: Iterable[Message | Dispatch], pricer: Pricer) -> None:
     for message in sent:
         messages[message.purpose] = messages.get(message.purpose, 0.0) + message.seconds(pricer)
+
+
+def _add_own(messages: dict[Purpose, float], line: Compute, seconds: float, pricer: Pricer) -> float:
+    """Adds what an op's own messages take that its work of so many seconds does not hide; returns seconds that it does."""
+    exposed = pricer.sent_s(line.sent, seconds)
+    for axis, exposed_s in exposed.items():
+        messages[Purpose(axis)] = messages.get(Purpose(axis), 0.0) + exposed_s
+    alone_s = sum(sent.times * pricer.collective_s(sent.kind, sent.nbytes, sent.axis) for sent in line.sent)
+    return alone_s - sum(exposed.values())
 
 
 # --- a stage
