@@ -37,7 +37,8 @@ class Options:
     strategy: "auto" (solver), or a baseline: "dp" (parameters whole), "zero1" (optimizer state sharded), "zero3"
         (parameters sharded); "megatron": the last mesh axis is tensor-parallel as in Megatron-LM (column-parallel, then
         row-parallel products, the sequence sharded between them, vocabularies sharded), the others take the batch;
-        "megatron-zero1" and "megatron-zero3" with ZeRO over these others.
+        "megatron-zero1" and "megatron-zero3" with ZeRO over these others. With a baseline the axis `ep` takes the batch and has
+        experts apart, and `cp` takes the sequence.
     recompute: what backward makes again instead of its being kept: "none", "full" (a block keeps its inputs alone),
         "selective" (attention and what is pointwise is made again), or "auto": what costs least, where memory is short.
     offload: what rests in the cluster's memory tiers (host memory, then NVMe) instead of on the device: "none",
@@ -135,7 +136,8 @@ class Options:
         """Ranks that every microbatch is sharded over whatever the planner chooses."""
         if self.strategy in ("dp", "zero1", "zero3") and self.mesh is None:
             return cluster_ranks // (self.pp or len(self.stage_boundaries or ()) + 1)
-        return int((self.mesh or {}).get("dp", 1))
+        mesh = self.mesh or {}
+        return int(mesh.get("dp", 1)) * (1 if self.strategy == "auto" else int(mesh.get("ep", 1)))
 
 
 class _Shown:

@@ -59,9 +59,9 @@ def inexpressible(w: Workload) -> str:
     p, shape = w.parallel, w.model
     reasons = {
         f"{w.precision}: Options.precision is bf16 or fp16": w.precision not in PRECISIONS,
-        "experts: no op sends tokens to the ranks of their experts": bool(shape.experts),
-        "MLA: the model has no low-rank attention": shape.mla is not None,
-        "window: attention over a sliding window is not built": bool(shape.window),
+        f"experts apart over ep={p.ep} of dp={p.dp}: rows travel along one axis, which is a part of dp": p.dp % p.ep
+        > 0,
+        "a head that predicts a further token": bool(shape.mtp_layers),
         "ZeRO over a part of the ranks that take the batch": p.shard_group not in (None, p.dp),
         f"recompute {w.plan.recompute!r}: Options.recompute is none, selective or full": w.plan.recompute == "mlp",
         "offload": w.plan.offload != "none",
@@ -73,6 +73,8 @@ def approximated(w: Workload) -> list[str]:
     """In what the plan that `compile` is forced to differs from a row's."""
     p, schedule = w.parallel, schedule_name(w.plan.schedule, w.parallel.vpp)
     differences = {
+        "experts apart over ranks with batches of their own, whole over those that share one": p.ep > 1 and p.cp > 1,
+        "attention over a window without sinks": bool(w.model.window),
         f"schedule {schedule} as {SCHEDULES.get(schedule)}": p.pp > 1 and schedule in SCHEDULES,
         "tensor parallelism with the sequence sharded between products": p.tp > 1 and not p.sequence_parallel,
         "ZeRO-2 as ZeRO-1: gradients are reduced after the last microbatch": p.zero == 2 and w.microbatches > 1,
@@ -86,8 +88,9 @@ def forced_options(w: Workload) -> autopar.Options:
     """The options that leave a row's plan alone."""
     p, zero = w.parallel, {0: "", 1: "zero1", 2: "zero1", 3: "zero3"}[w.parallel.zero]
     schedule = schedule_name(w.plan.schedule, p.vpp)
+    axes = (("dp", p.dp // p.ep), ("ep", p.ep), ("cp", p.cp), ("tp", p.tp))
     return autopar.Options(
-        mesh={axis: size for axis, size in (("dp", p.dp), ("cp", p.cp), ("tp", p.tp)) if axis == "dp" or size > 1},
+        mesh={axis: size for axis, size in axes if axis == "dp" or size > 1},
         strategy="-".join(filter(None, ("megatron", zero))) if p.tp > 1 else zero or "dp",
         pp=p.pp,
         chunks=p.V if p.pp > 1 else None,
@@ -97,6 +100,8 @@ def forced_options(w: Workload) -> autopar.Options:
         offload="none",
         precision=PRECISIONS[w.precision],
         memory_bytes=ANY_MEMORY_BYTES,
+        expert_imbalance=1.0,
+        overlap=False,  # what a framework overlaps its software says
         explain_s=0.0,
     )
 

@@ -45,8 +45,9 @@ class Work:
     """What an action of a call does on one rank.
 
     computed_s: products, attention, and passes whose seconds are known. fused_s: the passes over memory of everything else,
-    if neighbours were one kernel; apart_s: if every op is one. launches: kernels. messages: seconds of each alone. hidden_s: of
-    messages that ops send themselves and that their own work hides; they add nothing.
+    if neighbours were one kernel; apart_s: if every op is one. launches: kernels; host_s: what the host needs for further ones.
+    messages: seconds of each alone. hidden_s: of messages that ops send themselves and that their own work hides; they add
+    nothing.
     """
 
     computed_s: float = 0.0
@@ -55,6 +56,7 @@ class Work:
     launches: int = 0
     messages: Mapping[Purpose, float] = field(default_factory=dict)
     hidden_s: float = 0.0
+    host_s: float = 0.0
 
     def __add__(self, other: Work) -> Work:
         messages = dict(self.messages)
@@ -67,6 +69,7 @@ class Work:
             self.launches + other.launches,
             messages,
             self.hidden_s + other.hidden_s,
+            self.host_s + other.host_s,
         )
 
     def passes_s(self, software: Software) -> float:

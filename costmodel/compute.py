@@ -56,9 +56,11 @@ def op_time_s(
     shape: tuple[int, ...] | None = None,
     eager: bool = False,
     op: str = "",
+    reached: float = 1.0,
+    moved_bytes: float = 0.0,
 ) -> float:
     """Seconds of one kernel. eager: attention by kernels of the generation before the device's own. op: its name, by which a
-    calibrated device knows it.
+    calibrated device knows it. reached: share of a plain product's rate. moved_bytes: of passes over memory before and after it.
 
     kind: matmul (shape (m, n, k), or (batch, m, n, k)), attention (shape (seq, head width)), conv or pointwise.
     Raises ClusterError for an unknown kind, and for a dtype the device has no arithmetic for (pointwise excepted).
@@ -80,7 +82,8 @@ def op_time_s(
         share = attention_share(device, shape[-2], shape[-1], eager) if shape else curve.attention
     else:
         share = curve.conv
-    return device.launch_overhead_s + max(flops / (device.peak(name) * share), memory_s)
+    moved_s = moved_bytes / (device.memory_bandwidth_Bps * curve.memory)
+    return device.launch_overhead_s + max(flops / (device.peak(name) * share * reached), memory_s) + moved_s
 
 
 def _measured_s(

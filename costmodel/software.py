@@ -70,6 +70,9 @@ class Software:
     shards. late_gather: updated parameters are gathered before the step ends, not behind the next forward.
     buffer_bytes: communication buckets of the framework. bucket_bytes: of one message of gradients or updated parameters.
     joins_gathers: whether parameters that are gathered for a call (ZeRO-3) travel in such messages too.
+    keeps_rows: whether a mixture of experts keeps the rows that came to its experts for backward, and sends a token once to
+    every node that has any of its experts, from one of the ranks that have it. Emitted programs send every row, from every rank,
+    and once more in backward.
     """
 
     precision: str = "bfloat16"
@@ -83,6 +86,7 @@ class Software:
     buffer_bytes: float = 0.0
     bucket_bytes: float = 1e9
     joins_gathers: bool = True
+    keeps_rows: bool = True
     constants: StepConstants = field(default_factory=default_constants)
 
     def canonical(self) -> Software:
@@ -93,6 +97,11 @@ class Software:
     def launch_host_s(self) -> float:
         """Seconds of the host per kernel of a program, as many as a dense layer has in `LAYER_LAUNCHES`."""
         return self.constants.dense_host_s / LAYER_LAUNCHES
+
+    def mixture_host_s(self, experts: int) -> float:
+        """Seconds of the host for a mixture of so many experts on a rank, forward and backward, beyond a dense layer's."""
+        c = self.constants
+        return c.moe_host_s - c.dense_host_s + c.expert_host_s * experts
 
     @property
     def reduce_share(self) -> float:
@@ -123,7 +132,9 @@ NEUTRAL = Software(
     overlap_tp=False,
     bucket_bytes=25 << 20,
     joins_gathers=False,
+    keeps_rows=False,
     constants=StepConstants(
+        grouped_share=1.0,
         dense_host_s=0.0,
         moe_host_s=0.0,
         expert_host_s=0.0,
@@ -141,14 +152,14 @@ NEUTRAL = Software(
 
 @cache
 def emitted_on(cluster: ClusterSpec) -> Software:
-    """What the programs that are emitted for a cluster run on."""
+    """What the programs that are emitted for a cluster run on. On GPUs the products of all experts are one kernel."""
     if not all(_fitted(device) for _, device in cluster.devices):
         measured = [level.exposed for level in cluster.levels if level.measured]
         if not measured:
             return NEUTRAL
         constants = replace(NEUTRAL.constants, zero3_exposed=max(measured))
         return replace(NEUTRAL, joins_gathers=True, late_gather=True, constants=constants)
-    constants = replace(default_constants(), ep_exposed=1.0, cp_exposed=1.0)
+    constants = replace(default_constants(), ep_exposed=1.0, cp_exposed=1.0, expert_host_s=0.0)
     return replace(NEUTRAL, late_gather=True, constants=constants)
 
 

@@ -24,7 +24,7 @@ from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Labels, Rule
 from autopar.ops.dialect import differentiable, empty_like, given, graph_op
 from autopar.ops.labels import Maker
-from autopar.ops.registry import Block, Gemm, Sending
+from autopar.ops.registry import Block, Gemm, Grouped, Sending
 from autopar.runtime import experts as local
 from autopar.runtime.gates import ACTIVATIONS
 
@@ -79,6 +79,21 @@ def _dims(call: OpCall, parts: Mapping[str, int], share: int) -> tuple[int, ...]
     return max(_pairs(call) // (experts * of_tokens), 1), f // parts["f"], d
 
 
+def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
+    """Rows are gathered (2 passes) and added to their tokens (5); along an axis that sends them they are sorted and put back
+    where they are computed (4). Backward gathers and sorts gradients too, and makes the first product again."""
+    _, d, halves, f = call.operand("w_in").shape
+    x = call.operand("x")
+    rows, width = _pairs(call) * parts["f"] / share, x.nbytes / math.prod(x.shape)
+    carries = math.prod(parts.values()) > share
+    of = (call["x"].index, call.operand("chosen").shape[-1], call.operand("w_in").shape[0] // parts["e"])
+    row_bytes, inner_bytes = rows * width * d, rows * width * (halves + 1) * f / parts["f"]
+    if call.op.startswith("autopar.experts_grad"):
+        again = _products(call)[0] / _work(call, Rule((), (), {}))[0]
+        return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, again)
+    return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes)
+
+
 def _block(block: Block) -> dict[str, Any]:
     told: dict[str, Any] = block.told()
     if not told and block.parts("e") > 1:
@@ -126,6 +141,7 @@ def _grad_sends(sending: Sending) -> list[Sent]:
 _FACTS: dict[str, Any] = {
     "work": _work,
     "dims": _dims,
+    "grouped": _grouped,
     "localize": _block,
     "precision": "low",
     "low_operands": -1,

@@ -117,6 +117,24 @@ class Sending:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """Rows that an op sorts by group, computes group by group and puts back, on one rank.
+
+    operand: the number of the one that they are copied from, choices: how often each of its rows is. groups: how many there are.
+    row_bytes: of rows that are moved; passes: over them, in emitted programs. inner_bytes: read and written between products, at
+    least. again: share of the op's work that makes again what could have been kept.
+    """
+
+    operand: int
+    choices: int
+    groups: int
+    row_bytes: float
+    passes: float
+    inner_bytes: float
+    again: float = 0.0
+
+
+@dataclass(frozen=True)
 class OpDef:
     """What the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
 
@@ -127,6 +145,7 @@ class OpDef:
             how many ranks the block's work is one part. None: as `work` says.
         imbalance(call, parts, tile): work of the busiest rank over the mean, factors being cut into so many parts, by kernels
             that skip so many masked keys at once (0: every single one). None: all do alike.
+        grouped(call, parts, share): the rows that it computes in groups, where it does. parts, share: as above.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
     Messages of its own (the carried choices of its rule):
@@ -171,6 +190,7 @@ class OpDef:
     work: Callable[[OpCall, Rule], Gemm] | None = None
     dims: Callable[[OpCall, Mapping[str, int], int], tuple[int, ...]] | None = None
     imbalance: Callable[[OpCall, Mapping[str, int], float], float] | None = None
+    grouped: Callable[[OpCall, Mapping[str, int], int], Grouped] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.cluster import ClusterSpec
 from autopar.costmodel.bill import CallBill, Purpose, Work
-from autopar.costmodel.collective import strided_shape, strided_time_s
+from autopar.costmodel.collective import dispatch_time_s, strided_shape, strided_time_s
 from autopar.costmodel.compute import attention_share, matmul_time_s
 from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 
@@ -222,28 +221,13 @@ def communication(w: Workload, moe: bool) -> tuple[Messages, Messages]:
         forward[CP], backward[CP] = one, 2 * one
     if moe and p.ep > 1:
         stride = p.tp if p.expert_tp > 1 or p.tp == 1 else 1
-        one = dispatch_s(cluster, w.width * (w.tokens / p.tp) * m.hidden, m.topk, stride, p.ep)
+        shape = strided_shape(cluster.levels, stride, p.ep)
+        one = dispatch_time_s(shape, w.width * (w.tokens / p.tp) * m.hidden, m.topk, p.ep)
         forward[EP], backward[EP] = 2 * one, 2 * one
     return forward, backward
 
 
 CP, EP = Purpose("cp", "cp_exposed"), Purpose("ep", "ep_exposed")
-
-
-def dispatch_s(cluster: ClusterSpec, token_bytes: float, topk: int, stride: int, ep: int) -> float:
-    """Seconds to send each token to its topk experts (or back), once per group of a level that has any of them.
-
-    With G groups a token has G (1 - (1 - 1/G)^topk) of them to visit, (G-1)/G of these across the level.
-    """
-    slowest, latency, groups, inner = 0.0, 0.0, 1, 1
-    for fan, level, touched in strided_shape(cluster.levels, stride, ep):
-        groups = ep // inner
-        visits = groups * (1 - (1 - 1 / groups) ** topk) * (groups - 1) / groups
-        across = 1.0 if inner > 1 else (fan - 1) / fan * groups / max(1, groups - 1)
-        slowest = max(slowest, token_bytes * visits * across / level.rate_Bps(touched))
-        latency += level.base_s + min(fan - 1, 16) * level.latency_s
-        inner *= fan
-    return slowest + latency
 
 
 def head_bill(w: Workload) -> CallBill:

@@ -72,7 +72,7 @@ def _cluster(
     device: DeviceSpec, gpus: int, per_node: int, domain: int, intra: float | None, inter: float | None
 ) -> ClusterSpec:
     per_node = min(per_node, gpus)
-    nodes_per_rack = domain // per_node if domain > per_node else None
+    nodes_per_rack = _nodes_per_rack(gpus // per_node, domain // per_node) if domain > per_node else None
     if gpus % per_node:
         per_node = gpus
     return ClusterSpec.homogeneous(
@@ -83,6 +83,11 @@ def _cluster(
         inter_bandwidth_Bps=inter * 1e9 if inter else None,
         nodes_per_rack=nodes_per_rack,
     )
+
+
+def _nodes_per_rack(nodes: int, most: int) -> int:
+    """How many nodes of a rack a job takes: as many of each, so that its groups do not lie across racks."""
+    return max(n for n in range(1, most + 1) if nodes % n == 0)
 
 
 def row_cluster(row: Mapping[str, Any], device: DeviceSpec | None = None) -> ClusterSpec:

@@ -19,9 +19,11 @@ from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
+    Dispatch,
     Message,
     cast_seconds,
     conversion_copied_s,
+    dispatches,
     gather_alone_s,
     gradient_messages,
     line_messages,
@@ -68,7 +70,7 @@ def seconds_by_action(call: CallBill, pricer: Pricer) -> dict[str, float]:
 
 
 def _host_s(pricer: Pricer, *works: Work) -> float:
-    return pricer.software.launch_host_s * sum(work.launches for work in works)
+    return sum(pricer.software.launch_host_s * work.launches + work.host_s for work in works)
 
 
 def _function_work(
@@ -79,22 +81,32 @@ def _function_work(
         return NOTHING
     held = function.local_bytes(pricer.mesh)
     launch_s = pricer.device.launch_overhead_s
-    computed_s = apart_s = 0.0
+    computed_s = apart_s = host_s = 0.0
     launches = 0
     op_s, clock = op_seconds(plan, template, pricer, rules), LinkClock(pricer.least_exposed)
     for line in function.lines:
-        run_line(clock, line, held, pricer, op_s)
         begun = line.line if isinstance(line, Start) else line
-        kernel = passes_over_memory(begun)
+        kernel, grouped = passes_over_memory(begun), None
         match begun:
             case Convert():
                 computed_s += conversion_copied_s(begun, held, pricer)
-            case Compute(node=node) if node in template.op_calls and kernel is not None:
-                launches += 1
-                computed_s += 0.0 if kernel else op_s(begun) - launch_s
-                apart_s += op_s(begun) if kernel else launch_s
+            case Compute(node=node) if node in template.op_calls:
+                call, strategy = template.op_calls[node], plan.strategies[node]
+                rule = rules.rule(call)
+                grouped = pricer.grouped(call, rule, strategy)
+                host_s += pricer.software.mixture_host_s(grouped.groups) / 2 if grouped is not None else 0.0
+                if kernel is not None:
+                    launches += 1
+                    computed_s += 0.0 if kernel else op_s(begun) - launch_s
+                    apart_s += op_s(begun) if kernel else launch_s
+                if grouped is not None and line is begun and pricer.software.keeps_rows:
+                    clock.compute(op_s(begun))
+                    for message in dispatches(call, rule, strategy, grouped, pricer.mesh):
+                        clock.send(message.purpose, message.seconds(pricer))
+                    continue
+        run_line(clock, line, held, pricer, op_s)
     fused_s = fused_bytes(function, held, passes_over_memory) * pricer.copy_s
-    return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s)
+    return Work(computed_s, fused_s, apart_s, launches, clock.exposed, clock.hidden_s, host_s)
 
 
 def passes_over_memory(line: Line) -> bool | None:
@@ -115,7 +127,7 @@ def is_kernel(op: str) -> bool:
     return definition is None or not definition.free
 
 
-def _add(messages: dict[Purpose, float], sent: Iterable[Message], pricer: Pricer) -> None:
+def _add(messages: dict[Purpose, float], sent: Iterable[Message | Dispatch], pricer: Pricer) -> None:
     for message in sent:
         messages[message.purpose] = messages.get(message.purpose, 0.0) + message.seconds(pricer)
 

@@ -11,12 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import Purpose
+from autopar.ir.call import OpCall
 from autopar.ir.lines import Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
 from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte
 from autopar.ir.types import TensorType
+from autopar.ops.registry import Grouped
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.lattice import copied_s
 
@@ -47,6 +50,24 @@ class Message:
         return Purpose(self.axis, _OVERLAPS.get(self.kind, ""))
 
 
+@dataclass(frozen=True)
+class Dispatch:
+    """Tokens, of nbytes on a rank, on their way to the ranks of their choices along an axis, or back."""
+
+    axis: str
+    nbytes: float
+    choices: int
+
+    def seconds(self, pricer: Pricer) -> float:
+        """How long it takes alone."""
+        return pricer.dispatched_s(self.nbytes, self.choices, self.axis)
+
+    @property
+    def purpose(self) -> Purpose:
+        """Of an exchange of tokens between experts."""
+        return Purpose(self.axis, _OVERLAPS["all_to_all"])
+
+
 _OVERLAPS = {"all_gather": "tp_exposed", "reduce_scatter": "tp_exposed", "all_to_all": "ep_exposed"}
 
 
@@ -69,6 +90,16 @@ def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, wh
         case SumLoss(axes=axes):
             nbytes = float(line.types[0].nbytes) if line.types[0] else 0.0
             yield from (Message("all_reduce", a, "loss", nbytes, True) for a in axes if stage.mesh.sizes[a] > 1)
+
+
+def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, mesh: Mesh) -> Iterator[Dispatch]:
+    """What is sent for an op where tokens go to the ranks of their groups and back, each from one of the ranks that hold it."""
+    type_, spec = call.operands[grouped.operand], rule.operand_spec(grouped.operand, strategy, mesh)
+    assert type_ is not None
+    assert spec is not None
+    nbytes = spec.local_bytes(type_, mesh) * mesh.product(spec.axes) / mesh.size
+    for axis, _ in carried_choices(strategy, mesh):
+        yield from 2 * [Dispatch(axis, nbytes, grouped.choices)]
 
 
 def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, where: str = "") -> Iterator[Message]:

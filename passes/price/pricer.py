@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, factors_of
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType, dtype_name
-from autopar.ops.registry import find
+from autopar.ops.registry import Grouped, find
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import Lattice
 from autopar.passes.rules.sends import sent_by
@@ -199,11 +199,28 @@ class Pricer:
         choices = self._choices.get(call.signature)
         if choices is not None and strategy in choices.index:
             return float(choices.computed_s[choices.index[strategy]])
+        return self._op_seconds(call, rule, [self._parts(rule, strategy)], [rule.work_parts(strategy, self.mesh)])[0]
+
+    def grouped(self, call: OpCall, rule: Rule, strategy: Strategy) -> Grouped | None:
+        """The rows that an op computes in groups on a rank, where it does."""
+        definition = find(call.op)
+        if definition is None or definition.grouped is None:
+            return None
+        return definition.grouped(call, self._parts(rule, strategy), rule.work_parts(strategy, self.mesh))
+
+    def _parts(self, rule: Rule, strategy: Strategy) -> dict[str, int]:
+        """Into how many blocks every factor is cut."""
         parts = dict.fromkeys(rule.factors, 1)
         for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
             for factor in factors_of(choice):
                 parts[factor] *= size
-        return self._op_seconds(call, rule, [parts], [rule.work_parts(strategy, self.mesh)])[0]
+        return parts
+
+    def dispatched_s(self, nbytes: float, choices: int, axis: str) -> float:
+        """Seconds until every token of a rank, of nbytes in all, is at the ranks of its choices, or back."""
+        group = self._groups[axis]
+        shape = collective.shape_on_levels(self.cluster.levels, group)
+        return collective.dispatch_time_s(shape, nbytes, choices, len(group))
 
     def alone_s(self, sent: Iterable[Sent]) -> Iterator[tuple[Sent, float]]:
         """Every message of an op's own, with the seconds of one of them if nothing hides it. Ranks meet once for messages that
@@ -288,22 +305,38 @@ class Pricer:
             if definition is not None and definition.picks:
                 moved[0] = min(moved[0], moved[-1])
             nbytes = sum(moved)
+            grouped = definition.grouped(call, parts, share) if definition is not None and definition.grouped else None
             imbalance = 1.0
             if definition is not None and definition.imbalance:
                 imbalance = definition.imbalance(call, parts, tile)
             seconds.append(
                 compute.op_time_s(
                     self.device,
-                    flops=flops * imbalance / share,
+                    flops=self._done(grouped) * flops * imbalance / share,
                     nbytes=nbytes,
                     dtype=_computable(dtype),
                     kind=kind,
                     shape=_shape(groups, rule, parts) if dims is None else dims(call, parts, share),
                     eager=self.software.kernels != "fused",
                     op=call.op,
+                    reached=self.software.constants.grouped_share if grouped is not None else 1.0,
+                    moved_bytes=self._moved_bytes(grouped),
                 )
             )
         return seconds
+
+    def _done(self, grouped: Grouped | None) -> float:
+        """Share of an op's work that is done."""
+        return 1.0 - grouped.again if grouped is not None and self.software.keeps_rows else 1.0
+
+    def _moved_bytes(self, grouped: Grouped | None) -> float:
+        """What an op that computes rows in groups reads and writes beside its products."""
+        if grouped is None:
+            return 0.0
+        software, c = self.software, self.software.constants
+        passes = c.permute_passes if software.keeps_rows else grouped.passes
+        inner = c.fused_passes if software.kernels == "fused" else c.eager_passes
+        return passes * grouped.row_bytes + inner * grouped.inner_bytes
 
 
 def _shape(groups: tuple[tuple[str, ...], ...], rule: Rule, parts: dict[str, int]) -> tuple[int, ...] | None:

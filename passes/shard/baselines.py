@@ -7,7 +7,8 @@ Each is two answers: how ops are split along a mesh axis, and how parameters res
     megatron, megatron-zero1, -zero3    the last axis is tensor-parallel (`megatron`), the others take the batch
 
 An axis that is named `cp` takes neither the batch nor weights: what is left of most ops is the sequence (context parallelism). As
-in Megatron-LM parameters rest over it as over the axes of the batch.
+in Megatron-LM parameters rest over it as over the axes of the batch. One that is named `ep` takes the batch, and in mixtures
+tokens and experts together (expert parallelism): rows travel along it, and experts rest in shards over it, with or without ZeRO.
 
 Without ZeRO a parameter and its optimizer state are whole over the axes that take the batch; ZeRO-1 shards the optimizer
 state over them, ZeRO-3 the parameters as well, each as far as it divides.
@@ -27,8 +28,8 @@ from autopar.options import MEGATRON
 from autopar.passes.batch.dims import batch_dims, batch_factors
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.shard.graph import Key
-from autopar.passes.shard.megatron import OpKey, TensorParallel, context_parallel, tensor_parallel
-from autopar.passes.shard.meshes import CONTEXT
+from autopar.passes.shard.megatron import AxisChoices, OpKey, context_parallel, expert_parallel, tensor_parallel
+from autopar.passes.shard.meshes import CONTEXT, EXPERTS
 
 
 class Baseline:
@@ -43,17 +44,28 @@ class Baseline:
         except CoupledError as error:
             raise InfeasibleError(f"strategy {strategy!r} follows the batch through the program: {error}") from error
         batch = batch_factors(program, rules, dims)
-        self.tensor: TensorParallel | None = None
+        self.tensor: AxisChoices | None = None
         self.context: Mapping[OpKey, frozenset[str]] = {}
+        self.experts = AxisChoices({}, frozenset())
         if mesh.sizes.get(CONTEXT, 1) > 1:
             self.context = context_parallel(program, rules, dims, batch, mesh.sizes[CONTEXT])
+        if mesh.sizes.get(EXPERTS, 1) > 1:
+            self.experts = expert_parallel(program, rules, batch, mesh.sizes[EXPERTS])
+            if not self.experts.choices:
+                raise InfeasibleError(
+                    f"strategy {strategy!r} on mesh {mesh}: no mixture of experts has tokens and experts that divide by "
+                    f"{EXPERTS}={mesh.sizes[EXPERTS]}; take a divisor, or name the axis dp"
+                )
         if strategy in MEGATRON and mesh.axes[-1][1] > 1:
             self.tensor = tensor_parallel(program, rules, dims, batch, mesh.axes[-1][1])
         self.data_axes = mesh.names if self.tensor is None else mesh.names[:-1]
-        self.data_ranks = mesh.product(self.data_axes)
         rows = mesh.product(axis for axis in self.data_axes if axis != CONTEXT)
         calls = {(t.name, op): call for t in program.templates.values() for op, call in t.op_calls.items()}
         self.data_choices = {op: _data_choices(rules.rule(calls[op]), held, rows) for op, held in batch.items()}
+        self.by_axis = dict.fromkeys(self.data_axes, self.data_choices) | {
+            CONTEXT: self.context,
+            EXPERTS: {**self.data_choices, **self.experts.choices},
+        }
 
     def allows(self, key: Key, state: Any) -> bool:
         """Whether a variable of the sharding problem may take a state."""
@@ -65,12 +77,14 @@ class Baseline:
         if self.tensor is not None and strategy[-1] not in self.tensor.choices[op]:
             return False
         chosen = [(axis, c) for axis, c in zip(self.data_axes, strategy, strict=False) if self.mesh.sizes[axis] > 1]
-        return all(c in (self.context if axis == CONTEXT else self.data_choices)[op] for axis, c in chosen)
+        return all(c in self.by_axis[axis][op] for axis, c in chosen)
 
     def _allows_stored(self, name: str, storage: Spec, optimizer: Spec) -> bool:
         if self.tensor is not None and not self._allows_tensor_shards(name, storage, optimizer):
             return False
-        if self.zero < 3 and not storage.axes.isdisjoint(self.data_axes):
+        if not self._allows_expert_shards(name, storage, optimizer):
+            return False
+        if self.zero < 3 and not storage.axes.isdisjoint(self._data_axes_of(name)):
             return False
         updated_in_shards = self.zero == 1 and name in self.trained
         if optimizer != storage and not updated_in_shards:
@@ -81,18 +95,34 @@ class Baseline:
         """Weights of products and look-ups rest in shards, what else has two dims whole; vectors (biases) follow their use."""
         assert self.tensor is not None
         axis, size = self.mesh.axes[-1]
-        held, updated = ([axis in dim for dim in spec.dims] for spec in (storage, optimizer))
-        shape = self.program.parameters[name].type.shape
+        held, shape = axis in storage.axes, self.program.parameters[name].type.shape
         if name in self.tensor.sharded and any(n % size == 0 for n in shape):
-            return held == updated and any(held)
-        return held == updated and (len(shape) == 1 or not any(held))
+            return held and _alike_along(axis, storage, optimizer)
+        return _alike_along(axis, storage, optimizer) and (len(shape) == 1 or not held)
+
+    def _allows_expert_shards(self, name: str, storage: Spec, optimizer: Spec) -> bool:
+        """Experts rest in shards over their axis, which for everything else is one of the batch."""
+        if name not in self.experts.sharded:
+            return True
+        return EXPERTS in storage.axes and _alike_along(EXPERTS, storage, optimizer)
+
+    def _data_axes_of(self, name: str) -> tuple[str, ...]:
+        """The axes over which a parameter is whole, or sharded by ZeRO."""
+        return tuple(a for a in self.data_axes if a != EXPERTS or name not in self.experts.sharded)
 
     def _is_spread(self, name: str, spec: Spec) -> bool:
         """Whether every rank of the data axes has a shard of its own, where a dim of its own divides by so many."""
-        ranks, shape = self.data_ranks, self.program.parameters[name].type.shape
-        shards = [self.mesh.product(a for a in dim if a in self.data_axes) for dim in spec.dims]
-        free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(self.data_axes)]
+        axes, shape = self._data_axes_of(name), self.program.parameters[name].type.shape
+        ranks = self.mesh.product(axes)
+        shards = [self.mesh.product(a for a in dim if a in axes) for dim in spec.dims]
+        free = [n for n, dim in zip(shape, spec.dims, strict=True) if set(dim) <= set(axes)]
         return max(shards, default=1) == ranks or not any(n % ranks == 0 and n >= ranks for n in free)
+
+
+def _alike_along(axis: str, storage: Spec, optimizer: Spec) -> bool:
+    """Whether a parameter and its optimizer state are cut alike by an axis."""
+    held, updated = ([axis in dim for dim in spec.dims] for spec in (storage, optimizer))
+    return held == updated
 
 
 def _data_choices(rule: Rule, batch: Collection[str], ranks: int) -> frozenset[str]:

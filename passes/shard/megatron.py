@@ -15,24 +15,25 @@ that are not shards (query, key and value side by side) is gathered after its pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.ir.program import Program, Template, operand_values
-from autopar.ir.rule import Labels, Rule
+from autopar.ir.rule import Labels, Rule, factors_of
 from autopar.ops.registry import find
 from autopar.passes.batch.dims import Dims, Part, result_values
 from autopar.passes.rules.book import RuleBook
 
 OpKey = tuple[str, str]
+Slot = tuple[str, int]
+"""A parameter of a template, by its number."""
 
 
 @dataclass(frozen=True)
-class TensorParallel:
-    """What is left along the axis. choices: per (template, op). sharded: parameters that products and look-ups hold in
-    shards."""
+class AxisChoices:
+    """What is left along an axis. choices: per (template, op). sharded: parameters that ops hold in shards."""
 
     choices: Mapping[OpKey, frozenset[str]]
     sharded: frozenset[str]
@@ -40,10 +41,10 @@ class TensorParallel:
 
 def tensor_parallel(
     program: Program, rules: RuleBook, dims: Mapping[str, Dims], batch: Mapping[OpKey, Mapping[str, Part]], size: int
-) -> TensorParallel:
+) -> AxisChoices:
     """dims: where values hold the batch. batch: per op the factors that are the batch. size: of the axis."""
     choices: dict[OpKey, frozenset[str]] = {}
-    slots: set[tuple[str, int]] = set()
+    slots: set[Slot] = set()
     for template in program.templates.values():
         held = dims.get(template.name, {})
         origins = _origins(template)
@@ -54,12 +55,32 @@ def tensor_parallel(
             }
             of_weight = possible & _weight_factors(template, node, rule, held, origins)
             if of_weight:
-                slots |= {(template.name, slot) for v in operand_values(node) for slot in origins.get(v, ())}
+                slots |= _slots(template, node, origins)
             splits = bool(possible & rule.factors.keys()) and _has_features(template, node, rule, held, batch[key])
             choices[key] = frozenset(of_weight or (possible - {""} if splits else possible))
+    return AxisChoices(choices, _parameters(program, slots))
 
-    sharded = (n for call in program.calls for i, n in enumerate(call.params) if (call.template, i) in slots)
-    return TensorParallel(choices, frozenset(sharded))
+
+def expert_parallel(
+    program: Program, rules: RuleBook, batch: Mapping[OpKey, Mapping[str, Part]], size: int
+) -> AxisChoices:
+    """The choices of ops that can carry along an axis of so many ranks, which shards their weights together with the batch.
+    batch: as above."""
+    choices: dict[OpKey, frozenset[str]] = {}
+    slots: set[Slot] = set()
+    for template in program.templates.values():
+        origins = _origins(template)
+        for node in template.ops:
+            rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
+            carrying = frozenset(
+                choice
+                for choice, carried in rule.carries.items()
+                if carried.factors[0] in batch[key] and len(carried.factors) > 1 and _divides(rule, choice, size)
+            )
+            if carrying:
+                choices[key] = carrying
+                slots |= _slots(template, node, origins)
+    return AxisChoices(choices, _parameters(program, slots))
 
 
 def context_parallel(
@@ -74,8 +95,19 @@ def context_parallel(
             rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
             of_weight = _weight_factors(template, node, rule, held, origins)
             taken = {*batch[key], *of_weight}
-            choices[key] = frozenset(c for c in rule.choices() if c not in taken and _divides(rule, c, size))
+            choices[key] = frozenset(
+                c for c in rule.choices() if taken.isdisjoint(factors_of(c)) and _divides(rule, c, size)
+            )
     return choices
+
+
+def _slots(template: Template, node: fx.Node, origins: Mapping[str, frozenset[int]]) -> set[Slot]:
+    """The parameters that an op reads."""
+    return {(template.name, slot) for v in operand_values(node) for slot in origins.get(v, ())}
+
+
+def _parameters(program: Program, slots: Collection[Slot]) -> frozenset[str]:
+    return frozenset(n for call in program.calls for i, n in enumerate(call.params) if (call.template, i) in slots)
 
 
 def _origins(template: Template) -> dict[str, frozenset[int]]:
@@ -128,4 +160,4 @@ def _factors(tensors: Iterable[Labels | None]) -> set[str]:
 
 
 def _divides(rule: Rule, choice: str, size: int) -> bool:
-    return choice not in rule.factors or rule.factors[choice].size % size == 0
+    return all(rule.factors[f].size % size == 0 for f in factors_of(choice))

@@ -24,6 +24,8 @@ REPLICA = "replica"
 
 CONTEXT = "cp"
 """The axis whose ranks share sequences."""
+EXPERTS = "ep"
+"""The axis along which rows travel to their experts."""
 
 
 def odd_part(n: int) -> int:

@@ -1,0 +1,134 @@
+"""What a mixture of experts takes on a rank, by hand: as emitted programs run it, and as frameworks do that keep its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.cluster import ClusterSpec
+from autopar.cluster.device import DeviceSpec, EfficiencyCurve
+from autopar.cluster.link import LinkLevel
+from autopar.costmodel.bill import Purpose
+from autopar.costmodel.software import NEUTRAL, Software, StepConstants
+from autopar.ir.call import OpCall
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import op_call
+from autopar.ir.rule import Rule, Strategy
+from autopar.ops.experts import _experts, experts_grad
+from autopar.passes.price.lines import dispatches
+from autopar.passes.price.pricer import Pricer
+from benchmarks.published_compiled import compile_row
+from tests.ops.execution import Case, as_node, rule_of
+
+TOKENS, D, F, EXPERTS, CHOICES, WIDTH = 1024, 64, 256, 8, 2, 4
+PEAK, MEMORY, LAUNCH = 1e12, 1e11, 2e-6
+CURVE = EfficiencyCurve(matmul=0.5, memory=0.5, half_dim=16.0)
+DEVICE = DeviceSpec("test", {"float32": PEAK}, 1e12, 2 * MEMORY, LAUNCH, curve=CURVE)
+NODE, NET = LinkLevel("node", 4, 1e11, 1e-6), LinkLevel("net", 16, 1e10, 1e-5)
+CLUSTER = ClusterSpec("test", ((16, DEVICE),), (NODE, NET))
+FRAMEWORK = replace(
+    NEUTRAL, keeps_rows=True, kernels="fused", constants=StepConstants(grouped_share=0.8, permute_passes=4.0, fused_passes=1.5)
+)  # fmt: skip
+"""Passes over rows as a framework's kernels take, those between products as few as can be and a half."""
+FLOPS_IN, FLOPS_OUT = 2.0 * TOKENS * CHOICES * D * 2 * F, 2.0 * TOKENS * CHOICES * D * F
+
+MESH = Mesh.of(dp=2, ep=4, tp=2)
+APART: Strategy = ("t0", "+t0+e", "f")
+ROWS, INNER = TOKENS * CHOICES / 8, F / 2
+ROW_BYTES, INNER_BYTES = ROWS * D * WIDTH, ROWS * INNER * 3 * WIDTH
+"""Gate and up are read, and their product written."""
+SHARE = 0.5 / ((1 + 16 / (ROWS / 2)) * (1 + 16 / INNER) * (1 + 16 / D))
+"""Of products of the rows of one of a rank's two experts."""
+
+
+def mixture(backward: bool) -> tuple[OpCall, Rule]:
+    """1024 tokens that choose 2 of 8 experts, gated; forward, or all gradients."""
+    x, chosen = torch.zeros(TOKENS, D), torch.zeros(TOKENS, CHOICES, dtype=torch.long)
+    layers = (torch.zeros(EXPERTS, D, 2, F), None, torch.zeros(EXPERTS, F, D), None)
+    operands = (x, *layers, chosen, torch.zeros(TOKENS, CHOICES))
+    config = ("silu", 1.0, None, 0.0, 1.0, "stop")
+    case = (
+        Case(experts_grad, (x, *operands, True, *config), {}) if backward else Case(_experts, (*operands, *config), {})
+    )
+    call = op_call(as_node(case, case.whole())[0])
+    return call, rule_of(call)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_emitted_programs_make_the_first_product_again_and_move_rows_op_by_op(backward: bool) -> None:
+    call, rule = mixture(backward)
+    flops = 3 * FLOPS_IN + 2 * FLOPS_OUT if backward else FLOPS_IN + FLOPS_OUT
+    moved = (15 if backward else 11) * ROW_BYTES + 1.6 * (1.5 if backward else 1) * INNER_BYTES
+    expected = LAUNCH + flops / MESH.size / (PEAK * SHARE) + moved / MEMORY
+    assert Pricer(CLUSTER, MESH, NEUTRAL).op_s(call, rule, APART) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_frameworks_that_keep_rows_do_not(backward: bool) -> None:
+    call, rule = mixture(backward)
+    flops = (2 if backward else 1) * (FLOPS_IN + FLOPS_OUT)
+    moved = (1.5 if backward else 1) * (4 * ROW_BYTES + 1.5 * INNER_BYTES)
+    expected = LAUNCH + flops / MESH.size / (PEAK * SHARE * 0.8) + moved / MEMORY
+    assert Pricer(CLUSTER, MESH, FRAMEWORK).op_s(call, rule, APART) == pytest.approx(expected)
+
+
+def test_rows_that_stay_are_neither_sorted_nor_put_back_elsewhere() -> None:
+    call, rule = mixture(False)
+    pricer = Pricer(CLUSTER, MESH, NEUTRAL)
+    apart, whole = (pricer.grouped(call, rule, strategy) for strategy in (APART, ("t0", "t0", "f")))
+    assert apart is not None
+    assert whole is not None
+    assert (apart.passes, apart.groups, apart.row_bytes) == (11, EXPERTS // 4, ROW_BYTES)
+    assert (whole.passes, whole.groups, whole.row_bytes) == (7, EXPERTS, ROW_BYTES)
+
+
+def test_a_token_goes_once_to_a_node_from_one_of_the_ranks_that_hold_it() -> None:
+    """Of 4 ranks on 2 nodes a token has 1.3125 of the other three to visit, 2/3 of them inside, and 0.75 of the other node."""
+    call, rule = mixture(True)
+    grouped = Pricer(CLUSTER, MESH, FRAMEWORK).grouped(call, rule, APART)
+    assert grouped is not None
+    sent = list(dispatches(call, rule, APART, grouped, MESH))
+    nbytes = TOKENS / 8 * D * WIDTH / 2
+    assert [(d.axis, d.nbytes, d.choices) for d in sent] == [("ep", nbytes, CHOICES)] * 2
+    inside_s, across_s = nbytes * 1.3125 * 2 / 3 / NODE.rate_Bps(), nbytes * 0.75 / NET.rate_Bps()
+    latency_s = NODE.base_s + NODE.latency_s + NET.base_s + NET.latency_s
+    assert sent[0].seconds(Pricer(CLUSTER, MESH, FRAMEWORK)) == pytest.approx(max(inside_s, across_s) + latency_s)
+    assert sent[0].purpose == Purpose("ep", "ep_exposed")
+
+
+def test_the_host_launches_a_mixture_by_its_experts() -> None:
+    software = Software(constants=StepConstants(dense_host_s=1e-3, moe_host_s=4e-3, expert_host_s=1e-4))
+    assert software.mixture_host_s(16) == pytest.approx(3e-3 + 16e-4)
+    assert NEUTRAL.mixture_host_s(16) == 0
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 16, "ep": 8, "zero": 1},
+        {"dp": 8, "tp": 2, "ep": 4, "zero": 1, "sequence_parallel": True},
+        {"dp": 4, "pp": 4, "ep": 4, "zero": 1},
+    ],
+    ids=["dp ep", "dp ep tp", "dp ep pp"],
+)
+def test_both_writers_of_bills_say_the_same_of_a_mixture(plan: dict[str, int]) -> None:
+    """What `compile` predicts under a published plan, read as the framework's step, and the closed formulas."""
+    row = {
+        "id": "mixtral",
+        "series": "mixtral",
+        "category": {"arch": "moe"},
+        "score_on": ["step_time"],
+        "derived": {"step_time_s": 1.0},
+        "model": {
+            "layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 32000, "seq_len": 4096,
+            "dtype": "bf16", "gated_mlp": True, "experts": 8, "topk": 2,
+        },
+        "hardware": {"gpu": "H100-SXM5-80GB", "gpus": 16, "gpus_per_node": 8},
+        "parallel": plan,
+        "batch": {"global": 128, "micro": 1},
+        "schedule": "1f1b" if plan.get("pp") else "none",
+    }  # fmt: skip
+    compiled = compile_row(row, 1.0)
+    assert compiled.predicted_s == pytest.approx(compiled.estimated_s, rel=0.05)
