@@ -32,11 +32,15 @@ def test_lines_read_in_the_order_of_their_arguments() -> None:
 
 
 def test_every_kind_of_line_has_a_name_of_its_own() -> None:
-    plain = [kind for kind in kinds() if kind not in (ir.Compute, ir.Convert)]
+    plain = [kind for kind in kinds() if kind not in (ir.Compute, ir.Convert, ir.Start, ir.GoOn, ir.Wait)]
     names = [ir.label(object.__new__(kind)) for kind in plain]
     assert len(plain) == len(set(names)) == 14
     assert ir.label(ir.Compute("autopar.linear")) == "autopar.linear"
     assert ir.label(ir.Convert("x", Step("all_reduce", "dp"))) == "comm.all_reduce"
+    sums, op = ir.Convert("x", Step("all_reduce", "dp")), ir.Compute("autopar.experts")
+    assert [ir.label(ir.Start(sums)), ir.label(ir.Wait("h", sums))] == ["comm.start_all_reduce", "comm.wait"]
+    of_op = [ir.label(line) for line in (ir.Start(op), ir.GoOn("h", op), ir.Wait("h", op))]
+    assert of_op == ["start autopar.experts", "go on autopar.experts", "wait autopar.experts"]
 
 
 def test_parameters_of_a_call_are_gathered_apart_for_forward_and_backward() -> None:
