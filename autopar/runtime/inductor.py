@@ -28,6 +28,8 @@ from .regions import cut
 COMPILERS = ("none", "inductor")
 CACHE = "compile_cache"
 """The folder beside a program's files in which its compiled regions are kept for the next start."""
+CACHE_IS_CHOSEN = "TORCHINDUCTOR_CACHE_DIR" in os.environ
+"""By the user: parts of torch that are imported later set it themselves."""
 SETTINGS = {"layout_optimization": False}
 """Values have the strides that they have as it is written, so that whatever reads them takes them and a region has one form;
 convolutions that want channels last would then convert there and back in every region."""
@@ -63,7 +65,7 @@ def source_of(module: Any) -> str:
 
 def keep_beside(directory: Path) -> None:
     """Compiled regions go to a folder beside the program, unless the user says where or nothing can be written there."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.access(directory, os.W_OK):
+    if not CACHE_IS_CHOSEN and os.access(directory, os.W_OK):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str((directory / CACHE).resolve())
 
 

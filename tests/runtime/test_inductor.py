@@ -198,12 +198,12 @@ def test_the_cache_lies_beside_the_program_unless_the_user_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.setattr(inductor, "CACHE_IS_CHOSEN", True)
     inductor.keep_beside(tmp_path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setattr(inductor, "CACHE_IS_CHOSEN", False)
     inductor.keep_beside(tmp_path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compile_cache")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
 
 
 def test_the_text_of_a_module_is_its_own_or_its_file(tmp_path: Path) -> None:
