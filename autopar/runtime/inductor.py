@@ -24,6 +24,7 @@ from torch import Tensor
 from .convolutions import join_backward
 from .rank import Rank
 from .regions import cut
+from .tiles import whole
 
 COMPILERS = ("none", "inductor")
 CACHE = "compile_cache"
@@ -99,7 +100,8 @@ class CompiledRegion:
         from torch._inductor import compile as inductor  # takes seconds to import
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        graph = make_fx(lambda *given: self.function(self.rt, *given), tracing_mode="fake")(*tensors)
+        with whole():
+            graph = make_fx(lambda *given: self.function(self.rt, *given), tracing_mode="fake")(*tensors)
         join_backward(graph.graph)
         graph.recompile()
         return inductor(graph, list(tensors), options=dict(SETTINGS))

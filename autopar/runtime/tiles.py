@@ -3,14 +3,17 @@
 What steps need beside their result is then as small as a tile. Each tile costs the calls of its steps, microseconds on a
 CPU. On other devices a tile is large enough to keep all of the device busy, and small beside its memory.
 Meta tensors are not computed with, they are asked what steps need: two tiles tell, as what the first one leaves is there
-while the second is made. No tile is larger than the first.
+while the second is made. No tile is larger than the first. Who traces the steps for a compiler, which cuts them for itself,
+asks for one tile (`whole`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,10 +22,23 @@ LOG2_E = 1 / math.log(2)
 
 _ELEMENTS = {"cpu": 1 << 17, "meta": 1 << 17}
 _ELEMENTS_ELSEWHERE = 1 << 24
+_OF_THREAD = threading.local()
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """Inside, a tile is as large as it can be asked for."""
+    _OF_THREAD.whole = True
+    try:
+        yield
+    finally:
+        _OF_THREAD.whole = False
 
 
 def tile_elements(device: torch.device | None) -> int:
     """How many elements a tile should have: those of 4 bytes fill a quarter of a CPU's second cache."""
+    if getattr(_OF_THREAD, "whole", False):
+        return 1 << 62
     return _ELEMENTS.get(torch.device(device or "cpu").type, _ELEMENTS_ELSEWHERE)
 
 

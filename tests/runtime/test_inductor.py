@@ -18,11 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar
 from autopar.errors import InputError
 from autopar.runtime import Session, inductor, ops
 from autopar.runtime.convolutions import join_backward
+from autopar.runtime.tiles import whole
 from tests.zoo.models import BY_NAME
 
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -275,3 +277,16 @@ def test_gradients_of_a_convolution_stay_apart_where_one_is_needed_for_the_other
     graph = make_fx(gradients, tracing_mode="fake")(x, w)
     join_backward(graph.graph)
     assert sum("convolution_backward" in str(node.target) for node in graph.graph.nodes) == 2
+
+
+def test_a_region_is_traced_in_one_tile():
+    """The steps of a large softmax are traced once, not tile by tile."""
+    x, m = torch.randn(4096, 512), torch.zeros(4096)
+
+    def calls() -> int:
+        graph = make_fx(lambda x, m: ops.sumexp(x, m, 1), tracing_mode="fake")(x, m).graph
+        return sum(node.op == "call_function" for node in graph.nodes)
+
+    with whole():
+        in_one = calls()
+    assert in_one < 20 < calls()
