@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from autopar.cluster import ClusterSpec
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "p2p", "shift")
-_TO_ALL = ("all_to_all", "exchange")
+TO_ALL = ("all_to_all", "exchange")
+"""Of these every rank sends every other one a part."""
 
 
 Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]
@@ -78,7 +79,7 @@ def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tup
         return moved, fixed + 2 * ramp + level.base_s
     if kind in ("all_gather", "reduce_scatter"):
         return (P - 1) / P * S / B, min(P - 1, 4 * depth) * a + ramp + level.base_s
-    if kind in _TO_ALL:
+    if kind in TO_ALL:
         return (P - 1) / P * S / B, min(P - 1, 16) * a + ramp + level.base_s
     return S / B, depth * a + level.base_s
 
@@ -120,7 +121,7 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
         P *= fan
     for i, (fan, level, groups) in enumerate(shape):
         B = level.rate_Bps(groups) / concurrent
-        if kind in _TO_ALL:
+        if kind in TO_ALL:
             moved, fixed = _one_level_s(kind, nbytes * inner * fan / P, fan, level, B)
         elif kind == "all_reduce" and i < len(shape) - 1:
             moved, fixed = (2 * x for x in _one_level_s("reduce_scatter", S, fan, level, B))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import Purpose
+from autopar.costmodel.collective import TO_ALL
 from autopar.ir.call import OpCall
 from autopar.ir.lines import Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
@@ -68,7 +69,7 @@ class Dispatch:
         return Purpose(self.axis, _OVERLAPS["all_to_all"])
 
 
-_OVERLAPS = {"all_gather": "tp_exposed", "reduce_scatter": "tp_exposed", "all_to_all": "ep_exposed"}
+_OVERLAPS = {"all_gather": "tp_exposed", "reduce_scatter": "tp_exposed", **dict.fromkeys(TO_ALL, "ep_exposed")}
 
 
 # --- messages

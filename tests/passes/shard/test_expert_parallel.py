@@ -11,6 +11,7 @@ import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
 from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.errors import InfeasibleError, InputError
+from autopar.passes.search.placement import program_traffic
 from benchmarks.published_models import Transformer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -104,10 +105,17 @@ def test_random_plans_on_such_a_mesh_equal_one_device(seed: int) -> None:
 
 def test_rows_travel_twice_forward_and_thrice_back() -> None:
     sent = [c for c in compiled(MIXTRAL, "dp2 ep2 tp2", "megatron").account.collectives if c.axis == "ep"]
-    rows = [c for c in sent if c.kind == "all_to_all"]
+    rows = [c for c in sent if c.kind == "exchange"]
     assert sum(c.times for c in rows) == MIXTRAL.layers * 2 * 5, "layers, microbatches, messages"
-    others = {c.what.split()[0] for c in sent if c.kind != "all_to_all"}
+    others = {c.what.split()[0] for c in sent if c.kind != "exchange"}
     assert not any("w_in" in what or "w_out" in what for what in others), "nothing is owed of experts along their axis"
+
+
+def test_rows_travel_between_all_ranks_of_the_axis() -> None:
+    """Placement knows: in a ring of four the first rank would not speak to the third."""
+    program = compiled(MIXTRAL, "dp1 ep4", "zero1")
+    traffic = program_traffic(program.lowered, program.account, 4)
+    assert (0, 2) in set(zip(traffic.first.tolist(), traffic.second.tolist(), strict=True))
 
 
 def test_a_model_without_experts_cannot_have_them_apart() -> None:
