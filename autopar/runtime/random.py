@@ -3,7 +3,7 @@
 Every random number is a hash of (key, global element position): whichever rank holds an element draws the same number
 for it, whatever the sharding, and a recomputed op draws the same numbers again. The hash is splitmix64 in int64
 arithmetic (Steele, Lea, Flood 2014), of which the top 24 or 53 bits make a uniform number in [0, 1). Where 16 bits decide,
-as in dropout, a hash serves four neighbours of the last dim: word w of row r, of W words a row, has the counter r · W + w.
+as in most dropout, a hash serves four neighbours of the last dim: word w of row r, of W words a row, has the counter r · W + w.
 
 Hashes are made in place, in tiles that stay in a CPU's cache (`tiles`). torch shifts signed integers arithmetically, so that a
 step x ^ x >> n takes two states of the 2^64 to one, which nobody can tell at 2^32 counters, and leaves the sign 0: only the
@@ -132,10 +132,13 @@ def keep_mask(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.bool,
 ) -> torch.Tensor:
-    """1 where an element is kept, which it is with probability 1 - p, 0 elsewhere. p counts in steps of 2^-16."""
-    least = round(p * 65536) - 32769
+    """1 where an element is kept, which it is with probability 1 - p, 0 elsewhere. 16 bits decide where they tell p to a
+    thousandth, else all of a hash."""
+    coarse = abs(round(p * 65536) - p * 65536) <= p * 65536 / 1000
+    lanes, bits = (_LANES, 16) if coarse else (1, 64)
+    least = round(p * 2**bits) - 2 ** (bits - 1) - 1
     out = torch.empty((*local,), dtype=dtype, device=device)
-    for rows, columns, numbers in _hashes(*_with_dims(local, key, shape, offsets), device, lanes=_LANES):
+    for rows, columns, numbers in _hashes(*_with_dims(local, key, shape, offsets), device, lanes=lanes):
         tile = _matrix(out)[rows, columns]
         if dtype in (torch.float32, torch.float64):
             tile.copy_(numbers).gt_(least)

@@ -138,3 +138,15 @@ def test_a_uniform_number_is_below_one_in_every_dtype(dtype: torch.dtype) -> Non
     u = rng.uniform((1 << 20,), dtype, 3)
     assert u.dtype == dtype
     assert u.max() < 1
+
+
+@pytest.mark.parametrize("p", [1e-5, 1e-4, 3e-3, 0.01, 0.1, 0.5, 0.999])
+def test_a_rate_is_what_was_asked_for_however_small(p):
+    """Dropped of 2^24 elements: within five deviations of the binomial, which tells the rate to a thousandth where p is large."""
+    count, dropped = 1 << 24, 0
+    for key in range(4):
+        dropped += int((~rng.keep_mask((1 << 11, 1 << 11), p, key)).sum())
+    assert abs(dropped - count * p) <= 5 * (count * p * (1 - p)) ** 0.5 + count * p * 1e-3
+    assert torch.equal(rng.keep_mask((64, 64), p, 3), rng.keep_mask((64, 64), p, 3, dtype=torch.float32).bool())
+    part = rng.keep_mask((16, 7), p, 3, (64, 64), (32, 9))
+    assert torch.equal(part, rng.keep_mask((64, 64), p, 3)[32:48, 9:16])
