@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from autopar.program import ParallelProgram
-from autopar.runtime.comm import Call, Comm
+from autopar.runtime.calls import Call
+from autopar.runtime.comm import Comm
 from autopar.runtime.threads import ThreadComm, run_threads
 
 Meeting = tuple[object, ...]

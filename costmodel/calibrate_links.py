@@ -18,7 +18,8 @@ import torch.distributed as dist
 from autopar.cluster.kernels import Points
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.host_kernels import usual_s
-from autopar.runtime.comm import Comm, Handle, Message
+from autopar.runtime.calls import Handle, Message
+from autopar.runtime.comm import Comm
 from autopar.runtime.process import TorchComm
 
 Progress = Callable[[str], None]

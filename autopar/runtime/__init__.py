@@ -1,6 +1,7 @@
 """The runtime of emitted programs. It needs torch and nothing else, and is copied next to them as `autopar_runtime`."""
 
-from .comm import Comm, Group, Handle
+from .calls import Handle
+from .comm import Comm, Group
 from .errors import (
     CheckpointError,
     CollectiveMismatch,

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .comm import Comm, Handle
+from .calls import Handle
+from .comm import Comm
 
 
 class Along:

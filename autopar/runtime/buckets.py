@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from .buffers import BufferPool
-from .comm import Comm, Handle, Step, front_chunks
+from .calls import Handle
+from .comm import Comm, Step, front_chunks
 from .errors import RuntimeProgramError
 
 Steps = tuple[Step, ...]

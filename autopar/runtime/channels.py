@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .comm import Comm, Message, Posted
+from .calls import Message, Posted
+from .comm import Comm
 from .errors import RuntimeProgramError
 from .transfer import Piece, Placed, pieces
 

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .calls import Call, Handle, Message, Posted, Watcher
 from .errors import RuntimeProgramError
 from .mesh import Group, group_ranks, mesh_index, mesh_size
 
 Axes = str | tuple[str, ...]
 Step = tuple[Any, ...]
-T = TypeVar("T")
-U = TypeVar("U")
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": lambda acc, x: torch.add(acc, x, out=acc),
@@ -48,93 +46,6 @@ def reduce_in_order(parts: list[Tensor], op: str, out: Tensor) -> None:
         REDUCTIONS[op](out.copy_(parts[0]), parts[1])
     for part in parts[2:]:
         REDUCTIONS[op](out, part)
-
-
-class Handle(Generic[T]):
-    """A started collective. `wait()` gives its result, the same one every time."""
-
-    __slots__ = ("_result", "_wait")
-
-    def __init__(self, wait: Callable[[], T] | None, result: T | None = None) -> None:
-        self._wait = wait
-        self._result = result
-
-    def wait(self) -> T:
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            self._result = wait()
-        return self._result  # type: ignore[return-value]
-
-    def then(self, finish: Callable[[T], U]) -> Handle[U]:
-        return Handle(lambda: finish(self.wait()))
-
-
-@dataclass(slots=True)
-class Call:
-    """One collective on contiguous buffers; n is the group size.
-
-    all_reduce: inp, out alike (may be the same); all_gather: out (n, *inp); reduce_scatter: inp (n, *out);
-    all_to_all: inp and out (n, *chunk); broadcast: inp of member `root` to every out; barrier: empty tensors.
-    shift: inp goes to the out of the member `root` places further, round and round. exchange: of inp `sent[m]` rows go
-    to member m, of out `received[m]` come from there.
-    """
-
-    kind: str
-    group: Group
-    out: Tensor
-    inp: Tensor
-    op: str = "sum"
-    root: int = 0
-    site: str = ""
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
-
-    def signature(self) -> tuple[Any, ...]:
-        """What must agree over all members of the group."""
-        shape = tuple(self.inp.shape)
-        return (self.kind, self.op, self.root, shape[1:] if self.kind == "exchange" else shape, self.inp.dtype)
-
-    def describe(self) -> str:
-        shape = ", ".join(map(str, self.inp.shape))
-        what = f"{self.kind}[{self.op}]" if self.kind in ("all_reduce", "reduce_scatter") else self.kind
-        return f"{what} of {str(self.inp.dtype).removeprefix('torch.')}[{shape}]" + (
-            f" at {self.site}" if self.site else ""
-        )
-
-
-@dataclass(slots=True)
-class Message:
-    """A contiguous buffer to send to a rank, or to fill from one. The tag tells messages of one pair apart."""
-
-    kind: str
-    buffer: Tensor
-    peer: int
-    tag: int
-    site: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind} {'to' if self.kind == 'send' else 'from'} rank {self.peer}, tag {self.tag}" + (
-            f" at {self.site}" if self.site else ""
-        )
-
-
-class Posted(ABC):
-    """A started message. Its buffer is the backend's until the wait."""
-
-    @abstractmethod
-    def wait(self) -> None: ...
-
-    @abstractmethod
-    def done(self) -> bool:
-        """Whether wait would return at once, where the backend can tell; else False."""
-
-
-class Watcher(Protocol):
-    """Is told of what is started, and gives a wait that it may note."""
-
-    def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]: ...
-
-    def posted(self, messages: Sequence[Message], posted: Sequence[Posted]) -> list[Posted]: ...
 
 
 def front_chunks(x: Tensor, dim: int, n: int) -> Tensor:

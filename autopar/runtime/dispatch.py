@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from .along import Along
-from .comm import Handle
+from .calls import Handle
 from .errors import ExpertOverflow
 from .grouped import by_group
 

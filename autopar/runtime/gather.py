@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .comm import Comm, Handle, Step, join_chunks
+from .calls import Handle
+from .comm import Comm, Step, join_chunks
 from .errors import RuntimeProgramError
 
 DIRECT_BYTES = 1 << 18

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .buffers import BufferPool
-from .comm import REDUCTIONS, Call, reduce_in_order
+from .calls import Call
+from .comm import REDUCTIONS, reduce_in_order
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
 OPS = tuple(REDUCTIONS)

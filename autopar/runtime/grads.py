@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from .buckets import Buckets, BucketSizes, Steps
-from .comm import Axes, Comm, Handle
+from .calls import Handle
+from .comm import Axes, Comm
 from .errors import RuntimeProgramError
 from .tiers import Tiers
 

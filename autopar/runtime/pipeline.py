@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .calls import Message, Posted
 from .channels import Arrival, Channel
-from .comm import Comm, Message, Posted
+from .comm import Comm
 from .errors import RuntimeProgramError
 from .order import Slot, plan_order
 from .recorder import Recorder, spanned

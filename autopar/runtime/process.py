@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import gloo
 from .buffers import BufferPool
-from .comm import Call, Comm, Message, Posted
+from .calls import Call, Message, Posted
+from .comm import Comm
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from .flight import Flight
 from .mesh import Group, group_ranks, mesh_size

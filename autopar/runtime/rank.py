@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .along import Along
-from .comm import Comm, Handle, Step
+from .calls import Handle
+from .comm import Comm, Step
 from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
 from .grads import GradStore

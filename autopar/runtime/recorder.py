@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .comm import Call, Message, Posted
+from .calls import Call, Message, Posted
 
 T = TypeVar("T")
 KEPT = 32

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from .along import Along
-from .comm import Handle
+from .calls import Handle
 
 Tensor = torch.Tensor
 Part = tuple[int, tuple[Tensor, ...]]

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from .buckets import MIB
+from .calls import Handle
 from .clipping import counts
-from .comm import Comm, Handle
+from .comm import Comm
 from .errors import RuntimeProgramError
 from .forms import Form
 from .guards import Guards

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .comm import Call, Comm, Message, Posted, reduce_in_order
+from .calls import Call, Message, Posted
+from .comm import Comm, reduce_in_order
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from .mesh import mesh_index
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from .calls import Handle
 from .clipping import clip_factor, joined_norm, powered_norm
-from .comm import Comm, Handle
+from .comm import Comm
 from .scaling import Scaler
 from .update_rule import UpdateRule, make_optimizers, norm_power, stand_in
 from .update_state import groups_text, plain_text, read_groups, read_scaling, read_schedulers, restore_groups

@@ -27,7 +27,8 @@ from autopar.ir.types import TensorType
 from autopar.ops.homes import HOMES
 from autopar.ops.registry import find
 from autopar.runtime.along import Along
-from autopar.runtime.comm import Call, Comm
+from autopar.runtime.calls import Call
+from autopar.runtime.comm import Comm
 from autopar.runtime.gather import Gather, start_gathers
 from autopar.runtime.guards import Guards
 

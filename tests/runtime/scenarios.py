@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopar.runtime import Comm, GradEntry, GradStore, Session
 from autopar.runtime.buckets import BucketSizes
-from autopar.runtime.comm import Message, Posted
+from autopar.runtime.calls import Message, Posted
 
 from . import stages
 
