@@ -33,7 +33,6 @@ from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.beside import Profile, beside_text
 from autopar.report.candidates import worth_measuring
-from autopar.report.long_run import long_run
 from autopar.request import Request
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
@@ -124,7 +123,6 @@ class ParallelProgram(Compiled):
             self.request.inputs,
             self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
             facts(self),
-            run.save_every if (run := long_run(self)) else None,
             tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
             self.request.pad_values,
             self.options.compiler,

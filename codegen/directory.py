@@ -61,9 +61,8 @@ class BucketContents:
 class Contents:
     """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
-    dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. save_every: steps between two that are
-    saved, where failures of the cluster are known. buckets: batches of other shapes, and pad_values what inputs are padded with
-    up to them. compiler: of what is between messages."""
+    dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
+    and pad_values what inputs are padded with up to them. compiler: of what is between messages."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -76,7 +75,6 @@ class Contents:
     inputs: Any
     ranks_per_node: int
     facts: Mapping[str, Any]
-    save_every: int | None = None
     buckets: tuple[BucketContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     compiler: str = "none"
@@ -111,7 +109,7 @@ def _write(contents: Contents, directory: Path) -> None:
         "constants": WEIGHTS if constants and known else None,
         "inputs": _inputs(contents.inputs),
         "placement": list(contents.plan.placement) or None,
-        "save_every": contents.save_every,
+        "save_every": (contents.facts["long_run"] or {}).get("save_every"),
         "compiler": contents.compiler,
     }
     if contents.buckets:

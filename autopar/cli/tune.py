@@ -85,7 +85,8 @@ def measure(one: Candidate, arguments: argparse.Namespace, profile: Path) -> Non
 
 
 def tune(arguments: argparse.Namespace) -> list[Candidate]:
-    """Measure all candidates in turns, write down which is fastest and what was learned. Raises InputError."""
+    """All candidates, measured in turns, the fastest first; which that is and what was learned is written down. Raises
+    InputError."""
     directory: Path = arguments.directory
     (directory / TUNED).unlink(missing_ok=True)
     candidates = candidates_of(directory)
@@ -95,7 +96,7 @@ def tune(arguments: argparse.Namespace) -> list[Candidate]:
                 if not one.failed:
                     print(f"round {turn + 1}: {one.shown}", file=sys.stderr, flush=True)
                     measure(one, arguments, Path(scratch) / f"{turn}-{n}")
-    fastest = min(candidates, key=lambda one: one.step_s)
+    fastest, *_ = ranked = sorted(candidates, key=lambda one: one.step_s)
     if fastest.step_s == float("inf"):
         raise InputError("no plan could be run: " + "; ".join(f"{one.shown}: {one.failed}" for one in candidates))
     rows = [
@@ -113,7 +114,7 @@ def tune(arguments: argparse.Namespace) -> list[Candidate]:
     known = learned(cluster, [(one.saved.program, run) for one in candidates for run in one.runs])
     (directory / LEARNED).write_text(json.dumps(known.to_dict(), indent=1) + "\n")
     (directory / TUNED).write_text(json.dumps({"folder": chosen, "measured": rows}, indent=1) + "\n")
-    return candidates
+    return ranked
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,15 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not 0 <= arguments.warmup < arguments.steps or arguments.rounds < 1:
             raise InputError("--steps must be more than --warmup, and --rounds at least 1")
-        candidates = tune(arguments)
+        ranked = tune(arguments)
     except (AutoparError, OSError) as error:
         print(f"autopar-tune: {error}", file=sys.stderr)
         return 2
-    fastest = min(candidates, key=lambda one: one.step_s)
-    for one in sorted(candidates, key=lambda one: one.step_s):
+    for one in ranked:
         predicted_s = one.saved.program["predicted"]["step_time_s"]
         took = one.failed or f"{time_text(one.step_s):>10}  ({time_text(predicted_s)} predicted)"
-        print(f"{'*' if one is fastest else ' '} {one.shown:60} {took}")
+        print(f"{'*' if one is ranked[0] else ' '} {one.shown:60} {took}")
     print(
         f"{arguments.directory / 'run.py'} runs the first; {arguments.directory / LEARNED} is the cluster as measured"
     )

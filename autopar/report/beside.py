@@ -180,11 +180,15 @@ def first_ranks(facts: Facts) -> list[int]:
     return [facts["stages"][group[0]]["first_rank"] for group in facts["schedule"]["groups"]]
 
 
+def group_of(facts: Facts, rank: int) -> int:
+    """The group that a rank belongs to."""
+    firsts = first_ranks(facts)
+    return max((g for g in range(len(firsts)) if firsts[g] <= rank), key=lambda g: firsts[g])
+
+
 def stages_of(facts: Facts, rank: int) -> Sequence[int]:
     """The stages that a rank runs."""
-    firsts = first_ranks(facts)
-    group = max((g for g in range(len(firsts)) if firsts[g] <= rank), key=lambda g: firsts[g])
-    stages: Sequence[int] = facts["schedule"]["groups"][group]
+    stages: Sequence[int] = facts["schedule"]["groups"][group_of(facts, rank)]
     return stages
 
 

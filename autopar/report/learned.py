@@ -17,7 +17,7 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel.calibrate_links import Sample, fit_links
 from autopar.costmodel.collective import shape_on_levels
 from autopar.ir.mesh import Mesh
-from autopar.report.beside import Facts, Profile, action_of, stages_of
+from autopar.report.beside import Facts, Profile, action_of, group_of, stages_of
 from autopar.runtime.recorder import StepRecord
 
 Run = tuple[Facts, Profile]
@@ -33,9 +33,7 @@ def slowness(runs: Sequence[Run]) -> float:
     for facts, profile in runs:
         expected = {(stage, kind): float(s) for stage, kind, s in facts["schedule"]["seconds"]}
         for rank, steps in enumerate(profile.ranks):
-            stages = stages_of(facts, rank)
-            group = next(g for g, own in enumerate(facts["schedule"]["groups"]) if own == stages)
-            exposed_s = facts["schedule"]["exposed"][group]
+            stages, exposed_s = stages_of(facts, rank), facts["schedule"]["exposed"][group_of(facts, rank)]
             once_s = sum(expected.get((stage, kind), 0.0) for stage in stages for kind in "FBW") - exposed_s
             predicted_s += facts["microbatches"] * once_s
             measured_s += statistics.median(map(_computed_s, steps))

@@ -25,6 +25,7 @@ from autopar.ir.rule import Rule, Strategy, factors_of
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import Grouped, find
+from autopar.passes.price.mixtures import moved_bytes, work_share
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import Lattice
 from autopar.passes.rules.sends import sent_by
@@ -312,7 +313,7 @@ class Pricer:
             seconds.append(
                 compute.op_time_s(
                     self.device,
-                    flops=self._done(grouped) * flops * imbalance / share,
+                    flops=work_share(grouped, self.software) * flops * imbalance / share,
                     nbytes=nbytes,
                     dtype=_computable(dtype),
                     kind=kind,
@@ -320,23 +321,10 @@ class Pricer:
                     eager=self.software.kernels != "fused",
                     op=call.op,
                     reached=self.software.constants.grouped_share if grouped is not None else 1.0,
-                    moved_bytes=self._moved_bytes(grouped),
+                    moved_bytes=moved_bytes(grouped, self.software),
                 )
             )
         return seconds
-
-    def _done(self, grouped: Grouped | None) -> float:
-        """Share of an op's work that is done."""
-        return 1.0 - grouped.again if grouped is not None and self.software.keeps_rows else 1.0
-
-    def _moved_bytes(self, grouped: Grouped | None) -> float:
-        """What an op that computes rows in groups reads and writes beside its products."""
-        if grouped is None:
-            return 0.0
-        software, c = self.software, self.software.constants
-        passes = c.permute_passes if software.keeps_rows else grouped.passes
-        inner = c.fused_passes if software.kernels == "fused" else c.eager_passes
-        return passes * grouped.row_bytes + inner * grouped.inner_bytes
 
 
 def _shape(groups: tuple[tuple[str, ...], ...], rule: Rule, parts: dict[str, int]) -> tuple[int, ...] | None:
