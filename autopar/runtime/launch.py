@@ -23,11 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .arguments import parser
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
 from .flight import end_process
 from .heap import keep_freed_memory
-from .inductor import COMPILERS, keep_beside
+from .inductor import keep_beside
 from .manifest import Manifest, WrongWorldSize
 from .meeting import meet
 from .process import TorchComm
@@ -162,7 +163,7 @@ def load_stage(path: Path, home: Path) -> ModuleType:
 
 def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     """The command line of run.py; its exit status. 2: wrong use (before any process group), 1: a rank failed."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         manifest = Manifest.read(directory)
         manifest.check_world_size()
@@ -247,73 +248,6 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         (folder / f"rank_{rank}.json").write_text(json.dumps(session.recorder.as_data(rank)), encoding="utf-8")
         if rank == 0:
             print(f"recorded {folder}; autopar-dump {manifest.directory} --profile {folder}", flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="run.py", description="Run this program on the ranks torchrun started.")
-    count = whole_number(0)
-    parser.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
-    parser.add_argument("--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches; default: random")
-    parser.add_argument("--weights", help="checkpoint or Hugging Face directory to start from, not the emitted weights")
-    parser.add_argument("--save", help="checkpoint directory to write at the end")
-    parser.add_argument("--save-every", type=count, default=0, help="also write it every so many steps")
-    parser.add_argument("--resume", help="checkpoint directory to continue from, of any mesh")
-    parser.add_argument(  # torchrun takes `--run` for an abbreviation of one of its own options, also behind the script
-        "--run-dir", "--run", dest="run", metavar="DIR", help="train to step --steps: save there, and go on from there"
-    )
-    parser.add_argument(
-        "--keep", type=whole_number(1), default=3, help="with --run-dir: saved steps that stay (default: 3)"
-    )
-    parser.add_argument("--keep-every", type=count, default=0, help="with --run-dir: every so manieth step stays, too")
-    parser.add_argument(
-        "--on-nan", choices=("stop", "rewind"), default="stop", help="with --run-dir: if a loss is no number"
-    )
-    parser.add_argument(
-        "--synchronous", dest="asynchronous", action="store_false", help="with --run-dir: save, then train on"
-    )
-    parser.add_argument("--seed", type=whole_number(-(1 << 63)), default=None, help="seed of random data and dropout")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl with GPUs, else gloo")
-    parser.add_argument(
-        "--timeout", type=above_zero, default=600.0, help="seconds a collective may take (default: 600)"
-    )
-    parser.add_argument(
-        "--hang",
-        type=at_least_zero,
-        default=60.0,
-        help="seconds, or two steps, until a rank that stalls is named; 0: never",
-    )
-    parser.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
-    parser.add_argument(
-        "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
-    )
-    parser.add_argument("--compiler", choices=COMPILERS, help="compile what is between messages (default: as compiled)")
-    parser.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
-    return parser
-
-
-def whole_number(least: int) -> Callable[[str], int]:
-    """A type of arguments: whole numbers from `least` on that fit into 64 bits."""
-
-    def parse(words: str) -> int:
-        value = int(words) if len(words) <= 20 else 1 << 63
-        if not least <= value < 1 << 63:
-            raise argparse.ArgumentTypeError(f"{words[:24]} is out of range; give a whole number from {least} on")
-        return value
-
-    return parse
-
-
-def at_least_zero(words: str) -> float:
-    """A type of arguments: seconds, or none."""
-    return 0.0 if words == "0" else above_zero(words)
-
-
-def above_zero(words: str) -> float:
-    """A type of arguments: seconds."""
-    value = float(words)
-    if not 0 < value <= 1e8:
-        raise argparse.ArgumentTypeError(f"{words} is out of range; give seconds above 0, of at most 1e8")
-    return value
 
 
 def _pick_backend() -> str:

@@ -1,0 +1,74 @@
+"""The arguments of run.py, and what values they take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from .inductor import COMPILERS
+
+
+def parser() -> argparse.ArgumentParser:
+    """What run.py takes."""
+    made = argparse.ArgumentParser(prog="run.py", description="Run this program on the ranks torchrun started.")
+    count = whole_number(0)
+    made.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
+    made.add_argument("--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches; default: random")
+    made.add_argument("--weights", help="checkpoint or Hugging Face directory to start from, not the emitted weights")
+    made.add_argument("--save", help="checkpoint directory to write at the end")
+    made.add_argument("--save-every", type=count, default=0, help="also write it every so many steps")
+    made.add_argument("--resume", help="checkpoint directory to continue from, of any mesh")
+    made.add_argument(  # torchrun takes `--run` for an abbreviation of one of its own options, also behind the script
+        "--run-dir", "--run", dest="run", metavar="DIR", help="train to step --steps: save there, and go on from there"
+    )
+    made.add_argument(
+        "--keep", type=whole_number(1), default=3, help="with --run-dir: saved steps that stay (default: 3)"
+    )
+    made.add_argument("--keep-every", type=count, default=0, help="with --run-dir: every so manieth step stays, too")
+    made.add_argument(
+        "--on-nan", choices=("stop", "rewind"), default="stop", help="with --run-dir: if a loss is no number"
+    )
+    made.add_argument(
+        "--synchronous", dest="asynchronous", action="store_false", help="with --run-dir: save, then train on"
+    )
+    made.add_argument("--seed", type=whole_number(-(1 << 63)), default=None, help="seed of random data and dropout")
+    made.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl with GPUs, else gloo")
+    made.add_argument("--timeout", type=above_zero, default=600.0, help="seconds a collective may take (default: 600)")
+    made.add_argument(
+        "--hang",
+        type=at_least_zero,
+        default=60.0,
+        help="seconds, or two steps, until a rank that stalls is named; 0: never",
+    )
+    made.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
+    made.add_argument(
+        "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
+    )
+    made.add_argument("--compiler", choices=COMPILERS, help="compile what is between messages (default: as compiled)")
+    made.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
+    return made
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A type of arguments: whole numbers from `least` on that fit into 64 bits."""
+
+    def parse(words: str) -> int:
+        value = int(words) if len(words) <= 20 else 1 << 63
+        if not least <= value < 1 << 63:
+            raise argparse.ArgumentTypeError(f"{words[:24]} is out of range; give a whole number from {least} on")
+        return value
+
+    return parse
+
+
+def at_least_zero(words: str) -> float:
+    """A type of arguments: seconds, or none."""
+    return 0.0 if words == "0" else above_zero(words)
+
+
+def above_zero(words: str) -> float:
+    """A type of arguments: seconds."""
+    value = float(words)
+    if not 0 < value <= 1e8:
+        raise argparse.ArgumentTypeError(f"{words} is out of range; give seconds above 0, of at most 1e8")
+    return value
