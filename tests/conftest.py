@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ settings.register_profile("explore", settings.get_profile("ci"), derandomize=Fal
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in _beyond_few(items):
+        item.add_marker(pytest.mark.slow)
     items.sort(key=_model_of)
     if torch.cuda.is_available():
         return
@@ -36,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _beyond_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of tests marked `few(n)`: the parameter sets beyond n, n being spread over them evenly."""
+    sets: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            sets.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for tests in sets.values():
+        (n,) = tests[0].get_closest_marker("few").args
+        kept = {i * len(tests) // n for i in range(n)} if n < len(tests) else range(len(tests))
+        yield from (test for i, test in enumerate(tests) if i not in kept)
 
 
 def _model_of(item: pytest.Item) -> str:

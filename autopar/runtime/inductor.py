@@ -3,7 +3,7 @@
 A region is traced with the shapes of its first call and compiled once, however many calls of its template there are: layers
 that are alike share it. Its parameters are arguments; numbers of the rank (its place on an axis) are constants. It is
 compiled again only where a tensor comes with other strides. What cannot be compiled runs as it is written, and a warning says
-so.
+so; what the cache of compiled regions is damaged for is compiled anew.
 
 Memory is promised for the program as it is written. Here what a region takes lives until its end, and the compiler has buffers of
 its own: more by what one region takes and makes, and not counted.
@@ -98,13 +98,18 @@ class CompiledRegion:
 
     def _compile(self, tensors: Sequence[Tensor]) -> Compiled:
         from torch._inductor import compile as inductor  # takes seconds to import
+        from torch._inductor.utils import fresh_cache
         from torch.fx.experimental.proxy_tensor import make_fx
 
         with whole():
             graph = make_fx(lambda *given: self.function(self.rt, *given), tracing_mode="fake")(*tensors)
         join_backward(graph.graph)
         graph.recompile()
-        return inductor(graph, list(tensors), options=dict(SETTINGS))
+        try:
+            return inductor(graph, list(tensors), options=dict(SETTINGS))
+        except Exception:  # a process that was killed may have left half a file in the cache: once more, without it
+            with fresh_cache():
+                return inductor(graph, list(tensors), options=dict(SETTINGS))
 
     def _give_up(self, error: Exception) -> None:
         self.given_up = True

@@ -244,6 +244,28 @@ def test_a_saved_program_runs_with_either_compiler(tmp_path: Path) -> None:
     assert losses() == written
 
 
+REGION = """
+import torch
+from autopar.runtime.inductor import CompiledRegion
+region = CompiledRegion("doubled", lambda rt, x: ((x * 2).sum(0) + 1, x.sin()), None)
+print(region(None, torch.ones(37, 16))[0].sum().item(), region.given_up)
+"""
+
+
+@needs_a_compiler
+@pytest.mark.slow
+def test_a_file_of_the_cache_that_a_kill_left_half_written_is_made_anew(tmp_path: Path) -> None:
+    def printed() -> str:
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", REGION]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout
+
+    assert printed() == "1200.0 False\n"
+    (wrapper,) = tmp_path.rglob("*.py")
+    wrapper.write_text(wrapper.read_text()[:100])
+    assert printed() == "1200.0 False\n"
+
+
 def test_both_gradients_of_a_convolution_are_one_call() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
