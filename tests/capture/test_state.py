@@ -58,6 +58,7 @@ def test_batch_norm_uses_the_statistics_of_the_whole_batch_and_updates_them(opti
     assert bool(program.ir.buffer_updates) == tracked
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"affine": True}, {"momentum": 0.3}], ids=str)
 def test_instance_norm_updates_its_statistics_by_the_mean_over_samples(options: dict) -> None:
     model = nn.Sequential(
@@ -93,6 +94,7 @@ def test_dropout_is_off_in_eval_mode_and_on_in_train_mode() -> None:
     assert [any(t.random for t in p.ir.templates.values()) for p in (on, off)] == [True, False]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("draw", ["rand_like", "randn", "bernoulli", "gumbel", "alpha_dropout", "randint", "uniform_"])
 def test_random_numbers_of_every_kind_do_not_depend_on_the_plan(draw: str) -> None:
     def forward(net: Net, x: Tensor) -> Tensor:

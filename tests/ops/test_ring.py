@@ -183,6 +183,7 @@ def carried(program: autopar.Program) -> set[str]:
     return {op for op, strategy in taken if any(choice == RING for choice in strategy)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("order", [0, 2, 4])
 @pytest.mark.parametrize("choices", [{"cp": RING}, {"tp": "s", "cp": RING}, {"tp": "h", "cp": RING}])
 def test_a_causal_transformer_whose_keys_go_round_is_eagers(choices: dict[str, str], order: int) -> None:
@@ -244,6 +245,7 @@ class Loss(torch.nn.Module):
         return self.layer(x).square().mean()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("length", "kv_heads", "causal", "order"),
     [

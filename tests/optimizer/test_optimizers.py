@@ -102,6 +102,7 @@ def test_these_plans_shard_what_the_optimizer_sees(program):
     assert any(not p.optimizer.is_replicated for s in program.plan.stages for p in s.parameters.values())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_run_on_shards_as_on_one_device(program, name):
     for kwargs in VARIANTS[name]:
@@ -176,6 +177,7 @@ class Together(Trust):
             p.sub_(p.grad / total, alpha=self.param_groups[0]["lr"])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("factory", [torch.optim.Adafactor, muon_and_adam, Trust])
 @pytest.mark.parametrize("mesh", [{"dp": 4}, {"dp": 2, "tp": 2}])
 def test_optimizers_of_whole_tensors_get_them_whole(factory, mesh):

@@ -40,6 +40,7 @@ def compiled(rule, plan, microbatches):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     ("rule", "plan"),
@@ -49,6 +50,7 @@ def test_the_peak_is_what_was_predicted(rule, plan, microbatches):
     assert_kept(compiled(RULES[rule], plan, microbatches), ZOO.batch())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("plan", ["dp", "1f1b"])
 def test_two_optimizers_keep_what_either_keeps(plan, microbatches):

@@ -71,6 +71,7 @@ def assert_kept(program: autopar.Program, batch: Any) -> None:
 # --- results
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("offload", KINDS)
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b", "zb-h1"])
 def test_offload_changes_no_bit(plan: str, offload: str) -> None:
@@ -78,6 +79,7 @@ def test_offload_changes_no_bit(plan: str, offload: str) -> None:
     assert same(plain.run(GPT.batch(1), steps=3), moved.run(GPT.batch(1), steps=3))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("offload", KINDS)
 @pytest.mark.parametrize("plan", ["zero3", "zb-h1"])
 @pytest.mark.parametrize("name", ["gpt2", "resnet"])
@@ -87,6 +89,7 @@ def test_offloaded_programs_are_the_eager_model(name: str, plan: str, offload: s
     assert found.ok, found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("plan", ["zero3", "zb-h1"])
 def test_offload_and_recompute_go_together(plan: str, recompute: str) -> None:
@@ -107,6 +110,7 @@ def test_state_in_files_gives_the_same_results() -> None:
 # --- bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offload", KINDS)
 @pytest.mark.parametrize("plan", ["dp", "zero1", "zero3", "1f1b", "zb-h1"])
 def test_device_and_tiers_hold_what_was_predicted(plan: str, offload: str) -> None:

@@ -76,6 +76,7 @@ def test_gradients_agree_with_the_threads(four):
         same(got["gradients"], want)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("dp", "tp", "zero"), TRAININGS)
 def test_training_agrees_with_one_device_and_the_threads(four, dp, tp, zero):
     program, want = stages.mlp(dp, tp, zero), stages.reference(3)
@@ -143,6 +144,7 @@ def piped(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {ranks: run("pipeline", ranks, folder) for ranks in (2, 3)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("in_order", [False, True], ids=["tags", "in order"])
 @pytest.mark.parametrize("case", PIPELINES)
 def test_pipelines_agree_with_one_device(piped, case, in_order):

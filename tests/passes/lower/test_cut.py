@@ -123,6 +123,7 @@ def test_a_gradient_comes_back_exactly_where_the_value_carries_one() -> None:
     assert kinds == {True, False}, "the mask carries none"
 
 
+@pytest.mark.few(11)
 @every_model
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:
@@ -131,6 +132,7 @@ def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:
         check_crossings(program, random_ranges(program, stages, seed))
 
 
+@pytest.mark.few(5)
 @every_model
 def test_stages_hold_every_call_parameter_and_buffer_of_the_program(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 4).ir
@@ -301,6 +303,7 @@ def lowers(zoo: ZooModel, training: bool, seeds: range, m: int = 3) -> None:
         assert gradients <= {t.name for t in lowered.transfers if t.kind == "value"}
 
 
+@pytest.mark.few(7)
 @every_model
 @pytest.mark.parametrize("training", [True, False])
 def test_lowering_any_cut_passes_the_checker(zoo: ZooModel, training: bool) -> None:

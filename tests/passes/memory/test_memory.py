@@ -45,6 +45,7 @@ def test_more_microbatches_in_flight_hold_more() -> None:
     assert peaks[4]["1f1b"] == peaks[8]["1f1b"]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
     """After B of a split schedule at least what W reads is held, and nothing is after W."""
@@ -72,6 +73,7 @@ def test_delaying_w_costs_memory() -> None:
     assert sum(under(program, delayed)) > sum(under(program, at_once))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_inference_holds_nothing_between_microbatches(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 3, training=False)

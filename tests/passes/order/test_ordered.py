@@ -70,6 +70,7 @@ def reorders(program: ParallelProgram) -> int:
     return sum(count(program.ir.template_of(call)) for call in program.ir.calls)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_program_in_order_is_the_model(name: str) -> None:
     model = made(name)
@@ -79,6 +80,7 @@ def test_a_program_in_order_is_the_model(name: str) -> None:
     assert verify(program, model, tokens()).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_random_plans_of_a_program_in_order(name: str, pp: int) -> None:
@@ -100,6 +102,7 @@ def test_random_plans_of_a_program_in_order_at_length(name: str, order: int) -> 
         assert verify(program.with_plan(random_plan(program, seed)), model, tokens()).ok
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [

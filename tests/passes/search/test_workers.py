@@ -209,6 +209,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_forked_them(end: signal.Signals) -> None:
     root = Path(__file__).parents[3]

@@ -87,6 +87,7 @@ def test_few_rows_share_sequences_along_an_axis_of_their_own() -> None:
     assert with_rows(512, rows=2, a_stage=64) == ["dp=2×cp=4×tp=8"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_sequences_are_shared_by_ranks_where_rows_are_flattened(seed: int) -> None:
     """A loss over (rows · sequence) and products of flattened rows: with one row a rank, sequences stay in blocks."""
