@@ -49,7 +49,7 @@ def _labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labels | None]
 
 
 def _carried(call: OpCall) -> list[Carried]:
-    return [Carried((f"t{i}", "e")) for i in range(len(call.operand("chosen").shape) - 1)]
+    return [Carried((f"t{i}", "e"), axes=2) for i in range(len(call.operand("chosen").shape) - 1)]
 
 
 def _pairs(call: OpCall) -> int:

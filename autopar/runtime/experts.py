@@ -3,8 +3,8 @@
     y[t] = sum over j of weights[t, j] · expert[chosen[t, j]](x[t])
     expert[i](x) = gate(x @ w_in[i] + b_in[i]) @ w_out[i] + b_out[i]
 
-A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py), both. It may also
-have a block of the inner dim. Choices that are no number of an expert add nothing. Both ops stop while rows travel
+A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py), both; along two axes
+rows go to a node first and then inside it (legs.py). It may also have a block of the inner dim. Choices that are no number of an expert add nothing. Both ops stop while rows travel
 (suspended.py). Backward computes the first product again, as the rows that a rank gets are known only while it runs.
 """
 
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from .along import Along
-from .dispatch import Promise, pieces
+from .dispatch import Promise, Spread, pieces
 from .gates import Gate
 from .grouped import add_outer_products, products, spans
+from .legs import legs
 from .suspended import Parts, whole_or_suspended
 
 Tensor = torch.Tensor
@@ -51,9 +52,29 @@ def _experts(
     its f. Raises ExpertOverflow.
     """
     layers = _Layers(w_in, b_in, w_out, None if inner else b_out, Gate(act, alpha, limit, shift))
-    rows, choices, shares = _flat(x), _flat(chosen), _flat(weights)
-    y = rows.new_zeros(rows.shape, dtype=torch.promote_types(x.dtype, weights.dtype))
-    for piece in pieces(choices, len(w_in), Promise(expert_imbalance, on_overflow, source), first, parts, along):
+    promise, spread = Promise(expert_imbalance, on_overflow, source), Spread(first, parts, along)
+    y = yield from _mixed(layers, promise, spread, _flat(x), _flat(chosen), _flat(weights))
+    return y.to(x.dtype).view(x.shape)
+
+
+def _mixed(
+    layers: _Layers, promise: Promise, spread: Spread, rows: Tensor, choices: Tensor, shares: Tensor
+) -> Parts[Tensor]:
+    """The weighted sums of rows, (tokens, d)."""
+    y = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, shares.dtype))
+    for leg in legs(choices, len(layers.w_in), promise, spread):
+        comings = [leg.out(t) for t in (rows, choices, shares)]
+        yield
+        here = [coming.wait() for coming in comings]
+        del comings
+        y_here = yield from _mixed(layers, promise, leg.inside, *here)
+        del here
+        returning = leg.back(y_here.to(rows.dtype))
+        del y_here
+        yield
+        leg.add_to(y, returning.wait())
+        del returning
+    for piece in pieces(choices, len(layers.w_in), promise, spread):
         coming = piece.to_experts(piece.of_tokens(rows))
         yield
         arrived = coming.wait()
@@ -71,7 +92,7 @@ def _experts(
         del returning
         piece.add_to(y, out, shares)
         del out
-    return y.to(x.dtype).view(x.shape)
+    return y
 
 
 def _experts_grad(
@@ -104,10 +125,38 @@ def _experts_grad(
     grads = gradient_room(w_in, b_in, w_out, b_out, of_layers)
     for grad in grads:
         grad.zero_()
-    rows, gs, choices, shares = _flat(x), _flat(g), _flat(chosen), _flat(weights)
-    dx = rows.new_zeros(rows.shape, dtype=torch.promote_types(x.dtype, weights.dtype))
+    promise, spread, to = Promise(expert_imbalance, on_overflow, source), Spread(first, parts, along), grads if of_layers else ()
+    dx, dshares = yield from _mixed_grad(layers, to, promise, spread, _flat(g), _flat(x), _flat(chosen), _flat(weights))
+    return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), *grads
+
+
+def _mixed_grad(
+    layers: _Layers,
+    grads: tuple[Tensor, ...],
+    promise: Promise,
+    spread: Spread,
+    gs: Tensor,
+    rows: Tensor,
+    choices: Tensor,
+    shares: Tensor,
+) -> Parts[tuple[Tensor, Tensor]]:
+    """The gradients of rows and of the router's weights; those of layers are added to `grads`, where there are any."""
+    dx = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, shares.dtype))
     dshares = torch.zeros_like(shares, memory_format=torch.contiguous_format)
-    for piece in pieces(choices, len(w_in), Promise(expert_imbalance, on_overflow, source), first, parts, along):
+    for leg in legs(choices, len(layers.w_in), promise, spread):
+        comings = [leg.out(t) for t in (gs, rows, choices, shares)]
+        yield
+        here = [coming.wait() for coming in comings]
+        del comings
+        dx_here, dshares_here = yield from _mixed_grad(layers, grads, promise, leg.inside, *here)
+        del here
+        dx_coming, dshares_coming = leg.back(dx_here.to(rows.dtype)), leg.back(dshares_here)
+        del dx_here, dshares_here
+        yield
+        leg.add_to(dx, dx_coming.wait())
+        leg.add_to(dshares, dshares_coming.wait())
+        del dx_coming, dshares_coming
+    for piece in pieces(choices, len(layers.w_in), promise, spread):
         row_coming = piece.to_experts(piece.of_tokens(rows))
         g_coming = piece.to_experts(piece.of_tokens(gs))
         share_coming = piece.to_experts(shares.reshape(-1)[piece.pairs].unsqueeze(1))
@@ -125,14 +174,14 @@ def _experts_grad(
         dh = layers.slope_(da.mul_(share), h)
         del da, h
         dx_coming = piece.back(layers.first_dx(dh, piece.ends))
-        if of_layers:
+        if grads:
             layers.add_gradients(grads, row, dh, a.mul_(share), gy, share, piece.ends)
         del row, dh, a, gy, share
         yield
         piece.add_to(dx, dx_coming.wait())
         dshares.view(-1)[piece.pairs] = dshare_coming.wait().squeeze(1)
         del dx_coming, dshare, dshare_coming
-    return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), *grads
+    return dx, dshares
 
 
 experts, start_experts = whole_or_suspended(_experts)

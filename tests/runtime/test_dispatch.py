@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.runtime import experts, run_threads
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
-from autopar.runtime.dispatch import Piece, Promise, pieces
+from autopar.runtime.dispatch import Piece, Promise, Spread, pieces
 from tests.runtime import experts_worker
 from tests.runtime.test_process import torchrun
 
@@ -40,7 +40,7 @@ def test_every_pair_travels_once_to_its_expert_and_no_piece_is_larger_than_promi
             [torch.full((chosen.numel(),), comm.rank), torch.arange(chosen.numel()), chosen.flatten()], 1
         )
         seen: list[Tensor] = []
-        parts: list[Piece] = list(pieces(chosen, experts, Promise(imbalance, "chunk"), along=Along(comm, "ep")))
+        parts: list[Piece] = list(pieces(chosen, experts, Promise(imbalance, "chunk"), Spread(along=Along(comm, "ep"))))
         for piece in parts:
             arrived = piece.to_experts(pairs[piece.pairs]).wait()
             assert len(arrived) <= most
