@@ -91,7 +91,7 @@ def test_a_token_goes_once_to_a_node_from_one_of_the_ranks_that_hold_it() -> Non
     assert grouped is not None
     sent = list(dispatches(call, rule, APART, grouped, MESH))
     nbytes = TOKENS / 8 * D * WIDTH / 2
-    assert [(d.axis, d.nbytes, d.choices) for d in sent] == [("ep", nbytes, CHOICES)] * 2
+    assert [(d.axes, d.nbytes, d.choices) for d in sent] == [(("ep",), nbytes, CHOICES)] * 2
     inside_s, across_s = nbytes * 1.3125 * 2 / 3 / NODE.rate_Bps(), nbytes * 0.75 / NET.rate_Bps()
     latency_s = NODE.base_s + NODE.latency_s + NET.base_s + NET.latency_s
     assert sent[0].seconds(Pricer(CLUSTER, MESH, FRAMEWORK)) == pytest.approx(max(inside_s, across_s) + latency_s)
