@@ -108,7 +108,8 @@ def _block(block: Block) -> dict[str, Any]:
 
 def _through_nodes(sends: Callable[[Sending], list[Sent]]) -> Callable[[Sending], list[Sent]]:
     """The messages inside a node, of its experts' rows; where rows come to the node along an axis of their own also those of this
-    leg: all ranks know all counts, tokens go out with what they chose, and one row a token and node comes back."""
+    leg: all ranks know all counts, tokens go out with what they chose, and one row a token and node comes back. The work that
+    hides messages hides those of the leg."""
 
     def through(sending: Sending) -> list[Sent]:
         if not sending.inner:
@@ -119,15 +120,18 @@ def _through_nodes(sends: Callable[[Sending], list[Sent]]) -> Callable[[Sending]
         backward = sending.call.op.startswith("autopar.experts_grad")
         row, shares, numbers = (sending.bytes_of(name) for name in ("x", "weights", "chosen"))
         known = 8.0 * (experts + sending.ranks) * ranks
-        counts, *inside = sends(replace(sending, axis=inner, ranks=ranks, inner=()))
-        there = copies * ((2 if backward else 1) * row + shares + numbers)
+        counts, *there, back = sends(replace(sending, axis=inner, ranks=ranks, inner=()))
+        further = [Sent("exchange", sending.axis, copies * row, behind=one.behind, joins=True) for one in there[1:]]
+        returning = copies * (row + (shares if backward else 0.0))
         return [
             Sent("all_gather", inner, known),
             Sent("all_gather", sending.axis, known * sending.ranks),
-            Sent("exchange", sending.axis, there, after=0.0, joins=True),
+            Sent("exchange", sending.axis, copies * (row + shares + numbers), after=0.0, joins=True),
+            *further,
             replace(counts, nbytes=counts.nbytes / sending.ranks),
-            *inside,
-            Sent("exchange", sending.axis, copies * (row + (shares if backward else 0.0)), after=1.0),
+            *(replace(one, behind=0.0) for one in there),
+            replace(back, behind=0.0, after=1.0 - back.behind),
+            Sent("exchange", sending.axis, returning, behind=back.behind, after=1.0),
         ]
 
     return through
