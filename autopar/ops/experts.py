@@ -4,9 +4,9 @@
 
 Tokens shard, and so do experts (a rank that has all tokens and some experts leaves a partial sum) and their inner dim.
 The carried choice `+t+e` is expert parallelism: one axis shards tokens and experts together, rows travel to the experts
-that they chose and back (`autopar.runtime.dispatch`), and nothing is owed over it. Two axes may take it: then a row travels along
-the first once to every node that has any of its experts, and inside that along the second (`autopar.runtime.legs`). How many rows a rank gets only the
-data decides; memory is counted for `Options.expert_imbalance` times the mean.
+that they chose and back (`autopar.runtime.dispatch`), and nothing is owed over it. Two axes may take it: then a row travels
+along the first once to every node that has any of its experts, and inside that along the second (`autopar.runtime.legs`).
+How many rows a rank gets only the data decides; memory is counted for `Options.expert_imbalance` times the mean.
 
 gate and up have a dim of their own in w_in, so that the inner dim shards: a view of the matrix that holds both.
 """

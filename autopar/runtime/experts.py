@@ -4,8 +4,9 @@
     expert[i](x) = gate(x @ w_in[i] + b_in[i]) @ w_out[i] + b_out[i]
 
 A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py), both; along two axes
-rows go to a node first and then inside it (legs.py). It may also have a block of the inner dim. Choices that are no number of an expert add nothing. Both ops stop while rows travel
-(suspended.py). Backward computes the first product again, as the rows that a rank gets are known only while it runs.
+rows go to a node first and then inside it (legs.py). It may also have a block of the inner dim. Choices that are no number of
+an expert add nothing. Both ops stop while rows travel (suspended.py). Backward computes the first product again, as the rows
+that a rank gets are known only while it runs.
 """
 
 from __future__ import annotations
@@ -129,9 +130,15 @@ def _experts_grad(
     grads = gradient_room(w_in, b_in, w_out, b_out, of_layers)
     for grad in grads:
         grad.zero_()
-    promise, spread, to = Promise(expert_imbalance, on_overflow, source), Spread(first, parts, along), grads if of_layers else ()
+    promise, spread, to = (
+        Promise(expert_imbalance, on_overflow, source),
+        Spread(first, parts, along),
+        grads if of_layers else (),
+    )
     gs, later = Handle(None, _flat(g)), list[Callable[[], None]]()
-    dx, dshares = yield from _mixed_grad(layers, to, later, promise, spread, gs, _flat(x), _flat(chosen), _flat(weights))
+    dx, dshares = yield from _mixed_grad(
+        layers, to, later, promise, spread, gs, _flat(x), _flat(chosen), _flat(weights)
+    )
     return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), *grads
 
 

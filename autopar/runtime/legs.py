@@ -99,7 +99,9 @@ def _visited(chosen: Tensor, nodes: int, of_node: int) -> Tensor:
     """(tokens, nodes): whether a node has an expert that the token chose."""
     exists = (chosen >= 0) & (chosen < nodes * of_node)
     node = torch.where(exists, chosen // of_node, nodes)
-    return torch.zeros(len(chosen), nodes + 1, dtype=torch.bool, device=chosen.device).scatter_(1, node, True)[:, :nodes]
+    return torch.zeros(len(chosen), nodes + 1, dtype=torch.bool, device=chosen.device).scatter_(1, node, True)[
+        :, :nodes
+    ]
 
 
 def _counts(chosen: Tensor, experts: int) -> Tensor:
@@ -121,9 +123,7 @@ def _tokens_at_once(coming: Tensor, tokens: int, room: int) -> int:
     return max(tokens, 1)
 
 
-def _check(
-    coming: Tensor, pairs: Tensor, promise: Promise, room: int, mean: int, mean_rows: int, axes: str
-) -> None:
+def _check(coming: Tensor, pairs: Tensor, promise: Promise, room: int, mean: int, mean_rows: int, axes: str) -> None:
     """Raises ExpertOverflow where any rank computes, or passes on, more rows than are promised. Ranks are counted node by node.
     pairs: (node, number in it, node and number of the rank that has the expert, expert of it)."""
     of_experts, most = pairs.sum((0, 1)).flatten(), promise.most(mean_rows)

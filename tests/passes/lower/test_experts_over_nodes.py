@@ -77,9 +77,6 @@ def test_an_op_that_is_told_other_axes_than_it_carries_is_found(axes: tuple[str,
         replace(x, kwargs={**x.kwargs, "along": AlongAxis(axes)}) if isinstance(x, Compute) and x.carried else x
         for x in template.forward.lines
     )
-    templates = {
-        **made.stages[0].templates,
-        name: replace(template, forward=replace(template.forward, lines=lines)),
-    }
+    templates = {**made.stages[0].templates, name: replace(template, forward=replace(template.forward, lines=lines))}
     with pytest.raises(CheckError, match="is told to send along"):
         check(replace(made.stages[0], templates=templates), made.rules)
