@@ -51,7 +51,7 @@ class Printer:
             start = f" {'-' if x.start < 0 else '+'} {abs(x.start)}" if x.start else ""
             return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}{start}"
         if isinstance(x, AlongAxis):
-            return f"rt.along({x.axis!r})"
+            return f"rt.along({', '.join(map(repr, x.axes))})"
         if isinstance(x, Site):
             return f"rt.key(call, {x.number})"
         if isinstance(x, torch.dtype):

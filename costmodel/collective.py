@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cluster.link import LinkLevel
 from autopar.errors import ClusterError
+from autopar.ir.visits import visits
 
 if TYPE_CHECKING:
     from autopar.cluster import ClusterSpec
@@ -139,15 +140,14 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
 def dispatch_time_s(shape: Shape, nbytes: float, choices: int, ranks: int) -> float:
     """Seconds to send every token of a rank to the ranks of its choices (or back), once to each group of a level that has any.
 
-    nbytes: of a rank's tokens. With G groups a token has G (1 - (1 - 1/G)^choices) of them to visit, (G - 1)/G of these across
-    the level.
+    nbytes: of a rank's tokens. Of the groups that a token visits of G, (G - 1)/G are across the level.
     """
     slowest, latency, inner = 0.0, 0.0, 1
     for fan, level, touched in shape:
         groups = ranks // inner
-        visits = groups * (1 - (1 - 1 / groups) ** choices) * (groups - 1) / groups
+        elsewhere = visits(groups, choices) * (groups - 1) / groups
         across = 1.0 if inner > 1 else (fan - 1) / fan * groups / max(1, groups - 1)
-        slowest = max(slowest, nbytes * visits * across / level.rate_Bps(touched))
+        slowest = max(slowest, nbytes * elsewhere * across / level.rate_Bps(touched))
         latency += level.base_s + min(fan - 1, 16) * level.latency_s
         inner *= fan
     return slowest + latency

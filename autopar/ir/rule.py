@@ -42,12 +42,13 @@ class Factor:
 class Carried:
     """A choice that comes with messages inside the op: one mesh axis shards these factors together.
 
-    Of a strategy at most one axis takes it, and no other axis shards any of the factors but the first. owed: results that
-    leave as partial sums over the axis.
+    Of a strategy at most so many `axes` take it, messages going along one after the other, and no other axis shards any of the
+    factors but the first. owed: results that leave as partial sums over these axes.
     """
 
     factors: tuple[str, ...]
     owed: tuple[int, ...] = ()
+    axes: int = 1
 
     @property
     def choice(self) -> str:
@@ -130,9 +131,9 @@ class Rule:
                     return False
         for choice in strategy:
             if choice.startswith("+"):
-                own = self.carries[choice].factors
+                own, times = self.carries[choice].factors, strategy.count(choice)
                 others = [f for c in strategy for f in factors_of(c)]
-                if strategy.count(choice) > 1 or any(others.count(f) > 1 for f in own[1:]):
+                if times > self.carries[choice].axes or any(others.count(f) > times for f in own[1:]):
                     return False
                 if any(c.startswith("+") and c != choice and own[0] in factors_of(c) for c in strategy):
                     return False

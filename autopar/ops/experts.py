@@ -4,8 +4,9 @@
 
 Tokens shard, and so do experts (a rank that has all tokens and some experts leaves a partial sum) and their inner dim.
 The carried choice `+t+e` is expert parallelism: one axis shards tokens and experts together, rows travel to the experts
-that they chose and back (`autopar.runtime.dispatch`), and nothing is owed over it. How many rows a rank gets only the
-data decides; memory is counted for `Options.expert_imbalance` times the mean.
+that they chose and back (`autopar.runtime.dispatch`), and nothing is owed over it. Two axes may take it: then a row travels
+along the first once to every node that has any of its experts, and inside that along the second (`autopar.runtime.legs`).
+How many rows a rank gets only the data decides; memory is counted for `Options.expert_imbalance` times the mean.
 
 gate and up have a dim of their own in w_in, so that the inner dim shards: a view of the matrix that holds both.
 """
@@ -13,7 +14,8 @@ gate and up have a dim of their own in w_in, so that the inner dim shards: a vie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from autopar.errors import CaptureError, InputError
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Labels, Rule
+from autopar.ir.visits import visits
 from autopar.ops.dialect import differentiable, empty_like, given, graph_op
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, Grouped, Sending
@@ -49,7 +52,7 @@ def _labels(call: OpCall) -> tuple[Maker, dict[str, Labels], list[Labels | None]
 
 
 def _carried(call: OpCall) -> list[Carried]:
-    return [Carried((f"t{i}", "e")) for i in range(len(call.operand("chosen").shape) - 1)]
+    return [Carried((f"t{i}", "e"), axes=2) for i in range(len(call.operand("chosen").shape) - 1)]
 
 
 def _pairs(call: OpCall) -> int:
@@ -103,6 +106,37 @@ def _block(block: Block) -> dict[str, Any]:
     return told
 
 
+def _through_nodes(sends: Callable[[Sending], list[Sent]]) -> Callable[[Sending], list[Sent]]:
+    """The messages inside a node, of its experts' rows; where rows come to the node along an axis of their own also those of this
+    leg: all ranks know all counts, tokens go out with what they chose, and one row a token and node comes back. The work that
+    hides messages hides those of the leg."""
+
+    def through(sending: Sending) -> list[Sent]:
+        if not sending.inner:
+            return sends(sending)
+        ((inner, ranks),) = sending.inner
+        experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
+        copies = min(visits(sending.ranks, choices) * float(sending.call["expert_imbalance"]), sending.ranks)
+        backward = sending.call.op.startswith("autopar.experts_grad")
+        row, shares, numbers = (sending.bytes_of(name) for name in ("x", "weights", "chosen"))
+        known = 8.0 * (experts + sending.ranks) * ranks
+        counts, *there, back = sends(replace(sending, axis=inner, ranks=ranks, inner=()))
+        further = [Sent("exchange", sending.axis, copies * row, behind=one.behind, joins=True) for one in there[1:]]
+        returning = copies * (row + (shares if backward else 0.0))
+        return [
+            Sent("all_gather", inner, known),
+            Sent("all_gather", sending.axis, known * sending.ranks),
+            Sent("exchange", sending.axis, copies * (row + shares + numbers), after=0.0, joins=True),
+            *further,
+            replace(counts, nbytes=counts.nbytes / sending.ranks),
+            *(replace(one, behind=0.0) for one in there),
+            replace(back, behind=0.0, after=1.0 - back.behind),
+            Sent("exchange", sending.axis, returning, behind=back.behind, after=1.0),
+        ]
+
+    return through
+
+
 def _rows_sent(sending: Sending) -> tuple[Sent, float]:
     """The gathered counts, and the bytes of the rows that a rank sends at the imbalance that is promised."""
     experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
@@ -110,6 +144,7 @@ def _rows_sent(sending: Sending) -> tuple[Sent, float]:
     return counts, sending.bytes_of("x") * choices * float(sending.call["expert_imbalance"])
 
 
+@_through_nodes
 def _sends(sending: Sending) -> list[Sent]:
     """Rows to the experts, their counts before them, and back."""
     counts, rows = _rows_sent(sending)
@@ -117,6 +152,7 @@ def _sends(sending: Sending) -> list[Sent]:
     return [counts, there, Sent("exchange", sending.axis, rows, after=1.0)]
 
 
+@_through_nodes
 def _grad_sends(sending: Sending) -> list[Sent]:
     """Rows, their gradients behind the product that is made again, and the gradients of rows behind those of layers; of
     the router's weights and their gradients a number a row."""

@@ -40,9 +40,9 @@ class Offset:
 
 @dataclass(frozen=True)
 class AlongAxis:
-    """The mesh axis along which an op sends messages itself."""
+    """The mesh axis along which an op sends messages itself; of several the one along which they go first, then the others."""
 
-    axis: str
+    axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Block:
         return carried_choices(self.strategy, self.mesh)
 
     def told(self) -> dict[str, AlongAxis]:
-        """What an implementation that sends messages is told: the axis, if one takes a choice with messages."""
-        return {"along": AlongAxis(self.carried[0][0])} if self.carried else {}
+        """What an implementation that sends messages is told: the axes, if any take a choice with messages."""
+        return {"along": AlongAxis(tuple(axis for axis, _ in self.carried))} if self.carried else {}
 
     def parts(self, factor: str) -> int:
         """Into how many blocks a factor is cut."""
@@ -100,7 +100,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Sending:
-    """An op that takes a carried choice along an axis of so many ranks. nbytes: of operands and results on this rank."""
+    """An op that takes a carried choice along an axis of so many ranks. nbytes: of operands and results on this rank. inner: the
+    axes along which messages go on, with their ranks, where several axes take the choice."""
 
     call: OpCall
     choice: str
@@ -108,6 +109,7 @@ class Sending:
     ranks: int
     operand_bytes: tuple[float, ...]
     result_bytes: tuple[float, ...]
+    inner: tuple[tuple[str, int], ...] = ()
 
     def bytes_of(self, name: str) -> float:
         """Of the operand that an argument names, on this rank."""

@@ -50,7 +50,7 @@ def labelled(lead: Labels, pairs: list[tuple[Dim, Dim]]) -> tuple[Labels, Labels
 
 def told(block: Block) -> dict[str, Any]:
     """Which dims of the image are in blocks, and along which axis: `along2=rt.along('sp')`."""
-    return {_name(choice): AlongAxis(axis) for axis, choice in block.carried}
+    return {_name(choice): AlongAxis((axis,)) for axis, choice in block.carried}
 
 
 def _name(choice: str) -> str:

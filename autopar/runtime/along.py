@@ -16,14 +16,16 @@ from .comm import Comm
 class Along:
     """One mesh axis, as ops see it that send messages themselves: who this rank is along it, and its neighbours.
 
-    Messages start where they are called and are waited for by `wait()` of what they return.
+    Messages start where they are called and are waited for by `wait()` of what they return. inner: the axis along which they
+    go on, where an op sends along several: `rt.along('dp', 'ep')`.
     """
 
-    __slots__ = ("_comm", "axis", "index", "size")
+    __slots__ = ("_comm", "axis", "index", "inner", "size")
 
-    def __init__(self, comm: Comm, axis: str) -> None:
+    def __init__(self, comm: Comm, axis: str, *inner: str) -> None:
         self._comm, self.axis = comm, axis
         self.size, self.index = comm.axis_size(axis), comm.axis_index(axis)
+        self.inner: Along | None = Along(comm, *inner) if inner else None
 
     def start_shift(self, x: Tensor, by: int = 1) -> Handle[Tensor]:
         """The x of the rank `by` places before this one, round and round."""

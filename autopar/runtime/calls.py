@@ -24,6 +24,11 @@ class Handle(Generic[T]):
         self._wait = wait
         self._result = result
 
+    @property
+    def waits(self) -> bool:
+        """Whether it was not waited for yet."""
+        return self._wait is not None
+
     def wait(self) -> T:
         if self._wait is not None:
             wait, self._wait = self._wait, None

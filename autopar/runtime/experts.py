@@ -3,21 +3,26 @@
     y[t] = sum over j of weights[t, j] · expert[chosen[t, j]](x[t])
     expert[i](x) = gate(x @ w_in[i] + b_in[i]) @ w_out[i] + b_out[i]
 
-A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py), both. It may also
-have a block of the inner dim. Choices that are no number of an expert add nothing. Both ops stop while rows travel
-(suspended.py). Backward computes the first product again, as the rows that a rank gets are known only while it runs.
+A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py), both; along two axes
+rows go to a node first and then inside it (legs.py). It may also have a block of the inner dim. Choices that are no number of
+an expert add nothing. Both ops stop while rows travel (suspended.py). Backward computes the first product again, as the rows
+that a rank gets are known only while it runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .along import Along
-from .dispatch import Promise, pieces
+from .calls import Handle
+from .dispatch import Promise, Spread, pieces
 from .gates import Gate
 from .grouped import add_outer_products, products, spans
+from .legs import legs
 from .suspended import Parts, whole_or_suspended
 
 Tensor = torch.Tensor
@@ -51,9 +56,29 @@ def _experts(
     its f. Raises ExpertOverflow.
     """
     layers = _Layers(w_in, b_in, w_out, None if inner else b_out, Gate(act, alpha, limit, shift))
-    rows, choices, shares = _flat(x), _flat(chosen), _flat(weights)
-    y = rows.new_zeros(rows.shape, dtype=torch.promote_types(x.dtype, weights.dtype))
-    for piece in pieces(choices, len(w_in), Promise(expert_imbalance, on_overflow, source), first, parts, along):
+    promise, spread = Promise(expert_imbalance, on_overflow, source), Spread(first, parts, along)
+    y = yield from _mixed(layers, promise, spread, _flat(x), _flat(chosen), _flat(weights))
+    return y.to(x.dtype).view(x.shape)
+
+
+def _mixed(
+    layers: _Layers, promise: Promise, spread: Spread, rows: Tensor, choices: Tensor, shares: Tensor
+) -> Parts[Tensor]:
+    """The weighted sums of rows, (tokens, d)."""
+    y = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, shares.dtype))
+    for leg in legs(choices, len(layers.w_in), promise, spread):
+        comings = [leg.out(t) for t in (rows, choices, shares)]
+        yield
+        here = [coming.wait() for coming in comings]
+        del comings
+        y_here = yield from _mixed(layers, promise, leg.inside, *here)
+        del here
+        returning = leg.back(y_here.to(rows.dtype))
+        del y_here
+        yield
+        leg.add_to(y, returning.wait())
+        del returning
+    for piece in pieces(choices, len(layers.w_in), promise, spread):
         coming = piece.to_experts(piece.of_tokens(rows))
         yield
         arrived = coming.wait()
@@ -71,7 +96,7 @@ def _experts(
         del returning
         piece.add_to(y, out, shares)
         del out
-    return y.to(x.dtype).view(x.shape)
+    return y
 
 
 def _experts_grad(
@@ -99,21 +124,62 @@ def _experts_grad(
 ) -> Parts[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """The gradients of x, weights, w_in, b_in, w_out, b_out; one zero for a bias that is absent, and for all layers
     unless `of_layers`. The gradients of results come while the first product is made again, those of rows go back while
-    those of layers are computed. Raises ExpertOverflow."""
+    those of layers are computed; where rows travel to nodes and then inside them, this is said of the way between nodes.
+    Raises ExpertOverflow."""
     layers = _Layers(w_in, b_in, w_out, None if inner else b_out, Gate(act, alpha, limit, shift))
     grads = gradient_room(w_in, b_in, w_out, b_out, of_layers)
     for grad in grads:
         grad.zero_()
-    rows, gs, choices, shares = _flat(x), _flat(g), _flat(chosen), _flat(weights)
-    dx = rows.new_zeros(rows.shape, dtype=torch.promote_types(x.dtype, weights.dtype))
+    promise, spread, to = (
+        Promise(expert_imbalance, on_overflow, source),
+        Spread(first, parts, along),
+        grads if of_layers else (),
+    )
+    gs, later = Handle(None, _flat(g)), list[Callable[[], None]]()
+    dx, dshares = yield from _mixed_grad(
+        layers, to, later, promise, spread, gs, _flat(x), _flat(chosen), _flat(weights)
+    )
+    return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), *grads
+
+
+def _mixed_grad(
+    layers: _Layers,
+    grads: tuple[Tensor, ...],
+    later: list[Callable[[], None]],
+    promise: Promise,
+    spread: Spread,
+    gs: Handle[Tensor],
+    rows: Tensor,
+    choices: Tensor,
+    shares: Tensor,
+) -> Parts[tuple[Tensor, Tensor]]:
+    """The gradients of rows and of the router's weights; those of layers are added to `grads`, where there are any. Inside a node
+    the last of these are left to be done `later`."""
+    dx = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, shares.dtype))
     dshares = torch.zeros_like(shares, memory_format=torch.contiguous_format)
-    for piece in pieces(choices, len(w_in), Promise(expert_imbalance, on_overflow, source), first, parts, along):
+    for leg in legs(choices, len(layers.w_in), promise, spread):
+        comings, gs_here = [leg.out(t) for t in (rows, choices, shares)], leg.out(gs.wait())
+        yield
+        here = [coming.wait() for coming in comings]
+        del comings
+        dx_here, dshares_here = yield from _mixed_grad(layers, grads, later, promise, leg.inside, gs_here, *here)
+        del here, gs_here
+        dx_coming, dshares_coming = leg.back(dx_here.to(rows.dtype)), leg.back(dshares_here)
+        del dx_here, dshares_here
+        _do(later)
+        yield
+        leg.add_to(dx, dx_coming.wait())
+        leg.add_to(dshares, dshares_coming.wait())
+        del dx_coming, dshares_coming
+    for piece in pieces(choices, len(layers.w_in), promise, spread):
+        _do(later)
         row_coming = piece.to_experts(piece.of_tokens(rows))
-        g_coming = piece.to_experts(piece.of_tokens(gs))
+        g_coming = None if gs.waits else piece.to_experts(piece.of_tokens(gs.wait()))
         share_coming = piece.to_experts(shares.reshape(-1)[piece.pairs].unsqueeze(1))
         yield
         row = row_coming.wait()
         h = layers.first(row, piece.ends)
+        g_coming = g_coming or piece.to_experts(piece.of_tokens(gs.wait()))
         yield
         gy, share = g_coming.wait(), share_coming.wait()
         del row_coming, g_coming, share_coming
@@ -125,14 +191,22 @@ def _experts_grad(
         dh = layers.slope_(da.mul_(share), h)
         del da, h
         dx_coming = piece.back(layers.first_dx(dh, piece.ends))
-        if of_layers:
-            layers.add_gradients(grads, row, dh, a.mul_(share), gy, share, piece.ends)
+        if grads:
+            later.append(partial(layers.add_gradients, grads, row, dh, a.mul_(share), gy, share, piece.ends))
         del row, dh, a, gy, share
+        if spread.mean is None:
+            _do(later)
         yield
         piece.add_to(dx, dx_coming.wait())
         dshares.view(-1)[piece.pairs] = dshare_coming.wait().squeeze(1)
         del dx_coming, dshare, dshare_coming
-    return dx.to(x.dtype).view(x.shape), dshares.view(weights.shape), *grads
+    return dx, dshares
+
+
+def _do(later: list[Callable[[], None]]) -> None:
+    """What was left, and forget it."""
+    while later:
+        later.pop()()
 
 
 experts, start_experts = whole_or_suspended(_experts)

@@ -58,9 +58,9 @@ class Rank:
         self._prefetched: dict[str, Handle[list[Tensor]]] = {}
         self._updated: dict[str, Tensor] = {}
 
-    def along(self, axis: str) -> Along:
-        """A mesh axis, for an op that sends messages itself."""
-        return Along(self.comm, axis)
+    def along(self, axis: str, *inner: str) -> Along:
+        """A mesh axis, for an op that sends messages itself. inner: those along which they go on."""
+        return Along(self.comm, axis, *inner)
 
     def prefetch(self, key: str, items: Sequence[Wanted], site: str = "") -> None:
         """Start gathering parameters along their steps; `take(key)` gives them."""

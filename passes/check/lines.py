@@ -206,11 +206,12 @@ def _carried(line: Compute, rule: Rule, where: str) -> dict[str, Carried]:
     for _, choice in line.carried:
         if choice not in rule.carries:
             raise CheckError(f"{where}: {line.op} has no choice {choice}; its rule is `{rule}`")
-    told = {value.axis for value in line.kwargs.values() if isinstance(value, AlongAxis)}
-    axes = [axis for axis, _ in line.carried]
-    if told != set(axes) or len(axes) != len({choice for _, choice in line.carried}):
+    told = sorted(value.axes for value in line.kwargs.values() if isinstance(value, AlongAxis))
+    choices = dict.fromkeys(choice for _, choice in line.carried)
+    taken = {choice: tuple(axis for axis, one in line.carried if one == choice) for choice in choices}
+    if told != sorted(taken.values()) or any(len(axes) > rule.carries[choice].axes for choice, axes in taken.items()):
         raise CheckError(
-            f"{where}: {line.op} is told to send along {sorted(told)}, its choices with messages are {axes}"
+            f"{where}: {line.op} is told to send along {told}, its choices with messages are {list(line.carried)}"
         )
     return {axis: rule.carries[choice] for axis, choice in line.carried}
 
@@ -218,12 +219,13 @@ def _carried(line: Compute, rule: Rule, where: str) -> dict[str, Carried]:
 def _check_carried(
     line: Compute, rule: Rule, carried: dict[str, Carried], taken: dict[str, tuple[str, ...]], where: str
 ) -> None:
-    """An axis that carries shards all factors of its choice, and shares none but the first with another axis; a factor that the
-    rule wants whole is sharded by no other axis. Raises CheckError."""
+    """An axis that carries shards all factors of its choice, and shares none but the first with an axis that does not; a factor
+    that the rule wants whole is sharded by no other axis. Raises CheckError."""
     for axis, one in carried.items():
         for factor in one.factors:
             axes = taken.get(factor, ())
-            if axis not in axes or (len(axes) > 1 and (factor != one.factors[0] or factor not in rule.shardable)):
+            others = [other for other in axes if carried.get(other) != one]
+            if axis not in axes or (others and (factor != one.factors[0] or factor not in rule.shardable)):
                 raise CheckError(
                     f"{where}: {line.op} carries {one.choice} along {axis}, but {factor} is sharded by {axes}"
                 )

@@ -116,8 +116,8 @@ class _Rank:
     def key(self, call: int, site: int) -> int:
         return 1
 
-    def along(self, axis: str) -> Along:
-        return Along(self.comm, axis)
+    def along(self, axis: str, *inner: str) -> Along:
+        return Along(self.comm, axis, *inner)
 
 
 @cache

@@ -53,20 +53,20 @@ class Message:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Tokens, of nbytes on a rank, on their way to the ranks of their choices along an axis, or back."""
+    """Tokens, of nbytes on a rank, on their way to the ranks of their choices along axes, or back."""
 
-    axis: str
+    axes: tuple[str, ...]
     nbytes: float
     choices: int
 
     def seconds(self, pricer: Pricer) -> float:
         """How long it takes alone."""
-        return pricer.dispatched_s(self.nbytes, self.choices, self.axis)
+        return pricer.dispatched_s(self.nbytes, self.choices, self.axes)
 
     @property
     def purpose(self) -> Purpose:
         """Of an exchange of tokens between experts."""
-        return Purpose(self.axis, _OVERLAPS["all_to_all"])
+        return Purpose(self.axes[0], _OVERLAPS["all_to_all"])
 
 
 _OVERLAPS = {"all_gather": "tp_exposed", "reduce_scatter": "tp_exposed", **dict.fromkeys(TO_ALL, "ep_exposed")}
@@ -99,8 +99,9 @@ def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, m
     assert type_ is not None
     assert spec is not None
     nbytes = spec.local_bytes(type_, mesh) * mesh.product(spec.axes) / mesh.size
-    for axis, _ in carried_choices(strategy, mesh):
-        yield from 2 * [Dispatch(axis, nbytes, grouped.choices)]
+    axes = tuple(axis for axis, _ in carried_choices(strategy, mesh))
+    if axes:
+        yield from 2 * [Dispatch(axes, nbytes, grouped.choices)]
 
 
 def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, where: str = "") -> Iterator[Message]:

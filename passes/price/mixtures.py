@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.costmodel.software import Software
+from autopar.ir.visits import visits
 from autopar.ops.registry import Grouped
+
+LEG_PASSES = 6
+"""Over rows that go to nodes: gathered as they set out, and as they come back read, cast and added."""
 
 
 def work_share(grouped: Grouped | None, software: Software) -> float:
@@ -11,11 +17,14 @@ def work_share(grouped: Grouped | None, software: Software) -> float:
     return 1.0 - grouped.again if grouped is not None and software.keeps_rows else 1.0
 
 
-def moved_bytes(grouped: Grouped | None, software: Software) -> float:
-    """Bytes that an op reads and writes beside its products."""
+def moved_bytes(grouped: Grouped | None, software: Software, along: Sequence[int] = ()) -> float:
+    """Bytes that an op reads and writes beside its products. along: ranks of the axes that its rows travel along; of several the
+    first leads to nodes, each of which a row visits once."""
     if grouped is None:
         return 0.0
     c = software.constants
     passes = c.permute_passes if software.keeps_rows else grouped.passes
+    if len(along) > 1 and not software.keeps_rows:
+        passes += LEG_PASSES * visits(along[0], grouped.choices) / grouped.choices
     inner = c.fused_passes if software.kernels == "fused" else c.eager_passes
     return passes * grouped.row_bytes + inner * grouped.inner_bytes

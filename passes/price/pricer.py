@@ -21,7 +21,7 @@ from autopar.costmodel.software import Software, emitted_on
 from autopar.ir.call import OpCall
 from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Rule, Strategy, factors_of
+from autopar.ir.rule import Rule, Strategy, carried_choices, factors_of
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import Grouped, find
@@ -200,7 +200,7 @@ class Pricer:
         choices = self._choices.get(call.signature)
         if choices is not None and strategy in choices.index:
             return float(choices.computed_s[choices.index[strategy]])
-        return self._op_seconds(call, rule, [self._parts(rule, strategy)], [rule.work_parts(strategy, self.mesh)])[0]
+        return self._op_seconds(call, rule, [self._parts(rule, strategy)], [strategy])[0]
 
     def grouped(self, call: OpCall, rule: Rule, strategy: Strategy) -> Grouped | None:
         """The rows that an op computes in groups on a rank, where it does."""
@@ -217,9 +217,9 @@ class Pricer:
                 parts[factor] *= size
         return parts
 
-    def dispatched_s(self, nbytes: float, choices: int, axis: str) -> float:
-        """Seconds until every token of a rank, of nbytes in all, is at the ranks of its choices, or back."""
-        group = self._groups[axis]
+    def dispatched_s(self, nbytes: float, choices: int, axes: tuple[str, ...]) -> float:
+        """Seconds until every token of a rank, of nbytes in all, is at the ranks of its choices along these axes, or back."""
+        group = self.mesh.group(axes)
         shape = collective.shape_on_levels(self.cluster.levels, group)
         return collective.dispatch_time_s(shape, nbytes, choices, len(group))
 
@@ -271,8 +271,7 @@ class Pricer:
             )
             blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
             strategies = tuple(table.strategies[i] for i in kept.tolist())
-            shares = [rule.work_parts(strategy, self.mesh) for strategy in strategies]
-            seconds = np.array(self._op_seconds(call, rule, blocks, shares))
+            seconds = np.array(self._op_seconds(call, rule, blocks, strategies))
             sent_s = np.zeros(len(kept))
             if rule.carries:
                 for i, strategy in enumerate(strategies):
@@ -281,10 +280,9 @@ class Pricer:
         return self._choices[call.signature]
 
     def _op_seconds(
-        self, call: OpCall, rule: Rule, blocks: Sequence[dict[str, int]], shares: Sequence[int]
+        self, call: OpCall, rule: Rule, blocks: Sequence[dict[str, int]], strategies: Sequence[Strategy]
     ) -> list[float]:
-        """Seconds of an op on blocks of it, each given by the number of parts that every factor is cut into. shares: over how
-        many ranks each divides the work."""
+        """Seconds of an op on blocks of it, each given by the number of parts that every factor is cut into, and the strategy."""
         definition = find(call.op)
         if definition is not None and definition.free:
             return [0.0] * len(blocks)
@@ -301,12 +299,14 @@ class Pricer:
         ]
         tile = self.device.kernels.causal_tile if self.device.kernels is not None else 0.0
         seconds = []
-        for parts, share in zip(blocks, shares, strict=True):
+        for parts, strategy in zip(blocks, strategies, strict=True):
+            share = rule.work_parts(strategy, self.mesh)
             moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in tensors]
             if definition is not None and definition.picks:
                 moved[0] = min(moved[0], moved[-1])
             nbytes = sum(moved)
             grouped = definition.grouped(call, parts, share) if definition is not None and definition.grouped else None
+            along = [self.mesh.sizes[axis] for axis, _ in carried_choices(strategy, self.mesh)] if grouped else []
             imbalance = 1.0
             if definition is not None and definition.imbalance:
                 imbalance = definition.imbalance(call, parts, tile)
@@ -321,7 +321,7 @@ class Pricer:
                     eager=self.software.kernels != "fused",
                     op=call.op,
                     reached=self.software.constants.grouped_share if grouped is not None else 1.0,
-                    moved_bytes=moved_bytes(grouped, self.software),
+                    moved_bytes=moved_bytes(grouped, self.software, along),
                 )
             )
         return seconds

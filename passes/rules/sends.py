@@ -12,7 +12,7 @@ from autopar.ops.registry import Sending, find
 
 
 def sent_by(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[Sent, ...]:
-    """The messages of all carried choices."""
+    """The messages of all carried choices; those of one that several axes take are listed once."""
     return tuple(_sent(call, rule, strategy, mesh))
 
 
@@ -31,5 +31,6 @@ def _sent(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> Iterator[
         else float(spec.local_bytes(type_, mesh))
         for i, type_ in enumerate(call.results)
     )
-    for axis, choice in carried:
-        yield from definition.sends(Sending(call, choice, axis, mesh.sizes[axis], operands, results))
+    for choice in dict.fromkeys(choice for _, choice in carried):
+        (axis, ranks), *inner = ((axis, mesh.sizes[axis]) for axis, taken in carried if taken == choice)
+        yield from definition.sends(Sending(call, choice, axis, ranks, operands, results, tuple(inner)))

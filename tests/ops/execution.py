@@ -152,7 +152,7 @@ def run_line(line: Compute, held: list[dict[str, Tensor]], mesh: Mesh) -> list[l
     def on_rank(comm: Comm) -> list[Tensor | None]:
         rt = SimpleNamespace(
             comm=comm,
-            along=lambda axis: Along(comm, axis),
+            along=lambda *axes: Along(comm, *axes),
             key=lambda call, site: site,
             device=torch.device("cpu"),
             guards=Guards(),

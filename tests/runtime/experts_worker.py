@@ -49,16 +49,17 @@ def cases() -> Iterator[tuple[str, int]]:
             yield route, choices
 
 
-def on_rank(comm: Comm, axis: str = "ep") -> list[Any]:
+def on_rank(comm: Comm, *axes: str) -> list[Any]:
     """Value and gradients of this rank's blocks of every mixture; then the error of one that is too uneven."""
-    along = Along(comm, axis)
+    along, block = Along(comm, *axes), comm.axis_index(axes)
+    ranks = comm.axis_size(axes)
     results: list[Any] = []
     for route, choices in cases():
-        *operands, g = (None if t is None else t.chunk(along.size)[along.index] for t in mixture(route, choices))
+        *operands, g = (None if t is None else t.chunk(ranks)[block] for t in mixture(route, choices))
         told = (*GATE, 1.0, "chunk")
         y = experts.experts(*operands, *told, along=along)
         results.append((y, *experts.experts_grad(g, *operands, True, *told, along=along)))
-    *operands, _ = (None if t is None else t.chunk(along.size)[along.index] for t in mixture("all to one", 2))
+    *operands, _ = (None if t is None else t.chunk(ranks)[block] for t in mixture("all to one", 2))
     try:
         experts.experts(*operands, *GATE, 1.0, "stop", "model.py:7", along=along)
     except ExpertOverflow as error:
@@ -70,7 +71,8 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     native = TorchComm({"ep": RANKS})
     native.gloo = False  # the way that NCCL goes
-    results = {"gloo": on_rank(TorchComm({"ep": RANKS})), "native": on_rank(native)}
-    results["beside another axis"] = on_rank(TorchComm({"dp": 2, "ep": 2}))
+    results = {"gloo": on_rank(TorchComm({"ep": RANKS}), "ep"), "native": on_rank(native, "ep")}
+    both = TorchComm({"dp": 2, "ep": 2})
+    results |= {"beside another axis": on_rank(both, "ep"), "over nodes": on_rank(both, "dp", "ep")}
     torch.save(results, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

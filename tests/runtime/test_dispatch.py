@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.runtime import experts, run_threads
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
-from autopar.runtime.dispatch import Piece, Promise, pieces
+from autopar.runtime.dispatch import Piece, Promise, Spread, pieces
 from tests.runtime import experts_worker
 from tests.runtime.test_process import torchrun
 
@@ -40,7 +40,7 @@ def test_every_pair_travels_once_to_its_expert_and_no_piece_is_larger_than_promi
             [torch.full((chosen.numel(),), comm.rank), torch.arange(chosen.numel()), chosen.flatten()], 1
         )
         seen: list[Tensor] = []
-        parts: list[Piece] = list(pieces(chosen, experts, Promise(imbalance, "chunk"), along=Along(comm, "ep")))
+        parts: list[Piece] = list(pieces(chosen, experts, Promise(imbalance, "chunk"), Spread(along=Along(comm, "ep"))))
         for piece in parts:
             arrived = piece.to_experts(pairs[piece.pairs]).wait()
             assert len(arrived) <= most
@@ -65,16 +65,16 @@ def whole(case: tuple[str, int]) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("name", ["threads", "processes"])
 def test_experts_of_four_ranks_are_those_of_one(name: str, tmp_path: Path) -> None:
     if name == "threads":
-        results = {"threads": run_threads(4, {"ep": 4}, experts_worker.on_rank, timeout_s=60)}
+        results = {"threads": run_threads(4, {"ep": 4}, lambda comm: experts_worker.on_rank(comm, "ep"), timeout_s=60)}
     else:
         done = torchrun(4, Path(experts_worker.__file__), tmp_path, timeout=120)
         assert done.returncode == 0, done.stderr[-4000:]
         ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
-        results = {kind: [rank[kind] for rank in ranks] for kind in ("gloo", "native")}
+        results = {kind: [rank[kind] for rank in ranks] for kind in ("gloo", "native", "over nodes")}
         results |= {f"rows {i}": [rank["beside another axis"] for rank in ranks[i : i + 2]] for i in (0, 2)}
-    for of_ranks in results.values():
+    for kind, of_ranks in results.items():
         assert len({rank[-1] for rank in of_ranks}) == 1
-        assert "along ep is to compute" in of_ranks[0][-1]
+        assert f"along {'dp, ep' if kind == 'over nodes' else 'ep'} is to compute" in of_ranks[0][-1]
         for i, case in enumerate(experts_worker.cases()):
             for expected, *parts in zip(whole(case), *(rank[i] for rank in of_ranks), strict=True):
                 torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-10, atol=1e-10)

@@ -18,7 +18,9 @@ from autopar.ir.program import op_call
 from autopar.ir.rule import Rule, Strategy
 from autopar.ops.experts import _experts, experts_grad
 from autopar.passes.price.lines import dispatches
+from autopar.passes.price.mixtures import moved_bytes
 from autopar.passes.price.pricer import Pricer
+from autopar.passes.rules.sends import sent_by
 from benchmarks.published_compiled import compile_row
 from tests.ops.execution import Case, as_node, rule_of
 
@@ -91,7 +93,7 @@ def test_a_token_goes_once_to_a_node_from_one_of_the_ranks_that_hold_it() -> Non
     assert grouped is not None
     sent = list(dispatches(call, rule, APART, grouped, MESH))
     nbytes = TOKENS / 8 * D * WIDTH / 2
-    assert [(d.axis, d.nbytes, d.choices) for d in sent] == [("ep", nbytes, CHOICES)] * 2
+    assert [(d.axes, d.nbytes, d.choices) for d in sent] == [(("ep",), nbytes, CHOICES)] * 2
     inside_s, across_s = nbytes * 1.3125 * 2 / 3 / NODE.rate_Bps(), nbytes * 0.75 / NET.rate_Bps()
     latency_s = NODE.base_s + NODE.latency_s + NET.base_s + NET.latency_s
     assert sent[0].seconds(Pricer(CLUSTER, MESH, FRAMEWORK)) == pytest.approx(max(inside_s, across_s) + latency_s)
@@ -133,3 +135,39 @@ def test_both_writers_of_bills_say_the_same_of_a_mixture(plan: dict[str, int]) -
     }  # fmt: skip
     compiled = compile_row(row, 1.0)
     assert compiled.predicted_s == pytest.approx(compiled.estimated_s, rel=0.05)
+
+
+def test_over_two_axes_a_row_is_sent_once_to_a_node_and_then_to_every_expert_inside() -> None:
+    """Of 2 choices among 4 nodes 1.75 are different ones; there and back, what is computed between hides nothing forward."""
+    call, rule = mixture(False)
+    mesh = Mesh.of(dp=4, ep=2)
+    pricer, both = Pricer(CLUSTER, mesh, NEUTRAL), ("+t0+e", "+t0+e")
+    sent = sent_by(call, rule, both, mesh)
+    row, rows = D * WIDTH, TOKENS / 8
+    copies, passed_on = 1.75 * rows, CHOICES * rows
+    of_token = CHOICES * (8 + WIDTH)
+    gathered = 8.0 * (EXPERTS + 4)
+    assert [(s.kind, s.axis, s.nbytes) for s in sent] == [
+        ("all_gather", "ep", 2 * gathered),
+        ("all_gather", "dp", 8 * gathered),
+        ("exchange", "dp", copies * (row + of_token)),
+        ("all_gather", "ep", 8.0 * EXPERTS * 2 / 4),
+        ("exchange", "ep", passed_on * row),
+        ("exchange", "ep", passed_on * row),
+        ("exchange", "dp", copies * row),
+    ]
+    grouped = pricer.grouped(call, rule, both)
+    assert grouped is not None
+    legs = moved_bytes(grouped, NEUTRAL, (4, 2)) - moved_bytes(grouped, NEUTRAL, (8,))
+    assert legs == pytest.approx(6 * copies * row)
+
+
+def test_what_hides_messages_hides_those_between_nodes() -> None:
+    call, rule = mixture(True)
+    work = 3 * FLOPS_IN + 2 * FLOPS_OUT
+    shares = [FLOPS_IN / work, (FLOPS_IN + FLOPS_OUT) / work]
+    along_dp, along_ep = (
+        [s.behind for s in sent_by(call, rule, ("+t0+e", "+t0+e"), Mesh.of(dp=4, ep=2)) if s.axis == axis and s.behind]
+        for axis in ("dp", "ep")
+    )
+    assert (along_dp, along_ep) == (pytest.approx(shares), [])
