@@ -12,6 +12,7 @@ weights/             the model's weights (torch.distributed.checkpoint); where t
 buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
 candidates/1/ …      the program under other plans, each a directory like this one without weights, for autopar-tune
 tuned.json           which of them it found to be the fastest; run.py runs that one
+worlds/2/ …          the program for other numbers of ranks, likewise; run.py runs that of the number it finds
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.manifest import TUNED, factory_modules
+from autopar.runtime.manifest import TUNED, WORLDS, factory_modules, world_folder
 from autopar.runtime.schema import is_identifier
 from autopar.runtime.update_rule import ClipNorm, UpdateRule
 
@@ -80,12 +81,16 @@ class Contents:
     compiler: str = "none"
 
 
-def write_directory(contents: Contents, directory: Path, candidates: Sequence[Contents] = ()) -> Path:
-    """Write everything; returns the directory. candidates: the program under other plans. Raises EmitError when a part cannot
-    be written, and, before anything is touched, where a file is in the way that autopar did not write."""
-    _write(contents, directory)
+def write_directory(
+    contents: Contents, directory: Path, candidates: Sequence[Contents] = (), worlds: Sequence[Contents] = ()
+) -> Path:
+    """Write everything; returns the directory. candidates: the program under other plans; worlds: for other numbers of ranks.
+    Raises EmitError when a part cannot be written, and, before anything is touched, where a file is in the way that autopar
+    did not write."""
+    _write(contents, directory, [one.plan.ranks for one in worlds])
     folders = {directory / candidate_folder(n): one for n, one in enumerate(candidates)}
-    for folder in (directory / CANDIDATES).glob("*"):
+    folders |= {directory / world_folder(one.plan.ranks): one for one in worlds}
+    for folder in (path for beside in (CANDIDATES, WORLDS) for path in (directory / beside).glob("*")):
         if folder not in folders:
             make_room(folder, [], contents.plan)
     for folder, one in folders.items():
@@ -93,8 +98,8 @@ def write_directory(contents: Contents, directory: Path, candidates: Sequence[Co
     return directory
 
 
-def _write(contents: Contents, directory: Path) -> None:
-    """One program's files."""
+def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> None:
+    """One program's files. worlds: other numbers of ranks that it is written for."""
     constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
     complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
     written = contents.weights if complete else constants if known else {}
@@ -112,6 +117,8 @@ def _write(contents: Contents, directory: Path) -> None:
         "save_every": (contents.facts["long_run"] or {}).get("save_every"),
         "compiler": contents.compiler,
     }
+    if worlds:
+        manifest["worlds"] = sorted(worlds)
     if contents.buckets:
         folders = [bucket_folder(i) for i in range(len(contents.buckets))]
         manifest["buckets"] = [
