@@ -126,7 +126,7 @@ def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> N
             for folder, bucket in zip(folders, contents.buckets, strict=True)
         ]
         manifest["pad_values"] = dict(contents.pad_values)
-    texts = {**_texts(contents), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
+    texts = {**_texts(contents, worlds), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
     files = {name: content.encode() for name, content in texts.items()} | _runtime_files()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -146,8 +146,8 @@ def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> N
         raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
 
 
-def _texts(contents: Contents) -> dict[str, str]:
-    """The files that are generated, by name."""
+def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
+    """The files that are generated, by name. worlds: other numbers of ranks."""
     lowered, ranks = contents.lowered, contents.plan.ranks
     texts = {"plan.json": contents.plan.to_json(), "pipeline.py": contents.pipeline}
     texts |= {f"stages/stage_{i}.py": source for i, source in enumerate(contents.sources)}
@@ -163,9 +163,10 @@ def _texts(contents: Contents) -> dict[str, str]:
         texts["user_ops.py"] = user_ops_source(names)
     per_node = min(contents.ranks_per_node, ranks)
     modules = factory_modules(contents.update) if contents.update is not None else []
-    for name in LAUNCHERS:
-        values = {"ranks": ranks, "nodes": max(ranks // per_node, 1), "per_node": per_node, "modules": modules}
-        texts[name] = render(f"{name}.j2", **values)
+    sizes = (ranks, *worlds)
+    least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
+    values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "modules": modules, "least": least, "most": most}
+    texts |= {name: render(f"{name}.j2", **values) for name in LAUNCHERS}
     return texts
 
 
