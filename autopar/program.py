@@ -147,6 +147,12 @@ class ParallelProgram(Compiled):
                     f"save: on {cluster.size} ranks a batch of another shape would be cut into {theirs.plan.microbatches} "
                     f"microbatches, not {ours.plan.microbatches}, and random numbers depend on that; set Options.microbatches"
                 )
+        differing = self.weights().keys() ^ other.weights().keys()
+        if differing:
+            raise InputError(
+                f"save: the program for {cluster.size} ranks holds other tensors than that for {self.plan.ranks} "
+                f"({', '.join(sorted(differing)[:5])}), so neither could go on from the other's steps; leave {cluster.size} out"
+            )
         return other
 
     @property

@@ -102,11 +102,10 @@ def load(
     directory: or one of its manifests, where that is chosen. Joins the default process group, or makes it (nccl when there
     is a GPU per local rank, else gloo). Weights come from `weights`, a checkpoint or a Hugging Face directory of
     safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
-    resume. tier_directory: for the files of what rests in
-    the memory tier "nvme" (default: that of temporary files). compiler: "none" or "inductor", instead of what the program was
-    compiled with. An optimizer that is not of torch.optim comes from a module
-    that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and WrongWorldSize before any
-    process group is made.
+    resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
+    compiler: "none" or "inductor", instead of what the program was compiled with. An optimizer that is not of torch.optim
+    comes from a module that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and
+    WrongWorldSize before any process group is made.
     """
     from .weights import load_weights  # its import takes most of a second
 
@@ -173,7 +172,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     status = 0
     try:
         if int(os.environ.get("RANK", "0")) >= manifest.world_size:
-            store, rank, _ = joined(arguments.timeout)
+            store, rank = joined(arguments.timeout)
             return stand_by(dist.PrefixStore("notes", store), manifest, rank, arguments.hang, arguments.timeout)
         program = load(
             manifest,
@@ -261,7 +260,7 @@ def _join(backend: str, timeout_s: float, manifest: Manifest) -> dist.Store:
     """Make the default process group, of the program's ranks alone."""
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    own, rank, _ = joined(timeout_s)
+    own, rank = joined(timeout_s)
     rank = manifest.placement[rank] if manifest.placement else rank
     groups, timeout = dist.PrefixStore("groups", own), timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout)

@@ -23,9 +23,9 @@ from .errors import CollectiveTimeout
 POLL_S = 0.02
 
 
-def joined(timeout_s: float) -> tuple[dist.Store, int, int]:
-    """The store of this round's workers, this one's rank, and their number, as torchrun counts them (one worker that was not
-    started by it is alone). Raises CollectiveTimeout."""
+def joined(timeout_s: float) -> tuple[dist.Store, int]:
+    """The store of this round's workers, and this one's rank among them, as torchrun counts (a worker that was not started by it
+    is alone). Raises CollectiveTimeout."""
     timeout = timedelta(seconds=timeout_s)
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -33,7 +33,7 @@ def joined(timeout_s: float) -> tuple[dist.Store, int, int]:
     os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     store.set_timeout(timeout)
-    return dist.PrefixStore(meet(store, rank, world_size, timeout_s), store), rank, world_size
+    return dist.PrefixStore(meet(store, rank, world_size, timeout_s), store), rank
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:

@@ -42,10 +42,9 @@ def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, ti
         beat = store.get("beat/0") if store.check(["beat/0"]) else b""
         if beat != last:
             last, since = beat, time.monotonic()
-        if hang_s and time.monotonic() - since > (hang_s if last else timeout_s):
-            raise RuntimeProgramError(
-                f"spare rank {rank}: the ranks of the run have not been heard of for {hang_s:g} s"
-            )
+        limit_s = hang_s if last else timeout_s
+        if hang_s and time.monotonic() - since > limit_s:
+            raise RuntimeProgramError(f"spare rank {rank}: the run has not been heard of for {limit_s:g} s")
         time.sleep(POLL_S)
     done = store.get(_ENDED) == b"done"
     store.add(_HEARD, 1)

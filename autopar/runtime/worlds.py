@@ -9,7 +9,6 @@ beyond it are spares. Elsewhere that would be ranks that were started by mistake
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from .errors import RuntimeProgramError
@@ -20,9 +19,9 @@ class WrongWorldSize(RuntimeProgramError):
     """The program was compiled for other numbers of ranks."""
 
 
-def started_ranks(environment: Mapping[str, str] = os.environ) -> int:
+def started_ranks() -> int:
     """How many ranks torchrun started; one where it did not."""
-    return int(environment.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def manifest_for(directory: str | Path, ranks: int, found: str = "WORLD_SIZE is", *, spares: bool = False) -> Manifest:
