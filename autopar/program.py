@@ -14,12 +14,13 @@ import torch
 from autopar.capture.default_device import with_cpu_as_default
 from autopar.capture.saved_names import saved_names
 from autopar.capture.trees import check_like, rebuild
+from autopar.cluster import ClusterSpec, resized
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
 from autopar.codegen.pipeline import batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
-from autopar.errors import EmitError, InputError
+from autopar.errors import AutoparError, EmitError, InputError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 from autopar.passes.batch.captured import in_microbatches
@@ -33,7 +34,7 @@ from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.beside import Profile, beside_text
 from autopar.report.candidates import worth_measuring
-from autopar.request import Request
+from autopar.request import Request, as_cluster
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
 from autopar.runtime.recorder import Recorder, StepRecord
@@ -92,12 +93,17 @@ class ParallelProgram(Compiled):
         return report(self)
 
     @with_cpu_as_default
-    def save(self, directory: str | Path, *, candidates: int = 0) -> Path:
+    def save(
+        self, directory: str | Path, *, candidates: int = 0, also: Sequence[int | ClusterSpec | str | Path] = ()
+    ) -> Path:
         """Write the program: plan.json, stages, run.py, the small runtime, launch scripts, and the model's weights.
 
         The directory is a program: who runs it runs its code. What autopar wrote there before is replaced; where a file of
         anybody else is in the way nothing is touched. candidates: so many plans of other shapes that are predicted to come
-        next are written beside it, for `autopar-tune` to measure. Raises EmitError, InputError.
+        next are written beside it, for `autopar-tune` to measure. also: other numbers of ranks (of the same machines), or
+        clusters, that the program is compiled for and written beside it: `run.py` takes the plan for the number of ranks that it
+        finds itself with, and steps are the same under each. Raises EmitError, InputError, and what `compile` raises where there
+        is no plan for one of them.
         """
         if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
             raise EmitError(f"save takes the path of a directory, not {shown(directory)}")
@@ -105,7 +111,49 @@ class ParallelProgram(Compiled):
             raise InputError(f"save: candidates is a whole number from 0 to {MOST_CANDIDATES}, not {shown(candidates)}")
         others = worth_measuring(self.plan, self.alternatives, candidates)
         beside = [self.with_plan(other.plan)._contents for other in others]
-        return write_directory(self._contents, Path(directory), beside)
+        worlds = [self._on_cluster(cluster)._contents for cluster in self._clusters(also)]
+        return write_directory(self._contents, Path(directory), beside, worlds)
+
+    def _clusters(self, also: Sequence[int | ClusterSpec | str | Path]) -> list[ClusterSpec]:
+        """The clusters that `save` is told of. Raises InputError, ClusterError."""
+        if isinstance(also, str) or not isinstance(also, Sequence):
+            raise InputError(f"save: also is a list of numbers of ranks or of clusters, not {shown(also)}")
+        clusters = [resized(self.cluster, one) if isinstance(one, int) else as_cluster(one) for one in also]
+        sizes = [self.cluster.size, *(cluster.size for cluster in clusters)]
+        twice = next((size for size in sizes if sizes.count(size) > 1), None)
+        if twice is not None:
+            raise InputError(
+                f"save: there would be two programs for {twice} ranks, and run.py tells them apart by their number; name every "
+                f"number in also= once, and not {self.cluster.size}, for which the program was compiled"
+            )
+        return clusters
+
+    def _on_cluster(self, cluster: ClusterSpec) -> ParallelProgram:
+        """The same steps on another cluster. Where random numbers are drawn, or microbatches are batches of their own, these
+        depend on microbatches and order of the plan, so they stay. Raises InputError, and what `compile` raises."""
+        options, one = self.options, self.of_buckets
+        fixed = options.coupled != "refuse" or any(t.random for b in one for t in b.ir.templates.values())
+        microbatches, order = (
+            (self.plan.microbatches, self.plan.order) if fixed else (options.microbatches, options.order)
+        )
+        try:
+            other = self.compile_again(self.request.on_cluster(cluster, microbatches, order))
+        except AutoparError as error:
+            error.add_note(f"This is of the program for {cluster.size} ranks, {cluster.name}, in save(also=…).")
+            raise
+        for ours, theirs in zip(one, other.of_buckets, strict=True):
+            if fixed and (ours.plan.microbatches, ours.plan.order) != (theirs.plan.microbatches, theirs.plan.order):
+                raise InputError(
+                    f"save: on {cluster.size} ranks a batch of another shape would be cut into {theirs.plan.microbatches} "
+                    f"microbatches, not {ours.plan.microbatches}, and random numbers depend on that; set Options.microbatches"
+                )
+        differing = self.weights().keys() ^ other.weights().keys()
+        if differing:
+            raise InputError(
+                f"save: the program for {cluster.size} ranks holds other tensors than that for {self.plan.ranks} "
+                f"({', '.join(sorted(differing)[:5])}), so neither could go on from the other's steps; leave {cluster.size} out"
+            )
+        return other
 
     @property
     def _contents(self) -> Contents:

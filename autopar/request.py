@@ -61,6 +61,24 @@ class Request:
         _check(request)
         return request
 
+    def on_cluster(self, cluster: ClusterSpec, microbatches: int | None, order: int | None) -> Request:
+        """The same step on another cluster: what the options say of ranks is left to the search there. microbatches, order: of
+        the plan, where they are given. Raises InputError where the devices do not allow it."""
+        options = replace(
+            self.options,
+            mesh=None,
+            strategy="auto",
+            pp=None,
+            chunks=None,
+            schedule="auto",
+            stage_boundaries=None,
+            microbatches=microbatches,
+            order=order,
+        )
+        request = replace(self, cluster=cluster, options=options, plan=None)
+        _check(request)
+        return request
+
 
 def make_request(
     model: nn.Module,

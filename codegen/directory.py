@@ -12,6 +12,7 @@ weights/             the model's weights (torch.distributed.checkpoint); where t
 buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
 candidates/1/ …      the program under other plans, each a directory like this one without weights, for autopar-tune
 tuned.json           which of them it found to be the fastest; run.py runs that one
+worlds/2/ …          the program for other numbers of ranks, likewise; run.py runs that of the number it finds
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.manifest import TUNED, factory_modules
+from autopar.runtime.manifest import TUNED, WORLDS, factory_modules, world_folder
 from autopar.runtime.schema import is_identifier
 from autopar.runtime.update_rule import ClipNorm, UpdateRule
 
@@ -80,12 +81,16 @@ class Contents:
     compiler: str = "none"
 
 
-def write_directory(contents: Contents, directory: Path, candidates: Sequence[Contents] = ()) -> Path:
-    """Write everything; returns the directory. candidates: the program under other plans. Raises EmitError when a part cannot
-    be written, and, before anything is touched, where a file is in the way that autopar did not write."""
-    _write(contents, directory)
+def write_directory(
+    contents: Contents, directory: Path, candidates: Sequence[Contents] = (), worlds: Sequence[Contents] = ()
+) -> Path:
+    """Write everything; returns the directory. candidates: the program under other plans; worlds: for other numbers of ranks.
+    Raises EmitError when a part cannot be written, and, before anything is touched, where a file is in the way that autopar
+    did not write."""
+    _write(contents, directory, [one.plan.ranks for one in worlds])
     folders = {directory / candidate_folder(n): one for n, one in enumerate(candidates)}
-    for folder in (directory / CANDIDATES).glob("*"):
+    folders |= {directory / world_folder(one.plan.ranks): one for one in worlds}
+    for folder in (path for beside in (CANDIDATES, WORLDS) for path in (directory / beside).glob("*")):
         if folder not in folders:
             make_room(folder, [], contents.plan)
     for folder, one in folders.items():
@@ -93,8 +98,8 @@ def write_directory(contents: Contents, directory: Path, candidates: Sequence[Co
     return directory
 
 
-def _write(contents: Contents, directory: Path) -> None:
-    """One program's files."""
+def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> None:
+    """One program's files. worlds: other numbers of ranks that it is written for."""
     constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
     complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
     written = contents.weights if complete else constants if known else {}
@@ -112,6 +117,8 @@ def _write(contents: Contents, directory: Path) -> None:
         "save_every": (contents.facts["long_run"] or {}).get("save_every"),
         "compiler": contents.compiler,
     }
+    if worlds:
+        manifest["worlds"] = sorted(worlds)
     if contents.buckets:
         folders = [bucket_folder(i) for i in range(len(contents.buckets))]
         manifest["buckets"] = [
@@ -119,7 +126,7 @@ def _write(contents: Contents, directory: Path) -> None:
             for folder, bucket in zip(folders, contents.buckets, strict=True)
         ]
         manifest["pad_values"] = dict(contents.pad_values)
-    texts = {**_texts(contents), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
+    texts = {**_texts(contents, worlds), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
     files = {name: content.encode() for name, content in texts.items()} | _runtime_files()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -139,8 +146,8 @@ def _write(contents: Contents, directory: Path) -> None:
         raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
 
 
-def _texts(contents: Contents) -> dict[str, str]:
-    """The files that are generated, by name."""
+def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
+    """The files that are generated, by name. worlds: other numbers of ranks."""
     lowered, ranks = contents.lowered, contents.plan.ranks
     texts = {"plan.json": contents.plan.to_json(), "pipeline.py": contents.pipeline}
     texts |= {f"stages/stage_{i}.py": source for i, source in enumerate(contents.sources)}
@@ -156,9 +163,10 @@ def _texts(contents: Contents) -> dict[str, str]:
         texts["user_ops.py"] = user_ops_source(names)
     per_node = min(contents.ranks_per_node, ranks)
     modules = factory_modules(contents.update) if contents.update is not None else []
-    for name in LAUNCHERS:
-        values = {"ranks": ranks, "nodes": max(ranks // per_node, 1), "per_node": per_node, "modules": modules}
-        texts[name] = render(f"{name}.j2", **values)
+    sizes = (ranks, *worlds)
+    least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
+    values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "modules": modules, "least": least, "most": most}
+    texts |= {name: render(f"{name}.j2", **values) for name in LAUNCHERS}
     return texts
 
 

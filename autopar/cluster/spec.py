@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,23 @@ def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
     else:
         levels = (*levels[:-1], replace(levels[-1], group_size=outer.group_size * times))
     return ClusterSpec(f"{cluster.name}-times-{times}", grown, levels, cluster.reliability)
+
+
+def resized(cluster: ClusterSpec, ranks: int) -> ClusterSpec:
+    """The first devices of a cluster, or of so many times its nodes that there are enough, linked as these are. Raises
+    ClusterError."""
+    checked(RANKS, ranks, f"cluster {cluster.name}", "the number of devices")
+    grown = cluster if ranks <= cluster.size else scaled(cluster, -(-ranks // cluster.size))
+    ends = list(accumulate(count for count, _ in grown.devices))
+    kept = tuple((min(n, ranks - end + n), device) for end, (n, device) in zip(ends, grown.devices, strict=True))
+    joining = next(i for i, one in enumerate(grown.levels) if one.group_size >= ranks and one.group_of(ranks - 1) == 0)
+    levels = []
+    for level in grown.levels[: joining + 1]:
+        size, starts = min(level.group_size, ranks), tuple(start for start in level.starts if start < ranks)
+        rates = level.group_bandwidths[: len(starts) or -(-ranks // size)]
+        levels.append(replace(level, group_size=size, starts=starts, group_bandwidths=rates))
+    name = f"{cluster.name}-of-{ranks}"
+    return ClusterSpec(name, tuple(run for run in kept if run[0] > 0), tuple(levels), cluster.reliability)
 
 
 _LATENCY, _RATE, _EFFICIENCY, _COUNT = optional(SECONDS), optional(RATE), optional(SHARE), optional(RANKS)

@@ -29,12 +29,14 @@ from .errors import RuntimeProgramError
 from .flight import end_process
 from .heap import keep_freed_memory
 from .inductor import keep_beside
-from .manifest import Manifest, WrongWorldSize
-from .meeting import meet
+from .manifest import Manifest
+from .meeting import joined
 from .process import TorchComm
 from .recorder import Recorder
 from .session import Session
+from .spares import stand_by
 from .tables import world_mesh
+from .worlds import manifest_for, started_ranks
 
 USAGE_ERROR = 2
 
@@ -85,7 +87,7 @@ class LoadedProgram:
 
 
 def load(
-    directory: str | Path,
+    directory: str | Path | Manifest,
     backend: str | None = None,
     *,
     weights: str | Path | None = None,
@@ -95,30 +97,26 @@ def load(
     tier_directory: str | Path | None = None,
     compiler: str | None = None,
 ) -> LoadedProgram:
-    """The program of an emitted directory on this rank, its weights loaded.
+    """The program of an emitted directory on this rank, its weights loaded: that for the number of ranks there are.
 
-    Joins the default process group, or makes it (nccl when there is a GPU per local rank, else gloo). Weights come
-    from `weights`, a checkpoint or a Hugging Face directory of safetensors, else from those emitted with the program;
-    without either they are uninitialized until load_state_dict or resume. tier_directory: for the files of what rests in
-    the memory tier "nvme" (default: that of temporary files). compiler: "none" or "inductor", instead of what the program was
-    compiled with. An optimizer that is not of torch.optim comes from a module
-    that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and WrongWorldSize before any
-    process group is made.
+    directory: or one of its manifests, where that is chosen. Joins the default process group, or makes it (nccl when there
+    is a GPU per local rank, else gloo). Weights come from `weights`, a checkpoint or a Hugging Face directory of
+    safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
+    resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
+    compiler: "none" or "inductor", instead of what the program was compiled with. An optimizer that is not of torch.optim
+    comes from a module that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and
+    WrongWorldSize before any process group is made.
     """
     from .weights import load_weights  # its import takes most of a second
 
-    manifest = Manifest.read(directory)
-    rule = manifest.update_rule()
-    if dist.is_initialized():
-        store = None
-        if dist.get_world_size() != manifest.world_size:
-            raise WrongWorldSize(
-                f"this program was compiled for {manifest.world_size} ranks ({manifest.show()}), "
-                f"the process group has {dist.get_world_size()}"
-            )
+    if isinstance(directory, Manifest):
+        manifest = directory
+    elif dist.is_initialized():
+        manifest = manifest_for(directory, dist.get_world_size(), "the process group has")
     else:
-        manifest.check_world_size()
-        store = _join(backend or _pick_backend(), timeout_s, manifest.placement)
+        manifest = manifest_for(directory, started_ranks())
+    rule = manifest.update_rule()
+    store = None if dist.is_initialized() else _join(backend or _pick_backend(), timeout_s, manifest)
     pipeline = manifest.load_pipeline()
     compiler = compiler or manifest.compiler
     if compiler != "none":
@@ -165,16 +163,19 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     """The command line of run.py; its exit status. 2: wrong use (before any process group), 1: a rank failed."""
     arguments = parser().parse_args(argv)
     try:
-        manifest = Manifest.read(directory)
-        manifest.check_world_size()
+        manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run))
         manifest.update_rule()
     except RuntimeProgramError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     program: LoadedProgram | None = None
+    status = 0
     try:
+        if int(os.environ.get("RANK", "0")) >= manifest.world_size:
+            store, rank = joined(arguments.timeout)
+            return stand_by(dist.PrefixStore("notes", store), manifest, rank, arguments.hang, arguments.timeout)
         program = load(
-            directory,
+            manifest,
             arguments.backend,
             weights=arguments.weights,
             seed=arguments.seed,
@@ -188,7 +189,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             from .staying import Run
 
             assert program.store is not None
-            Run(program, arguments, program.store).train()
+            status = Run(program, arguments, program.store).train()
         else:
             run(program, arguments)
     except BaseException as error:
@@ -196,13 +197,13 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     if program is not None and isinstance(program.session.comm, TorchComm):
         program.session.comm.flight.stop()
     dist.destroy_process_group()
-    return 0
+    return status
 
 
 def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     """Name a rank that keeps the others waiting, and end."""
     comm = program.session.comm
-    if arguments.hang and comm.world_size > 1 and program.store is not None and isinstance(comm, TorchComm):
+    if arguments.hang and started_ranks() > 1 and program.store is not None and isinstance(comm, TorchComm):
         folder = Path(arguments.run or ".") / "flight"
         comm.flight.watch(program.store, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
 
@@ -255,21 +256,14 @@ def _pick_backend() -> str:
     return "nccl" if dist.is_nccl_available() and 0 < local <= torch.cuda.device_count() else "gloo"
 
 
-def _join(backend: str, timeout_s: float, placement: Sequence[int]) -> dist.Store:
-    """Make the default process group. placement: which logical rank every physical one is."""
-    timeout = timedelta(seconds=timeout_s)
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    store.set_timeout(timeout)
+def _join(backend: str, timeout_s: float, manifest: Manifest) -> dist.Store:
+    """Make the default process group, of the program's ranks alone."""
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    rank = placement[rank] if placement else rank
-    own = dist.PrefixStore(meet(store, rank, world_size, timeout_s), store)
-    prefixed = dist.PrefixStore("groups", own)
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
+    own, rank = joined(timeout_s)
+    rank = manifest.placement[rank] if manifest.placement else rank
+    groups, timeout = dist.PrefixStore("groups", own), timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout)
     return dist.PrefixStore("notes", own)
 
 

@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -53,6 +52,7 @@ from .tables import show_meshes
 from .update_rule import ClipNorm, LossScaling, UpdateRule
 
 MOST_BUCKETS = 256
+MOST_WORLDS = 256
 _DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 _SEED = integer(-(1 << 63), (1 << 63) - 1)
 _NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"text of at most {MOST_TEXT} characters")
@@ -110,23 +110,22 @@ _MANIFEST = record(
         "compiler": choice(COMPILERS),
         "placement": optional(listed(integer(0, MOST_RANKS))),
         "save_every": optional(integer(1, 1 << 53)),
+        "worlds": listed(integer(1, MOST_RANKS), most=MOST_WORLDS),
     },
 )
 
 
 TUNED = "tuned.json"
+WORLDS = "worlds"
 _TUNED = record({"folder": optional(path_inside)}, others=True)
-
-
-class WrongWorldSize(RuntimeProgramError):
-    """The program was compiled for another number of ranks."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """manifest.json of an emitted directory. state_names: the names of every parameter and buffer in the model's own state
     dict, none for what is not in it; constants: the folder with the values of the latter; home: where folders of weights
-    lie, which is not the directory where that is one of several candidates (`tuned`)."""
+    lie, which is not the directory where that is one of several candidates (`tuned`), or the program for another number of
+    ranks; worlds: such numbers, beside that of the program at home."""
 
     directory: Path
     world_size: int
@@ -144,15 +143,26 @@ class Manifest:
     home: Path | None = None
     save_every: int | None = None
     compiler: str = "none"
+    worlds: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
         """That of the directory, or of the candidate that was found to be the fastest of its programs. Raises
         RuntimeProgramError where there is none, or something in it is not as it may be."""
         own, folder = cls._of(Path(directory)), tuned(Path(directory))
-        if folder is None:
-            return own
-        return replace(cls._of(folder), weights=own.weights, constants=own.constants, home=own.directory)
+        return own if folder is None else own._beside(folder)
+
+    def for_ranks(self, ranks: int) -> Manifest:
+        """That of the program for so many ranks, one of `worlds`. Raises RuntimeProgramError."""
+        other = self._beside((self.home or self.directory) / world_folder(ranks))
+        if other.world_size != ranks:
+            raise RuntimeProgramError(f"{other.directory} holds a program for {other.world_size} ranks; emit it again")
+        return other
+
+    def _beside(self, folder: Path) -> Manifest:
+        """That of a program that takes its weights from the same home."""
+        home = self.home or self.directory
+        return replace(self._of(folder), weights=self.weights, constants=self.constants, home=home, worlds=self.worlds)
 
     @property
     def weights_folder(self) -> Path | None:
@@ -202,16 +212,8 @@ class Manifest:
             constants=raw.get("constants"),
             save_every=raw.get("save_every"),
             compiler=raw.get("compiler", "none"),
+            worlds=tuple(raw.get("worlds", ())),
         )
-
-    def check_world_size(self) -> None:
-        """Before any process group exists, so that all ranks say the same and none waits."""
-        actual = int(os.environ.get("WORLD_SIZE", "1"))
-        if actual != self.world_size:
-            raise WrongWorldSize(
-                f"this program was compiled for {self.world_size} ranks ({self.show()}), but WORLD_SIZE is {actual}; "
-                f"start it with: torchrun --nproc-per-node {self.world_size} {self.directory / 'run.py'}"
-            )
 
     def load_pipeline(self) -> ModuleType:
         """The module of pipeline.py. Raises RuntimeProgramError when it is not there."""
@@ -291,6 +293,11 @@ def tuned(directory: Path) -> Path | None:
     except (OSError, SchemaError) as error:
         raise RuntimeProgramError(f"{path} is damaged ({error}); delete it, or run autopar-tune again") from error
     return None if folder is None else directory / folder
+
+
+def world_folder(ranks: int) -> str:
+    """Where the program lies for another number of ranks."""
+    return f"{WORLDS}/{ranks}"
 
 
 def factory_modules(rule: UpdateRule) -> list[str]:

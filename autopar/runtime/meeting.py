@@ -11,14 +11,29 @@ the live one of that rank writes its own name over it, rank 0 sees that and writ
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from .errors import CollectiveTimeout
 
 POLL_S = 0.02
+
+
+def joined(timeout_s: float) -> tuple[dist.Store, int]:
+    """The store of this round's workers, and this one's rank among them, as torchrun counts (a worker that was not started by it
+    is alone). Raises CollectiveTimeout."""
+    timeout = timedelta(seconds=timeout_s)
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(meet(store, rank, world_size, timeout_s), store), rank
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:

@@ -29,6 +29,8 @@ from .process import TorchComm
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
 from .session import Session
+from .spares import START_AGAIN, tell_spares
+from .worlds import started_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MOST_REWINDS = 3
@@ -41,6 +43,8 @@ SAVE_EVERY = 100
 """Steps, where nothing else is asked for."""
 AHEAD = 2
 """Steps from a signal to the last one: ranks are at most one step apart, as all of them are told every loss."""
+APART_S = 10.0
+"""Seconds within which all torchruns notice that machines came or went."""
 
 
 class Stop:
@@ -49,11 +53,20 @@ class Stop:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._signal = 0
+        self.asked = False
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number: int, _: Any) -> None:
-        self._signal = number
+        self._signal, self.asked = number, True
+
+    def others_go(self) -> bool:
+        """Whether only other ranks were asked to end. Machines that come or go are noticed by each torchrun by itself, a little
+        apart, and one whose workers ended well before would take the run for done: so this waits for a signal, for a while."""
+        end = time.monotonic() + APART_S
+        while not self.asked and time.monotonic() < end:
+            time.sleep(0.05)
+        return not self.asked
 
     def last_step(self, step: int) -> int | None:
         """The step after which all ranks end, if one of them is to. step: about to begin."""
@@ -123,7 +136,7 @@ class Run:
         check_arguments(arguments, self.session)
         self.manifest: Manifest = program.manifest
         self.arguments = arguments
-        self.comm = self.session.comm
+        self.comm, self.store = self.session.comm, store
         self.save_every = arguments.save_every or self.manifest.save_every or SAVE_EVERY
         self.directory = RunDirectory(Path(arguments.run), arguments.keep, arguments.keep_every)
         needed = state_bytes(self.session)
@@ -148,8 +161,8 @@ class Run:
         self._said, self._settled = "", self.saver.saved
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0
 
-    def train(self) -> None:
-        """Steps until the last. Raises RuntimeProgramError."""
+    def train(self) -> int:
+        """Steps until the last; the exit status. Raises RuntimeProgramError."""
         arguments, first = self.arguments, self.session.rt.step
         if self.comm.rank == 0:
             print(
@@ -178,6 +191,10 @@ class Run:
             print(f"saved step {self.saver.saved or first} in {self.directory.root}", flush=True)
             if last < arguments.steps:
                 print(f"stopped by a signal after step {self.session.rt.step}; the same command goes on", flush=True)
+            tell_spares(self.store, started_ranks() - self.comm.world_size, done=last == arguments.steps)
+        if last < arguments.steps and self.manifest.worlds and self.stop.others_go():
+            return START_AGAIN
+        return 0
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()

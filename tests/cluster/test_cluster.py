@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autopar.cluster import ClusterSpec
+from autopar.cluster import ClusterSpec, resized
 from autopar.cluster.device import load_data
 from autopar.costmodel.collective import collective_time_s
 from autopar.errors import ClusterError
@@ -105,3 +105,30 @@ def test_missing_files_and_ranks_are_explained(tmp_path):
         ClusterSpec.preset("dgx-h100").device(8)
     with pytest.raises(ClusterError, match="12 devices do not fill nodes of 8"):
         ClusterSpec.homogeneous(devices=12, device="h100")
+
+
+def test_a_cluster_of_another_size_is_of_the_same_machines():
+    nodes = ClusterSpec.preset("dgx-h100", nodes=4)
+    assert [level.group_size for level in resized(nodes, 16).levels] == [8, 16]
+    assert [level.group_size for level in resized(nodes, 8).levels] == [8]
+    assert [level.group_size for level in resized(nodes, 6).levels] == [6]
+    assert [level.group_size for level in resized(nodes, 50).levels] == [8, 50]
+    for ranks in (6, 16, 50):
+        assert resized(nodes, ranks).devices == ((ranks, nodes.device(0)),)
+        assert resized(nodes, ranks).levels[0].bandwidth_Bps == nodes.levels[0].bandwidth_Bps
+    local = resized(ClusterSpec.local(4), 3)
+    assert (local.devices, local.levels) == (ClusterSpec.local(3).devices, ClusterSpec.local(3).levels)
+
+
+def test_the_first_machines_of_a_mixed_cluster_keep_their_kinds():
+    nodes = [{"count": 1, "device": "a100"}, {"count": 2, "device": "h100"}]
+    mixed = ClusterSpec.from_dict({"nodes": nodes})
+    one = mixed.levels[0].group_size
+    part = resized(mixed, 2 * one)
+    assert [(count, device.name) for count, device in part.devices] == [
+        (one, mixed.device(0).name),
+        (one, mixed.device(one).name),
+    ]
+    assert resized(mixed, one).homogeneous_devices
+    with pytest.raises(ClusterError, match="the number of devices"):
+        resized(mixed, 0)

@@ -204,8 +204,20 @@ def test_scripts_start_the_right_number_of_ranks(two, tmp_path):
     out = two.save(Path(tmp_path) / "out")
     assert "--nproc-per-node 4" in (out / "launch.sh").read_text()
     assert (out / "launch.sh").stat().st_mode & 0o100
-    assert "torchrun" in (out / "slurm.sh").read_text()
+    slurm = (out / "slurm.sh").read_text()
+    assert "#SBATCH --nodes=1\n" in slurm
+    assert "\nsrun torchrun --nnodes 1 --nproc-per-node 4 " in slurm
+    assert "--no-kill" not in slurm
     assert "parallelism: 1" in (out / "kubernetes.yaml").read_text()
+
+
+def test_machines_of_slurm_may_come_and_go_where_there_is_a_plan_for_fewer(tmp_path):
+    made = program(2, ranks=2, mesh={"dp": 2})
+    slurm = (made.save(tmp_path / "out", also=[1, 4]) / "slurm.sh").read_text()
+    assert "#SBATCH --nodes=1-2\n#SBATCH" in slurm
+    assert "#SBATCH --no-kill\n#" in slurm
+    assert "\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in slurm
+    assert "\nsrun --no-kill torchrun --nnodes 1:2 --nproc-per-node 2 " in slurm
 
 
 def test_an_optimizer_without_a_name_cannot_be_saved(tmp_path):

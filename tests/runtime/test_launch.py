@@ -136,7 +136,7 @@ def start(emitted: Path, *arguments: str, **environment: str) -> subprocess.Comp
 ALONE = """import sys, torch
 sys.path.insert(0, sys.argv[2])
 from programs import stages
-from autopar.runtime import launch
+from autopar.runtime import launch, worlds
 weights = sys.argv[2] + "/weights"
 program = launch.load(sys.argv[1], weights=weights)
 batches = stages.batches(3)
@@ -149,7 +149,7 @@ assert abs(again(*batches[2]).item() - third) < 1e-12
 assert again.session.comm.world_size == 1
 try:
     launch.load(sys.argv[2])
-except launch.WrongWorldSize as error:
+except worlds.WrongWorldSize as error:
     assert "compiled for 2 ranks" in str(error) and "process group has 1" in str(error)
 else:
     raise AssertionError

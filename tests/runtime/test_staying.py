@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -42,7 +43,7 @@ def batches(harm=lambda n: None):
 
 def dying():
     def harm(n):
-        if os.environ["RANK"] == str(n % 2) and n in (6, 13, 14) and once(f"died{n}"):
+        if os.environ["RANK"] == str(n % int(os.environ["WORLD_SIZE"])) and n in (6, 13, 14) and once(f"died{n}"):
             os.kill(os.getpid(), signal.SIGKILL)
     return batches(harm)
 
@@ -70,6 +71,18 @@ def out(emitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noq
     return copy
 
 
+@pytest.fixture(scope="module")
+def out_of_four(out: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model for two data-parallel ranks times two tensor-parallel ones."""
+    copy = tmp_path_factory.mktemp("four") / "out"
+    shutil.copytree(out, copy, ignore=shutil.ignore_patterns("__pycache__", "died*"))
+    for path in (copy / "stages" / "stage_0.py", copy / "pipeline.py"):
+        path.write_text(path.read_text().replace("mlp(2, 1", "mlp(2, 2"))
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(manifest | {"world_size": 4, "placement": [2, 0, 3, 1]}))
+    return copy
+
+
 def command(out: Path, run: Path, data: str = "batches", *more: str) -> list[str]:
     own = ["--run-dir", str(run), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--timeout", "20"]
     return [str(out / "run.py"), *own, "--data", f"{out / 'data.py'}:{data}", *more]
@@ -86,14 +99,22 @@ def final(run: Path) -> dict[str, torch.Tensor]:
     return {name: source.read(name) for name, kind in source.signatures.items() if kind is not None}
 
 
-@pytest.fixture(scope="module")
-def wanted(out: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+def undisturbed(out: Path, run: Path, ranks: int) -> dict[str, torch.Tensor]:
     """The end of a run that nothing ended."""
-    run = tmp_path_factory.mktemp("wanted") / "run"
-    done = torchrun(2, *command(out, run))
+    done = torchrun(ranks, *command(out, run))
     assert done.returncode == 0, done.stderr
     assert f"saved step {STEPS}" in done.stdout
     return final(run)
+
+
+@pytest.fixture(scope="module")
+def wanted(out: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return undisturbed(out, tmp_path_factory.mktemp("wanted") / "run", 2)
+
+
+@pytest.fixture(scope="module")
+def wanted_of_four(out_of_four: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return undisturbed(out_of_four, tmp_path_factory.mktemp("wanted") / "four", 4)
 
 
 def same(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
@@ -101,8 +122,8 @@ def same(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
     return have.keys() == wanted.keys() and all(torch.equal(have[name], wanted[name]) for name in wanted)
 
 
-def start(out: Path, arguments: list[str], restarts: int = 0) -> subprocess.Popen[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def start(out: Path, arguments: list[str], restarts: int = 0, ranks: int = 2) -> subprocess.Popen[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.Popen(
         [*launcher, f"--max-restarts={restarts}", "--monitor-interval=0.1", *arguments],
         stdout=subprocess.PIPE,
@@ -219,10 +240,13 @@ def moments(seed: int) -> Iterator[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", range(20))
-def test_kills_at_random_moments_lose_nothing(out, wanted, tmp_path, seed):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_kills_at_random_moments_lose_nothing(request, tmp_path, ranks, seed):
     """Three kills -9 of one rank, or all, a run; torchrun starts them again."""
+    of = {2: "", 4: "_of_four"}[ranks]
+    out, wanted = request.getfixturevalue(f"out{of}"), request.getfixturevalue(f"wanted{of}")
     draw, run = random.Random(seed), tmp_path / "run"
-    process = start(out, command(out, run, "slow"), restarts=12)
+    process = start(out, command(out, run, "slow"), restarts=12, ranks=ranks)
     kills = 0
     try:
         for wait_s in moments(seed):

@@ -1,0 +1,51 @@
+"""Ranks that a plan has no place for: they wait, and take part when torchrun starts the workers anew.
+
+A spare loads nothing and is in no process group. It looks at the store of its round: the run says there that it ended, and
+its first rank beats there (flight.py). Where that stops beating the spare fails, so that torchrun starts a new round, in which
+it may have a place.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from .errors import RuntimeProgramError
+from .manifest import Manifest
+
+POLL_S = 0.5
+START_AGAIN = 75
+"""Exit status (that of `EX_TEMPFAIL`) of a rank that would go on in another round."""
+HEARD_S = 5.0
+"""Seconds that a run waits at its end for spares to hear of it, as its store may end with it."""
+_ENDED, _HEARD = "ended", "heard"
+
+
+def tell_spares(store: dist.Store, spares: int, *, done: bool) -> None:
+    """The run ends here. done: after its last step, not because some ranks were asked to go."""
+    store.set(_ENDED, "done" if done else "stopped")
+    end = time.monotonic() + HEARD_S
+    while store.add(_HEARD, 0) < spares and time.monotonic() < end:
+        time.sleep(POLL_S / 5)
+
+
+def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, timeout_s: float) -> int:
+    """What a spare does; its exit status: not 0 where the run is to go on without those that were asked to go.
+
+    hang_s: seconds without a beat after which the run is taken for dead (0: never), timeout_s: until the first one. Raises
+    RuntimeProgramError then.
+    """
+    print(f"rank {rank} is a spare: this run has a plan for {manifest.world_size} ranks", flush=True)
+    last, since = b"", time.monotonic()
+    while not store.check([_ENDED]):
+        beat = store.get("beat/0") if store.check(["beat/0"]) else b""
+        if beat != last:
+            last, since = beat, time.monotonic()
+        limit_s = hang_s if last else timeout_s
+        if hang_s and time.monotonic() - since > limit_s:
+            raise RuntimeProgramError(f"spare rank {rank}: the run has not been heard of for {limit_s:g} s")
+        time.sleep(POLL_S)
+    done = store.get(_ENDED) == b"done"
+    store.add(_HEARD, 1)
+    return START_AGAIN if manifest.worlds and not done else 0
