@@ -79,6 +79,18 @@ SETTINGS = (
     Setting(4, 4096, 4, 4, True, 80),
     Setting(4, 4096, 8, 4, False, 30),
     Setting(4, 4096, 4, 4, False, 500),
+    Setting(2, 1024, 4, 4, True, 200),
+    Setting(2, 2048, 8, 2, False, 40),
+    Setting(2, 2048, 4, 4, True, 10),
+    Setting(2, 4096, 4, 4, True, 250),
+    Setting(2, 4096, 8, 8, False, 60, width=256),
+    Setting(4, 1024, 4, 4, False, 50),
+    Setting(4, 2048, 4, 4, True, 30),
+    Setting(4, 2048, 8, 8, False, 300),
+    Setting(4, 2048, 4, 4, True, 600),
+    Setting(4, 4096, 8, 4, True, 40, width=256),
+    Setting(4, 4096, 4, 4, True, 300),
+    Setting(4, 8192, 4, 4, False, 60),
 )
 
 

@@ -24,8 +24,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from autopar.cluster.device import DeviceSpec, device_preset, preset_key
+from autopar.costmodel.calibrate_lateness import late_share, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
 from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels
+from autopar.runtime.process import TorchComm
 
 
 def timed_s(run: Callable[[], Any], device: torch.device, least_s: float) -> float:
@@ -138,7 +140,8 @@ def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, A
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the ranks of a process group measured: the ops of programs (CPUs alone), all at once, and their collectives."""
+    """What the ranks of a process group measured: the ops of programs (CPUs alone), all at once, as long as they take on the
+    slowest rank (`calibrate_lateness.py`), and their collectives."""
 
     kernels: list[Measured]
     collectives: list[Sample]
@@ -146,8 +149,14 @@ class Ranks:
 
 def measure_ranks(device: torch.device, quick: bool, kernels: bool, say: Progress) -> Ranks:
     """Of this rank, in the initialised process group; every rank must call it. kernels: whether ops are measured."""
-    ops = measure_kernels(quick, say, dist.barrier) if kernels else []
-    return Ranks(ops, measure_collectives(device, quick, say))
+    comm = TorchComm({"all": dist.get_world_size()}, device)
+    ops: list[Measured] = []
+    if kernels:
+        by_rank = comm.share(measure_kernels(quick, say, comm.barrier))
+        late = late_share(comm, 12 if quick else 36)
+        say(f"the slowest of {comm.world_size} ranks is {late:.0%} later than their mean")
+        ops = of_slowest(by_rank, late)
+    return Ranks(ops, measure_collectives(comm, quick, say))
 
 
 def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, kernels: bool, path: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autopar.costmodel.host_kernels import usual_s
+from autopar.costmodel.calibrate_lateness import usual_of_slowest_s
 from autopar.runtime import experts
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
@@ -39,22 +39,24 @@ TOKENS_TIMES_INNER = 1 << 16
 def exchange_seconds(comm: Comm, axis: str, turns: int) -> list[tuple[int, float]]:
     """(bytes of the rows that a rank holds, seconds) of an exchange along the axis; every rank must call it."""
     return [
-        (tokens * CHOICES * WIDTH * 4 * BLOCKS // BURSTS, _added_s(Along(comm, axis), tokens, turns) / BURSTS)
+        (tokens * CHOICES * WIDTH * 4 * BLOCKS // BURSTS, _added_s(comm, axis, tokens, turns) / BURSTS)
         for tokens in TOKENS
     ]
 
 
-def _added_s(along: Along, tokens: int, turns: int) -> float:
-    """Seconds that experts by rank add to a mixture, forward and backward."""
-    mixtures = _mixture(tokens, along), _mixture(tokens, None)
+def _added_s(comm: Comm, axis: str, tokens: int, turns: int) -> float:
+    """Seconds that experts by rank add to a mixture, forward and backward, on the slowest of ranks that begin together: that
+    ranks compute for longer than others is no part of an exchange."""
+    mixtures = _mixture(tokens, Along(comm, axis)), _mixture(tokens, None)
     seconds: tuple[list[float], list[float]] = [], []
     for turn in range(turns + 1):
         for mixture, times in zip(mixtures, seconds, strict=True):
+            comm.barrier()
             start = time.perf_counter()
             mixture()
             if turn:
                 times.append(time.perf_counter() - start)
-    apart_s, alone_s = map(usual_s, seconds)
+    apart_s, alone_s = (usual_of_slowest_s(comm, times) for times in seconds)
     return max(apart_s - alone_s, 1e-6)
 
 

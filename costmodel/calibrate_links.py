@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from autopar.cluster.kernels import Points
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
+from autopar.costmodel.calibrate_lateness import usual_of_slowest_s
 from autopar.costmodel.host_kernels import usual_s
 from autopar.runtime.calls import Handle, Message
 from autopar.runtime.comm import Comm
-from autopar.runtime.process import TorchComm
 
 Progress = Callable[[str], None]
 Links = dict[str, dict[str, Any]]
@@ -62,11 +62,10 @@ def ring_factor(kind: str, n: int) -> float:
     }[kind]
 
 
-def measure_collectives(device: torch.device, quick: bool, say: Progress) -> list[Sample]:
-    """Times the collectives of emitted programs in the initialised process group; every rank must call it."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
+    """Times the collectives of emitted programs along the axis "all" of all ranks; every rank must call it."""
+    n, rank, device = comm.world_size, comm.rank, comm.device
     gpu = device.type == "cuda"
-    comm = TorchComm({"all": n}, device)
     sizes = [2**10, 2**14, 2**18, 2**22, 2**24] if quick else [2 ** (10 + 2 * i) for i in range(10 if gpu else 9)]
     samples = []
     for size in sizes:
@@ -110,7 +109,7 @@ def measure_collectives(device: torch.device, quick: bool, say: Progress) -> lis
 
 
 def _collectives_s(calls: Mapping[str, Callable[[], Any]], comm: Comm, turns: int) -> dict[str, float]:
-    """Seconds that each collective adds to a round; they take turns.
+    """Seconds that each collective adds to a round, from when the slowest rank calls it; they take turns.
 
     On CPUs ranks compute before it, as they do in a step: a message that finds every core at work waits for one, many times as
     long as between idle ranks.
@@ -131,7 +130,7 @@ def _collectives_s(calls: Mapping[str, Callable[[], Any]], comm: Comm, turns: in
             if turn:
                 rounds[kind].append(time.perf_counter() - start)
                 computing.append(computed - start)
-    computing_s = usual_s(computing)
+    computing_s = usual_of_slowest_s(comm, computing)
     return {kind: max(usual_s(seconds) - computing_s, 1e-6) for kind, seconds in rounds.items()}
 
 

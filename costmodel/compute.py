@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
+from autopar.cluster.kernels import COPY
 from autopar.errors import ClusterError
 
 OP_KINDS = ("matmul", "attention", "conv", "pointwise")
@@ -97,6 +98,17 @@ def _measured_s(
         return float(device.kernels.pass_s(name, nbytes))
     product = device.kernels.products.get(name, device.kernels.products.get(kind))
     return None if product is None else product.seconds(flops, () if shape is None else shape[-3:])
+
+
+def merging_time_s(device: DeviceSpec, op: str, kernels: int, passes: int, moved_bytes: float) -> float:
+    """Seconds that an op takes beyond one kernel for all of its work where it is done in so many, and so many passes put together
+    what they give. moved_bytes: read and written by all of these."""
+    if device.kernels is None:
+        pass_s = moved_bytes / (device.memory_bandwidth_Bps * device.curve.memory)
+        return (kernels - 1 + passes) * device.launch_overhead_s + pass_s
+    product = device.kernels.products.get(op)
+    launch_s = device.launch_overhead_s if product is None else product.launch_s
+    return (kernels - 1) * launch_s + passes * float(device.kernels.pass_s(COPY, moved_bytes / passes))
 
 
 def update_time_s(device: DeviceSpec, states: float, nbytes: Any) -> Any:

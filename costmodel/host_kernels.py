@@ -206,7 +206,7 @@ def measured(timed: Sequence[Timed], rounds: int, clock: Callable[[], float] = t
     ]
 
 
-def usual_s(seconds: Sequence[float]) -> float:
+def usual_s(seconds: Sequence[float] | np.ndarray) -> float:
     """The mean, which is what many of them take together, but none counts for more than three medians: what the machine does
     beside them belongs to it, and what somebody else started does not."""
     return float(np.minimum(seconds, 3 * np.median(seconds)).mean())

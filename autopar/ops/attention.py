@@ -18,6 +18,7 @@ from torch.autograd import Function
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Labels, Rule
+from autopar.ops.attention_pieces import merged
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.random import next_site
@@ -205,6 +206,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     _shapes,
     result_names=("attended", "lse"),
     sends=_ring_sends,
+    merged=merged,
     **_FACTS,
 )
 def attention(call: OpCall) -> Rule:
@@ -219,6 +221,7 @@ def attention(call: OpCall) -> Rule:
     lambda g, q, k, v, *_: (empty_like(q), empty_like(k), empty_like(v)),
     result_names=("dq", "dk", "dv"),
     sends=_ring_grad_sends,
+    merged=merged,
     **_FACTS,
 )
 def attention_grad(call: OpCall) -> Rule:

@@ -138,10 +138,11 @@ def _through_nodes(sends: Callable[[Sending], list[Sent]]) -> Callable[[Sending]
 
 
 def _rows_sent(sending: Sending) -> tuple[Sent, float]:
-    """The gathered counts, and the bytes of the rows that a rank sends at the imbalance that is promised."""
+    """The gathered counts, and the bytes of the rows that a rank sends, as many as all others: what is promised of the busiest
+    is room that is kept for it, and products are priced by the mean too."""
     experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
     counts = Sent("all_gather", sending.axis, 8.0 * experts * sending.ranks)
-    return counts, sending.bytes_of("x") * choices * float(sending.call["expert_imbalance"])
+    return counts, sending.bytes_of("x") * choices
 
 
 @_through_nodes
@@ -159,7 +160,7 @@ def _grad_sends(sending: Sending) -> list[Sent]:
     counts, rows = _rows_sent(sending)
     work = _work(sending.call, Rule((), (), {}))[0]
     first, second = _products(sending.call)
-    shares = sending.bytes_of("weights") * float(sending.call["expert_imbalance"])
+    shares = sending.bytes_of("weights")
     return [
         counts,
         Sent("exchange", sending.axis, rows, after=0.0, joins=True),

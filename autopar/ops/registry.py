@@ -137,6 +137,16 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """Pieces in which an op does its work, and passes over memory that put together what they give, on one rank. kernels: one for
+    every piece; moved_bytes: read and written by the passes."""
+
+    kernels: int
+    passes: int
+    moved_bytes: float
+
+
+@dataclass(frozen=True)
 class OpDef:
     """What the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
 
@@ -148,6 +158,7 @@ class OpDef:
         imbalance(call, parts, tile): work of the busiest rank over the mean, factors being cut into so many parts, by kernels
             that skip so many masked keys at once (0: every single one). None: all do alike.
         grouped(call, parts, share): the rows that it computes in groups, where it does. parts, share: as above.
+        merged(call, parts): the pieces in which it does its work, where it is not one. parts: as above.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
     Messages of its own (the carried choices of its rule):
@@ -193,6 +204,7 @@ class OpDef:
     dims: Callable[[OpCall, Mapping[str, int], int], tuple[int, ...]] | None = None
     imbalance: Callable[[OpCall, Mapping[str, int], float], float] | None = None
     grouped: Callable[[OpCall, Mapping[str, int], int], Grouped] | None = None
+    merged: Callable[[OpCall, Mapping[str, int]], Merged | None] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)

@@ -310,8 +310,13 @@ class Pricer:
             imbalance = 1.0
             if definition is not None and definition.imbalance:
                 imbalance = definition.imbalance(call, parts, tile)
+            merged = definition.merged(call, parts) if definition is not None and definition.merged else None
+            merging_s = 0.0
+            if merged is not None:
+                merging_s = compute.merging_time_s(self.device, call.op, **vars(merged))
             seconds.append(
-                compute.op_time_s(
+                merging_s
+                + compute.op_time_s(
                     self.device,
                     flops=work_share(grouped, self.software) * flops * imbalance / share,
                     nbytes=nbytes,

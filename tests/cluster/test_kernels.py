@@ -14,6 +14,7 @@ from autopar.cluster.kernels import KernelTimes, Product, kernels_from_dict, poi
 from autopar.cluster.link import link_from_dict
 from autopar.costmodel import host_kernels
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
+from autopar.costmodel.calibrate_lateness import late_share, of_slowest, usual_of_slowest_s
 from autopar.costmodel.calibrate_links import OVERLAPPED, OVERLAPPED_BYTES, Sample, collective_lines, fit_links
 from autopar.costmodel.collective import collective_time_s
 from autopar.costmodel.compute import op_time_s, update_time_s
@@ -177,6 +178,22 @@ def test_exchanges_are_measured_between_ranks():
     measured = run_threads(2, {"ep": 2}, rank)
     assert [nbytes for nbytes, _ in measured[0]] == [163840, 1310720, 5242880]
     assert all(seconds > 0 for found in measured for _, seconds in found)
+
+
+def test_a_turn_takes_what_it_takes_on_the_slowest_rank_whoever_that_is():
+    taken = ([1.0, 2.0, 1.0], [2.0, 1.0, 1.0])
+    found = run_threads(2, {"dp": 2}, lambda comm: usual_of_slowest_s(comm, taken[comm.rank]))
+    assert found == [pytest.approx(5 / 3)] * 2
+
+
+def test_ops_take_the_mean_of_all_ranks_and_what_the_slowest_is_late():
+    by_rank = [[Measured("pass", "copy", 8.0, 0.0, (), seconds)] for seconds in (1e-3, 2e-3, 3e-3)]
+    assert of_slowest(by_rank, 0.1) == [Measured("pass", "copy", 8.0, 0.0, (), pytest.approx(2.2e-3))]
+
+
+def test_lateness_is_measured_between_ranks_and_they_agree_on_it():
+    found = run_threads(2, {"dp": 2}, lambda comm: late_share(comm, 2))
+    assert found[0] == found[1] >= 0.0
 
 
 def test_every_op_that_a_calibration_times_runs_and_its_kernels_are_those_of_a_profile():

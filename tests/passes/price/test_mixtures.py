@@ -45,12 +45,12 @@ SHARE = 0.5 / ((1 + 16 / (ROWS / 2)) * (1 + 16 / INNER) * (1 + 16 / D))
 """Of products of the rows of one of a rank's two experts."""
 
 
-def mixture(backward: bool) -> tuple[OpCall, Rule]:
-    """1024 tokens that choose 2 of 8 experts, gated; forward, or all gradients."""
+def mixture(backward: bool, promise: float = 1.0) -> tuple[OpCall, Rule]:
+    """1024 tokens that choose 2 of 8 experts, gated; forward, or all gradients. promise: most rows over the mean."""
     x, chosen = torch.zeros(TOKENS, D), torch.zeros(TOKENS, CHOICES, dtype=torch.long)
     layers = (torch.zeros(EXPERTS, D, 2, F), None, torch.zeros(EXPERTS, F, D), None)
     operands = (x, *layers, chosen, torch.zeros(TOKENS, CHOICES))
-    config = ("silu", 1.0, None, 0.0, 1.0, "stop")
+    config = ("silu", 1.0, None, 0.0, promise, "stop")
     case = (
         Case(experts_grad, (x, *operands, True, *config), {}) if backward else Case(_experts, (*operands, *config), {})
     )
@@ -65,6 +65,15 @@ def test_emitted_programs_make_the_first_product_again_and_move_rows_op_by_op(ba
     moved = (15 if backward else 11) * ROW_BYTES + 1.6 * (1.5 if backward else 1) * INNER_BYTES
     expected = LAUNCH + flops / MESH.size / (PEAK * SHARE) + moved / MEMORY
     assert Pricer(CLUSTER, MESH, NEUTRAL).op_s(call, rule, APART) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("promise", [1.0, 4.0])
+def test_messages_are_priced_by_the_mean_rows_as_products_are(promise: float) -> None:
+    rows = TOKENS / 8 * CHOICES * D * WIDTH
+    for backward, expected in ((False, [rows, rows]), (True, [rows, *2 * [rows * (1 + 1 / D)]])):
+        call, rule = mixture(backward, promise)
+        sent = [one.nbytes for one in sent_by(call, rule, APART, MESH) if one.kind == "exchange"]
+        assert sent == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("backward", [False, True])
