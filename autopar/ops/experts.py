@@ -116,7 +116,7 @@ def _through_nodes(sends: Callable[[Sending], list[Sent]]) -> Callable[[Sending]
             return sends(sending)
         ((inner, ranks),) = sending.inner
         experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
-        copies = min(visits(sending.ranks, choices) * float(sending.call["expert_imbalance"]), sending.ranks)
+        copies = visits(sending.ranks, choices)
         backward = sending.call.op.startswith("autopar.experts_grad")
         row, shares, numbers = (sending.bytes_of(name) for name in ("x", "weights", "chosen"))
         known = 8.0 * (experts + sending.ranks) * ranks
