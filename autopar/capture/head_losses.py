@@ -104,17 +104,16 @@ def _head(logits: fx.Node, reach: Collection[fx.Node]) -> tuple[fx.Node, fx.Node
 
 def _product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """(x, w) where a node is x wᵀ."""
+    operands: Any = node.args
     if node.target is aten.linear.default:
-        x, w, *bias = node.args
-        return None if any(bias) else (x, w)  # type: ignore[return-value]
+        return None if any(operands[2:]) else operands[:2]
     if node.target not in (aten.matmul.default, aten.mm.default):
         return None
-    x, turned = node.args  # type: ignore[assignment]
-    assert isinstance(turned, fx.Node)
+    x, turned = operands
     definition = find(op_name(turned.target)) if turned.op == "call_function" else None
     if definition is None or definition.reorder is None or turned.meta["val"].ndim != 2:
         return None
-    return (x, turned.args[0]) if definition.reorder(turned.args[1:], 2) == [1, 0] else None  # type: ignore
+    return (x, turned.args[0]) if definition.reorder(turned.args[1:], 2) == [1, 0] else None
 
 
 def _is_trained(w: fx.Node, exported: Exported) -> bool:

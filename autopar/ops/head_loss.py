@@ -41,7 +41,7 @@ def _sends(sending: Sending) -> list[Sent]:
     scale, index = sending.call.operand("scale"), sending.call.operand("index")
     tokens = sending.bytes_of("index") / index.dtype.itemsize
     rows = min(tokens, local.chunk_rows(sending.call.operand("x").shape[-1]))
-    nbytes, times = rows * scale.dtype.itemsize, math.ceil(tokens / rows)
+    nbytes, times = rows * max(scale.dtype.itemsize, 4), math.ceil(tokens / rows)
     sums = 3 if sending.call["each"] else 2
     return [Sent("all_reduce", sending.axis, n * nbytes, times) for n in (1, sums)]
 

@@ -44,17 +44,18 @@ def linear_cross_entropy(
     """(Σ scale · (lse z - (1 - smoothing) z[index] - each Σ z), and its gradients in x and w), z = x wᵀ.
 
     x: (…, h), w: (v, h), of which this rank has the rows from `offset` on; index, scale: (…). A row of scale 0 counts nowhere,
-    whatever it holds. Statistics are in the dtype of `scale`; gradients of w are added up in float32.
+    whatever it holds. Statistics of rows and sums over chunks have at least 32 bits.
     """
-    rows, labels, scales = x.reshape(-1, x.shape[-1]), index.reshape(-1), scale.reshape(-1)
-    dx, loss = torch.empty_like(rows), scale.new_zeros(())
+    rows, labels = x.reshape(-1, x.shape[-1]), index.reshape(-1)
+    scales = scale.reshape(-1).to(norm_dtype(scale))
+    dx, loss = torch.empty_like(rows), scales.new_zeros(())
     chunks = list(_chunks(rows))
     dw = None if len(chunks) == 1 else torch.zeros_like(w, dtype=norm_dtype(w))
     for chunk in chunks:
         r, label = scales[chunk], labels[chunk]
         part = rows[chunk].masked_fill((r == 0).unsqueeze(1), 0)
         z = F.linear(part, w)
-        lse, picked, total = _statistics(z, label, scale.dtype, each != 0, offset, along)
+        lse, picked, total = _statistics(z, label, scales.dtype, each != 0, offset, along)
         loss += (r * (lse - (1 - smoothing) * picked - each * total)).sum()
         d = softmax_less_onehot(z, lse, label, r, (1 - smoothing) * r, 1, offset, out=z)
         if each:
@@ -63,7 +64,7 @@ def linear_cross_entropy(
         dw = _added(dw, d, part)
         del z, d, part
     assert dw is not None
-    return loss, dx.view(x.shape), dw.to(w.dtype)
+    return loss.to(scale.dtype), dx.view(x.shape), dw.to(w.dtype)
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
