@@ -21,6 +21,7 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.export import Exported, export_step
 from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
+from autopar.capture.head_losses import join_head_losses
 from autopar.capture.index_guards import guard_indices, without_guards
 from autopar.capture.inputs import batch_dim
 from autopar.capture.lean import lean
@@ -58,6 +59,7 @@ def capture_program(
         tell_options(exported.graph, told)
         if precision is not None:
             lower_precision(exported, PRECISIONS[precision], mode)
+        join_head_losses(exported, _reach_loss(exported.graph.output_node(), exported), mode)
         with mode:
             builder = _Builder(exported, model)
             builder.run(mode, starts)

@@ -80,9 +80,6 @@ class _Pass:
         output.args = (tuple(ends),)
 
     def _op(self, node: fx.Node) -> None:
-        if node.target is aten._assert_tensor_metadata.default:  # of the dtypes before
-            self.graph.erase_node(node)
-            return
         if is_getitem(node):
             self._item(node)
             return

@@ -27,6 +27,9 @@ def tidied(exported: Exported) -> Exported:
     """The same step with a graph that was rewritten in place, and without the constants that it does not read any more."""
     graph = exported.graph
     for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:  # of dtypes, which are fixed
+            graph.erase_node(node)
+            continue
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # of a value whose copy in memory may go
         rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None

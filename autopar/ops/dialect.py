@@ -31,14 +31,31 @@ def graph_op(
     """
 
     def add(rule: RuleFunction) -> Any:
-        name = schema[: schema.index("(")]
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"autopar::{name}", shape, lib=_LIBRARY)
-        define(f"autopar.{name}", rule=rule, **facts)
-        return getattr(torch.ops.autopar, name).default
+        op = _defined(schema, implementation, shape)
+        define(f"autopar.{schema[: schema.index('(')]}", rule=rule, **facts)
+        return op
 
     return add
+
+
+def captured_op(schema: str, shape: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate what a new op of captured graphs becomes while a template is traced; the name then stands for the op, which
+    needs no rule. shape: as for `graph_op`."""
+
+    def add(lift: Callable[..., Any]) -> Any:
+        op = _defined(schema, lift, shape)
+        lifts(op)(lift)
+        return op
+
+    return add
+
+
+def _defined(schema: str, implementation: Callable[..., Any], shape: Callable[..., Any]) -> Any:
+    name = schema[: schema.index("(")]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autopar::{name}", shape, lib=_LIBRARY)
+    return getattr(torch.ops.autopar, name).default
 
 
 def _operands(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import types
 
-from autopar.runtime import attention, experts, images, moves, ops, pools, rnn, scans, selection, softmax, zigzag
+from autopar.runtime import (
+    attention,
+    experts,
+    images,
+    losses,
+    moves,
+    ops,
+    pools,
+    rnn,
+    scans,
+    selection,
+    softmax,
+    zigzag,
+)
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
     "experts": experts,
     "images": images,
+    "losses": losses,
     "moves": moves,
     "ops": ops,
     "pools": pools,

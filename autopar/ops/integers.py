@@ -111,6 +111,7 @@ def _of_each_dim(call: OpCall) -> tuple[Index, ...]:
 
 define("autopar.embedding", indexes=_one("index", lambda call: call.shapes[0][0]))
 define("autopar.pick", indexes=_one("index", _along))
+define("autopar.linear_cross_entropy", indexes=_one("index", lambda call: call.operand("w").shape[0]))
 define(
     *named("gather scatter scatter_add scatter_reduce index_select index_add index_copy index_reduce"),
     indexes=_one("index", _along),

@@ -23,7 +23,7 @@ from autopar.runtime import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
-_NONE, _MEAN = 0, 1
+NONE, MEAN, SUM = 0, 1, 2
 
 
 def _rows(call: OpCall, shape: tuple[int, ...]) -> tuple[Maker, Labels, Labels]:
@@ -169,9 +169,9 @@ class Pick(Function):
 
 
 def _reduced(x: Tensor, reduction: int) -> Tensor:
-    if reduction == _NONE:
+    if reduction == NONE:
         return x
-    return mean_all(x) if reduction == _MEAN else x.sum()
+    return mean_all(x) if reduction == MEAN else x.sum()
 
 
 @lifts(aten.cross_entropy_loss.default)
@@ -179,7 +179,7 @@ def cross_entropy(
     x: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    reduction: int = _MEAN,
+    reduction: int = MEAN,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -187,24 +187,31 @@ def cross_entropy(
     dim = 0 if x.ndim == 1 else 1
     if target.is_floating_point():
         return _soft_cross_entropy(x, target, weight, reduction, label_smoothing, dim)
-    counted = target != ignore_index
-    safe = torch.where(counted, target, torch.zeros_like(target))
+    counted, safe, class_scale = counted_rows(target, weight, ignore_index, x.dtype)
     channels = None if weight is None else _channel(weight, x, dim)
     if label_smoothing:
         rows, smooth = SmoothedCrossEntropy.apply(x, safe, dim, channels)
     else:
         rows = CrossEntropy.apply(x, safe, dim)
-    scale = counted.to(x.dtype)
-    class_scale = (
-        scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
-    )
     loss = rows if weight is None else rows * class_scale
     if label_smoothing:
         loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / x.shape[dim])
     loss = _only(loss, counted)
-    if reduction == _NONE:
+    if reduction == NONE:
         return loss
-    return loss.sum() / class_scale.sum() if reduction == _MEAN else loss.sum()
+    return loss.sum() / class_scale.sum() if reduction == MEAN else loss.sum()
+
+
+def counted_rows(
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per row whether its target counts, a target that is in range, and the weight of its class, 0 where it does not count."""
+    counted = target != ignore_index
+    safe = torch.where(counted, target, torch.zeros_like(target))
+    scale = counted.to(dtype)
+    if weight is not None:
+        scale = scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
+    return counted, safe, scale
 
 
 def _only(loss: Tensor, counted: Tensor) -> Tensor:
@@ -223,36 +230,33 @@ def _soft_cross_entropy(
     if weight is not None:
         target = target * _channel(weight, x, dim)
     loss = ((LogSumExp.apply(x, dim).unsqueeze(dim) - x) * target).sum(dim)
-    if reduction == _NONE:
+    if reduction == NONE:
         return loss
-    return loss.sum() / (x.numel() // x.shape[dim]) if reduction == _MEAN else loss.sum()
+    return loss.sum() / (x.numel() // x.shape[dim]) if reduction == MEAN else loss.sum()
 
 
 @lifts(aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default)
 def nll_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = _MEAN, ignore_index: int = -100
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN, ignore_index: int = -100
 ) -> Tensor:
     """Negative log likelihood of log-probabilities x: (n, c, ...)."""
     dim = 0 if x.ndim == 1 else 1
-    counted = target != ignore_index
-    safe = torch.where(counted, target, torch.zeros_like(target))
-    scale = counted.to(x.dtype)
-    scale = scale if weight is None else scale * aten.index_select(weight, 0, safe.reshape(-1)).reshape(safe.shape)
+    counted, safe, scale = counted_rows(target, weight, ignore_index, x.dtype)
     loss = -Pick.apply(x, safe, dim)
     loss = _only(loss if weight is None else loss * scale, counted)
-    if reduction == _NONE:
+    if reduction == NONE:
         return loss
-    return loss.sum() / scale.sum() if reduction == _MEAN else loss.sum()
+    return loss.sum() / scale.sum() if reduction == MEAN else loss.sum()
 
 
 @lifts(aten.mse_loss.default)
-def mse_loss(x: Tensor, y: Tensor, reduction: int = _MEAN) -> Tensor:
+def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
     """Squared error."""
     return _reduced((x - y) * (x - y), reduction)
 
 
 @lifts(aten.l1_loss.default)
-def l1_loss(x: Tensor, y: Tensor, reduction: int = _MEAN) -> Tensor:
+def l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
     """Absolute error."""
     return _reduced((x - y).abs(), reduction)
 
@@ -265,39 +269,39 @@ def l1_loss(x: Tensor, y: Tensor, reduction: int = _MEAN) -> Tensor:
 )
 def elementwise_loss(call: OpCall) -> Rule:
     """Pointwise before it is reduced, which is what our programs have of it."""
-    return pointwise(call) if call["reduction"] == _NONE else leading(call, 0)
+    return pointwise(call) if call["reduction"] == NONE else leading(call, 0)
 
 
 @lifts(aten.smooth_l1_loss.default)
-def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = _MEAN, beta: float = 1.0) -> Tensor:
+def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN, beta: float = 1.0) -> Tensor:
     """Quadratic below beta, linear above."""
-    return _reduced(aten.smooth_l1_loss.default(x, y, _NONE, beta), reduction)
+    return _reduced(aten.smooth_l1_loss.default(x, y, NONE, beta), reduction)
 
 
 @lifts(aten.huber_loss.default)
-def huber_loss(x: Tensor, y: Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Tensor:
+def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1.0) -> Tensor:
     """Quadratic below delta, linear above."""
-    return _reduced(aten.huber_loss.default(x, y, _NONE, delta), reduction)
+    return _reduced(aten.huber_loss.default(x, y, NONE, delta), reduction)
 
 
 @lifts(aten.binary_cross_entropy_with_logits.default)
 def bce_with_logits(
-    x: Tensor, y: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = _MEAN
+    x: Tensor, y: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = MEAN
 ) -> Tensor:
     """Stable log-loss of logits."""
-    return _reduced(aten.binary_cross_entropy_with_logits.default(x, y, weight, pos_weight, _NONE), reduction)
+    return _reduced(aten.binary_cross_entropy_with_logits.default(x, y, weight, pos_weight, NONE), reduction)
 
 
 @lifts(aten.binary_cross_entropy.default)
-def bce(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = _MEAN) -> Tensor:
+def bce(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN) -> Tensor:
     """Log-loss of probabilities, clamped as torch does."""
-    return _reduced(aten.binary_cross_entropy.default(x, y, weight, _NONE), reduction)
+    return _reduced(aten.binary_cross_entropy.default(x, y, weight, NONE), reduction)
 
 
 @lifts(aten.kl_div.default)
-def kl_div(x: Tensor, y: Tensor, reduction: int = _MEAN, *, log_target: bool = False) -> Tensor:
+def kl_div(x: Tensor, y: Tensor, reduction: int = MEAN, *, log_target: bool = False) -> Tensor:
     """Kullback-Leibler divergence of log-probabilities x against y."""
-    return _reduced(aten.kl_div.default(x, y, _NONE, log_target=log_target), reduction)
+    return _reduced(aten.kl_div.default(x, y, NONE, log_target=log_target), reduction)
 
 
 define("autopar.pick", linear=lambda call: [{0}])

@@ -172,6 +172,7 @@ class OpDef:
         random: it draws random numbers, numbered by its argument `site`.
         fresh: its results are tensors that nobody else holds, so the gradient store may keep them as they are.
         dear: too dear to run a second time under selective recompute. None: if it has `work`.
+        kept: no recompute policy runs it again, as it makes beside its result what backward would compute.
         linear(call): groups of operands in which it is linear, beside those of its rule (which ranks are offered).
         picks: of its first operand it reads no more than it makes (a look-up, a gather).
         adds: name of the scalar argument that it adds to its only tensor.
@@ -215,6 +216,7 @@ class OpDef:
     random: bool = False
     fresh: bool = False
     dear: bool | None = None
+    kept: bool = False
     linear: Callable[[OpCall], list[set[int]]] | None = None
     picks: bool = False
     adds: str = ""

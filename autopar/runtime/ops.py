@@ -145,31 +145,31 @@ def pick_grad(g: Tensor, index: Tensor, dim: int, size: int, offset: int = 0) ->
 
 def cross_entropy_grad(x: Tensor, lse: Tensor, index: Tensor, g: Tensor, dim: int, offset: int = 0) -> Tensor:
     """d/dx of (lse - x[index]) · g:  (softmax(x) - onehot(index)) · g."""
-    return _softmax_less_onehot(x, lse, index, g, g, dim, offset)
+    return softmax_less_onehot(x, lse, index, g, g, dim, offset)
 
 
 def smoothed_cross_entropy_grad(
     x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_all: Tensor, dim: int, offset: int = 0
 ) -> Tensor:
     """d/dx of (lse - x[index]) · g + lse · g_all:  softmax(x) · (g + g_all) - onehot(index) · g."""
-    return _softmax_less_onehot(x, lse, index, g + g_all, g, dim, offset)
+    return softmax_less_onehot(x, lse, index, g + g_all, g, dim, offset)
 
 
-def _softmax_less_onehot(
-    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_index: Tensor, dim: int, offset: int
+def softmax_less_onehot(
+    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_index: Tensor, dim: int, offset: int, out: Tensor | None = None
 ) -> Tensor:
+    """softmax(x) · g - onehot(index) · g_index, rounded once; out: where it is written, which may be x."""
     local = index - offset
     inside = (local >= 0) & (local < x.shape[dim])
-    dx = torch.empty_like(x)
-    rows, out = x.movedim(dim, -1), dx.movedim(dim, -1)
+    places = local.where(inside, torch.zeros_like(local)).unsqueeze(-1)
+    less = g_index.neg().where(inside, torch.zeros_like(g_index)).unsqueeze(-1)
+    dx = torch.empty_like(x) if out is None else out
+    rows, made = x.movedim(dim, -1), dx.movedim(dim, -1)
     of_rows, scale = lse.unsqueeze(-1), g.unsqueeze(-1)
     for tile in row_tiles(rows):
-        out[tile] = _exp_less(rows[tile], of_rows[tile]).mul_(scale[tile])
-    return dx.scatter_add_(
-        dim,
-        local.where(inside, torch.zeros_like(local)).unsqueeze(dim),
-        g_index.neg().where(inside, torch.zeros_like(g_index)).unsqueeze(dim),
-    )
+        e = _exp_less(rows[tile], of_rows[tile]).mul_(scale[tile])
+        made[tile] = e.scatter_add_(-1, places[tile], less[tile].to(e.dtype))
+    return dx
 
 
 # --- embedding --------------------------------------------------------------------------------------------------------

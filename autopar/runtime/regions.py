@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 MODULES = ("aten", "torch", "attention", "images", "moves", "ops", "pools", "scans", "selection", "softmax", "zigzag")
 """Names of the file whose functions compute with tensors alone. Not among them: experts (what they do depends on the data),
-recurrent layers (one kernel), and the user's own ops (anything)."""
+losses (in chunks, in place), recurrent layers (one kernel), and the user's own ops (anything)."""
 METHODS = ("reshape", "permute", "expand", "sum", "to")
 MOVES = ("reshape", "permute", "expand")
 OF_THE_RANK = ("rt.comm.axis_index", "rt.comm.shard")

@@ -19,9 +19,13 @@ def policy_set(template: Template, policy: str) -> tuple[str, ...]:
     if not again or not template.differentiable:
         return ()
     forward = made_forward(template)
-    return tuple(
-        v for v in template.nodes if v in forward and op_class(template, resolve(template.nodes[v])[0].name) in again
-    )
+    ops = {v: resolve(template.nodes[v])[0].name for v in template.nodes if v in forward}
+    return tuple(v for v, op in ops.items() if op_class(template, op) in again and not _is_kept(template, op))
+
+
+def _is_kept(template: Template, op: str) -> bool:
+    definition = find(template.op_calls[op].op)
+    return definition is not None and definition.kept
 
 
 def op_class(template: Template, op: str) -> str:

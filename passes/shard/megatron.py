@@ -50,10 +50,15 @@ def tensor_parallel(
         origins = _origins(template)
         for node in template.ops:
             rule, key = rules.rule(template.op_calls[node.name]), (template.name, node.name)
+            weight = _weight_factors(template, node, rule, held, origins)
             possible = {
-                c for c in rule.choices() if c not in batch[key] and c not in rule.carries and _divides(rule, c, size)
+                c
+                for c in rule.choices()
+                if c not in batch[key]
+                and (c not in rule.carries or weight.issuperset(factors_of(c)))
+                and _divides(rule, c, size)
             }
-            of_weight = possible & _weight_factors(template, node, rule, held, origins)
+            of_weight = {c for c in possible if factors_of(c) and weight.issuperset(factors_of(c))}
             if of_weight:
                 slots |= _slots(template, node, origins)
             splits = bool(possible & rule.factors.keys()) and _has_features(template, node, rule, held, batch[key])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autopar.ops import ctc, loss
+from autopar.ops import ctc, head_loss, loss
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes, overload
 
@@ -53,6 +53,18 @@ def _elementwise_loss(draw: Draw, name: str) -> Case:
     weights = [draw.f(*shape).sigmoid() if draw.pick(True, False) else None]
     weights += [None] * name.endswith("with_logits")
     return call(overload(name), *backward, x, y, *weights, reduction)
+
+
+@makes("autopar.linear_cross_entropy", "autopar.times")
+def _head_loss(draw: Draw, name: str) -> Case:
+    """Some rows count nowhere."""
+    if name == "autopar.times":
+        return call(head_loss.times, draw.f(*draw.shape(1, 3)), draw.f())
+    tokens, classes, width = draw.shape(1, 2), draw.size(), draw.size()
+    scale = draw.f(*tokens).relu()
+    smoothing = draw.pick(0.0, 0.1)
+    operands = draw.f(*tokens, width), draw.f(classes, width), draw.i(classes, *tokens), scale
+    return call(head_loss.linear_cross_entropy, *operands, smoothing, smoothing / classes)
 
 
 @makes("autopar.ctc", "autopar.ctc_grad")

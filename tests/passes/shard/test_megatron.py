@@ -59,11 +59,12 @@ def test_a_llama_gathers_and_scatters_the_sequence_as_often_as_korthikanti_count
     local_batch = batch * tp // 8
     activations = activations_sent(program, 2 * local_batch * seq * dim)
     assert activations == {"all_gather": 4 * layers + 2, "reduce_scatter": 4 * layers + 2}
-    sums_of_the_loss = activations_sent(program, 2 * local_batch * seq)
-    assert sums_of_the_loss == {"all_reduce": 2}, "the largest logit and the sum of exponentials of every token"
+    chunks, rows = local_batch * seq // 1024, 4 * 1024
+    assert activations_sent(program, rows) == {"all_reduce": chunks}, "the largest logit of every token"
+    assert activations_sent(program, 2 * rows) == {"all_reduce": chunks}, "its sum of exponentials, its label's logit"
     others = [c for c in program.account.collectives if not c.what.startswith(WEIGHTS) and c.axis != "tp"]
     assert all(c.nbytes == 2 for c in others), "the batch's axis counts tokens, and sends nothing else"
-    assert sum(activations.values()) + 2 == sum(
+    assert sum(activations.values()) + 2 * chunks == sum(
         c.times for c in program.account.collectives if c.axis == "tp" and not c.what.startswith(WEIGHTS)
     )
     assert program.plan.origin == "megatron"

@@ -1,0 +1,117 @@
+"""A head's product and its cross-entropy as one op, which is computed in chunks of tokens (`autopar.runtime.losses`).
+
+    … h!, v! h!, …, … -> 1, … h!, v! h!         tokens shard (the loss and dw are partial sums); carried: +v, dx is partial
+
+Capture puts the two together where that pays (`autopar.capture.head_losses`); rows that count, class weights and the mean are
+those of the loss over logits (`autopar.ops.loss`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from autopar.ir.call import OpCall
+from autopar.ir.lines import Sent
+from autopar.ir.rule import Carried, Rule
+from autopar.ops.dialect import captured_op, empty_like, graph_op
+from autopar.ops.labels import Maker
+from autopar.ops.loss import SUM, counted_rows
+from autopar.ops.registry import Block, Gemm, Sending
+from autopar.runtime import losses as local
+
+Tensor = torch.Tensor
+
+
+def _work(call: OpCall, rule: Rule) -> Gemm:
+    """Three products of the same numbers: logits and both gradients."""
+    tokens = tuple(name for name in rule.factors if name.startswith("t"))
+    return 6.0 * math.prod(f.size for f in rule.factors.values()), "matmul", (tokens, ("v",), ("h",))
+
+
+def _told(block: Block) -> dict[str, Any]:
+    return {"offset": block.offset("v"), **block.told()} if block.carried else {}
+
+
+def _sends(sending: Sending) -> list[Sent]:
+    """Of every chunk of rows their maxima, then sums: exponentials, the labels' logits, with smoothing all logits."""
+    scale, index = sending.call.operand("scale"), sending.call.operand("index")
+    tokens = sending.bytes_of("index") / index.dtype.itemsize
+    rows = min(tokens, local.chunk_rows(sending.call.operand("x").shape[-1]))
+    nbytes, times = rows * max(scale.dtype.itemsize, 4), math.ceil(tokens / rows)
+    sums = 3 if sending.call["each"] else 2
+    return [Sent("all_reduce", sending.axis, n * nbytes, times) for n in (1, sums)]
+
+
+@graph_op(
+    "linear_cross_entropy(Tensor x, Tensor w, Tensor index, Tensor scale, float smoothing, float each)"
+    " -> (Tensor, Tensor, Tensor)",
+    local.linear_cross_entropy,
+    lambda x, w, index, scale, smoothing, each: (scale.new_empty([]), empty_like(x), empty_like(w)),
+    home="losses",
+    work=_work,
+    localize=_told,
+    sends=_sends,
+    fresh=True,
+    kept=True,
+    result_names=("loss", "dx", "dw"),
+)
+def linear_cross_entropy(call: OpCall) -> Rule:
+    """Tokens are independent; a vocabulary in blocks exchanges statistics of rows."""
+    make = Maker()
+    tokens = make.dims(call.operand("index").shape, "t")
+    v, h = (make.add(name, n, whole=True) for name, n in zip("vh", call.operand("w").shape, strict=True))
+    x, w = (*tokens, h), (v, h)
+    return make.rule([x, w, tokens, tokens], [(), x, w], carried=[Carried(("v",), owed=(1,))])
+
+
+@graph_op(
+    "times(Tensor x, Tensor g) -> Tensor", lambda x, g: (x * g).to(x.dtype), empty_like, home="losses", fresh=True
+)
+def times(call: OpCall) -> Rule:
+    """In a graph it writes nowhere, in a program in place: it is for a value that has no other reader."""
+    make = Maker()
+    labels = make.dims(call.shapes[0])
+    return make.rule([labels, ()], [labels], linear=[{0}])
+
+
+class LinearCrossEntropy(Function):
+    """The sum of rows' losses, each times its scale; gradients are there before the loss's own is known."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, index: Tensor, scale: Tensor, smoothing: float) -> Tensor:
+        loss, dx, dw = linear_cross_entropy(x, w, index, scale, smoothing, smoothing / w.shape[0])
+        ctx.save_for_backward(dx, dw)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        return times(dx, g), times(dw, g), None, None, None
+
+
+@captured_op(
+    "head_loss(Tensor x, Tensor w, Tensor target, Tensor? weight, int reduction, int ignore_index, float smoothing,"
+    " ScalarType dtype) -> Tensor",
+    lambda x, w, target, weight, reduction, ignore_index, smoothing, dtype: x.new_empty([], dtype=dtype),
+)
+def head_loss(
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    smoothing: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """cross_entropy(linear(x, w).to(dtype), target, …); where no target counts, NaN with gradients of zero, as there."""
+    _, safe, scale = counted_rows(target, weight, ignore_index, dtype)
+    loss = LinearCrossEntropy.apply(x, w, safe, scale, smoothing)
+    if reduction == SUM:
+        return loss
+    total = scale.sum()
+    return torch.where(total != 0, loss, torch.zeros_like(loss)) / total
