@@ -9,6 +9,7 @@ those of the loss over logits (`autopar.ops.loss`).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from autopar.ir.rule import Carried, Rule
 from autopar.ops.dialect import captured_op, empty_like, graph_op
 from autopar.ops.labels import Maker
 from autopar.ops.loss import SUM, counted_rows
-from autopar.ops.registry import Block, Gemm, Sending
+from autopar.ops.registry import Block, Gemm, Merged, Sending
 from autopar.runtime import losses as local
 
 Tensor = torch.Tensor
@@ -30,6 +31,20 @@ def _work(call: OpCall, rule: Rule) -> Gemm:
     """Three products of the same numbers: logits and both gradients."""
     tokens = tuple(name for name in rule.factors if name.startswith("t"))
     return 6.0 * math.prod(f.size for f in rule.factors.values()), "matmul", (tokens, ("v",), ("h",))
+
+
+def _merged(call: OpCall, parts: Mapping[str, int]) -> Merged:
+    """Three products a chunk, and what is done to a chunk's logits between them: read for maxima and sums, read and written for
+    their gradient, twice with smoothing; its part of x is copied, and the sum of dw read and written."""
+    sizes = [size // parts.get(f"t{i}", 1) for i, size in enumerate(call.operand("index").shape)]
+    x, w = call.operand("x"), call.operand("w")
+    tokens, (classes, width) = math.prod(sizes), w.shape
+    chunks = math.ceil(tokens / local.chunk_rows(width))
+    times, launches = (6, 9) if call["each"] else (4, 8)
+    moved = tokens * (times * classes // parts.get("v", 1) + 2 * width) * x.dtype.itemsize
+    if chunks > 1:
+        moved += 2 * chunks * (classes // parts.get("v", 1)) * width * max(w.dtype.itemsize, 4)
+    return Merged(3 * chunks, launches * chunks, moved)
 
 
 def _told(block: Block) -> dict[str, Any]:
@@ -53,6 +68,7 @@ def _sends(sending: Sending) -> list[Sent]:
     lambda x, w, index, scale, smoothing, each: (scale.new_empty([]), empty_like(x), empty_like(w)),
     home="losses",
     work=_work,
+    merged=_merged,
     localize=_told,
     sends=_sends,
     fresh=True,
