@@ -111,6 +111,7 @@ def _write(contents: Contents, directory: Path) -> None:
         "placement": list(contents.plan.placement) or None,
         "save_every": (contents.facts["long_run"] or {}).get("save_every"),
         "compiler": contents.compiler,
+        "machines": contents.facts["machines"],
     }
     if contents.buckets:
         folders = [bucket_folder(i) for i in range(len(contents.buckets))]

@@ -45,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
         "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
     )
     made.add_argument("--compiler", choices=COMPILERS, help="compile what is between messages (default: as compiled)")
+    made.add_argument(
+        "--preflight", action="store_true", help="look at the machines, links and files in seconds, and do not run"
+    )
     made.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return made
 

@@ -31,6 +31,7 @@ from .heap import keep_freed_memory
 from .inductor import keep_beside
 from .manifest import Manifest, WrongWorldSize
 from .meeting import meet
+from .preflight.main import main as preflight
 from .process import TorchComm
 from .recorder import Recorder
 from .session import Session
@@ -166,6 +167,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         manifest = Manifest.read(directory)
+        if arguments.preflight:
+            return preflight(directory, manifest, arguments.backend or _pick_backend(), arguments)
         manifest.check_world_size()
         manifest.update_rule()
     except RuntimeProgramError as error:

@@ -27,6 +27,7 @@ from .batches import module_of
 from .datafile import path_inside, read_json, read_text
 from .errors import RuntimeProgramError
 from .inductor import COMPILERS
+from .machines import MACHINES, Machines
 from .schema import (
     MOST_NUMBER,
     MOST_RANKS,
@@ -110,6 +111,7 @@ _MANIFEST = record(
         "compiler": choice(COMPILERS),
         "placement": optional(listed(integer(0, MOST_RANKS))),
         "save_every": optional(integer(1, 1 << 53)),
+        "machines": optional(MACHINES),
     },
 )
 
@@ -144,6 +146,7 @@ class Manifest:
     home: Path | None = None
     save_every: int | None = None
     compiler: str = "none"
+    machines: Machines | None = None
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -202,6 +205,7 @@ class Manifest:
             constants=raw.get("constants"),
             save_every=raw.get("save_every"),
             compiler=raw.get("compiler", "none"),
+            machines=Machines.of(raw["machines"]) if raw.get("machines") else None,
         )
 
     def check_world_size(self) -> None:
