@@ -155,10 +155,11 @@ def _texts(contents: Contents) -> dict[str, str]:
     names = sorted({name for one in (lowered, *(b.lowered for b in contents.buckets)) for name in used_ops(one)})
     if names:
         texts["user_ops.py"] = user_ops_source(names)
-    per_node = min(contents.ranks_per_node, ranks)
+    per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
+    nodes = max(ranks // per_node, 1)
     modules = factory_modules(contents.update) if contents.update is not None else []
     for name in LAUNCHERS:
-        values = {"ranks": ranks, "nodes": max(ranks // per_node, 1), "per_node": per_node, "modules": modules}
+        values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "gpus": gpus, "modules": modules}
         texts[name] = render(f"{name}.j2", **values)
     return texts
 
