@@ -5,7 +5,7 @@ any more. `--rank R` shows the last messages of a rank too.
 
 `autopar-doctor --preflight OUT` looks at the machines before a run of the program in OUT, and says what is wrong and what to set.
 Started on one machine it looks at that one; started on all of them, with MASTER_ADDR and NODE_RANK as for launch.sh, also at what
-they have in common; under torchrun (`torchrun … OUT/run.py --preflight`) at every rank and link. More arguments are those of run.py.
+they have in common; `torchrun … OUT/run.py --preflight` looks at every rank and link. More arguments are those of run.py.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def tensorboard(folder: str) -> Sink:
         raise RuntimeProgramError(
             f"--tensorboard {folder}: {error}; pip install tensorboard, or use --metrics FILE"
         ) from error
-    writer: Any = SummaryWriter(folder, flush_secs=10)  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(folder, flush_secs=10)
     atexit.register(writer.close)
 
     def note(record: StepMetrics) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import autopar
-
 from autopar.cli.doctor import main
 from autopar.runtime.flight import Flight
 

@@ -193,7 +193,8 @@ def _links(
             device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            store, timeout = dist.PrefixStore("group", meeting.store.clone()), timedelta(seconds=meeting.wait_s)
+            of_thread: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]  # the rank's may be waiting
+            store, timeout = dist.PrefixStore("group", of_thread), timedelta(seconds=meeting.wait_s)
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout)
             measured.extend(measure(place, machines.links, device))
         except RuntimeError as error:
