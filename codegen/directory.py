@@ -116,6 +116,7 @@ def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> N
         "placement": list(contents.plan.placement) or None,
         "save_every": (contents.facts["long_run"] or {}).get("save_every"),
         "compiler": contents.compiler,
+        "machines": contents.facts["machines"],
     }
     if worlds:
         manifest["worlds"] = sorted(worlds)
@@ -161,12 +162,12 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
     names = sorted({name for one in (lowered, *(b.lowered for b in contents.buckets)) for name in used_ops(one)})
     if names:
         texts["user_ops.py"] = user_ops_source(names)
-    per_node = min(contents.ranks_per_node, ranks)
+    per_node, gpus = min(contents.ranks_per_node, ranks), contents.facts["machines"]["gpu"]
     modules = factory_modules(contents.update) if contents.update is not None else []
     sizes = (ranks, *worlds)
     least, nodes, most = (max(size // per_node, 1) for size in (min(sizes), ranks, max(sizes)))
-    values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "modules": modules, "least": least, "most": most}
-    texts |= {name: render(f"{name}.j2", **values) for name in LAUNCHERS}
+    values = {"ranks": ranks, "nodes": nodes, "per_node": per_node, "gpus": gpus, "modules": modules}
+    texts |= {name: render(f"{name}.j2", **values, least=least, most=most) for name in LAUNCHERS}
     return texts
 
 

@@ -2,6 +2,10 @@
 
 DIR is the directory of the run (`run.py --run-dir`), or its folder `flight`. A rank that left no file is one that could not write
 any more. `--rank R` shows the last messages of a rank too.
+
+`autopar-doctor --preflight OUT` looks at the machines before a run of the program in OUT, and says what is wrong and what to set.
+Started on one machine it looks at that one; started on all of them, with MASTER_ADDR and NODE_RANK as for launch.sh, also at what
+they have in common; `torchrun … OUT/run.py --preflight` looks at every rank and link. More arguments are those of run.py.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, InputError
+from autopar.runtime import launch
 from autopar.runtime.datafile import read_json
 from autopar.runtime.diagnosis import Beat, Diagnosis, diagnose
 from autopar.runtime.schema import (
@@ -117,7 +122,7 @@ def message_lines(left: Left, last: int = 12) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 where there is nothing to look at."""
+    """Exit status: 0, 1 where the preflight found what stops a run, or 2 where there is nothing to look at."""
     parser = argparse.ArgumentParser(
         prog="autopar-doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,7 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rank", type=int, action="append", default=[], help="show its last messages; may be given again"
     )
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--preflight", action="store_true", help="look at the machines before a run of this program")
+    arguments, of_run = parser.parse_known_args(argv)
+    if arguments.preflight:
+        return launch.main(arguments.directory, ["--preflight", *of_run])
+    if of_run:
+        parser.error(f"unrecognized arguments: {' '.join(of_run)}")
     try:
         found = read_flights(arguments.directory)
         diagnosis = conclusion(found)

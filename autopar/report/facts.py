@@ -15,6 +15,7 @@ from autopar.ir.actions import show_row
 from autopar.ir.lines import Compute, Convert, Function, Line, Start, label
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.report.long_run import long_run_facts
+from autopar.report.machines import machine_facts
 
 
 def facts(program: Compiled) -> dict[str, Any]:
@@ -41,6 +42,7 @@ def facts(program: Compiled) -> dict[str, Any]:
         "cluster": program.cluster.name,
         "cluster_described": program.cluster.to_dict(),
         "long_run": long_run_facts(program),
+        "machines": machine_facts(program),
         "calls": [{"template": c.template, "path": c.path} for c in program.ir.calls],
         "schedule": {
             "name": program.plan.schedule,

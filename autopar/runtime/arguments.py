@@ -45,6 +45,17 @@ def parser() -> argparse.ArgumentParser:
         "--profile", metavar="DIR", help="write what every rank did when, a file per rank; see autopar-dump"
     )
     made.add_argument("--compiler", choices=COMPILERS, help="compile what is between messages (default: as compiled)")
+    made.add_argument("--metrics", metavar="FILE", help="a line of JSON per step (default: with --run-dir, in there)")
+    made.add_argument("--tensorboard", metavar="DIR", help="the same as scalars for TensorBoard")
+    made.add_argument(
+        "--prometheus",
+        metavar="PORT",
+        type=port,
+        help="the last step's over HTTP, of rank 0; anybody who reaches it may read",
+    )
+    made.add_argument(
+        "--preflight", action="store_true", help="look at the machines, links and files in seconds, and do not run"
+    )
     made.add_argument("--check", action="store_true", help="compare collectives across ranks before each (slow)")
     return made
 
@@ -59,6 +70,14 @@ def whole_number(least: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def port(words: str) -> int:
+    """A type of arguments: a port, 0 for any free one."""
+    value = whole_number(0)(words)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{words} is no port; give a number up to 65535")
+    return value
 
 
 def at_least_zero(words: str) -> float:

@@ -31,6 +31,8 @@ from .heap import keep_freed_memory
 from .inductor import keep_beside
 from .manifest import Manifest
 from .meeting import joined
+from .metrics import Metrics, StepLine
+from .preflight.main import main as preflight
 from .process import TorchComm
 from .recorder import Recorder
 from .session import Session
@@ -58,11 +60,15 @@ class LoadedProgram:
         global_batch: Any = batch
         if named or (len(batch) == 1 and not isinstance(batch[0], torch.Tensor)):
             global_batch = named or batch[0]
-        tensors = leaves(global_batch, [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)])
+        tensors = self.leaves(global_batch)
         if self.session.training:
             return self.session.train_step(tensors)
         outputs = self.session.forward(tensors)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def leaves(self, batch: Any) -> list[torch.Tensor]:
+        """The tensors of a global batch, in the order of the program's inputs. Raises RuntimeProgramError."""
+        return leaves(batch, [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)])
 
     @property
     def step(self) -> int:
@@ -163,6 +169,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     """The command line of run.py; its exit status. 2: wrong use (before any process group), 1: a rank failed."""
     arguments = parser().parse_args(argv)
     try:
+        if arguments.preflight:
+            return preflight(directory, arguments.backend or _pick_backend(), arguments)
         manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run))
         manifest.update_rule()
     except RuntimeProgramError as error:
@@ -232,15 +240,20 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         session.recorder = Recorder(session.comm.device)
     if rank == 0:
         print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
+    metrics, line = Metrics(session, manifest, arguments), StepLine(first + arguments.steps)
     for step in range(first + 1, first + arguments.steps + 1):
         start = time.perf_counter()
-        result = program(next(batches))
+        batch = next(batches)
+        result = program(batch)
         if rank == 0:
+            loss = result.item() if session.training else None
             elapsed = time.perf_counter() - start
-            shown = f"loss {result.item():.6f}" if session.training else "done"
-            print(f"step {step}  {shown}  {elapsed * 1e3:.1f} ms", flush=True)
+            line.show(step, "done" if loss is None else f"loss {loss:.6f}", elapsed)
+            metrics.step(step, loss, elapsed, program.leaves(batch))
         if arguments.save and arguments.save_every and step % arguments.save_every == 0:
+            start = time.perf_counter()
             program.save(arguments.save)
+            metrics.saved(time.perf_counter() - start)
     if arguments.save:
         program.save(arguments.save)
         if rank == 0:

@@ -26,6 +26,7 @@ from .batches import module_of
 from .datafile import path_inside, read_json, read_text
 from .errors import RuntimeProgramError
 from .inductor import COMPILERS
+from .machines import MACHINES, Machines
 from .schema import (
     MOST_NUMBER,
     MOST_RANKS,
@@ -111,6 +112,7 @@ _MANIFEST = record(
         "placement": optional(listed(integer(0, MOST_RANKS))),
         "save_every": optional(integer(1, 1 << 53)),
         "worlds": listed(integer(1, MOST_RANKS), most=MOST_WORLDS),
+        "machines": optional(MACHINES),
     },
 )
 
@@ -144,6 +146,7 @@ class Manifest:
     save_every: int | None = None
     compiler: str = "none"
     worlds: tuple[int, ...] = ()
+    machines: Machines | None = None
 
     @classmethod
     def read(cls, directory: str | Path) -> Manifest:
@@ -213,6 +216,7 @@ class Manifest:
             save_every=raw.get("save_every"),
             compiler=raw.get("compiler", "none"),
             worlds=tuple(raw.get("worlds", ())),
+            machines=Machines.of(raw["machines"]) if raw.get("machines") else None,
         )
 
     def load_pipeline(self) -> ModuleType:

@@ -21,10 +21,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .batches import leaves, random_batches, user_batches
+from .batches import random_batches, user_batches
 from .comparing import Told, checksum, odd_ranks, slow_text
 from .errors import CheckpointError, RuntimeProgramError
 from .manifest import Manifest
+from .metrics import Metrics, StepLine
 from .process import TorchComm
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
@@ -157,6 +158,7 @@ class Run:
         self.saver = Saver(self.directory, self.session, self.seed, self.manifest.plan_hash, arguments.timeout)
         self._take(found)
         self.stop = Stop(store)
+        self.metrics, self.line = Metrics(self.session, self.manifest, arguments), StepLine(arguments.steps)
         self.rewinds = self.failed_saves = 0
         self._said, self._settled = "", self.saver.saved
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0
@@ -177,10 +179,12 @@ class Run:
                     break
                 self._step(step + 1)
                 if step + 1 == last or (step + 1) % self.save_every == 0:
+                    began = time.perf_counter()
                     self._settle()
                     self.saver.start(step + 1, self.position)
                     if not arguments.asynchronous:
                         self.saver.finish()
+                    self.metrics.saved(time.perf_counter() - began)
                 self._say_problem()
         finally:
             self.saver.finish()
@@ -208,14 +212,17 @@ class Run:
         if not math.isfinite(value):
             self._not_finite(step, value)
         elif self.comm.rank == 0:
-            print(f"step {step}  loss {value:.6f}  {(time.perf_counter() - start) * 1e3:.1f} ms", flush=True)
+            seconds = time.perf_counter() - start
+            self.line.show(step, f"loss {value:.6f}", seconds)
+            self.metrics.step(step, value, seconds, self.program.leaves(batch))
 
     def _compare(self, step: int, batch: Any) -> None:
         """See that all ranks are given the same batch, and say which of them are slow. Raises RuntimeProgramError."""
         flight = self.comm.flight if isinstance(self.comm, TorchComm) else None
         now, waited_s, steps = time.perf_counter(), flight.waited_s if flight else 0.0, self._steps_told
-        names = [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)]
-        own = Told(checksum(leaves(batch, names)), now - self._told_at, waited_s - self._waited_s, socket.gethostname())
+        own = Told(
+            checksum(self.program.leaves(batch)), now - self._told_at, waited_s - self._waited_s, socket.gethostname()
+        )
         everyone: list[Told] = self.comm.share(own)
         odd = odd_ranks(everyone)
         if odd:

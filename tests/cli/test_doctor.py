@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.cli.doctor import main
 from autopar.runtime.flight import Flight
 
@@ -56,3 +62,27 @@ def test_where_there_is_nothing_to_look_at_it_says_so(tmp_path: Path, capsys: py
     (tmp_path / "rank_0.json").write_text('{"autopar_flight": 1, "ranks": 2}')
     assert main([str(tmp_path)]) == 2
     assert "is damaged" in capsys.readouterr().err
+
+
+def test_before_a_run_it_looks_at_this_machine(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    batch = (torch.zeros(4, 8), torch.zeros(4, 8))
+    program = autopar.compile(
+        nn.Linear(8, 8),
+        autopar.ClusterSpec.local(2),
+        batch,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        options=autopar.Options(mesh={"dp": 2}),
+    )
+    out = program.save(tmp_path / "out")
+    assert main(["--preflight", str(out), "--run-dir", str(tmp_path / "run")]) == 0
+    assert "1 came, from 1 machines" in capfd.readouterr().out
+    (out / "stages" / "stage_0.py").unlink()
+    environment = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parent.parent)}
+    command = [sys.executable, "-m", "autopar.cli.doctor", "--preflight", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert done.returncode == 1
+    assert "error: missing file: rank 0" in done.stderr
+    assert main(["--preflight", str(tmp_path)]) == 2
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--steps", "3"])

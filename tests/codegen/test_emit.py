@@ -206,7 +206,8 @@ def test_scripts_start_the_right_number_of_ranks(two, tmp_path):
     assert (out / "launch.sh").stat().st_mode & 0o100
     slurm = (out / "slurm.sh").read_text()
     assert "#SBATCH --nodes=1\n" in slurm
-    assert "\nsrun torchrun --nnodes 1 --nproc-per-node 4 " in slurm
+    assert '\n  srun --kill-on-bad-exit=1 torchrun --nnodes "$1" --nproc-per-node 4 ' in slurm
+    assert "\nstart 1 3 29501 " in slurm
     assert "--no-kill" not in slurm
     assert "parallelism: 1" in (out / "kubernetes.yaml").read_text()
 
@@ -217,7 +218,9 @@ def test_machines_of_slurm_may_come_and_go_where_there_is_a_plan_for_fewer(tmp_p
     assert "#SBATCH --nodes=1-2\n#SBATCH" in slurm
     assert "#SBATCH --no-kill\n#" in slurm
     assert "\nexport TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in slurm
-    assert "\nsrun --no-kill torchrun --nnodes 1:2 --nproc-per-node 2 " in slurm
+    assert '\n  srun --no-kill torchrun --nnodes "$1" --nproc-per-node 2 ' in slurm
+    assert '\nstart "$SLURM_JOB_NUM_NODES" 0 29500 --preflight ' in slurm
+    assert "\nstart 1:2 3 29501 " in slurm
 
 
 def test_an_optimizer_without_a_name_cannot_be_saved(tmp_path):

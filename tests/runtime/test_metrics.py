@@ -1,0 +1,143 @@
+"""A run can be watched: a record of every step, in lines of JSON, over HTTP, in TensorBoard, and as a line on a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import math
+import shutil
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autopar.runtime.errors import RuntimeProgramError
+from autopar.runtime.machines import Machines
+from autopar.runtime.metrics import (
+    Metrics,
+    Prometheus,
+    StepLine,
+    StepMetrics,
+    json_lines,
+    peak_seconds,
+    sinks,
+    tensorboard,
+)
+
+from .test_launch import emitted  # noqa: F401
+from .test_process import torchrun
+
+RECORD = StepMetrics(7, 1e9, 0.5, 0.25, 4096.0, None, None, 1 << 20, 0.125)
+
+
+def test_a_step_is_a_line_of_json_and_what_is_not_known_is_null(tmp_path):
+    note = json_lines(tmp_path / "deep" / "metrics.jsonl")
+    note(RECORD)
+    note(StepMetrics(8, 1e9, math.nan, 0.25, None, None, 2.0, 1 << 20, None, 3.0))
+    first, second = map(json.loads, (tmp_path / "deep" / "metrics.jsonl").read_text().splitlines())
+    assert first["tokens_per_s"] == 4096.0
+    assert first["mfu"] is None
+    assert (second["loss"], second["grad_norm"], second["save_s"]) == (None, 2.0, 3.0)
+
+
+def test_lines_go_behind_those_of_the_run_before(tmp_path):
+    for _ in range(2):
+        json_lines(tmp_path / "m.jsonl")(RECORD)
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeProgramError, match=r"--metrics .*give another file"):
+        json_lines(tmp_path / "file" / "m.jsonl")
+
+
+def test_the_last_record_is_served_for_prometheus():
+    served = Prometheus(0)
+    served.note(RECORD)
+    address = f"http://127.0.0.1:{served.server.server_address[1]}/metrics"
+    text = urllib.request.urlopen(address, timeout=5).read().decode()
+    assert "# TYPE autopar_loss gauge\nautopar_loss 0.5\n" in text
+    assert "autopar_mfu" not in text
+    with pytest.raises(RuntimeProgramError, match="give another port"):
+        Prometheus(served.server.server_address[1])
+    served.server.shutdown()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
+def test_tensorboard_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(RuntimeProgramError, match="pip install tensorboard, or use --metrics"):
+        tensorboard(str(tmp_path))
+
+
+def test_nothing_is_written_unless_it_is_asked_for(tmp_path):
+    nothing = argparse.Namespace(metrics=None, run=None, tensorboard=None, prometheus=None)
+    assert sinks(nothing) == []
+    nothing.run = str(tmp_path)
+    sinks(nothing)[0](RECORD)
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_utilisation_is_of_a_known_peak_of_the_devices_it_runs_on():
+    def seconds(gpu: bool, peak_s: float | None, device: str) -> float | None:
+        manifest = SimpleNamespace(machines=Machines(1, "h100", gpu, peak_s=peak_s))
+        return peak_seconds(manifest, torch.device(device))  # type: ignore[arg-type]
+
+    assert seconds(True, 2.0, "cuda") == 2.0
+    assert seconds(True, None, "cuda") is None
+    assert seconds(True, 2.0, "cpu") is None
+
+
+def test_a_terminal_gets_one_line_and_a_file_one_per_step():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for out, lines in ((Terminal(), 1), (io.StringIO(), 3)):
+        line = StepLine(3, out)
+        for step in (1, 2, 3):
+            line.show(step, "loss 0.5", 0.1)
+        assert out.getvalue().count("\n") == lines
+        assert "step 3  loss 0.5  100.0 ms" in out.getvalue()
+
+
+def test_a_run_writes_records_beside_its_steps(emitted, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))
+    manifest = json.loads((out / "manifest.json").read_text())
+    manifest["update"]["clip_norm"] = {"max_norm": 1.0}
+    machines = {"ranks_per_node": 2, "device": "cpu", "gpu": False, "links": [], "step_flops": 1e6, "peak_s": 1e-6}
+    manifest["machines"] = machines | {"state_bytes": 0}
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    data = f"{out / 'data.py'}:batches"
+    done = torchrun(2, out / "run.py", "--run-dir", tmp_path / "run", "--steps", 4, "--save-every", 2, "--data", data)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in records] == [1, 2, 3, 4]
+    printed = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    for one, line in zip(records, printed, strict=True):
+        assert f"loss {one['loss']:.6f}" in line
+        assert one["mfu"] == pytest.approx(1e-6 / one["seconds"])
+        assert 0 <= one["waited_s"] < one["seconds"]
+        assert one["grad_norm"] > 0
+        assert one["peak_bytes"] > 1 << 24
+        assert one["tokens_per_s"] is None
+    assert records[2]["save_s"] > 0
+    assert records[1]["save_s"] == 0
+
+
+def test_a_record_costs_little(tmp_path):
+    """Against steps that take 10 ms at least."""
+    session = SimpleNamespace(comm=SimpleNamespace(rank=0, device=torch.device("cpu")), grad_norm=None)
+    asked = argparse.Namespace(metrics=str(tmp_path / "m.jsonl"), run=None, tensorboard=None, prometheus=0)
+    metrics = Metrics(session, SimpleNamespace(machines=None, inputs=()), asked)  # type: ignore[arg-type]
+    batch = [torch.zeros(4, 8, dtype=torch.int64)]
+    began = time.process_time()
+    for step in range(500):
+        metrics.step(step, 0.5, 0.1, batch)
+    assert (time.process_time() - began) / 500 < 1e-4
+    assert json.loads((tmp_path / "m.jsonl").read_text().splitlines()[0])["tokens_per_s"] == pytest.approx(320)
