@@ -26,7 +26,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import Grouped, find
 from autopar.passes.price.mixtures import moved_bytes, work_share
-from autopar.passes.rules.alphabet import Shards, shards
+from autopar.passes.rules.alphabet import Shards, distinct, shards
 from autopar.passes.rules.lattice import Lattice
 from autopar.passes.rules.sends import sent_by
 from autopar.passes.rules.strategy_table import strategy_table
@@ -54,6 +54,16 @@ class OpChoices:
     def index(self) -> dict[Strategy, int]:
         """The place of every strategy."""
         return {strategy: i for i, strategy in enumerate(self.strategies)}
+
+    @cached_property
+    def wanted(self) -> tuple[np.ndarray | None, ...]:
+        """The specs of every operand, each once, in order."""
+        return tuple(None if n is None else distinct(n) for n in self.operands)
+
+    @cached_property
+    def made(self) -> tuple[np.ndarray | None, ...]:
+        """The specs of every result, each once, in order."""
+        return tuple(None if n is None else distinct(n) for n in self.results)
 
     def only(self, kept: Sequence[int]) -> OpChoices:
         """Those at these places."""

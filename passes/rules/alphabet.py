@@ -98,3 +98,8 @@ def refinements(letters: Alphabet) -> tuple[np.ndarray, np.ndarray]:
     ]
     first, second = np.array(pairs, int).T
     return first, second
+
+
+def distinct(numbers: np.ndarray) -> np.ndarray:
+    """Every number once, in the order of its first place."""
+    return np.array(list(dict.fromkeys(numbers.tolist())), int)

@@ -88,7 +88,7 @@ def best(
     Raises PlanError when no table fits into the room.
     """
     no_room = PlanError(f"no zero-bubble schedule of {m} microbatches fits into {room.bound}; give it more memory")
-    if any(room.after_F[s] > room.bound[g] * (1 + 1e-9) for s, g in graph.group_of.items()):
+    if any(room.least((s,)) > room.bound[g] * (1 + 1e-9) for s, g in graph.group_of.items()):
         raise no_room
     full = TimedPipeline(graph, m, costs, room)
     short = TimedPipeline(graph, min(m, max(SHORT * len(graph.groups), FEW // (3 * graph.stages))), costs, room)

@@ -3,7 +3,7 @@
 W has no reader, so it can wait: it fills the gaps in which a group would stand idle (Qi et al., Zero Bubble Pipeline
 Parallelism, ICLR 2024, section 3.1). Walking through the rows in the order of their dependencies:
 
-  * before an F that would not fit, W of the oldest microbatches make room;
+  * before an F or B that would not fit, W of the oldest microbatches make room;
   * a gap that a whole W fits into takes it;
   * a shorter gap stays idle while the group's idle seconds are within `budget`, else it takes a W too, which delays
     what follows;
@@ -40,7 +40,7 @@ class _Row:
 
 
 def fill(pipeline: TimedPipeline, rows: Sequence[Sequence[Code]], budget: float) -> TimedTable | None:
-    """The table of these rows of F and B with W put in; None when an F fits nowhere or the order deadlocks."""
+    """The table of these rows of F and B with W put in; None when an F or B fits nowhere or the order deadlocks."""
     return _Filling(pipeline, rows, budget).table()
 
 
@@ -93,9 +93,10 @@ class _Filling:
         return ready
 
     def _run(self, g: int, code: Code, ready: float) -> bool:
-        """Runs an F or B, after the W that must or should go before it; False where an F does not fit."""
+        """Runs an F or B, after the W that must or should go before it; False where it does not fit."""
         (back, mb, s), row, room = code, self.made[g], self.pipeline.room
-        if not back and not self._make_room(row, room.bound[g] * (1 + 1e-9) - room.after_F[s]):
+        more = room.later[s] - room.after_F[s] if back else room.after_F[s]
+        if not self._make_room(row, room.bound[g] * (1 + 1e-9) - more):
             return False
         self._fill_gap(row, ready)
         if row.now < ready:
@@ -107,11 +108,10 @@ class _Filling:
         row.steps.append(("B" if back else "F", mb, s))
         if back:
             row.now = self.end_B[s][mb] = row.now + self.pipeline.b[s]
-            row.held += room.later[s] - room.after_F[s]
             row.owed.append((s, mb))
         else:
             row.now = self.end_F[s][mb] = row.now + self.pipeline.f[s]
-            row.held += room.after_F[s]
+        row.held += more
         return True
 
     def _make_room(self, row: _Row, limit: float) -> bool:

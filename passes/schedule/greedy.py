@@ -5,7 +5,8 @@ flight go; then W, which nobody waits for. A group sees arrivals ahead that are 
 would delay an arriving B by more than the policy's `patience`, and takes a W, or stays idle, instead.
 
 With two stages per group, the first leaves room for the second, so that a started microbatch can always come back: the
-oldest microbatch that is not through finds its room on every group, so the schedule never gets stuck.
+oldest microbatch that is not through finds its room on every group, so the schedule never gets stuck. Where a B keeps more
+than its F did, F leave room for one such B, and W of others make room for the next.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ class _ListScheduler:
         self.readers, self.credits = graph.readers, graph.credits
         self.order = [tuple(reversed(g)) if policy.deep else g for g in graph.groups]
         self.bound = [x * (1 + 1e-9) for x in pipeline.room.bound]
-        self.reserve = [max((self.after_F[x] for x in graph.groups[owner[s]] if x > s), default=0.0) for s in range(n)]
+        growth = list(map(pipeline.room.growth, graph.groups))
+        self.reserve = [
+            max((self.after_F[x] for x in graph.groups[owner[s]] if x > s), default=0.0) + growth[owner[s]]
+            for s in range(n)
+        ]
         self.next_F, self.next_B = [0] * n, [0] * n
         self.end_F, self.end_B = ([[NEVER] * self.m for _ in range(n)] for _ in "FB")
         self.ready_F, self.ready_B = [NEVER if pipeline.feeds[s] else 0.0 for s in range(n)], [NEVER] * n
@@ -87,6 +92,8 @@ class _ListScheduler:
         policy, tiny = self.policy, now * 1e-12
         s, coming_B = self._arrived_B(g, now + tiny)
         if s >= 0:
+            if self.owed[g] and self.held[g] + self.after_B[s] - self.after_F[s] > self.bound[g]:
+                return self._run_W(g, now)
             return self._run_B(g, s, now)
         s, coming_F = self._arrived_F(g, now + tiny)
         f, w = self.f, self.w

@@ -25,6 +25,9 @@ MOST = 2_000_000
 MANY = 8
 """States per variable, on average, from which tables are taken to be too large without a look."""
 
+_PARTS = 1 << 20
+"""Sizes of tables are counted in so many parts of a bit: whole numbers, whose sums are the same in any order."""
+
 
 def elimination_order(sizes: Mapping[int, int], near: Mapping[int, Collection[int]]) -> list[int] | None:
     """The variables in the order in which they go, by number of states and neighbours; None where tables get too large. A
@@ -42,7 +45,7 @@ def order_beside(
     than 2^widest numbers, all of them together not more than `most`. rank: of two tables of one size the lower goes first; of
     the variables of a table that is too large the highest is kept."""
     left = {v: {u for u in us if sizes[u] > 1} for v, us in near.items() if sizes[v] > 1}
-    bits = {v: math.log2(sizes[v]) for v in left}
+    bits = {v: round(math.log2(sizes[v]) * _PARTS) for v in left}
     table = {v: bits[v] + sum(bits[u] for u in us) for v, us in left.items()}
     smallest = [(table[v], rank[v], v) for v in left]
     heapq.heapify(smallest)
@@ -53,19 +56,25 @@ def order_beside(
         size, _, v = heapq.heappop(smallest)
         if v not in left or size != table[v]:
             continue  # it has another size by now
-        if numbers + 2.0**size > most:
+        in_table = 2.0 ** (size / _PARTS)
+        if numbers + in_table > most:
             return order, kept | left.keys()
-        too_wide = size > widest
+        too_wide = size > widest * _PARTS
         if too_wide:
             v = max((v, *left[v]), key=rank.__getitem__)
             kept.add(v)
         else:
-            numbers += 2.0**size
+            numbers += in_table
             order.append(v)
         around = left.pop(v)
         for u in around:
-            left[u] = left[u] - {v} if too_wide else (left[u] | around) - {u, v}
-            table[u] = bits[u] + sum(bits[w] for w in left[u])
+            table[u] -= bits[v]
+            left[u].remove(v)
+            if not too_wide:
+                new = around - left[u]
+                new.remove(u)
+                table[u] += sum(map(bits.__getitem__, new))
+                left[u] |= new
             heapq.heappush(smallest, (table[u], rank[u], u))
     return order, kept
 

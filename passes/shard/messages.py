@@ -130,6 +130,7 @@ class _Passing:
 
     def _prepare(self) -> None:
         """Costs of the states that are alive, as sweeps and bounds need them."""
+        self._small: bool | None = None
         self.costs = np.take_along_axis(self.all_costs, self.alive, 1)
         self.sent = tuple([[*self._together(level.ahead, level.row)] for level in sweep] for sweep in self.edges.sweeps)
         self.columns = [
@@ -152,9 +153,11 @@ class _Passing:
 
     @property
     def small(self) -> bool:
-        """Whether what is left can be solved by elimination."""
-        sizes = dict(zip(self.edges.variables, self.sizes.tolist(), strict=True))
-        return elimination_order(sizes, self.r.near) is not None
+        """Whether what is left can be solved by elimination: looked at once for the states that are alive."""
+        if self._small is None:
+            sizes = dict(zip(self.edges.variables, self.sizes.tolist(), strict=True))
+            self._small = elimination_order(sizes, self.r.near) is not None
+        return self._small
 
     # --- messages
 

@@ -21,7 +21,7 @@ from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
 from autopar.ir.types import TensorType
 from autopar.passes.price.pricer import OpChoices, Pricer
-from autopar.passes.rules.alphabet import BIT, refinements
+from autopar.passes.rules.alphabet import BIT, distinct, refinements
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import Recomputation, recomputation
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups
@@ -77,6 +77,7 @@ class Problem:
             tuple[str, str], tuple[int, tuple[np.ndarray | None, ...]]
         ] = {}  # the same of an op's operands
         self._wanted: dict[tuple[str, str], list[np.ndarray]] = {}  # specs that ops want a value in
+        self._made: dict[tuple[str, str], np.ndarray] = {}  # those that an op may leave it in
         for template in program.templates.values():
             self._add_ops(template)
         for template in program.templates.values():
@@ -140,10 +141,11 @@ class Problem:
             v = self._add_held(key, choices.strategies, times * seconds, nbytes)
             self._operands[template.name, op.name] = v, choices.operands
             for i, value in op.results.items():
-                numbers = choices.results[i]
-                if numbers is not None:
+                numbers, each_once = choices.results[i], choices.made[i]
+                if numbers is not None and each_once is not None:
                     self._at[template.name, value] = v, numbers
-            for read, numbers in zip(op.reads, choices.operands, strict=True):
+                    self._made[template.name, value] = each_once
+            for read, numbers in zip(op.reads, choices.wanted, strict=True):
                 if numbers is not None:
                     self._wanted.setdefault((template.name, read.value), []).append(numbers)
 
@@ -177,21 +179,22 @@ class Problem:
                 counted = False
             shards = self.pricer.shards(place.type)
             specs = shards.letters.specs
-            kept = self._kept(key, (specs[n] for n in self._possible(template.name, place)))
-            numbers = self._numbers(place.type, kept)
+            possible = self._possible(template.name, place)
+            kept = self._kept(key, map(specs.__getitem__, possible.tolist()))
+            numbers = possible if len(kept) == len(possible) and self.given is None else self._numbers(place.type, kept)
             nbytes = calls * shards.of_bytes(place.type.nbytes, numbers) if counted else np.zeros(len(kept))
             self._at[template.name, place.name] = self._add_held(key, kept, np.zeros(len(kept)), nbytes), numbers
 
-    def _possible(self, template: str, place: Place) -> Iterable[int]:
+    def _possible(self, template: str, place: Place) -> np.ndarray:
         """Numbers of the specs that a placeholder or hub may have: replicated, as ops want it, as its op leaves it."""
-        owed = self.pricer.shards(place.type).letters.owed
-        wanted = np.concatenate([[0], *self._wanted.get((template, place.value), ())]).astype(int)
+        owed, value = self.pricer.shards(place.type).letters.owed, (template, place.value)
+        possible = np.concatenate([np.zeros(1, int), *self._wanted.get(value, ())])
         if not place.partial:
-            wanted = wanted[owed[wanted] == 0]
+            possible = possible[owed[possible] == 0]
         if place.name.endswith("@save") and place.maker is not None:
-            made = self._at[template, place.value][1]
-            wanted = np.concatenate([wanted, made[owed[made] <= BIT["sum"]]])
-        return dict.fromkeys(wanted.tolist())
+            made = self._made[value]
+            possible = np.concatenate([possible, made[owed[made] <= BIT["sum"]]])
+        return distinct(possible)
 
     # --- edges ----------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ from autopar.passes.shard.reduce import Reduced, copy_of, keep_states, reduce_gr
 
 _LARGEST = 500_000  # binary variables from which a problem is too large for the ILP
 _CLOSED = 1e-6  # relative distance of bound and plan that counts as proven
+_ROUGH = 1e-3  # `close` from which on a solution is an estimate: no MIP, and no optimum where memory is no matter
+_FREE = 0.1  # of `close`: how close an estimate is where memory is no matter
 
 
 @dataclass(frozen=True)
@@ -66,23 +68,22 @@ def solve(
 
     tie_price: a small price per byte that decides between equally fast plans (a parameter that every use slices for
     free is as fast whole as sharded). The reported cost is without it, the gap is that of the priced objective. close:
-    relative distance to the bound at which memory prices are good enough; the MIP with a memory row is for less than 1e-3.
+    relative distance to the bound at which memory prices are good enough; from 1e-3 on an estimate is asked for.
     """
     deadline = time.monotonic() + time_limit_s
-    free, bound, after = priced(graph, tie_price, deadline)
+    least = [int(np.argmin(memory)) for memory in graph.memory]
+    if budget is not None and graph.memory_of(least) > budget:
+        return Shortage(graph.memory_of(least), tuple(least))
+    free, bound, after = priced(graph, tie_price, deadline, _CLOSED if close < _ROUGH else close * _FREE)
     if free is not None:
         bound -= tie_price * graph.memory_of(free)
     method = "exact" if free is not None else "greedy"
     choice = free if free is not None else greedy(graph)
     if budget is None or graph.memory_of(choice) <= budget:
         return _solution(graph, choice, bound, method, after)
-    least, _, _ = priced(graph, None, deadline)
-    least = least if least is not None else greedy(graph, memory_only=True)
-    if graph.memory_of(least) > budget:
-        return Shortage(graph.memory_of(least), tuple(least))
     best, bound, price = _by_price(graph, budget, choice, least, bound, deadline, close)
     solution = _solution(graph, best, bound, "priced memory", after)
-    if close < 1e-3 < solution.gap and time.monotonic() < deadline:
+    if close < _ROUGH < solution.gap and time.monotonic() < deadline:
         r = reduce_graph(better_within(graph, budget, price, solution.cost, deadline), with_memory=True)
         if r.size["variables"] <= 400_000:
             answer = solve_ilp(r, budget, (deadline - time.monotonic()) / 2)
@@ -100,18 +101,14 @@ def _solution(graph: FactorGraph, choice: list[int], bound: float, method: str, 
 
 
 def priced(
-    graph: FactorGraph, price: float | None, deadline: float, close: float = _CLOSED, known: Sequence[int] | None = None
+    graph: FactorGraph, price: float, deadline: float, close: float = _CLOSED, known: Sequence[int] | None = None
 ) -> tuple[list[int] | None, float, dict[str, int]]:
-    """(optimum of cost + price · memory, its proven bound, size after reduction); price None: memory alone. deadline: of
-    time.monotonic(). close: relative distance to the bound that will do. known: an assignment that may be good, as the optimum
-    at another price is.
+    """(optimum of cost + price · memory, its proven bound, size after reduction). deadline: of time.monotonic(). close:
+    relative distance to the bound that will do. known: an assignment that may be good, as the optimum at another price is.
 
     Message passing bounds and prunes until elimination can solve what is left, or bound and assignment are close; only what
     they leave open goes to the ILP.
     """
-    if price is None:
-        alone = FactorGraph(graph.keys, graph.states, [m.copy() for m in graph.memory], graph.memory, {}, graph.index)
-        return [int(np.argmin(m)) for m in alone.cost], 0.0, {}
     r = shortened(start(graph, price))
     size = r.size
     if (optimum := _by_elimination(r)) is not None:
@@ -220,7 +217,7 @@ def _by_price(
     return best, bound, best_price
 
 
-def greedy(graph: FactorGraph, memory_only: bool = False) -> list[int]:
+def greedy(graph: FactorGraph) -> list[int]:
     """Largest variable first, each at its cheapest next to what is already decided (the texts' heuristic fallback)."""
     near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in range(len(graph.keys))}
     for (u, v), m in graph.pairs.items():
@@ -229,9 +226,8 @@ def greedy(graph: FactorGraph, memory_only: bool = False) -> list[int]:
     order = sorted(near, key=lambda v: -float(graph.cost[v].max() - graph.cost[v].min()))
     chosen: dict[int, int] = {}
     for v in order:
-        total = graph.memory[v].copy() if memory_only else graph.cost[v].copy()
+        total = graph.cost[v].copy()
         for u, m in near[v]:
-            if not memory_only:
-                total = total + (m[:, chosen[u]] if u in chosen else m.min(1))
+            total = total + (m[:, chosen[u]] if u in chosen else m.min(1))
         chosen[v] = int(np.argmin(total))
     return [chosen[v] for v in range(len(graph.keys))]

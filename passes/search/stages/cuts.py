@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import InfeasibleError, InputError
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import cut_points
 from autopar.passes.schedule import schedule_row
@@ -32,6 +33,9 @@ from autopar.passes.search.stages.submesh import (
 )
 from autopar.passes.search.task import Task
 from autopar.passes.stage import StageProblem, StageShortage, evaluate, solve_stages
+
+Axes = tuple[tuple[str, int], ...]
+"""Of a mesh: names and sizes."""
 
 MOST_CHUNKED = 6
 """Cuts that are made again with several stages per group."""
@@ -83,15 +87,23 @@ class CutSearch:
         ]
         pairs: list[tuple[SubmeshPlan, SubmeshPlan]] = []
         best_busy_s = math.inf
+        too_busy: set[Axes] = set()
         with self.submeshes.ahead([(M, mesh) for M in dict.fromkeys((high, low)) for mesh in meshes]) as plans:
             high_plans: list[SubmeshPlan] = []
             for mesh in meshes:
+                if too_busy.intersection(_halves(mesh)):
+                    too_busy.add(mesh.axes)
+                    plans.leave_out(high, mesh)
+                    plans.leave_out(low, mesh)
+                    continue
                 at_high = plans.on(high, mesh)
                 busy_s = self._busy_s(at_high) if at_high is not None else math.inf
                 best_busy_s = min(best_busy_s, busy_s)
                 # Even as a pipeline without bubble, in any memory; or much longer than on the best submesh so far.
                 if high * busy_s >= self.best_s or (busy_s > _BUSY * best_busy_s and not self.limits.mixed):
                     plans.leave_out(low, mesh)
+                    if at_high is not None and not self.limits.mixed:
+                        too_busy.add(mesh.axes)
                 elif at_high is not None:
                     high_plans.append(at_high)
             for at_high in high_plans:
@@ -226,6 +238,15 @@ class CutSearch:
             for V in (wanted,) if wanted else (2, 4):
                 if groups > 1 and groups * V <= limits.most_stages and (wanted or M % groups == 0):
                     yield [i], V, shape, False
+
+
+def _halves(mesh: Mesh) -> Iterator[Axes]:
+    """The axes of meshes of half as many ranks, each of which can do the work of two ranks of this one in twice the time: where
+    such a mesh keeps its devices busy for too long, so does this one."""
+    for i, (name, size) in enumerate(mesh.axes):
+        if size % 2 == 0:
+            half = ((name, size // 2),) if size > 2 else ()
+            yield (*mesh.axes[:i], *half, *mesh.axes[i + 1 :])
 
 
 def _aims(problem: StageProblem, mixed: bool) -> list[StageProblem]:

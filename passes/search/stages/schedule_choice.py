@@ -9,7 +9,7 @@ from functools import partial
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, show_row, splits_backward
 from autopar.passes.account.program import Account, under
-from autopar.passes.memory.peak import StageMemory
+from autopar.passes.memory.peak import Moment, StageMemory
 from autopar.passes.schedule import ActionCosts, MemoryRoom, build, least_span_s, schedule_row, tried_by_default
 from autopar.passes.schedule.grouped import grouped
 from autopar.passes.search.stages.draft import Draft
@@ -53,13 +53,19 @@ def fastest_schedule(
     of no interest; one that takes that in any table of its form is not built.
     """
     best: tuple[str, Account] | None = None
-    least = math.inf
+    least = no_room = math.inf
+    room = _room(apart.graph, apart, limits_bytes)
+    one_microbatch = _full_with_one(apart.graph, limits_bytes, room)
     least_s = {True: _least_step_s(apart, limits_bytes), False: _least_step_s(together, limits_bytes)}
     for name in schedule_names(draft.task, draft):
         to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
-        if least_s[schedule_row(name).splits_backward] >= to_beat_s:
+        row = schedule_row(name)
+        if least_s[row.splits_backward] >= to_beat_s:
             continue
-        table = schedule_table(name, draft, apart, limits_bytes)
+        if row.timed and one_microbatch > 1:
+            no_room = one_microbatch
+            continue
+        table = schedule_table(name, draft, apart, room)
         if table is None:
             continue
         counted = under(apart if splits_backward(table) else together, table)
@@ -70,7 +76,7 @@ def fastest_schedule(
             least = min(least, fullest)
         else:
             best = name, counted
-    return best if best is not None else least
+    return best if best is not None else no_room if least == math.inf else least
 
 
 def _least_step_s(counted: Account, limits_bytes: list[float]) -> float:
@@ -87,9 +93,8 @@ def _least_step_s(counted: Account, limits_bytes: list[float]) -> float:
 
 def _most_held(stage: StageMemory, room: float) -> float:
     """Microbatches that a stage can hold at once in so many bytes when its first B begins."""
-    moments = {kind: [of[kind] for of in (stage.actions, stage.first, stage.last) if kind in of] for kind in "FB"}
-    held = min(moment.after for moment in moments["F"])
-    beside = max(min(moment.peak for moment in of_kind) for of_kind in moments.values())
+    held = min(moment.after for moment in _moments(stage, "F"))
+    beside = max(min(moment.peak for moment in _moments(stage, kind)) for kind in "FB")
     return 1 + max(room - beside, 0.0) * (1 + 1e-9) // held if held > 0 else math.inf
 
 
@@ -111,8 +116,9 @@ def schedule_names(task: Task, draft: Draft) -> list[str]:
     ]
 
 
-def schedule_table(name: str, draft: Draft, apart: Account, limits_bytes: list[float]) -> Table | None:
-    """The table of a named schedule for these stages; None where it cannot serve. Raises when the user asked for it."""
+def schedule_table(name: str, draft: Draft, apart: Account, room: MemoryRoom) -> Table | None:
+    """The table of a named schedule for these stages, timed ones within a room; None where it cannot serve. Raises when the
+    user asked for it."""
     graph, M = apart.graph, draft.microbatches
     try:
         row = schedule_row(name)
@@ -120,7 +126,7 @@ def schedule_table(name: str, draft: Draft, apart: Account, limits_bytes: list[f
             return grouped(partial(build, name), graph, M)
         if row.timed:
             costs = ActionCosts(apart.seconds, apart.hand_over)
-            return build(name, graph, M, costs=costs, memory=_room(graph, apart, limits_bytes))
+            return build(name, graph, M, costs=costs, memory=room)
         return build(name, graph, M)
     except PlanError:
         if name == draft.task.options.schedule:
@@ -134,15 +140,44 @@ def _limits(plan: Plan, draft: Draft, graph: StageGraph) -> list[float]:
 
 
 def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoom:
-    """What a schedule may fill: per group the bytes that neither rest nor live for a moment."""
-    after_F = tuple(s.memory.actions["F"].after for s in counted.stages)
-    after_B = tuple(min(s.memory.actions["B"].after, f) for s, f in zip(counted.stages, after_F, strict=True))
+    """What a schedule may fill, so that what it fills keeps to the limits: per group the bytes that neither rest, nor are
+    gradients, nor live for a moment."""
+    memory = [stage.memory for stage in counted.stages]
+    after_F, after_B = (tuple(max(m.after for m in _moments(stage, kind)) for stage in memory) for kind in "FB")
+    most_held = [{"F": f, "B": max(f, b), "W": b} for f, b in zip(after_F, after_B, strict=True)]
     bound = []
     for stages, limit in zip(graph.groups, limits, strict=True):
-        resting = sum(counted.stages[s].memory.resting_bytes for s in stages)
-        beside = max(max(m.peak - m.after, 0.0) for s in stages for m in counted.stages[s].memory.actions.values())
-        bound.append(max(limit - resting - beside, 0.0))
+        resting = sum(memory[s].resting_bytes for s in stages)
+        sums = {(s, kind): _summed(memory[s], kind, counted.microbatches) for s in stages for kind in "FBW"}
+        received = max(m.received for s in stages for kind in "FBW" for m in _moments(memory[s], kind))
+        beside = 0.0
+        for s, kind in sums:
+            others = sum(sums.values()) - sums[s, kind]
+            for m in _moments(memory[s], kind):
+                before = others if m is memory[s].first.get(kind) else others + sums[s, kind] - max(m.sums, 0.0)
+                need = max(m.peak, m.after + m.sums + m.sent + received) + m.received
+                beside = max(beside, before + need - most_held[s][kind])
+        bound.append(limit - resting - beside)
     return MemoryRoom(tuple(bound), after_F, after_B)
+
+
+def _full_with_one(graph: StageGraph, limits: list[float], room: MemoryRoom) -> float:
+    """How full the fullest group is with one microbatch on its stages."""
+    groups = zip(graph.groups, limits, room.bound, strict=True)
+    return max((limit - bound + room.least(stages)) / limit for stages, limit, bound in groups)
+
+
+def _moments(stage: StageMemory, kind: str) -> list[Moment]:
+    """What an action of a kind does among others, as the first and as the last."""
+    return [moments[kind] for moments in (stage.actions, stage.first, stage.last) if kind in moments]
+
+
+def _summed(stage: StageMemory, kind: str, microbatches: int) -> float:
+    """The most bytes that actions of a kind add to the gradient store in a step."""
+    middle = stage.actions[kind]
+    first, last = stage.first.get(kind, middle), stage.last.get(kind, middle)
+    order = [last] if microbatches == 1 else [first, last]
+    return sum(max(m.sums, 0.0) for m in order) + max(microbatches - 2, 0) * max(middle.sums, 0.0)
 
 
 def candidate_under(plan: Plan, draft: Draft, counted: Account) -> PricedPlan | float:

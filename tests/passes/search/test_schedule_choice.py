@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +17,23 @@ from autopar.options import Options
 from autopar.passes.account.collectives import Collective
 from autopar.passes.account.program import Account, Later, StageAccount
 from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
+from autopar.passes.schedule import in_flight
 from autopar.passes.search.stages import schedule_choice
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.schedule_choice import fastest_schedule, schedule_names
 from autopar.passes.stage import StageSolution
 
 M = 4
+
+
+def recomputing(split: bool) -> StageMemory:
+    """3 bytes of a microbatch from F to B, which makes 9 again that W reads too; 5 of gradients from the first W on, which it
+    adds while it runs. 2 are sent and received."""
+    middle = {"F": Moment(4.0, 3.0, 0.0, 2.0, 2.0), "B": Moment(14.0, 12.0, 0.0, 2.0, 2.0), "W": Moment(13.0, 0.0)}
+    first = {**middle, "W": Moment(18.0, 0.0, 5.0)}
+    if not split:
+        middle, first = ({"F": m["F"], "B": replace(m["W"], peak=m["W"].peak + 2)} for m in (middle, first))
+    return StageMemory({"parameters": 10.0}, middle, first, middle)
 
 
 def memory(split: bool) -> StageMemory:
@@ -37,7 +50,11 @@ def draft(groups: int, limit: float, schedule: str = "auto", chunks: int = 1, sh
 
 
 def chosen(
-    groups: int, limit: float, schedule: str = "auto", useless_from_s: float = math.inf
+    groups: int,
+    limit: float,
+    schedule: str = "auto",
+    useless_from_s: float = math.inf,
+    memory: Callable[[bool], StageMemory] = memory,
 ) -> tuple[str, Any] | float:
     """What a chain of equal stages gets, whose F, B and W take a second each."""
     graph = StageGraph.chain(groups)
@@ -74,6 +91,24 @@ def test_what_is_chosen_keeps_to_the_limit(limit: float) -> None:
     split = any(action.kind == "W" for row in table for action in row)
     assert max(group_peaks(StageGraph.chain(3), table, [memory(split)] * 3)) <= limit
     assert name in ("1f1b", "zb-auto") if limit < 38 else name != "1f1b"
+
+
+@pytest.mark.parametrize("limit", [38.0, 41.0, 44.0, 50.0, 60.0])
+def test_a_searched_table_fits_whatever_b_keeps_and_gradients_take(limit: float) -> None:
+    result = chosen(3, limit, "zb-auto", memory=recomputing)
+    assert not isinstance(result, float)
+    assert max(group_peaks(StageGraph.chain(3), result[1], [recomputing(True)] * 3)) <= limit
+
+
+def test_what_a_searched_table_may_fill_is_filled() -> None:
+    """One microbatch takes 10 + 5 + 14 bytes with 4 that arrive meanwhile, and every further one takes 3."""
+    result = chosen(3, 40.0, "zb-auto", memory=recomputing)
+    assert not isinstance(result, float)
+    assert max(in_flight(result[1], StageGraph.chain(3))) == 3
+
+
+def test_where_no_searched_table_fits_it_is_told_how_full_one_microbatch_makes_a_group() -> None:
+    assert chosen(3, 30.0, "zb-auto", memory=recomputing) == pytest.approx(33.0 / 30.0)
 
 
 def test_a_schedule_whose_form_cannot_beat_what_is_known_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
