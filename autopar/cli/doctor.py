@@ -1,4 +1,4 @@
-"""`autopar-doctor DIR`: who kept a run that hung, from what its ranks wrote when it ended.
+"""`autopar-doctor DIR`: who kept a run that hung, or ended one that failed, from what its ranks wrote then.
 
 DIR is the directory of the run (`run.py --run-dir`), or its folder `flight`. A rank that left no file is one that could not write
 any more. `--rank R` shows the last messages of a rank too.
@@ -22,6 +22,7 @@ from autopar.errors import AutoparError, InputError
 from autopar.runtime import launch
 from autopar.runtime.datafile import read_json
 from autopar.runtime.diagnosis import Beat, Diagnosis, diagnose
+from autopar.runtime.flight import FLIGHT, row_of
 from autopar.runtime.schema import (
     MOST_RANKS,
     SchemaError,
@@ -46,11 +47,17 @@ _BEAT = record(
         "since_s": number(-1e9, 1e9),
         "group": text(),
         "place": _COUNT,
-        "signature": paragraph(),
         "members": listed(_RANK),
         "started": table(text(), _COUNT),
         "line": paragraph(),
         "excuse": paragraph(),
+        "excused_s": number(0, 1e9),
+        "working": paragraph(),
+        "turn": _COUNT,
+        "marks": table(text(), table(text(), _COUNT)),
+        "last": listed(_COUNT, most=0),
+        "error": paragraph(),
+        "blamed": listed(_RANK),
     }
 )
 _MESSAGE = record(
@@ -62,13 +69,15 @@ _MESSAGE = record(
         "group": text(),
         "members": listed(_RANK),
         "what": paragraph(),
-        "signature": paragraph(),
         "waited": optional(_TIME),
         "ended": optional(_TIME),
+        "turn": _COUNT,
+        "place": _COUNT,
+        "hash": _COUNT,
     }
 )
 _FLIGHT = record(
-    {"autopar_flight": integer(1, 1), "ranks": integer(1, MOST_RANKS), "beat": _BEAT, "recent": listed(_MESSAGE)}
+    {"autopar_flight": integer(2, 2), "ranks": integer(1, MOST_RANKS), "beat": _BEAT, "recent": listed(_MESSAGE)}
 )
 
 
@@ -83,7 +92,7 @@ class Left:
 
 def read_flights(directory: Path) -> dict[int, Left]:
     """What every rank left, by rank. Raises InputError where none did, or a file is damaged."""
-    folder = directory / "flight" if (directory / "flight").is_dir() else directory
+    folder = directory / FLIGHT if (directory / FLIGHT).is_dir() else directory
     found: dict[int, Left] = {}
     for path in sorted(folder.glob("rank_*.json")):
         try:
@@ -93,22 +102,32 @@ def read_flights(directory: Path) -> dict[int, Left]:
         beat = Beat.of(data["beat"])
         found[beat.rank] = Left(data["ranks"], beat, data["recent"])
     if not found:
-        raise InputError(f"{folder} has no files of ranks: they are written when a run hangs (run.py --hang)")
+        raise InputError(
+            f"{folder} has no files of ranks: they are written when a run hangs or fails (run.py --run-dir)"
+        )
     return found
 
 
 def conclusion(found: dict[int, Left]) -> Diagnosis:
-    """Who kept the run."""
+    """Who kept the run, or ended it."""
     ranks = next(iter(found.values())).ranks
+    failed = [left.beat for left in found.values() if left.beat.error]
+    for beat in failed:
+        if beat.blamed:
+            return Diagnosis(beat.blamed, beat.error)
+    alone = [beat for beat in failed if not beat.waits]  # who fails in a message does so because of another rank
+    if alone:
+        said = "; ".join(f"rank {beat.rank} failed with {beat.error}, at {beat.where}" for beat in alone[:4])
+        return Diagnosis(tuple(beat.rank for beat in alone), said)
     missing = tuple(rank for rank in range(ranks) if rank not in found)
     if missing:
-        said = ", ".join(map(str, missing[:8]))
+        shown = ", ".join(map(str, missing[:8]))
         waits = next((left.beat for left in found.values() if left.beat.waits), None)
         for_what = f"; rank {waits.rank} waits for {waits.waits}, {waits.where}" if waits else ""
         return Diagnosis(
-            missing, f"rank {said} left nothing: it was stopped or killed, or its machine is gone{for_what}"
+            missing, f"rank {shown} left nothing: it was stopped or killed, or its machine is gone{for_what}"
         )
-    beats = [found[rank].beat for rank in range(ranks)]
+    beats = [replace(found[rank].beat, last=tuple(map(row_of, found[rank].recent))) for rank in range(ranks)]
     return diagnose([replace(beat, number=beat.number - 1) for beat in beats], beats)
 
 

@@ -26,7 +26,25 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--keep-every", type=count, default=0, help="with --run-dir: every so manieth step stays, too")
     made.add_argument(
-        "--on-nan", choices=("stop", "rewind"), default="stop", help="with --run-dir: if a loss is no number"
+        "--on-nan",
+        choices=("stop", "rewind", "skip"),
+        default="stop",
+        help="with --run-dir: if a loss is no number; skip: leave out the update, also where a gradient is none",
+    )
+    made.add_argument(
+        "--spike",
+        metavar="FACTOR",
+        type=at_least_zero,
+        default=0.0,
+        help="with --run-dir: rewind where a loss is above so many times the median of those before; 0: never",
+    )
+    made.add_argument("--grad-norm", action="store_true", help="with --run-dir: say the gradients' norm in every step")
+    made.add_argument(
+        "--recheck",
+        metavar="N",
+        type=count,
+        default=0,
+        help="with --run-dir: compare copies of parameters every N steps",
     )
     made.add_argument(
         "--synchronous", dest="asynchronous", action="store_false", help="with --run-dir: save, then train on"

@@ -65,7 +65,9 @@ class Call:
         return (self.kind, self.op, self.root, shape[1:] if self.kind == "exchange" else shape, self.inp.dtype)
 
     def describe(self) -> str:
-        shape = ", ".join(map(str, self.inp.shape))
+        """In words, which are those of all calls with this signature and site."""
+        rows = ["…", *self.inp.shape[1:]] if self.kind == "exchange" else self.inp.shape
+        shape = ", ".join(map(str, rows))
         what = f"{self.kind}[{self.op}]" if self.kind in ("all_reduce", "reduce_scatter") else self.kind
         return f"{what} of {str(self.inp.dtype).removeprefix('torch.')}[{shape}]" + (
             f" at {self.site}" if self.site else ""
@@ -81,6 +83,10 @@ class Message:
     peer: int
     tag: int
     site: str = ""
+
+    def signature(self) -> tuple[Any, ...]:
+        """What both ends have alike."""
+        return (self.tag, tuple(self.buffer.shape), self.buffer.dtype)
 
     def __str__(self) -> str:
         return f"{self.kind} {'to' if self.kind == 'send' else 'from'} rank {self.peer}, tag {self.tag}" + (

@@ -8,6 +8,7 @@ it), a parameter of several stages where its owner is. So one small all-reduce m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,15 @@ def powered_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device
         ]
     )
     return (norms.amax() if kind == "max" else (norms**power).sum()).reshape(1)
+
+
+def count_not_finite(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """How many of these tensors have an entry that is no number, or infinite; float64, shape (1,). One pass, which reads."""
+    real = [torch.view_as_real(v) if v.is_complex() else v for v in values if v.numel()]
+    norms = [norm.to(device, torch.float64) for norm in torch._foreach_norm(real, math.inf)] if real else []
+    if not norms:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    return (~torch.stack(norms).isfinite()).sum().to(torch.float64).reshape(1)
 
 
 def joined_norm(total: Tensor, norm_type: float) -> Tensor:

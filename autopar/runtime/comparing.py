@@ -10,11 +10,14 @@ from __future__ import annotations
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from .message_order import odd_ones
+from .session import Session
 
 SLOW = 1.15
 """Times the median's busy seconds."""
@@ -22,12 +25,15 @@ SLOW = 1.15
 
 @dataclass(frozen=True)
 class Told:
-    """Of one rank: a checksum of the batch; seconds of steps since it last told, and of them those that it waited in."""
+    """Of one rank: a checksum of the batch; seconds of steps since it last told, and of them those that it waited in; what it
+    runs (plan and seed); checksums of parameters, by where their shards are (empty: not asked for)."""
 
     batch: int
     seconds: float
     waited_s: float
     host: str = ""
+    program: str = ""
+    copies: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def busy_s(self) -> float:
@@ -44,11 +50,63 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     return total
 
 
-def odd_ranks(told: Sequence[Told]) -> list[int]:
-    """Ranks whose batch is not that of most (of equally many: of rank 0)."""
-    counts = Counter(one.batch for one in told)
-    usual = max(counts, key=lambda batch: (counts[batch], batch == told[0].batch))
-    return [rank for rank, one in enumerate(told) if one.batch != usual]
+def copies_of(session: Session) -> dict[str, int]:
+    """Checksums of this rank's parameters. Under one key are all that are cut by the same axes: ranks that have the key have
+    copies of them. What rests in a memory tier is left out."""
+    found: dict[str, int] = {}
+    for index, stage in session.stages.items():
+        for name, value in stage.rt.params.items():
+            if name not in stage.rt.in_tier:
+                axes = sorted({axis for dim in stage.tables.parameters[name].spec for axis in dim})
+                place = ", ".join(f"{axis}={stage.comm.position[axis]}" for axis in axes)
+                key = f"stage {index}" + (f" at {place}" if place else "")
+                found[key] = zlib.crc32(f"{name} {checksum([value])}".encode(), found.get(key, 0))
+    return found
+
+
+def not_finite(session: Session) -> list[str]:
+    """This rank's parameters with entries that are no numbers."""
+    own = ((name, value) for stage in session.stages.values() for name, value in stage.rt.params.items())
+    return [name for name, value in own if value.is_floating_point() and not bool(value.isfinite().all())]
+
+
+def odd_ranks(batches: Sequence[object]) -> list[int]:
+    """Ranks whose value is not that of most (of equally many: of rank 0)."""
+    counts = Counter(batches)
+    usual = max(counts, key=lambda batch: (counts[batch], batch == batches[0]))
+    return [rank for rank, batch in enumerate(batches) if batch != usual]
+
+
+def odd_copies(told: Sequence[Told]) -> list[int]:
+    """Ranks with other copies than most of those who have them (of two, both, unless other parameters say more)."""
+    keys = sorted({key for one in told for key in one.copies})
+    odd = [odd_ones({rank: one.copies[key] for rank, one in enumerate(told) if key in one.copies}) for key in keys]
+    sets = [set(ranks) for ranks in odd if ranks]
+    return sorted(set.intersection(*sets) or set.union(*sets)) if sets else []
+
+
+def odd_text(step: int, told: Sequence[Told]) -> tuple[list[int], str]:
+    """Ranks that are not as the others, and what is to be said of them; nobody where all are alike."""
+    for odd, text in (
+        (
+            odd_ranks([one.batch for one in told]),
+            "got another batch than the others; every rank is to read the same global batches in the same order: are the files "
+            "the same on every machine, and is the order drawn from the same seed?",
+        ),
+        (
+            odd_ranks([one.program for one in told]),
+            "run another plan, or with another seed, than the others: copy the directory of the program to every machine whole",
+        ),
+        (
+            odd_copies(told),
+            "hold other values than the ranks that have copies of the same parameters: they were loaded from other files, or one "
+            "of these ranks computed or stored something wrong. Go back to a saved step, without these machines",
+        ),
+    ):
+        if odd:
+            ranks = ", ".join(f"{rank} ({told[rank].host})" for rank in odd[:8])
+            return odd, f"step {step}: rank{'s' if len(odd) > 1 else ''} {ranks} {text}"
+    return [], ""
 
 
 def slow_ranks(told: Sequence[Told]) -> list[int]:

@@ -1,9 +1,10 @@
 """Who keeps a run that hangs: the conclusion from what every rank last said of itself.
 
 A rank's *beat* says where it is: step, action, the message that it waits for, how many messages it has started in each of its
-groups, and the line of Python that it runs. Two readings a little apart show who no longer beats. Of the others, whoever is not
-waiting keeps those who are; where all wait, whoever is behind in a group that others wait in, or calls something else
-there; and where nobody is, the network between them.
+groups, and the line of Python that it runs. Two readings a little apart show who no longer beats. If ranks have sent other
+messages than the rest of a group, the first that differs names them. Of the others, whoever is not waiting keeps those who
+are. Where all wait, each waits for those who are behind in its group; who waits although nobody is behind does not get what was
+sent to it, and if all are like that, it is the network as a whole.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .message_order import Marks, Row, first_difference, marked_difference
+
 
 @dataclass(frozen=True)
 class Beat:
     """number: how often it has said so. waits: the message that it waits for, in words (empty: none), since how many seconds, and
-    its group and number there. started: messages by group. line: of Python. excuse: why it may take its time."""
+    its group and number there. started: messages by group. line: of Python. excuse, excused_s: why it may take its time, and
+    since when. working: what a thread does beside. turn, marks: of the order of its messages. last: its last messages, where it
+    was asked. error: what ended it, and ranks that this error blames."""
 
     rank: int
     number: int
@@ -26,22 +31,29 @@ class Beat:
     since_s: float = 0.0
     group: str = ""
     place: int = -1
-    signature: str = ""
     members: tuple[int, ...] = ()
     started: Mapping[str, int] = field(default_factory=dict)
     line: str = ""
     excuse: str = ""
+    excused_s: float = 0.0
+    working: str = ""
+    turn: int = 0
+    marks: Marks = field(default_factory=dict)
+    last: tuple[Row, ...] = ()
+    error: str = ""
+    blamed: tuple[int, ...] = ()
 
     @property
     def where(self) -> str:
-        """Step, action and line."""
+        """Step, action, what it does beside, and line."""
         action = f", action {self.action}" if self.action else ""
-        return f"step {self.step}{action}" + (f", {self.line}" if self.line else "")
+        return f"step {self.step}{action}" + "".join(f", {words}" for words in (self.working, self.line) if words)
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Beat:
         """From JSON."""
-        return Beat(**{**data, "members": tuple(data.get("members", ()))})
+        tuples = {name: tuple(data.get(name, ())) for name in ("members", "blamed")}
+        return Beat(**{**data, **tuples, "last": tuple(Row(**row) for row in data.get("last", ()))})
 
 
 @dataclass(frozen=True)
@@ -61,25 +73,38 @@ def diagnose(first: Sequence[Beat | None], second: Sequence[Beat | None]) -> Dia
     silent = [b for b, before in zip(beats, first, strict=True) if before is not None and b.number == before.number]
     if silent:
         return _blame(silent, "no longer runs (stopped, swapped out, or its machine is gone): it was last at", beats)
+    turns = {beat.rank: beat.turn for beat in beats}
+    difference = first_difference({beat.rank: beat.last for beat in beats if beat.last}, turns)
+    difference = difference or marked_difference({beat.rank: beat.marks for beat in beats})
+    if difference is not None:
+        where = "; ".join(f"rank {rank} is at {beats[rank].where}" for rank in difference.ranks[:4])
+        return Diagnosis(
+            difference.ranks,
+            f"{_ranks(difference.ranks)} sent other messages than the rest: {difference.text}; {where}",
+        )
     running = [beat for beat in beats if not beat.waits]
     if running:
         behind = [beat for beat in running if beat.step == min(other.step for other in running)]
         return _blame(behind, "is not waiting for anybody; it is at", beats)
-    for waiting in sorted(beats, key=lambda beat: (beat.step, beat.place)):
-        members = [beat for beat in beats if beat.rank in waiting.members]
-        behind = [b for b in members if b.started.get(waiting.group, -1) < waiting.place]
-        if behind:
-            return _blame(
-                behind, f"has not come to {waiting.waits}, which others wait in; it waits elsewhere, at", beats
-            )
-        other = [b for b in members if b.group == waiting.group and b.signature != waiting.signature]
-        if other:
-            said = "; ".join(f"rank {b.rank} calls {b.waits} ({b.where})" for b in (waiting, *other))
-            return Diagnosis(tuple(sorted(b.rank for b in (waiting, *other))), f"ranks call different messages: {said}")
+    behind_of = {beat.rank: _behind(beat, beats) for beat in beats}
+    stranded = [beat for beat in beats if not behind_of[beat.rank]]
+    if not stranded:
+        waiting = min(beats, key=lambda beat: (beat.step, beat.place))
+        what = f"has not come to {waiting.waits}, which others wait in; it waits elsewhere, at"
+        return _blame(behind_of[waiting.rank], what, beats)
+    if len(stranded) < len(beats):
+        members = sorted({rank for beat in stranded for rank in beat.members})
+        what = "waits for a message that all who send it have come to, so it does not arrive: look at the network of "
+        return _blame(stranded, f"{what}{_ranks(members)}; it is at", beats)
     said = "; ".join(f"rank {beat.rank} in {beat.waits}, {beat.where}" for beat in beats[:8])
     return Diagnosis(
         (), f"every rank waits and none is behind, so messages do not arrive: look at the network ({said})"
     )
+
+
+def _behind(waiting: Beat, beats: Sequence[Beat]) -> list[Beat]:
+    """Members of the group that a rank waits in who have not started that message."""
+    return [b for b in beats if b.rank in waiting.members and b.started.get(waiting.group, -1) < waiting.place]
 
 
 def _blame(culprits: Sequence[Beat], what: str, beats: Sequence[Beat]) -> Diagnosis:

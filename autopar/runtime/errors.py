@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class RuntimeProgramError(RuntimeError):
     """A running program was used wrongly or cannot continue; the message says what to change."""
@@ -22,6 +24,14 @@ class CollectiveMismatch(RuntimeProgramError):
 
 class CollectiveTimeout(RuntimeProgramError):
     """A rank waited for others that did not come in time, or that can never come."""
+
+
+class RankError(RuntimeProgramError):
+    """Some ranks are not as the others are. ranks: which."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class CheckpointError(RuntimeProgramError):

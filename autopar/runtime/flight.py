@@ -2,21 +2,25 @@
 
 The last messages of a rank stay in a ring buffer, with step, action and times. A thread *beats*: it writes into the job's
 store where the rank is (`diagnosis.Beat`). Whoever has waited longer than the limit, or than twice the longest step so far,
-reads what all ranks say, and whoever is first writes the diagnosis into the store; every rank that still beats finds it there,
-writes its buffer to a file and ends. So a hang is named, with the line, in about the limit, and not when a collective times out.
+asks all ranks for their last messages, and whoever is first writes the diagnosis into the store; every rank that still beats
+finds it there, writes its buffer to a file and ends. So a hang is named, with the line, in about the limit, and not when a
+collective times out. With every beat a rank also looks at the beat of one of those that it sends to: if they have not sent the
+same messages (message_order.py), it asks at once. A rank that fails writes its buffer too, with its error.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,13 +28,20 @@ from typing import Any
 import torch.distributed as dist
 
 from .diagnosis import Beat, diagnose
+from .errors import RankError
+from .message_order import MessageOrder, Row, differing_group, stable_hash
 
 KEPT = 256
 """Messages."""
 APART_S = 2.5
 """Between two readings of the others' beats, in beats' intervals at least."""
-RANKS_A_SECOND = 200
-"""Beats that the store is given in a second."""
+RANKS_A_SECOND = 100
+"""Beats that the store is given, and asked for, in a second."""
+COLUMNS = "started", "step", "action", "number", "group", "members", "what", "waited", "ended", "turn", "place", "hash"
+FLIGHT = "flight"
+"""The folder of a run for what its ranks write when they end."""
+STRAYS, HANGS = "strays", "hangs"
+WAITED, ENDED = COLUMNS.index("waited"), COLUMNS.index("ended")
 
 
 class Flight:
@@ -45,8 +56,13 @@ class Flight:
         self.waited_s = 0.0
         self.started: dict[str, int] = {}
         self.recent: deque[list[Any]] = deque(maxlen=KEPT)
+        self.order = MessageOrder()
+        self._known: dict[tuple[Any, ...], tuple[str, int]] = {}
+        self._partners: set[int] = set()
+        self._halted = False
         self._waiting: list[Any] | None = None
-        self._excuse = ""
+        self.working = ""
+        self._excuse, self._excused_at, self._said = "", 0.0, ""
         self._beats = 0
         self._main = threading.get_ident()
         self._ended = threading.Event()
@@ -61,30 +77,56 @@ class Flight:
             self.longest_step_s = max(self.longest_step_s, now - self._step_began)
         self.step, self._step_began = step, now
 
+    def end_step(self) -> None:
+        """All messages of a step, or of a forward, have been started."""
+        self.order.end_turn()
+
     def start(
-        self, number: int, group: str, members: tuple[int, ...], what: str, signature: tuple[Any, ...] = ()
+        self,
+        number: int,
+        group: str,
+        members: tuple[int, ...],
+        signature: tuple[Any, ...],
+        describe: Callable[[], str],
+        own: tuple[Any, ...] = (),
     ) -> list[Any]:
-        """A message starts, the number-th of its group; the entry that `wait` and `end` take."""
-        entry = [time.time(), self.step, self.action, number, group, members, what, signature, None, None]
+        """A message starts, the number-th of its group; the entry that `wait` and `end` take.
+
+        signature: what all members have alike; describe, own: the message in words, and what these depend on beside it.
+        """
+        if self._halted:
+            self._ended.wait()  # for the end of this process: the last messages of all ranks are to be compared
+        known = self._known.get((signature, own))
+        if known is None:
+            known = self._known[signature, own] = describe(), stable_hash(signature)
+            self._partners.update(members)
+        what, own_hash = known
+        turn, place = self.order.turn, self.order.note(group, own_hash)
+        entry = [time.time(), self.step, self.action, number, group, members, what, None, None, turn, place, own_hash]
         self.started[group] = number
         self.recent.append(entry)
         return entry
 
     def wait(self, entry: list[Any]) -> None:
         """The rank begins to wait for it."""
-        entry[8] = time.time()
+        entry[WAITED] = time.time()
         self._waiting = entry
 
     def end(self, entry: list[Any]) -> None:
         """It is there."""
-        entry[9] = time.time()
-        self.waited_s += entry[9] - (entry[8] or entry[9])
+        entry[ENDED] = time.time()
+        self.waited_s += entry[ENDED] - (entry[WAITED] or entry[ENDED])
         self._waiting = None
+
+    def fail(self) -> None:
+        """The last message failed, while it was started or waited for."""
+        if self._waiting is None and self.recent:
+            self._waiting = self.recent[-1]
 
     @contextmanager
     def excused(self, why: str) -> Iterator[None]:
-        """Inside, this rank is known to take its time: nobody is to end because of it."""
-        self._excuse = why
+        """Inside, this rank is known to take its time: nobody is to end because of it, for as long as a collective may take."""
+        self._excuse, self._excused_at = why, time.monotonic()
         try:
             yield
         finally:
@@ -92,22 +134,15 @@ class Flight:
 
     # ---- what it says
 
-    def beat(self) -> Beat:
-        """Where it is now."""
+    def beat(self, asked: bool = False) -> Beat:
+        """Where it is now. asked: with its last messages."""
         self._beats += 1
         waiting = self._waiting
-        at = (
-            {}
-            if waiting is None
-            else {
-                "waits": waiting[6],
-                "since_s": time.time() - waiting[8],
-                "group": waiting[4],
-                "place": waiting[3],
-                "signature": str(waiting[7]),
-                "members": waiting[5],
-            }
-        )
+        at: dict[str, Any] = {}
+        if waiting is not None:
+            message = dict(zip(COLUMNS, waiting, strict=True))
+            at = {"waits": message["what"], "since_s": time.time() - (message["waited"] or message["started"])}
+            at |= {"group": message["group"], "place": message["number"], "members": message["members"]}
         return Beat(
             self.rank,
             self._beats,
@@ -116,25 +151,43 @@ class Flight:
             started=dict(self.started),
             line=self._line(),
             excuse=self._excuse,
+            excused_s=time.monotonic() - self._excused_at if self._excuse else 0.0,
+            working=self.working,
+            turn=self.order.turn,
+            marks=self.order.marks(),
+            last=tuple(row_of(dict(zip(COLUMNS, entry, strict=True))) for entry in list(self.recent)) if asked else (),
             **at,
         )
+
+    def failed(self, error: BaseException) -> Beat:
+        """Where it was when an error ended it; in a message, it ended because of another rank."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+        line = _place(frames[-1]) if frames else ""
+        blamed = error.ranks if isinstance(error, RankError) else ()
+        return replace(self.beat(), line=line, error=f"{type(error).__name__}: {error}", blamed=blamed)
 
     def _line(self) -> str:
         """The innermost line of Python that is not the runtime's or torch's, of the thread that trains."""
         frame: FrameType | None = sys._current_frames().get(self._main)
-        own = Path(__file__).parent
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if own not in path.parents and "torch" not in path.parts and not path.name.startswith("<frozen"):
-                return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})"
+        while frame is not None and not _is_users(frame):
             frame = frame.f_back
-        return ""
+        return "" if frame is None else _place(frame)
 
     def as_data(self, beat: Beat) -> dict[str, Any]:
         """What its file holds."""
-        keys = ("started", "step", "action", "number", "group", "members", "what", "signature", "waited", "ended")
-        rows = [dict(zip(keys, entry, strict=True)) | {"signature": str(entry[7])} for entry in list(self.recent)]
-        return {"autopar_flight": 1, "ranks": self.world_size, "beat": asdict(beat), "recent": rows}
+        rows = [dict(zip(COLUMNS, entry, strict=True)) for entry in list(self.recent)]
+        return {"autopar_flight": 2, "ranks": self.world_size, "beat": asdict(replace(beat, last=())), "recent": rows}
+
+    def write(self, folder: Path, beat: Beat) -> None:
+        """Its file, for autopar-doctor."""
+        path = folder / f"rank_{self.rank}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.as_data(beat)), encoding="utf-8")
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            print(f"rank {self.rank}: {folder} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
 
     # ---- the thread
 
@@ -164,14 +217,19 @@ class Flight:
         apart_s = max(APART_S, 3 * interval_s)
         while True:
             try:
-                beat = self.beat()
-                store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+                asked = store.get("ask").decode() if store.check(["ask"]) else ""
+                self._halted = asked == STRAYS
+                beat = self._say(store, bool(asked))
                 limit_s = max(limits_s[0] - apart_s, 2 * self.longest_step_s) if self.longest_step_s else limits_s[1]
-                if beat.waits and beat.since_s > limit_s:
-                    self._ask(store, apart_s)
+                other = self._other(store, beat.number)
+                strays = other is not None and bool(differing_group(beat.marks, other.marks))
+                if strays or (beat.waits and beat.since_s > limit_s):
+                    self._ask(store, apart_s, limits_s[1], strays)
+                if self.rank == 0 and beat.excused_s > limit_s and self._said != beat.excuse:
+                    self._say_who_works(store, beat)
                 if store.check(["diagnosis"]):
                     text = store.get("diagnosis").decode()
-                    self._write(folder, beat)
+                    self.write(folder, beat)
                     end(text)
                     return
             except RuntimeError:  # the store is gone, and with it the job
@@ -179,16 +237,42 @@ class Flight:
             if self._ended.wait(interval_s):
                 return
 
-    def _ask(self, store: dist.Store, apart_s: float) -> None:
-        """Read what all ranks say, twice, and write down what follows from it, if nobody did."""
+    def _other(self, store: dist.Store, turn: int) -> Beat | None:
+        """What one of those that this rank sends to said last: another one every time."""
+        partners = sorted(self._partners - {self.rank})
+        key = f"beat/{partners[turn % len(partners)]}" if partners else ""
+        return Beat.of(json.loads(store.get(key))) if key and store.check([key]) else None
+
+    def _say_who_works(self, store: dist.Store, own: Beat) -> None:
+        """Once, that what all ranks wait for takes long, and on which of them."""
+        self._said = own.excuse
+        working = [f"rank {beat.rank} ({beat.working})" for beat in self._read(store) if beat and beat.working]
+        if working:
+            said = f"{own.excuse} takes {own.excused_s:.0f} s so far: all wait for {', '.join(working[:8])}"
+            print(said, file=sys.stderr, flush=True)
+
+    def _ask(self, store: dist.Store, apart_s: float, excused_s: float, strays: bool) -> None:
+        """Read what all ranks say, twice, and write down what follows from it, if nobody did. excused_s: after so long an excuse
+        is none; strays: messages differ."""
+        store.set("ask", STRAYS if strays else HANGS)
+        self._halted = strays
         first = self._read(store)
-        time.sleep(apart_s)
-        if self._waiting is None:
+        end = time.monotonic() + apart_s
+        while time.monotonic() < end:
+            time.sleep(apart_s / 3)
+            self._say(store, asked=True)  # others may ask at the same time, and take who is still for dead
+        if self._waiting is None and not strays:
+            store.delete_key("ask")
             return
-        store.set(f"beat/{self.rank}", json.dumps(asdict(self.beat())))
         second = self._read(store)
-        if not any(beat is not None and beat.excuse for beat in second):
-            store.compare_set("diagnosis", "", diagnose(first, second).text)
+        if strays or not any(beat is not None and 0 < beat.excused_s < excused_s for beat in second):
+            what = "ranks have gone different ways" if strays else "this run hangs"
+            store.compare_set("diagnosis", "", f"{what}: {diagnose(first, second).text}")
+
+    def _say(self, store: dist.Store, asked: bool) -> Beat:
+        beat = self.beat(asked)
+        store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+        return beat
 
     def _read(self, store: dist.Store) -> list[Beat | None]:
         keys = [f"beat/{rank}" for rank in range(self.world_size)]
@@ -196,20 +280,37 @@ class Flight:
             return [Beat.of(json.loads(text)) for text in store.multi_get(keys)]
         return [Beat.of(json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
-    def _write(self, folder: Path, beat: Beat) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"rank_{self.rank}.json"
-            path.write_text(json.dumps(self.as_data(beat)), encoding="utf-8")
-        except OSError as error:
-            print(f"rank {self.rank}: {folder} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame is neither the runtime's nor torch's."""
+    path = Path(frame.f_code.co_filename)
+    return (
+        Path(__file__).parent not in path.parents and "torch" not in path.parts and not path.name.startswith("<frozen")
+    )
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def row_of(message: Mapping[str, Any]) -> Row:
+    """What others compare of a message of the buffer."""
+    return Row(message["group"], message["turn"], message["place"], message["hash"], message["what"])
+
+
+def set_aside(folder: Path) -> None:
+    """Give what ranks of a run before wrote another name."""
+    before = folder.with_name(f"{folder.name}-before")
+    shutil.rmtree(before, ignore_errors=True)
+    with suppress(OSError):
+        folder.rename(before)
 
 
 def end_process(rank: int) -> Callable[[str], None]:
     """Ends this process with the diagnosis, at once: its main thread is waiting."""
 
     def end(text: str) -> None:
-        print(f"error on rank {rank}: this run hangs: {text}", file=sys.stderr, flush=True)
+        print(f"error on rank {rank}: {text}", file=sys.stderr, flush=True)
         os._exit(1)
 
     return end

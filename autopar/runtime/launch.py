@@ -26,7 +26,7 @@ import torch.distributed as dist
 from .arguments import parser
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
-from .flight import end_process
+from .flight import FLIGHT, end_process, set_aside
 from .heap import keep_freed_memory
 from .inductor import keep_beside
 from .manifest import Manifest
@@ -201,7 +201,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         else:
             run(program, arguments)
     except BaseException as error:
-        _die(error, program)
+        _die(error, program, arguments.run)
     if program is not None and isinstance(program.session.comm, TorchComm):
         program.session.comm.flight.stop()
     dist.destroy_process_group()
@@ -211,8 +211,10 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
 def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     """Name a rank that keeps the others waiting, and end."""
     comm = program.session.comm
+    if arguments.run and comm.rank == 0:
+        set_aside(Path(arguments.run) / FLIGHT)
     if arguments.hang and started_ranks() > 1 and program.store is not None and isinstance(comm, TorchComm):
-        folder = Path(arguments.run or ".") / "flight"
+        folder = Path(arguments.run or ".") / FLIGHT
         comm.flight.watch(program.store, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
 
 
@@ -280,12 +282,15 @@ def _join(backend: str, timeout_s: float, manifest: Manifest) -> dist.Store:
     return dist.PrefixStore("notes", own)
 
 
-def _die(error: BaseException, program: LoadedProgram | None) -> None:
+def _die(error: BaseException, program: LoadedProgram | None, run: str | None) -> None:
     """Say what happened and end this process at once: joining the process group's threads could wait for others."""
     rank = os.environ.get("RANK", "0")
     if dist.is_initialized() and str(dist.get_rank()) != rank:
         rank += f" (rank {dist.get_rank()} of the program)"
     if program is not None and isinstance(program.session.comm, TorchComm):
+        flight = program.session.comm.flight
+        if run:
+            flight.write(Path(run) / FLIGHT, flight.failed(error))
         program.session.comm.leave_note(f"failed with {type(error).__name__}: {error}")
     trace = "" if isinstance(error, RuntimeProgramError) else traceback.format_exc()
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))

@@ -78,7 +78,8 @@ class _Work(Posted):
         ends = (comm.rank, message.peer) if message.kind == "send" else (message.peer, comm.rank)
         way = f"messages {ends[0]} to {ends[1]}"
         flight = comm.flight
-        self._entry = flight.start(flight.started.get(way, -1) + 1, way, ends, str(message))
+        number, signature = flight.started.get(way, -1) + 1, (*message.signature(), message.site)
+        self._entry = flight.start(number, way, ends, signature, message.__str__, (message.kind, message.peer))
 
     def wait(self) -> None:
         self._comm.flight.wait(self._entry)
@@ -153,7 +154,15 @@ class TorchComm(Comm):
         everyone: list[Any] = [None] * self.world_size
         if self.world_size == 1:
             return [value]
-        dist.all_gather_object(everyone, value, group=self._message_group)
+        flight, what = self.flight, "values that all ranks tell each other"
+        ranks = tuple(range(self.first_rank, self.first_rank + self.world_size))
+        entry = flight.start(flight.started.get(what, -1) + 1, what, ranks, (what,), what.__str__)
+        flight.wait(entry)
+        try:
+            dist.all_gather_object(everyone, value, group=self._message_group)
+        except RuntimeError as error:
+            raise self.explain(error, what, None, 0) from error
+        flight.end(entry)
         return everyone
 
     # ---- collectives
@@ -161,9 +170,9 @@ class TorchComm(Comm):
     def _start(self, call: Call) -> Callable[[], None]:
         key = frozenset(call.group.axes)
         number = self._counts[key] = self._counts.get(key, -1) + 1
-        flight, what = self._job.flight, call.describe()
+        flight, signature = self._job.flight, (*call.signature(), call.site)
         self._job.notes.last = (number, call.group, call.kind, call.site)
-        entry = flight.start(number, self._label(call.group), call.group.ranks, what, call.signature())
+        entry = flight.start(number, self._label(call.group), call.group.ranks, signature, call.describe)
         try:
             if self._check:
                 self._compare(call, number)
@@ -171,14 +180,14 @@ class TorchComm(Comm):
             wait = gloo.start(call, number, group, self._job.pool) if self.gloo else self._start_nccl(call)
             wait = wait or self._start_native(call).wait
         except RuntimeError as error:
-            raise self.explain(error, what, call.group, number) from error
+            raise self.explain(error, call.describe(), call.group, number) from error
 
         def guarded() -> None:
             flight.wait(entry)
             try:
                 wait()
             except RuntimeError as error:
-                raise self.explain(error, what, call.group, number) from error
+                raise self.explain(error, call.describe(), call.group, number) from error
             flight.end(entry)
 
         return guarded
@@ -308,6 +317,7 @@ class TorchComm(Comm):
         """The error with rank, group, place and what other ranks were doing."""
         if isinstance(error, RuntimeProgramError):
             return error
+        self.flight.fail()
         where = f"#{number} over {group}: {what}" if group is not None else what
         first = str(error).splitlines()[0]
         notes = self._job.notes
@@ -321,6 +331,7 @@ class TorchComm(Comm):
 
     def release(self) -> None:
         self._job.pool.clear()
+        self._job.flight.end_step()
 
     def leave_note(self, what: str) -> None:
         """Tell the other ranks what this one was doing when it failed. Only the first note of a rank counts."""

@@ -76,11 +76,17 @@ class Saver:
     def _write(self, state: Mapping[str, Any], found: StepRecord) -> None:
         """The thread."""
         problem = ""
+        comm = self.session.comm
+        flight = comm.flight if isinstance(comm, TorchComm) else None
+        if flight is not None:
+            flight.working = f"writing its files of step {found.step}"
         try:
             check_finite(state)
             files = self._files(state, found.step)
         except (OSError, CheckpointError) as error:
             files, problem = {}, str(error)
+        if flight is not None:
+            flight.working = ""
         try:
             everyone: list[Any] = [None] * self._ranks
             dist.all_gather_object(everyone, (files, problem), group=self._group)

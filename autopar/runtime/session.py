@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .buckets import MIB
+from .buffer_copies import BufferCopies
 from .calls import Handle
 from .clipping import counts
 from .comm import Comm
@@ -90,6 +91,7 @@ class Session(State):
         for one in self.updater.optimizers:
             self._check_optimizer(one)
         self.parts = self._parts(tiers)
+        self.buffer_copies: BufferCopies | None = None
 
     @property
     def rts(self) -> list[Rank]:
@@ -141,6 +143,12 @@ class Session(State):
 
     # ---- steps
 
+    def skip_not_finite(self) -> None:
+        """From now on a step whose loss or gradients are no numbers leaves parameters, optimizers, schedulers and buffers as they
+        were (`updater.not_finite` says so); it counts as a step, and its batch as taken."""
+        self.updater.skip_not_finite = True
+        self.buffer_copies = BufferCopies(b for rt in self.rts for b in rt.buffers.values())
+
     @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches.
@@ -154,6 +162,8 @@ class Session(State):
         self.updater.forget_gradients()
         for stage in self._last.stages.values():
             stage.rt.grads.forget()
+        if self.buffer_copies is not None:
+            self.buffer_copies.take()
         form, outputs = self._run(batch)
         self.comm.at(self.rt.step + 1, "gradients")
         with spanned(self.recorder, "gradients"):
@@ -170,6 +180,8 @@ class Session(State):
                 for wait in [stage.start_regather() for stage in self.stages.values()]:
                     wait()
                 self.shared.spread_parameters()
+        if self.updater.not_finite and self.buffer_copies is not None:
+            self.buffer_copies.put_back()
         self._end_step()
         return loss.wait()
 

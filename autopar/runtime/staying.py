@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import random_batches, user_batches
-from .comparing import Told, checksum, odd_ranks, slow_text
-from .errors import CheckpointError, RuntimeProgramError
+from .comparing import Told, checksum, copies_of, not_finite, odd_text, slow_text
+from .errors import CheckpointError, RankError, RuntimeProgramError
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
 from .process import TorchComm
@@ -31,11 +31,14 @@ from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
 from .session import Session
 from .spares import START_AGAIN, tell_spares
+from .spikes import Losses
 from .worlds import started_ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MOST_REWINDS = 3
 """In a row, without a new saved step between them."""
+MOST_SKIPPED = 10
+"""Updates in a row; then a run ends, as it no longer learns."""
 MOST_FAILED_SAVES = 3
 """In a row; then a run ends, as it would lose more and more."""
 TELL_EVERY = 50
@@ -159,7 +162,12 @@ class Run:
         self._take(found)
         self.stop = Stop(store)
         self.metrics, self.line = Metrics(self.session, self.manifest, arguments), StepLine(arguments.steps)
-        self.rewinds = self.failed_saves = 0
+        self.rewinds = self.failed_saves = self.skipped = self.skipped_in_a_row = 0
+        self.losses = Losses(arguments.spike)
+        if arguments.on_nan == "skip":
+            self.session.skip_not_finite()
+        self.session.updater.measure_norm = arguments.grad_norm
+        self._compared = False
         self._said, self._settled = "", self.saver.saved
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0
 
@@ -203,48 +211,96 @@ class Run:
     def _step(self, step: int) -> None:
         start = time.perf_counter()
         batch = next(self.batches)
-        if self._steps_told == 0 or self._steps_told >= TELL_EVERY:
-            self._compare(step, batch)
+        recheck = self.arguments.recheck and step % self.arguments.recheck == 0
+        if self._steps_told == 0 or self._steps_told >= TELL_EVERY or recheck:
+            self._compare(step, batch, bool(recheck) or not self._compared)
         loss = self.program(batch)
         self._steps_told += 1
         self.position += 1
-        value = loss.item()
-        if not math.isfinite(value):
-            self._not_finite(step, value)
+        value, updater = loss.item(), self.session.updater
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if updater.not_finite else 0
+        if updater.not_finite:
+            self._skip(step, value, batch)
+        elif not math.isfinite(value):
+            self._not_finite(step, value, batch)
+        elif (median := self.losses.spike(value)) is not None:
+            self._rewind(step, f"{value:.6g}, above {self.losses.factor:g} times the median {median:.6g} before it")
         elif self.comm.rank == 0:
-            seconds = time.perf_counter() - start
-            self.line.show(step, f"loss {value:.6f}", seconds)
+            seconds, norm = time.perf_counter() - start, self.session.grad_norm
+            shown = "" if norm is None else f"  norm {float(norm):.6g}"
+            self.line.show(step, f"loss {value:.6f}{shown}", seconds)
             self.metrics.step(step, value, seconds, self.program.leaves(batch))
 
-    def _compare(self, step: int, batch: Any) -> None:
-        """See that all ranks are given the same batch, and say which of them are slow. Raises RuntimeProgramError."""
+    def _compare(self, step: int, batch: Any, copies: bool) -> None:
+        """See that all ranks are given the same batch, and run the same; say which of them are slow. copies: that their copies of
+        parameters are equal, too. Raises RankError."""
         flight = self.comm.flight if isinstance(self.comm, TorchComm) else None
         now, waited_s, steps = time.perf_counter(), flight.waited_s if flight else 0.0, self._steps_told
         own = Told(
-            checksum(self.program.leaves(batch)), now - self._told_at, waited_s - self._waited_s, socket.gethostname()
+            checksum(self.program.leaves(batch)),
+            now - self._told_at,
+            waited_s - self._waited_s,
+            socket.gethostname(),
+            f"{self.manifest.plan_hash} {self.seed}",
+            copies_of(self.session) if copies else {},
         )
         everyone: list[Told] = self.comm.share(own)
-        odd = odd_ranks(everyone)
+        self._compared = True
+        odd, problem = odd_text(step, everyone)
         if odd:
-            raise RuntimeProgramError(
-                f"step {step}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd[:8]))} ({everyone[odd[0]].host}) got "
-                "another batch than the others; every rank is to read the same global batches in the same order: are the files "
-                "the same on every machine, and is the order drawn from the same seed?"
-            )
+            raise RankError(problem, odd)
         text = slow_text(everyone, steps) if steps else ""
         if text and self.comm.rank == 0:
             print(f"step {step}  {text}", flush=True)
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), flight.waited_s if flight else 0.0
 
-    def _not_finite(self, step: int, loss: float) -> None:
+    def _skip(self, step: int, loss: float, batch: Any) -> None:
+        """The update was left out, on all ranks. Raises RuntimeProgramError where that does not help."""
+        self._name_spoiled(step, batch)
+        self.skipped += 1
+        what = (
+            f"the loss of step {step} is {loss}"
+            if not math.isfinite(loss)
+            else f"a gradient of step {step} is no number"
+        )
+        if self.skipped_in_a_row > MOST_SKIPPED:
+            raise RuntimeProgramError(
+                f"{what}, after {MOST_SKIPPED} updates in a row that were skipped for this; the last saved step is "
+                f"{self.saver.saved}. Other batches do not mend it"
+            )
+        if self.comm.rank == 0:
+            print(f"{what}: its update is skipped, {self.skipped} so far", flush=True)
+
+    def _not_finite(self, step: int, loss: float, batch: Any) -> None:
         """Stop, or go back. Nothing is saved of what came of it."""
+        if self.arguments.on_nan != "stop":
+            self._rewind(step, str(loss))
+            return
+        self._settle()
+        self._compare(step, batch, copies=False)
+        good = self.saver.saved
+        raise RuntimeProgramError(
+            f"the loss of step {step} is {loss}; the last saved step is {good if good is not None else 'none'}. "
+            "--on-nan rewind goes back to it and on with other batches"
+        )
+
+    def _name_spoiled(self, step: int, batch: Any) -> None:
+        """Raises RankError where the batch or the parameters of a rank are why a loss is no number."""
+        self._compare(step, batch, copies=False)
+        everyone = self.comm.share(not_finite(self.session))
+        ranks = [rank for rank, names in enumerate(everyone) if names]
+        if ranks:
+            said = "; ".join(f"rank {rank}: {', '.join(everyone[rank][:4])}" for rank in ranks[:4])
+            raise RankError(
+                f"step {step}: there are parameters with entries that are no numbers ({said}), so no later step can be one; the "
+                f"last saved step is {self.saver.saved}, the same command goes on from there",
+                ranks,
+            )
+
+    def _rewind(self, step: int, loss: str) -> None:
+        """Back to the last saved step, and past the batches since. Raises RuntimeProgramError."""
         self._settle()
         good = self.saver.saved
-        if self.arguments.on_nan == "stop":
-            raise RuntimeProgramError(
-                f"the loss of step {step} is {loss}; the last saved step is {good if good is not None else 'none'}. "
-                "--on-nan rewind goes back to it and on with other batches"
-            )
         self.rewinds += 1
         if self.rewinds > MOST_REWINDS:
             raise RuntimeProgramError(

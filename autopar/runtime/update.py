@@ -1,11 +1,11 @@
 """From reduced gradients to updated parameters: what one optimizer step does on a rank.
 
-    unscale -> clamp -> norm and overflow of all ranks, one message -> clip -> optimizers -> scheduler
+    unscale -> clamp -> norm, overflow and what is no number of all ranks, one message -> clip -> optimizers -> scheduler
 
 Optimizers see shards: elementwise ones (SGD, Adam, …) compute exactly what they would on full tensors, and for others
 the plan keeps tensors whole. Every rank takes the same decisions from the same numbers, so a skipped step is skipped by
-all. The step may run in parts, a few parameters at a time with no gradient on the others, between which state can be
-brought in and taken away (`bring`).
+all: one that overflows under loss scaling, and on request one whose loss or gradients are no numbers. The step may run in
+parts, a few parameters at a time with no gradient on the others, between which state can be brought in and taken away (`bring`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .calls import Handle
-from .clipping import clip_factor, joined_norm, powered_norm
+from .clipping import clip_factor, count_not_finite, joined_norm, powered_norm
 from .comm import Comm
 from .scaling import Scaler
 from .update_rule import UpdateRule, make_optimizers, norm_power, stand_in
@@ -32,7 +32,9 @@ Bring = Callable[[Sequence[str]], AbstractContextManager[Any]]
 class Updater:
     """The optimizers of one rank with what surrounds them; every method is called by all ranks together.
 
-    parts: names that one `optimizer.step()` updates at a time (None: all at once), inside `bring(names)`.
+    parts: names that one `optimizer.step()` updates at a time (None: all at once), inside `bring(names)`. skip_not_finite,
+    measure_norm: on request; set alike on all ranks. Set by a step: skipped, not_finite (it was skipped because the loss or a
+    gradient is no number), grad_norm.
     """
 
     def __init__(
@@ -59,6 +61,9 @@ class Updater:
         self.scaler = Scaler(rule.loss_scaling) if rule.loss_scaling is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = False
+        self.not_finite = False
+        self.skip_not_finite = False
+        self.measure_norm = False
         self._taken_by = {id(p): one for one in self.optimizers for group in one.param_groups for p in group["params"]}
 
     @property
@@ -76,7 +81,7 @@ class Updater:
         """
         if any(group.get("fused") for one in self.optimizers for group in one.param_groups):
             grads.update({name: grads[name].contiguous() for name in self.own})  # as parameters are: these go by places
-        self.skipped = not self._prepare(grads, borrowed)
+        self.skipped = not self._prepare(grads, loss, borrowed)
         if self.skipped or not self.optimizers:
             return False
         self.step_in_parts(grads, [list(self.own)] if self.parts is None else self.parts)
@@ -105,36 +110,44 @@ class Updater:
         for parameter in self.own.values():
             parameter.grad = None
 
-    def _prepare(self, grads: dict[str, Tensor], borrowed: Collection[str]) -> bool:
-        """Unscale and clip; False where a gradient overflowed on any rank."""
+    def _prepare(self, grads: dict[str, Tensor], loss: Handle[Tensor], borrowed: Collection[str]) -> bool:
+        """Unscale and clip; False where the step is to be skipped, on all ranks alike."""
         clip, value, scaler, device = self.rule.clip_norm, self.rule.clip_value, self.scaler, self.comm.device
-        if clip is None and value is None and scaler is None:
+        norm_type = clip.norm_type if clip is not None else 2.0 if self.measure_norm else None
+        reduced = norm_type is not None or scaler is not None or self.skip_not_finite
+        self.not_finite = False
+        if not reduced and value is None:
             return True
-        for name in borrowed:
+        changed = clip is not None or value is not None or scaler is not None
+        for name in borrowed if changed else ():
             if name in grads:
                 grads[name] = grads[name].clone()
         own = list(grads.values())
-        overflowed = torch.zeros(1, dtype=torch.float64, device=device)
+        overflowed = not_finite = torch.zeros(1, dtype=torch.float64, device=device)
+        if self.skip_not_finite:
+            checked = [loss.wait()] if scaler is not None else [*own, loss.wait()]  # scaling looks at gradients itself
+            not_finite = count_not_finite(checked, device)
         if scaler is not None:
             overflowed = scaler.unscale(own, device).double()
         if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)
-        kind, parts = "sum", [overflowed]
-        if clip is not None:
-            kind = norm_power(clip.norm_type)[0]
-            parts.append(powered_norm([grads[n] for n in grads if n in self.counted], clip.norm_type, device))
-        if clip is not None or scaler is not None:
+        kind, parts = "sum", [overflowed, not_finite]
+        if norm_type is not None:
+            kind = norm_power(norm_type)[0]
+            parts.append(powered_norm([grads[n] for n in grads if n in self.counted], norm_type, device))
+        if reduced:
             total = self.comm.all_reduce(
                 torch.cat(parts), tuple(self.comm.mesh), kind, "norm and overflow of gradients"
             )
-            if clip is not None:
-                self.grad_norm = joined_norm(total[1], clip.norm_type)
+            if norm_type is not None:
+                self.grad_norm = joined_norm(total[2], norm_type)
             if scaler is not None:
                 overflow = bool(total[0].item())
                 scaler.update(overflow)
-                if overflow:
-                    return False
+            self.not_finite = self.skip_not_finite and bool(total[1].item())
+            if self.not_finite or (scaler is not None and overflow):
+                return False
         if clip is not None and own:
             assert self.grad_norm is not None
             factor = clip_factor(self.grad_norm, clip.max_norm)

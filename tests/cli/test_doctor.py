@@ -24,7 +24,9 @@ def leave(folder: Path, rank: int, messages: int, waits: bool) -> None:
     flight = Flight(rank, 3)
     flight.step, flight.action = 4, "B1.0"
     for n in range(messages):
-        entry = flight.start(n, "dp (0, 1, 2)", ALL, f"all_reduce of float32[{n}] at layer {n}", ("all_reduce", n))
+        entry = flight.start(
+            n, "dp (0, 1, 2)", ALL, ("all_reduce", n), f"all_reduce of float32[{n}] at layer {n}".__str__
+        )
         flight.wait(entry)
         if not (waits and n == messages - 1):
             flight.end(entry)

@@ -79,6 +79,7 @@ def pipeline(out: Path) -> dict[str, Any]:
             result = scenarios.train(comm, program, 3, full=full, data=data)
             session = result.pop("session")
             got[f"{case} {in_order}"] = result
+            got[f"{case} {in_order} order"] = comm.flight.beat(asked=True)
         if known["tied"]:
             checkpoint.save(out / case, session)
             state = session.state_dict()

@@ -53,7 +53,7 @@ def told(*batches: int, busy: tuple[float, ...] = ()) -> list[Told]:
     ],
 )
 def test_who_got_another_batch_is_named(batches, odd):
-    assert odd_ranks(told(*batches)) == odd
+    assert odd_ranks(batches) == odd
 
 
 def test_slow_ranks_are_those_that_wait_least():

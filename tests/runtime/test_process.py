@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from autopar.runtime import checkpoint, run_threads
+from autopar.runtime.message_order import differing_group, first_difference
 
 from . import pipelines, scenarios, stages
 from .process_worker import PIPELINES, TRAININGS
@@ -29,7 +31,7 @@ def torchrun(ranks: int, *command: str | Path, timeout: float = 90) -> subproces
 def run(scenario: str, ranks: int, out: Path) -> list[dict[str, Any]]:
     done = torchrun(ranks, Path(__file__).with_name("process_worker.py"), scenario, out)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(out / f"{scenario}_{rank}.pt") for rank in range(ranks)]
+    return [torch.load(out / f"{scenario}_{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,17 @@ def test_pipelines_agree_with_one_device(piped, case, in_order):
     want = pipelines.reference(3, **known)
     for got in piped[program.ranks]:
         agree(got[f"{case} {in_order}"], want)
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["tags", "in order"])
+@pytest.mark.parametrize("case", PIPELINES)
+def test_both_ends_of_every_message_are_noted_alike(piped, case, in_order):
+    beats = [got[f"{case} {in_order} order"] for got in piped[made(case)[0].ranks]]
+    assert first_difference({b.rank: b.last for b in beats}, {b.rank: b.turn for b in beats}) is None
+    assert [b.turn for b in beats] == [3] * len(beats)
+    assert all(any(group.startswith("messages") for group in beat.marks["1"]) for beat in beats)
+    for own, other in itertools.combinations(beats, 2):
+        assert differing_group(own.marks, other.marks) == ""
 
 
 def test_a_pipelines_state_is_by_stage_and_comes_back(piped):

@@ -1,0 +1,139 @@
+"""What a run pays for being watched and saved: the demo's GPT on processes over Gloo, as one JSON object.
+
+    python benchmarks/watching.py [--steps 160] [--ranks 2]
+
+*Watched*: what a rank notes of every message and step (flight.py, message_order.py), its beats, and the comparing of batches and
+times every 50 steps, are far below the noise of a step. So each is timed alone, in CPU seconds, and multiplied by how often it
+happens in a second of training. *Saved*: blocks of ten steps, in turns with a step being written beside them and without; what
+counts is the time of the blocks, with the wait for the files of the block before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+from benchmarks.turns import measure_saved  # noqa: E402
+
+TEXT = importlib.import_module("stdlib_text")
+REPEATS, BLOCK, BEAT_S = 2000, 10, 1.0
+
+
+def cpu_s(action: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """CPU seconds of an action, this thread's."""
+    started = time.thread_time()
+    for _ in range(repeats):
+        action()
+    return (time.thread_time() - started) / repeats
+
+
+def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
+    """One rank."""
+    import autopar
+    from autopar.runtime.comparing import checksum
+    from autopar.runtime.process import TorchComm
+    from autopar.runtime.run_directory import RunDirectory
+    from autopar.runtime.saver import Saver
+
+    program = autopar.load(directory / "program")
+    session = program.session
+    batches = [TEXT.batch(n) for n in range(BLOCK)]
+    for n in range(warmup):
+        program(batches[n % BLOCK])
+    assert isinstance(session.comm, TorchComm)
+    flight = session.comm.flight
+    before = sum(flight.started.values())
+    program(batches[0])
+    messages = sum(flight.started.values()) - before
+
+    with tempfile.TemporaryDirectory() as folder:
+        (folder,) = session.comm.share(folder)[:1]
+        run = RunDirectory(Path(folder) / "run", keep=1)
+        if dist.get_rank() == 0:
+            run.prepare(0)
+        dist.barrier()
+        saver = Saver(run, session, 0, "", 60.0)
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for block in range(max(2, steps // BLOCK)):
+            saves = block % 4 in (1, 2)
+            dist.barrier()
+            started = time.perf_counter()
+            if saves:
+                saver.start(session.rt.step, 0)
+            for batch in batches:
+                program(batch)
+            saver.finish()
+            dist.barrier()
+            times[saves].append(time.perf_counter() - started)
+        assert not saver.problem
+    step_s = statistics.median(times[False]) / BLOCK
+
+    group, signature = next(iter(flight.started)), ("all_reduce", "sum", 0, (8, 128), torch.float32, "layers.0")
+    store = dist.PrefixStore("beats", dist.distributed_c10d._get_default_store())
+
+    def note() -> None:
+        entry = flight.start(0, group, (0, 1), signature, signature.__str__)
+        flight.wait(entry)
+        flight.end(entry)
+
+    def beat() -> None:
+        store.check(["ask"])
+        store.set("beat", json.dumps(asdict(flight.beat())))
+        json.loads(store.get("beat"))
+
+    note_s, step_note_s, beat_s = cpu_s(note), cpu_s(flight.end_step), cpu_s(beat, 200)
+    compare_s = cpu_s(lambda: checksum(batches[0]), 200) / 50
+    watched_s = messages * note_s + step_note_s + compare_s + beat_s * step_s / BEAT_S
+    return {
+        "benchmark": "watching",
+        "ranks": dist.get_world_size(),
+        "step_ms": round(1e3 * step_s, 2),
+        "messages_a_step": messages,
+        "note_us": round(1e6 * note_s, 2),
+        "beat_us": round(1e6 * beat_s, 1),
+        "watched_share_of_step": round(watched_s / step_s, 5),
+        "state_mb": round(
+            sum(e.value.nbytes for e in session.state_entries().values() if hasattr(e.value, "nbytes")) / 1e6, 2
+        ),
+        "saved_every_10": round(statistics.median(times[True]) / statistics.median(times[False]), 4),
+        "saved_every_10_mean": round(statistics.mean(times[True]) / statistics.mean(times[False]), 4),
+    }
+
+
+def compile_programs(directory: Path, ranks: int) -> None:
+    """Writes the demo's program, tensor parallel: with many messages a step."""
+    import autopar
+
+    demo = importlib.import_module("train_gpt")
+    torch.manual_seed(0)
+    autopar.compile(
+        demo.Gpt(TEXT.VOCAB, TEXT.SEQ),
+        autopar.ClusterSpec.local(ranks),
+        TEXT.batch(0),
+        loss_fn=demo.next_character_loss,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
+        options=autopar.Options(mesh={"tp": ranks}, strategy="megatron"),
+    ).save(directory / "program")
+
+
+def main() -> None:
+    measure_saved(__doc__, __file__, compile_programs, measure, steps=160, warmup=5)
+
+
+if __name__ == "__main__":
+    main()
