@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the run should be. ranks: of the program, and its spares; by_machine: ranks that came are machines; data: whether `wanted` are."""
+    """What the run should be. ranks: of the program, and its spares; by_machine: ranks that came are machines."""
 
     ranks: int
     machines: Machines | None = None
