@@ -69,17 +69,21 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
         dist.barrier()
         saver = Saver(run, session, 0, "", 60.0)
         times: dict[bool, list[float]] = {True: [], False: []}
+        cpu: dict[bool, list[float]] = {True: [], False: []}
+        blocked: list[float] = []
         for block in range(max(2, steps // BLOCK)):
             saves = block % 4 in (1, 2)
             dist.barrier()
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             if saves:
                 saver.start(session.rt.step, 0)
+                blocked.append(time.perf_counter() - started)
             for batch in batches:
                 program(batch)
             saver.finish()
             dist.barrier()
             times[saves].append(time.perf_counter() - started)
+            cpu[saves].append(time.process_time() - started_cpu)
         assert not saver.problem
     step_s = statistics.median(times[False]) / BLOCK
 
@@ -110,6 +114,9 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
         "state_mb": round(
             sum(e.value.nbytes for e in session.state_entries().values() if hasattr(e.value, "nbytes")) / 1e6, 2
         ),
+        "save_blocks_ms": round(1e3 * statistics.median(blocked), 2),
+        "save_first_blocks_ms": round(1e3 * blocked[0], 1),
+        "save_cpu_ms": round(1e3 * (statistics.median(cpu[True]) - statistics.median(cpu[False])), 1),
         "saved_every_10": round(statistics.median(times[True]) / statistics.median(times[False]), 4),
         "saved_every_10_mean": round(statistics.mean(times[True]) / statistics.mean(times[False]), 4),
     }
