@@ -5,7 +5,8 @@
 *Watched*: what a rank notes of every message and step (flight.py, message_order.py), its beats, and the comparing of batches and
 times every 50 steps, are far below the noise of a step. So each is timed alone, in CPU seconds, and multiplied by how often it
 happens in a second of training. *Saved*: blocks of ten steps, in turns with a step being written beside them and without; what
-counts is the time of the blocks, with the wait for the files; beside it, for how long training stands still, and this rank's CPU time.
+counts is the time of the blocks, with the wait for the files. Beside it: for how long training stands still, and a rank's CPU
+time of a save.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ from autopar.runtime.run_directory import RunDirectory
 from .saving_worker import kinds
 from .test_process import run
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 
 @pytest.fixture(scope="module")
 def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
