@@ -5,7 +5,8 @@
 *Watched*: what a rank notes of every message and step (flight.py, message_order.py), its beats, and the comparing of batches and
 times every 50 steps, are far below the noise of a step. So each is timed alone, in CPU seconds, and multiplied by how often it
 happens in a second of training. *Saved*: blocks of ten steps, in turns with a step being written beside them and without; what
-counts is the time of the blocks, with the wait for the files of the block before.
+counts is the time of the blocks, with the wait for the files. Beside it: for how long training stands still, and a rank's CPU
+time of a save.
 """
 
 from __future__ import annotations
@@ -69,17 +70,21 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
         dist.barrier()
         saver = Saver(run, session, 0, "", 60.0)
         times: dict[bool, list[float]] = {True: [], False: []}
+        cpu: dict[bool, list[float]] = {True: [], False: []}
+        blocked: list[float] = []
         for block in range(max(2, steps // BLOCK)):
             saves = block % 4 in (1, 2)
             dist.barrier()
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             if saves:
                 saver.start(session.rt.step, 0)
+                blocked.append(time.perf_counter() - started)
             for batch in batches:
                 program(batch)
             saver.finish()
             dist.barrier()
             times[saves].append(time.perf_counter() - started)
+            cpu[saves].append(time.process_time() - started_cpu)
         assert not saver.problem
     step_s = statistics.median(times[False]) / BLOCK
 
@@ -110,6 +115,9 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
         "state_mb": round(
             sum(e.value.nbytes for e in session.state_entries().values() if hasattr(e.value, "nbytes")) / 1e6, 2
         ),
+        "save_blocks_ms": round(1e3 * statistics.median(blocked), 2),
+        "save_first_blocks_ms": round(1e3 * blocked[0], 1),
+        "save_cpu_ms": round(1e3 * (statistics.median(cpu[True]) - statistics.median(cpu[False])), 1),
         "saved_every_10": round(statistics.median(times[True]) / statistics.median(times[False]), 4),
         "saved_every_10_mean": round(statistics.mean(times[True]) / statistics.mean(times[False]), 4),
     }

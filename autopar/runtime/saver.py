@@ -1,40 +1,51 @@
 """Writes a session's state into a run directory, beside training.
 
 `start` copies the state into host memory, which is what training waits for; a thread of every rank then writes its
-files, takes their hashes and tells the others in a process group of its own (what training sends and what saving sends must not
-wait for each other), and rank 0 completes the step. One step is written at a time: the next `start` waits for it. Whether it
+file, takes its hash and tells the others in a process group of its own (what training sends and what saving sends must not
+wait for each other), and rank 0 completes the step. Who writes what is planned at the first step and kept, as long as the
+state has the same tensors on every rank. One step is written at a time: the next `start` waits for it. Whether it
 worked is the same on every rank, and is looked at every step (`problem`): a run does not go on for hours without a
 checkpoint because nobody looked.
+
+The thread shares Python's lock with training, so what it does in Python makes steps longer; hence no tensor is described or
+pickled again (checkpoint_files.py), and what takes long (copying, writing, hashing) is done without that lock.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.storage import WriteResult
 
+from .checkpoint_files import Files, plan_files
 from .checkpoint_reader import named
+from .dtensors import pack
 from .errors import CheckpointError
+from .host_copy import HostCopy
+from .layout import StateEntry
 from .process import TorchComm
 from .run_directory import RunDirectory, StepRecord, file_facts
 from .session import Session
 
+Signature = dict[str, tuple[torch.Size, torch.dtype, torch.device] | None]
+"""What files depend on: of tensors the local shape, dtype and device; None for values that are none."""
 
-def check_finite(state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where a value has entries that are no numbers: from such a step nothing can go on."""
-    for name, value in state.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        if isinstance(local, Tensor) and local.is_floating_point() and not bool(local.isfinite().all()):
-            raise CheckpointError(f"{name} is not finite")
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What a rank tells of a step. texts: where values that are no tensors lie; problem: why nothing was written."""
+
+    files: dict[str, dict[str, Any]]
+    texts: list[WriteResult]
+    problem: str = ""
 
 
 class Saver:
@@ -50,14 +61,21 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread: threading.Thread | None = None
         self._problem = ""
+        self._signature: Signature = {}
+        self._files: Files
+        self._copy: HostCopy
 
     def start(self, step: int, position: int) -> None:
-        """Copy the state and begin to write it as a step. position: global batches taken so far."""
+        """Copy the state and begin to write it as a step. position: global batches taken so far. Raises CheckpointError where
+        files cannot be planned."""
         self.finish()
         self._problem = ""
-        state = BlockingAsyncStager().stage(self.session.state_dict())
+        entries = self.session.state_entries()
+        self._prepare(entries)
+        self._copy.fill({name: entries[name].value for name in self._copy.tensors})
+        values = {index.fqn: entries[index.fqn].value for index in self._files.own.texts}
         found = StepRecord(step, position, self._seed, self._ranks, self._plan, {})
-        self._thread = threading.Thread(target=self._write, args=(state, found), name=f"saving step {step}")
+        self._thread = threading.Thread(target=self._write, args=(values, found), name=f"saving step {step}")
         self._thread.start()
 
     def finish(self) -> None:
@@ -73,53 +91,65 @@ class Saver:
         """Why the last step that was to be written is not there; empty where it is, or is being written."""
         return "" if self._thread is not None and self._thread.is_alive() else self._problem
 
-    def _write(self, state: Mapping[str, Any], found: StepRecord) -> None:
-        """The thread."""
-        problem = ""
+    def _prepare(self, entries: Mapping[str, StateEntry]) -> None:
+        """Plan files, and make room for what this rank writes, where the state of any rank is not as it was. Raises
+        CheckpointError."""
+        signature = {name: _signature(entry.value) for name, entry in entries.items()}
+        if not any(self.session.comm.share(signature != self._signature)):
+            return
+        with named(self.directory.root, "cannot be planned", "see what is wrong with it"):
+            self._files = plan_files({name: pack(entry) for name, entry in entries.items()}, self._group)
+        self._copy = HostCopy({name: entries[name].value for name in self._files.own.tensors})
+        self._signature = signature
+
+    def _write(self, values: Mapping[str, Any], found: StepRecord) -> None:
+        """The thread. values: those that are no tensors."""
         comm = self.session.comm
         flight = comm.flight if isinstance(comm, TorchComm) else None
         if flight is not None:
             flight.working = f"writing its files of step {found.step}"
         try:
-            check_finite(state)
-            files = self._files(state, found.step)
+            written = self._write_own(values, found.step)
         except (OSError, CheckpointError) as error:
-            files, problem = {}, str(error)
+            written = _Written({}, [], str(error))
         if flight is not None:
             flight.working = ""
         try:
             everyone: list[Any] = [None] * self._ranks
-            dist.all_gather_object(everyone, (files, problem), group=self._group)
-            problem = next((text for _, text in everyone if text), "")
+            dist.all_gather_object(everyone, written, group=self._group)
+            problem = next((one.problem for one in everyone if one.problem), "")
             if not problem and self._rank == 0:
-                problem = self._complete(found, {name: facts for own, _ in everyone for name, facts in own.items()})
+                problem = self._complete(found, everyone)
             told = [problem]
             dist.broadcast_object_list(told, src=0, group=self._group)
             problem = told[0]
         except RuntimeError as error:  # another rank is gone; its own error says why
-            problem = problem or f"rank {self._rank}: {str(error).splitlines()[0]}"
+            problem = f"rank {self._rank}: {str(error).splitlines()[0]}"
         if problem and self._rank == 0:
             self.directory.give_up(found.step)
         self._problem = f"step {found.step} was not saved: {problem}" if problem else ""
         self.saved = self.saved if problem else found.step
 
-    def _files(self, state: Mapping[str, Any], step: int) -> dict[str, dict[str, Any]]:
-        """Write this rank's files and see that they are durable; their facts by name. Raises CheckpointError, OSError."""
-        folder = self.directory.partial(step)
-        with named(folder, "cannot be written", "see what is wrong with it"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-            writer = dcp.FileSystemWriter(folder)
-            dcp.save(dict(state), storage_writer=writer, process_group=self._group)
-        own = sorted(folder.glob(f"__{self._rank}_*"))
-        own += [folder / ".metadata"] if self._rank == 0 else []
-        return {path.name: file_facts(path) for path in own}
+    def _write_own(self, values: Mapping[str, Any], step: int) -> _Written:
+        """Write this rank's file and see that it is durable. Raises CheckpointError, OSError."""
+        self._copy.check_finite()
+        folder, own = self.directory.partial(step), self._files.own
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = own.write(folder, self._copy.numbers, values)
+        return _Written({own.name: file_facts(folder / own.name)}, texts)
 
-    def _complete(self, found: StepRecord, files: Mapping[str, Mapping[str, Any]]) -> str:
-        """Give the step its name; what was wrong."""
+    def _complete(self, found: StepRecord, everyone: list[_Written]) -> str:
+        """Write what there is of all files and give the step its name; what was wrong."""
+        folder = self.directory.partial(found.step)
         try:
-            self.directory.complete(
-                StepRecord(found.step, found.position, found.seed, found.ranks, found.plan, dict(sorted(files.items())))
-            )
+            path = self._files.write_metadata(folder, [one.texts for one in everyone])
+            files = {name: facts for one in everyone for name, facts in one.files.items()}
+            files = dict(sorted({**files, path.name: file_facts(path)}.items()))
+            self.directory.complete(dataclasses.replace(found, files=files))
         except OSError as error:
-            return f"{self.directory.partial(found.step)}: {error.strerror or error}"
+            return f"{folder}: {error.strerror or error}"
         return ""
+
+
+def _signature(value: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else None

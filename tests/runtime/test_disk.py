@@ -30,7 +30,7 @@ def writing(number):
             return write(*args, **more)
         return run
     now, directory_ = [0], [directory()]
-    patched(torch.distributed.checkpoint.FileSystemWriter, "write_data", change)
+    patched(runtime("checkpoint_files").RankFile, "write", change)
     return batches(lambda n, b: now.__setitem__(0, n))
 
 def no_space():

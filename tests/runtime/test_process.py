@@ -28,8 +28,8 @@ def torchrun(ranks: int, *command: str | Path, timeout: float = 90) -> subproces
     )
 
 
-def run(scenario: str, ranks: int, out: Path) -> list[dict[str, Any]]:
-    done = torchrun(ranks, Path(__file__).with_name("process_worker.py"), scenario, out)
+def run(scenario: str, ranks: int, out: Path, worker: str = "process_worker.py") -> list[dict[str, Any]]:
+    done = torchrun(ranks, Path(__file__).with_name(worker), scenario, out)
     assert done.returncode == 0, done.stderr[-4000:]
     return [torch.load(out / f"{scenario}_{rank}.pt", weights_only=False) for rank in range(ranks)]
 
