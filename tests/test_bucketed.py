@@ -186,6 +186,7 @@ def test_the_peak_is_promised_over_all_buckets(plan: str) -> None:
     assert program.predicted.peak_bytes >= 0.98 * max(map(max, measured)) - 256
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "plan"), [(2, "zero1 in microbatches"), (4, "solver"), (4, "1f1b")])
 def test_twenty_steps_in_processes(ranks: int, plan: str, tmp_path: Path) -> None:
     program = program_of(plan, ranks)
@@ -257,6 +258,7 @@ def test_a_batch_that_fits_no_bucket_is_refused() -> None:
             program.run([batch(*sizes)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["all", pytest.param("optimizer", marks=pytest.mark.slow)])
 def test_what_rests_in_memory_tiers_rests_there_in_every_bucket(kind: str) -> None:
     cluster = autopar.ClusterSpec.local(2).with_tiers()

@@ -200,6 +200,7 @@ def _mixed_grad(
         piece.add_to(dx, dx_coming.wait())
         dshares.view(-1)[piece.pairs] = dshare_coming.wait().squeeze(1)
         del dx_coming, dshare, dshare_coming
+    gs.wait()  # also where none of them chose an expert here: a message that nobody waits for may be lost
     return dx, dshares
 
 

@@ -117,6 +117,7 @@ def test_adapters_in_float32_beside_weights_in_bf16(make: Callable[[], Made], pl
     assert want == {p.type.dtype for stage in program.stages for p in stage.parameters.values()}
 
 
+@pytest.mark.few(1)
 @MADE
 @pytest.mark.parametrize("plan", PLANS)
 def test_only_adapters_have_gradients_and_optimizer_state(make: Callable[[], Made], plan: str) -> None:

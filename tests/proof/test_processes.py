@@ -123,6 +123,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained
     return run
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_processes_train_as_the_threads_of_program_run_do(case: str, trained: Callable[[str], Trained]) -> None:
     program, ranks, _ = trained(case)
@@ -182,6 +183,7 @@ def eager_curve(model: nn.Module, steps: int) -> tuple[list[float], dict[str, to
     return losses, dict(model.named_parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", PIPELINES)
 def test_a_pipeline_of_processes_has_the_loss_curve_of_one_device(case: str, tmp_path: Path) -> None:
     steps = 20
@@ -250,6 +252,7 @@ def test_a_wrong_world_size_is_said_by_every_rank_and_none_hangs(meta: Path) -> 
     assert "compiled for 2 ranks" in alone.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["tensor parallel", "experts"])
 def test_messages_that_travel_beside_work_change_nothing(kind: str, tmp_path: Path) -> None:
     if kind == "experts":

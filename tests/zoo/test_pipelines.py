@@ -40,7 +40,7 @@ def check(zoo: ZooModel, pp: int, schedule: str, m: int, seed: int, ranks: int =
     assert_right(made, zoo.name)
 
 
-@pytest.mark.few(19)
+@pytest.mark.few(13)
 @every_model
 @pytest.mark.parametrize(
     ("pp", "schedule"),

@@ -281,6 +281,7 @@ def told(plans: RankedPlans) -> list[tuple[str, float, tuple[str, ...]]]:
     return [(candidate.plan.to_json(), candidate.step_s, candidate.left_out) for _, candidate in plans]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (8, 16))])
 def test_the_plans_are_the_same_for_every_number_of_processes(ranks: int, forked: list[int]) -> None:
     alone = told(search_plans(task(ranks, workers=1), BATCH))

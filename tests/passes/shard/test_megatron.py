@@ -115,6 +115,7 @@ def test_a_perceptron_is_a_column_then_a_row() -> None:
     assert autopar.verify(program, model, (x, x)).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["megatron-zero1", "megatron-zero3"])
 def test_zero_shards_over_the_axes_that_take_the_batch(strategy: str) -> None:
     program, plain = of_zoo("llama", 2, 2, strategy), of_zoo("llama", 2, 2)

@@ -29,6 +29,7 @@ def compiled(name: str, ranks: int = 4, mesh: tuple[tuple[str, int], ...] | None
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet", "partly-frozen"])
 def test_every_edge_is_priced_also_between_repeated_blocks(name: str) -> None:
     program = compiled(name)
