@@ -3,7 +3,7 @@
 The kinds are: the solver's plans on one mesh of all ranks; on one mesh too, with microbatches, recompute and offload
 chosen together where memory is short; pipelines; branches side by side; and the best of these in zigzag order. Each kind
 is bounded by the best plan of those before it, so whichever is likely to win goes first and the others are soon ruled out:
-on small clusters plans on one mesh, on large ones pipelines.
+pipelines on large clusters for batches that hold much for backward, plans on one mesh elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import chain
 from autopar.passes.order.dims import causal_attention
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search.clock import Clock
-from autopar.passes.search.lower_bounds import least_step_s
+from autopar.passes.search.lower_bounds import least_bytes, least_step_s
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.one_mesh.by_strategy import search_strategies
 from autopar.passes.search.one_mesh.short_memory import search_short_memory
@@ -30,7 +30,7 @@ from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.zigzag import search_zigzag
 
 MANY_RANKS = 64
-"""On larger clusters pipelines are looked for before microbatches and recompute on one mesh."""
+"""On larger clusters pipelines may be looked for before microbatches and recompute on one mesh."""
 
 Kind = tuple[str, Callable[[float], Iterator[RankedPlans]]]
 """A kind of plans, and the search for those that are faster than so many seconds: their ranking, whenever it gets better."""
@@ -91,18 +91,18 @@ def _kinds(task: Task, batch: int) -> Iterator[Kind]:
 
     yield "plans on one mesh", strategies
     stages = _stages_allowed(task)
-    many_ranks = stages and task.cluster.size > MANY_RANKS
+    pipelines_first = stages and task.cluster.size > MANY_RANKS and _wants_microbatches(task)
     lean: Kind = (
         "plans on one mesh with microbatches, recompute and offload",
         lambda best_s: search_short_memory(submeshes.tasks, best_s),
     )
     is_lean = any(memory_short) and task.program.training
-    if is_lean and not many_ranks:
+    if is_lean and not pipelines_first:
         yield lean
     if stages:
         yield pipelines
         yield "branches side by side", lambda best_s: search_branches(submeshes.copy(), best_s)
-    if is_lean and many_ranks:
+    if is_lean and pipelines_first:
         yield lean
 
 
@@ -116,6 +116,13 @@ def _in_order(task: Task, batch: int, rankings: dict[str, RankedPlans]) -> Itera
         yield from search_zigzag(task, batch, plans, best_s)
 
     yield "plans in zigzag order", zigzag
+
+
+def _wants_microbatches(task: Task) -> bool:
+    """Whether the batch holds more for backward, even recomputed, than rests: then one mesh is slow, as it gathers parameters
+    again for every microbatch."""
+    resting, held = least_bytes(task)
+    return held > resting
 
 
 def _left_out(plans: RankedPlans, kinds: tuple[str, ...]) -> RankedPlans:

@@ -20,7 +20,8 @@ from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
 from autopar.ir.types import TensorType
-from autopar.passes.price.pricer import OpChoices, Pricer
+from autopar.passes.price.op_choices import OpChoices
+from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.alphabet import BIT, distinct, refinements
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.recomputation import Recomputation, recomputation

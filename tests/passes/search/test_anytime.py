@@ -24,6 +24,7 @@ from autopar.passes.search.task import RankedPlans, Task
 
 BATCH = 8
 LATER = ("pipelines", "branches side by side")
+LEAN = "plans on one mesh with microbatches, recompute and offload"
 
 
 class Chain(nn.Module):
@@ -68,6 +69,19 @@ def test_when_time_is_over_the_best_plan_so_far_is_given_and_can_be_used() -> No
     assert all(candidate.left_out == () for _, candidate in others)
     assert 0 < best.solution.gap < 1, "the bound is one of all kinds of plans"
     assert found_for.finish(replace(best, lowered=None)).account is not None, "prices are given again"
+
+
+@pytest.mark.parametrize(("resting", "held", "first"), [(1.0, 2.0, "pipelines"), (2.0, 1.0, LEAN)])
+def test_on_many_ranks_pipelines_go_first_for_batches_that_hold_more_than_rests(
+    resting: float, held: float, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_one_mesh = best_plans.search_strategies
+    monkeypatch.setattr(best_plans, "MANY_RANKS", 1)
+    monkeypatch.setattr(best_plans, "search_strategies", lambda task: (on_one_mesh(task)[0], True))
+    monkeypatch.setattr(best_plans, "least_bytes", lambda _: (resting, held))
+    (_, best), *_ = search_plans(task(search_s=0), BATCH, seconds())
+    assert best.left_out[0] == first
+    assert set(best.left_out) == {*LATER, LEAN}
 
 
 def test_a_program_says_what_its_search_left_out() -> None:
