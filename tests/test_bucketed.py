@@ -126,6 +126,7 @@ def program_of(plan: str, ranks: int) -> autopar.ParallelProgram:
     return compiled(ranks, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -172,6 +173,7 @@ def test_buckets_with_dropout_and_low_precision_agree_with_one_rank() -> None:
         assert autopar.verify(program, made, batch(*sizes)).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["solver", "zero1 in microbatches", "1f1b"])
 def test_the_peak_is_promised_over_all_buckets(plan: str) -> None:
     program = program_of(plan, 4)

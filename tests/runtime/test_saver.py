@@ -43,6 +43,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(one, other)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_a_step_is_bit_for_bit_what_the_state_was_when_it_was_saved(beside, step):
     out, _ = beside

@@ -69,7 +69,7 @@ def _full_bytes(line: Convert, lines: tuple[Line, ...], size: int, pricer: Price
     return held * size if line.step.kind == "all_gather" else held
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @every_model
 @pytest.mark.parametrize("m", [1, 4])
 def test_on_one_rank_the_account_is_the_solvers_bill(zoo: ZooModel, m: int) -> None:
@@ -105,7 +105,7 @@ def test_a_plan_of_the_solver_on_two_axes_costs_what_the_solver_said(zoo: ZooMod
     close_to_the_bill(zoo, {"dp": 2, "tp": 2})
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @every_model
 @pytest.mark.parametrize("m", [1, 3])
 def test_no_plan_costs_more_than_the_solver_would_say(zoo: ZooModel, m: int) -> None:

@@ -62,6 +62,7 @@ def test_the_op_is_told_both_axes_and_stops_for_the_messages_of_both() -> None:
     assert "along=rt.along('dp', 'ep')" in made.source(0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_step_takes_no_more_memory_than_promised(overlap: str, crowded: bool) -> None:

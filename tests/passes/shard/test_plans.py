@@ -47,6 +47,7 @@ def test_random_plans_are_priced_edge_by_edge_too(seed: int) -> None:
     assert unfolded_cost(other, pricer) == pytest.approx(solver_said.cost, rel=1e-9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "t5"])
 def test_every_planned_spec_is_the_spec_that_lowering_makes(name: str) -> None:
     program = compiled(name)
