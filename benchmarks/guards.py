@@ -8,8 +8,6 @@ timed alone too, and `share_of_step` is the median of these over the median step
 
 from __future__ import annotations
 
-import functools
-import importlib
 import statistics
 import sys
 import time
@@ -17,15 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT))
 
+from benchmarks.demo import TEXT, demo_program  # noqa: E402
 from benchmarks.turns import Batch, Step, measure_saved, take_turns  # noqa: E402
 
-TEXT = importlib.import_module("stdlib_text")
 REPEATS = 200
 
 
@@ -62,19 +59,9 @@ def step_of(program: Callable[[Batch], Any]) -> Step:
 
 def compile_programs(directory: Path, ranks: int) -> None:
     """Writes the demo's program with guards and without."""
-    import autopar
-
-    demo = importlib.import_module("train_gpt")
     for name in ("guarded", "unguarded"):
-        torch.manual_seed(0)
-        autopar.compile(
-            demo.Gpt(TEXT.VOCAB, TEXT.SEQ),
-            autopar.ClusterSpec.local(ranks),
-            TEXT.batch(0),
-            loss_fn=demo.next_character_loss,
-            optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
-            options=autopar.Options(mesh={"dp": ranks}, strategy="dp", guards=name == "guarded"),
-        ).save(directory / name)
+        options = {"mesh": {"dp": ranks}, "strategy": "dp", "guards": name == "guarded"}
+        demo_program(ranks, **options).save(directory / name)
 
 
 def main() -> None:

@@ -11,8 +11,6 @@ time of a save.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
 import statistics
 import sys
@@ -27,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path.insert(0, str(ROOT))
 
+from benchmarks.demo import TEXT, demo_program  # noqa: E402
 from benchmarks.turns import measure_saved  # noqa: E402
 
-TEXT = importlib.import_module("stdlib_text")
 REPEATS, BLOCK, BEAT_S = 2000, 10, 1.0
 
 
@@ -125,18 +123,7 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
 
 def compile_programs(directory: Path, ranks: int) -> None:
     """Writes the demo's program, tensor parallel: with many messages a step."""
-    import autopar
-
-    demo = importlib.import_module("train_gpt")
-    torch.manual_seed(0)
-    autopar.compile(
-        demo.Gpt(TEXT.VOCAB, TEXT.SEQ),
-        autopar.ClusterSpec.local(ranks),
-        TEXT.batch(0),
-        loss_fn=demo.next_character_loss,
-        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
-        options=autopar.Options(mesh={"tp": ranks}, strategy="megatron"),
-    ).save(directory / "program")
+    demo_program(ranks, mesh={"tp": ranks}, strategy="megatron").save(directory / "program")
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..datafile import read_json
+from ..run_directory import file_facts
 from ..schema import SchemaError
 
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -196,7 +197,7 @@ def _digest(path: Path, read: bool) -> str:
     """Of a file's content, or of how many bytes it has; empty where it is not there, or cannot be read."""
     try:
         if read or path.suffix in (".py", ".json"):
-            return hashlib.sha256(path.read_bytes()).hexdigest()
+            return str(file_facts(path)["sha256"])
         return f"{path.stat().st_size} bytes"
     except OSError:
         return ""
