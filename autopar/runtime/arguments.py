@@ -47,6 +47,13 @@ def parser() -> argparse.ArgumentParser:
         help="with --run-dir: compare copies of parameters every N steps",
     )
     made.add_argument(
+        "--recompute",
+        metavar="N",
+        type=count,
+        default=0,
+        help="with --run-dir: every N steps ranks compute a microbatch's gradients as their neighbours do, and compare",
+    )
+    made.add_argument(
         "--exclude-after",
         metavar="N",
         type=count,

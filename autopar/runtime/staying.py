@@ -26,6 +26,7 @@ from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
 from .process import TorchComm
+from .recompute import recompute, why_not
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
 from .session import Session
@@ -92,6 +93,8 @@ def check_arguments(arguments: argparse.Namespace, session: Session) -> None:
     for name in ("save", "resume", "profile"):
         if getattr(arguments, name):
             raise RuntimeProgramError(f"--run-dir saves and resumes by itself; leave out --{name}, or --run-dir")
+    if arguments.recompute and (problem := why_not(session)):
+        raise RuntimeProgramError(f"--recompute: {problem}; leave it out (--recheck compares copies of parameters)")
 
 
 class Run:
@@ -184,6 +187,8 @@ class Run:
         recheck = self.arguments.recheck and step % self.arguments.recheck == 0
         if self._steps_told >= self._tell_after or recheck:
             self._compare(step, batch, bool(recheck) or not self._tellings)
+        if self.arguments.recompute and step % self.arguments.recompute == 0:
+            recompute(self.session, self.program.leaves(batch), step, self.machines)
         loss = self.program(batch)
         self._steps_told += 1
         self.position += 1
