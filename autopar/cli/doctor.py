@@ -21,6 +21,7 @@ from autopar.runtime import launch
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.flight_files import Left, conclusion, read_flights
 
+
 def message_lines(left: Left, last: int = 12) -> Iterator[str]:
     """The last messages of a rank."""
     yield f"rank {left.beat.rank}, last at {left.beat.where}"

@@ -255,8 +255,9 @@ class Flight:
             if silent_s > limit_s and (beat := self.beat()).waits and beat.since_s > limit_s:
                 self.write(folder, beat)
                 end(
-                    f"this run hangs, and the job's store has not answered for {silent_s:.0f} s: its machine (that of rank 0, or "
-                    f"of torchrun's rendezvous) is gone, or the link to it is; rank {self.rank} waits for {beat.waits}, {beat.where}"
+                    f"this run hangs, and the job's store has not answered for {silent_s:.0f} s: its machine (that of "
+                    "rank 0, or of torchrun's rendezvous) is gone, or the link to it is; "
+                    f"rank {self.rank} waits for {beat.waits}, {beat.where}"
                 )
 
     def _other(self, store: dist.Store, turn: int) -> Beat | None:

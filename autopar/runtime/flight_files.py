@@ -14,18 +14,7 @@ from .datafile import read_json
 from .diagnosis import Beat, Diagnosis, diagnose
 from .errors import RuntimeProgramError
 from .flight import FLIGHT, row_of
-from .schema import (
-    MOST_RANKS,
-    SchemaError,
-    integer,
-    listed,
-    number,
-    optional,
-    paragraph,
-    record,
-    table,
-    text,
-)
+from .schema import MOST_RANKS, SchemaError, integer, listed, number, optional, paragraph, record, table, text
 
 _RANK, _COUNT, _TIME = integer(0, MOST_RANKS), integer(-1, 1 << 53), number(0, 1e12)
 _BEAT = record(

@@ -3,9 +3,9 @@
 When a run starts again, rank 0 first concludes from what ranks left of the start before who ended it, and writes that down
 in the directory of the run; what ranks of several machines ended is nobody's failure. With `--exclude-after N` a machine that
 ended it N times in a day is left out, with `--exclude-slow N` one that was slow so often in a row: its ranks end
-their torchrun, which does not come back, and all others start again without it. That needs a torchrun that goes on with fewer
-machines (`--nnodes MIN:MAX`), and ranks for the smallest program of the directory, or spares. Where these would be too few the run
-goes on with the machine, and says so; `excluded` in the directory then tells whoever starts the job next (slurm.sh does).
+their torchrun, which does not come back, and all others start again without it. That needs torchruns that go on with fewer
+machines (`--nnodes MIN:MAX`), and ranks for the smallest program of the directory. Where these would be too few the run
+goes on with the machine, and says so. `excluded` in the directory tells whoever starts the job next (slurm.sh looks there).
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def unwanted(found: Sequence[Failure], most: int, slow: bool, now: float) -> dic
         ended = [one for one in own if one.kind == FAILED]
         slowed = [one for one in own if one.kind == SLOW]
         if most and len(ended) >= most:
-            reasons[machine] = f"ended this run {len(ended)} times in {WITHIN_S / 3600:.0f} hours, last so: {ended[-1].why}"
+            reasons[machine] = (
+                f"ended this run {len(ended)} times in {WITHIN_S / 3600:.0f} hours, last so: {ended[-1].why}"
+            )
         elif slow and slowed:
             reasons[machine] = slowed[-1].why
     return reasons

@@ -74,11 +74,15 @@ def recompute(session: Session, batch: Sequence[Tensor], step: int, machines: Se
         odd.update(ranks)
         names.add(name)
     shown = ", ".join(f"{rank} ({machines[rank]})" for rank in sorted(odd)[:8])
-    known = comm.mesh[axis] > 2
+    than, without = (
+        ("others", "these machines")
+        if comm.mesh[axis] > 2
+        else ("the other", "that machine (which of two it is, a third rank could tell)")
+    )
     raise RankError(
-        f"step {step}: {'' if known else 'one of '}ranks {shown} computed other gradients ({', '.join(sorted(names)[:3])}) than "
-        f"{'others' if known else 'the other'} from the same data and parameters, so a device or its memory is faulty. Go back to a "
-        "saved step, without " + ("these machines" if known else "that machine (which of two it is, a third rank could tell)"),
+        f"step {step}: {'one of ' if than == 'the other' else ''}ranks {shown} computed other gradients "
+        f"({', '.join(sorted(names)[:3])}) than {than} from the same data and parameters, so a device or its memory is faulty. "
+        f"Go back to a saved step, without {without}",
         sorted(odd),
     )
 

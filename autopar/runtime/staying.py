@@ -241,7 +241,12 @@ class Run:
             if problem := too_few([*self.machines, *spares], [machine], least):
                 print(f"step {step}: machine {machine} is not left out: {problem}", file=sys.stderr, flush=True)
             elif not any(one.machine == machine and one.kind == SLOW for one in failures(root)):
-                note(root, Failure(time.time(), machine, SLOW, f"was slow {times} times in a row, last at step {step}: {text}"))
+                note(
+                    root,
+                    Failure(
+                        time.time(), machine, SLOW, f"was slow {times} times in a row, last at step {step}: {text}"
+                    ),
+                )
                 self.stop.ask(step, AGAIN)
 
     def _skip(self, step: int, loss: float, batch: Any) -> None:

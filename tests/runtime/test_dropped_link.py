@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,10 @@ def test_a_dropped_link_is_named_on_both_its_ends_within_the_limit(emitted, tmp_
     command = [sys.executable, *map(str, [out / "run.py", *own, *hang])]
     ends, _ = two_machines.on_two(tmp_path, [command, command], setup=DROP)
     dropped_at = (tmp_path / "dropped").stat().st_mtime
-    for machine, said in ((0, "no longer runs (stopped, swapped out, or its machine or the link to it"), (1, "the job's store")):
+    for machine, said in (
+        (0, "no longer runs (stopped, swapped out, or its machine or the link to it"),
+        (1, "the job's store"),
+    ):
         end = ends[machine]
         assert end.status == 1
         assert end.has("this run hangs", said, "all_gather", "step 21, action F0.0", "stages.py:"), end

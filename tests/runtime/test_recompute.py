@@ -1,4 +1,4 @@
-"""Ranks recompute what a neighbour computes: bit for bit the same under every plan, and a rank that computes otherwise is named."""
+"""Ranks recompute what a neighbour computes: the same bits under every plan, and a rank that computes otherwise is named."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def test_a_pipeline_is_refused_by_name():
     program = pipelines.chain([(1, 1), (1, 1)], pipelines.one_f_one_b(2, 4), 4)
 
     said = run_threads(2, program.mesh, lambda comm: why_not(session_of(program, comm)))
-    assert said == ["a rank cannot take the place of another in a pipeline: stages have other weights on other ranks"] * 2
+    assert (
+        said == ["a rank cannot take the place of another in a pipeline: stages have other weights on other ranks"] * 2
+    )
 
 
 def test_sums_of_other_places_are_other_sums():

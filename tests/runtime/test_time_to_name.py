@@ -5,13 +5,10 @@ The faults, and what runs them, are those of test_faults.py; the ranks' data sou
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from autopar.cli.doctor import conclusion, read_flights
 
-from .staged import Nursery
 from .test_faults import DATA, RANKS, nursery, out  # noqa: F401
 
 LIMIT_S = 60.0
@@ -39,7 +36,7 @@ timed_stopped, timed_looping, timed_left_out, timed_other_later = map(timed, (st
         ("other_later", (2,), "rank 2 (", 20.0),
     ],
 )
-def test_a_fault_is_named_within_the_default_limit(nursery: Nursery, out: Path, tmp_path, fault, culprits, said, limit_s):  # noqa: F811
+def test_a_fault_is_named_within_the_default_limit(nursery, out, tmp_path, fault, culprits, said, limit_s):  # noqa: F811
     (out / "data.py").write_text(DATA + TIMED)
     run, began = tmp_path / "run", out / "began"
     argv = ["--run-dir", run, "--steps", 90, "--timeout", 600, "--data", f"{out / 'data.py'}:timed_{fault}"]
