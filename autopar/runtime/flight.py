@@ -225,7 +225,7 @@ class Flight:
                 asked = store.get("ask").decode() if store.check(["ask"]) else ""
                 self._halted = asked == STRAYS
                 beat = self._say(store, bool(asked))
-                limit_s = self._limit_s(limits_s, apart_s + interval_s)
+                limit_s = self._limit_s(limits_s, 4 * apart_s / 3 + 2 * interval_s)
                 other = self._other(store, beat.number)
                 strays = other is not None and bool(differing_group(beat.marks, other.marks))
                 if strays or (beat.waits and beat.since_s > limit_s):
@@ -242,16 +242,17 @@ class Flight:
             if self._ended.wait(interval_s):
                 return
 
-    def _limit_s(self, limits_s: tuple[float, float], apart_s: float) -> float:
-        """Seconds of waiting after which something is wrong. apart_s: that it takes to find out what."""
-        return max(limits_s[0] - apart_s, 2 * self.longest_step_s) if self.longest_step_s else limits_s[1]
+    def _limit_s(self, limits_s: tuple[float, float], takes_s: float) -> float:
+        """Seconds of waiting after which something is wrong. takes_s: to find out what, and for all to hear of it."""
+        limit_s = max(limits_s[0] - takes_s, limits_s[0] / 4)
+        return max(limit_s, 2 * self.longest_step_s) if self.longest_step_s else limits_s[1]
 
     def _guard(
         self, folder: Path, limits_s: tuple[float, float], interval_s: float, end: Callable[[str], None]
     ) -> None:
         """See that the store answers; a call that it does not answer would not come back."""
         while not self._ended.wait(interval_s):
-            silent_s, limit_s = time.monotonic() - self._heard_at, self._limit_s(limits_s, interval_s)
+            silent_s, limit_s = time.monotonic() - self._heard_at, self._limit_s(limits_s, 2 * interval_s)
             if silent_s > limit_s and (beat := self.beat()).waits and beat.since_s > limit_s:
                 self.write(folder, beat)
                 end(

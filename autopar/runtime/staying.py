@@ -108,6 +108,9 @@ class Run:
         self.manifest: Manifest = program.manifest
         self.arguments = arguments
         self.comm, self.store = self.session.comm, store
+        self.machines: list[str] = self.comm.share(machine_name())
+        if isinstance(self.comm, TorchComm):
+            self.comm.flight.machines = self.machines
         self.save_every = arguments.save_every or self.manifest.save_every or SAVE_EVERY
         self.directory = RunDirectory(Path(arguments.run), arguments.keep, arguments.keep_every)
         needed = state_bytes(self.session)
@@ -135,9 +138,6 @@ class Run:
             self.session.skip_not_finite()
         self.session.updater.measure_norm = arguments.grad_norm
         self._tellings, self._tell_after = 0, 0
-        self.machines: list[str] = self.comm.share(machine_name())
-        if isinstance(self.comm, TorchComm):
-            self.comm.flight.machines = self.machines
         self._slow: dict[str, int] = {}
         self._said, self._settled = "", self.saver.saved
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0

@@ -137,6 +137,10 @@ def batches(harm):
 def dying():
     return batches(lambda n: os.kill(os.getpid(), signal.SIGKILL) if n % 7 == 6 else time.sleep(0.01))
 
+def killed():
+    "The rank, and the torchrun of its machine."
+    return batches(lambda n: [os.kill(pid, signal.SIGKILL) for pid in (os.getppid(), os.getpid())] if n == 6 else None)
+
 def slow():
     return batches(lambda n: time.sleep(0.05))
 """
@@ -188,19 +192,34 @@ def test_a_machine_that_fails_twice_leaves_and_a_spare_takes_its_place(program, 
     everything = "".join(said.values())
     assert "machine bad ended this run 2 times in 24 hours, last so: rank 1 left nothing" in everything
     assert "; it is left out" in everything
-    alone = ["--standalone", "--nproc-per-node=2", str(program / "run.py"), "--run-dir", str(tmp_path / "alone")]
+    assert same_as_alone(program, tmp_path, data)
+
+
+def same_as_alone(program: Path, folder: Path, data: list[str]) -> bool:
+    """Whether a run that nobody left or joined ends with the same numbers, to the last bit."""
+    alone = ["--standalone", "--nproc-per-node=2", str(program / "run.py"), "--run-dir", str(folder / "alone")]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *alone, *data],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1", "AUTOPAR_MACHINE": "good"},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    wanted, have = final(tmp_path / "alone"), final(tmp_path / "run")
-    assert have.keys() == wanted.keys()
-    assert all(torch.equal(have[name], wanted[name]) for name in wanted)
+    wanted, have = final(folder / "alone"), final(folder / "run")
+    return have.keys() == wanted.keys() and all(torch.equal(have[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_machine_that_is_killed_is_replaced_by_a_spare_and_changes_nothing(program, tmp_path):
+    data = ["--data", f"{program / 'data.py'}:killed", "--steps", "24"]
+    codes, said = torchruns(program, tmp_path, 29700 + os.getpid() % 90, *data)
+    assert codes == {"good": 0, "bad": -signal.SIGKILL, "spare": 0}, said
+    assert "rank 2 is a spare" in said["spare"]
+    assert [one.machine for one in failures(tmp_path / "run")] == ["bad"]
+    assert same_as_alone(program, tmp_path, data)
 
 
 @pytest.mark.slow
