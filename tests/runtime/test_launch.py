@@ -16,7 +16,7 @@ import autopar.runtime
 from autopar.runtime import RuntimeProgramError, batches, checkpoint, launch
 
 from . import pipelines, stages
-from .test_process import torchrun
+from tests.warm import torchrun
 
 RUN = """import pathlib, sys
 here = pathlib.Path(__file__).parent

@@ -29,7 +29,7 @@ from autopar.runtime.metrics import (
 )
 
 from .test_launch import emitted  # noqa: F401
-from .test_process import torchrun
+from tests.warm import torchrun
 
 RECORD = StepMetrics(7, 1e9, 0.5, 0.25, 4096.0, None, None, 1 << 20, 0.125)
 

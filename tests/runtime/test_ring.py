@@ -19,7 +19,7 @@ from autopar.runtime.triangle import Run, pieces
 
 from . import ring_worker
 from .ring_cases import Call, call, eager, joined, on_rank, unsharded
-from .test_process import torchrun
+from tests.warm import torchrun
 
 TOLERANCE = 1e-9
 MESHES = ({"cp": 2}, {"cp": 4}, {"cp": 8}, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 4}, {"dp": 4, "cp": 2})

@@ -20,7 +20,7 @@ from autopar.runtime import checkpoint
 from autopar.runtime.run_directory import RunDirectory
 
 from .test_launch import emitted  # noqa: F401
-from .test_process import torchrun
+from tests.warm import torchrun
 
 STEPS, SAVE_EVERY = 24, 4
 DATA = """import os, resource, signal, time
