@@ -24,11 +24,13 @@ STEPS = 4
 Trained = tuple[autopar.ParallelProgram, list[dict[str, Any]], Path]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 BLOCKER = """import sys
+BLOCKED = ("autopar", "ortools", "rich")
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("autopar", "ortools", "rich"):
+        if name.split(".")[0] in BLOCKED:
             raise ImportError(f"{name} may not be needed here")
 sys.meta_path.insert(0, Blocker())
+sys.modules.update({name: None for name in list(sys.modules) if name.split(".")[0] in BLOCKED})
 """
 
 
