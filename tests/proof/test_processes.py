@@ -232,9 +232,7 @@ def test_a_wrong_world_size_is_said_by_every_rank_and_none_hangs(meta: Path) -> 
     assert done.returncode != 0
     message = "this program was compiled for 2 ranks (dp=2), but WORLD_SIZE is 3"
     assert done.stderr.count(f"error: {message}") >= 1
-    alone = subprocess.run(
-        [python(), "run.py"], cwd=meta, capture_output=True, text=True, timeout=60, check=False
-    )
+    alone = subprocess.run([python(), "run.py"], cwd=meta, capture_output=True, text=True, timeout=60, check=False)
     assert alone.returncode == 2
     assert "compiled for 2 ranks" in alone.stderr
 

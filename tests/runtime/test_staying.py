@@ -18,9 +18,9 @@ import torch
 
 from autopar.runtime import checkpoint
 from autopar.runtime.run_directory import RunDirectory
+from tests.warm import TORCHRUN, python, torchrun
 
 from .test_launch import emitted  # noqa: F401
-from tests.warm import TORCHRUN, python, torchrun
 
 STEPS, SAVE_EVERY = 24, 4
 DATA = """import os, resource, signal, time

@@ -1,12 +1,13 @@
 """A Python that has imported torch already, so that a process of a test starts in milliseconds instead of seconds.
 
-`python()` is the path of an executable that takes what Python takes (`-u`, `-c TEXT`, `-m MODULE`, FILE, arguments) and differs in
-nothing that a test of ours looks at: argv, environment, working directory, streams, signals, namespaces, `sys.path` and exit
-status are the caller's, and nothing of autopar is imported. Behind it stands one server per test process, which imports
-torch once and forks; the executable is a client, which hands over its streams, passes signals on and ends as the fork ends.
-In the fork it is `sys.executable`, so torchrun starts ranks by it too.
+`python()` is the path of an executable that takes what Python takes (`-u`, `-c TEXT`, `-m MODULE`, FILE, arguments). To
+a test of ours a process of it differs in nothing from a fresh one: argv, environment, working directory, streams,
+signals, namespaces, `sys.path` and exit status are the caller's, and nothing of autopar is imported. Behind it stands one
+server per test process, which imports torch once and forks; the executable is a client, which hands over its streams, passes
+signals on and ends as the fork ends. In the fork it is `sys.executable`, so torchrun starts ranks by it too.
 
-What must be a start from nothing (packaging, the installed scripts, a program that may import torch alone) uses sys.executable.
+What must be a start from nothing (packaging, a program beside which nothing but torch is installed), or is looked at as a
+family of processes, uses the sys.executable of the test.
 """
 
 from __future__ import annotations

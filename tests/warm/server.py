@@ -7,6 +7,7 @@ client is told the status), and the end of the tests. It stays single-threaded, 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -107,10 +108,8 @@ class Server:
 
 
 def _tell(client: socket.socket, number: int) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it is gone; the end of its fork is waited for
         client.send(str(number).encode())
-    except OSError:  # it is gone; its end is waited for
-        pass
 
 
 def _process_at(client: socket.socket) -> int:
