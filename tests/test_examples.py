@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import python
 
 ROOT = Path(__file__).parent.parent
 
 
 def run_script(script: str, *args: str, cwd: Path) -> str:
-    command = [sys.executable, str(ROOT / script), *args]
+    command = [python(), str(ROOT / script), *args]
     ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
     return ran.stdout

@@ -29,9 +29,9 @@ from autopar.runtime.metrics import (
     sinks,
     tensorboard,
 )
+from tests.warm import torchrun
 
 from .test_launch import emitted  # noqa: F401
-from .test_process import torchrun
 
 RECORD = StepMetrics(7, 1e9, 0.5, 0.25, 4096.0, None, None, 1 << 20, 0.125)
 
