@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.ir.lowered import StoredParameter
-from autopar.ir.steps import RuntimeStep, bytes_after
-from autopar.runtime.buckets import BUCKETED, MIB
+from autopar.ir.mesh import Mesh
+from autopar.ir.steps import RuntimeStep, bytes_after, rows
+from autopar.runtime.buckets import BUCKETED, BucketSizes, bytes_in_buckets
 
 Steps = tuple[RuntimeStep, ...]
 Flight = tuple[list[tuple[str, int, int, Steps]], list[int], int, bool]
@@ -24,10 +25,9 @@ class StoreBytes:
     def __init__(
         self,
         parameters: Mapping[str, StoredParameter],
-        sizes: Mapping[str, int],
+        mesh: Mesh,
         microbatches: int,
         scaled: bool,
-        bucket_bytes: int = 25 * MIB,
         compensated: bool = False,
     ) -> None:
         self.due = {n: p.contributions * microbatches for n, p in parameters.items() if p.contributions}
@@ -35,7 +35,8 @@ class StoreBytes:
         self.steps = {n: p.reduce for n, p in parameters.items()}
         self.itemsize = {n: p.type.dtype.itemsize for n, p in parameters.items()}
         self.dims = {n: len(p.type.shape) for n, p in parameters.items()}
-        self.sizes, self.scaled, self.bucket_bytes, self.compensated = sizes, scaled, bucket_bytes, compensated
+        self.sizes, self.scaled, self.compensated = mesh.sizes, scaled, compensated
+        self.bucket_sizes = BucketSizes(step=sum(_bytes_sent(p, mesh) for p in parameters.values() if p.contributions))
         self.hold = self.top = 0
         self.tier = {n: p.tier for n, p in parameters.items() if p.tier}
         self.parked: dict[str, int] = {}
@@ -48,6 +49,7 @@ class StoreBytes:
         self._flights: list[Flight] = []
         self._done: dict[str, int] = {}
         self._room: dict[Any, int] = {}
+        self._sent = 0
         self._finished = False
 
     def peak(self, nbytes: int = 0) -> None:
@@ -114,6 +116,7 @@ class StoreBytes:
             for flight in flights:
                 self._land(flight)
         self._counts.clear()
+        self._sent = 0
         self.hold -= sum(nbytes * count for (nbytes, _), count in self._pool.items())
         self._pool.clear()
         self._finished = True
@@ -154,7 +157,9 @@ class StoreBytes:
             return
         kind, axes, dims = steps[0].kind, steps[0].axes, steps[0].dims
         item = (name, nbytes, 0 if view else nbytes, steps)
-        least = self.bucket_bytes if kind == "all_reduce" else MIB
+        limit = self.bucket_sizes.limit(bool(self._flights), self._sent)
+        self._sent += nbytes
+        least = limit if kind == "all_reduce" else self.bucket_sizes.direct
         dim = dims[0] % max(self.dims[name], 1) if dims else 0
         key = (kind, axes, self.itemsize[name], name in self.tier)
         if nbytes >= least and not view and (owned if kind == "all_reduce" else dim == 0):
@@ -162,7 +167,7 @@ class StoreBytes:
             return
         bucket = self._buckets.setdefault(key, [])
         if not bucket:
-            self._room[key] = min(MIB, self.bucket_bytes) if not self._flights else self.bucket_bytes
+            self._room[key] = limit
         bucket.append(item)
         self._room[key] -= nbytes
         if self._room[key] <= 0:
@@ -231,3 +236,13 @@ class StoreBytes:
 
     def _size(self, step: RuntimeStep) -> int:
         return math.prod(self.sizes[axis] for axis in step.axes)
+
+
+def _bytes_sent(parameter: StoredParameter, mesh: Mesh) -> int:
+    """What a parameter's gradient puts into buckets in a step."""
+    elements = math.prod(parameter.optimizer.local_shape(parameter.type.shape, mesh))
+    return bytes_in_buckets(
+        elements * parameter.type.dtype.itemsize,
+        rows(parameter.reduce),
+        lambda axes: math.prod(mesh.sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes)),
+    )
