@@ -1,6 +1,6 @@
 """Emitted programs against PyTorch's own parallelism on the same Gloo processes, one JSON object.
 
-    python -m benchmarks.peers [--ranks 2] [--steps 20] [--only llama_tp …] [--profile FILE]
+    python benchmarks/peers.py [--ranks 2] [--steps 20] [--only llama_tp …] [--profile FILE]
 
 The same model, batch and fused AdamW; of every kind (data parallel, ZeRO-3, tensor parallel, 1F1B) the emitted program under that
 plan, what autopar chooses by itself (on this machine as it was just calibrated), and hand-written programs with DDP, FSDP2,
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.heap import keep_freed_memory
-from benchmarks.models import Gpt, Llama, LlamaShape, next_token_loss
-from benchmarks.reference_steps import Model, autopar_step, ddp_step, fsdp2_step, pipelined_step
-from benchmarks.tensor_parallel_steps import tensor_parallel_step
-from benchmarks.turns import Step, as_worker, make_batch, print_json, run_workers, take_turns
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from autopar.runtime.heap import keep_freed_memory  # noqa: E402
+from benchmarks.models import Gpt, Llama, LlamaShape, next_token_loss  # noqa: E402
+from benchmarks.reference_steps import Model, autopar_step, ddp_step, fsdp2_step, pipelined_step  # noqa: E402
+from benchmarks.tensor_parallel_steps import tensor_parallel_step  # noqa: E402
+from benchmarks.turns import Step, as_worker, make_batch, print_json, run_workers, take_turns  # noqa: E402
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
 BATCH, SEQ, MICROBATCHES = 8, 128, 8

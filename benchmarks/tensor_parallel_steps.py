@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -73,9 +72,7 @@ def parallelize(model: Model, mesh: DeviceMesh, sequence: bool, vocabulary: bool
         apply(block, mesh, dict.fromkeys(ROWS, RowwiseParallel(output_layouts=between)))
     look_up = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     head = ColwiseParallel(
-        input_layouts=between,
-        output_layouts=Shard(-1) if vocabulary else Replicate(),
-        use_local_output=not vocabulary,
+        input_layouts=between, output_layouts=Shard(-1) if vocabulary else Replicate(), use_local_output=not vocabulary
     )
     apply(model, mesh, {"embed": look_up, "tokens": look_up, "head": head})
     if sequence:

@@ -44,7 +44,7 @@ class BucketSizes:
     step: int | None = None
 
     def limit(self, begun: bool, sent: int) -> int:
-        """When a bucket that is opened now is full. begun: others are under way; sent: bytes of the step that are in buckets."""
+        """When a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
         least = min(self.first, self.full)
         if not begun:
             return least
@@ -77,7 +77,6 @@ class _Item:
 class _Bucket:
     items: list[_Item] = field(default_factory=list)
     nbytes: int = 0
-    limit: int = 0
 
 
 @dataclass(slots=True)
@@ -148,22 +147,21 @@ class Buckets:
         key = (kind, axes, value.dtype, name in self.leaving)
         nbytes = value.numel() * value.element_size()
         item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:])
-        limit = self.sizes.limit(bool(self._flights), self._sent)
-        self._sent += nbytes
-        if self._direct(kind, item, nbytes, limit):
+        if self._direct(kind, item, nbytes):
             self._launch(kind, axes, [item], packed=False)
-            return
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = _Bucket(limit=limit)
-        bucket.items.append(item)
-        bucket.nbytes += nbytes
-        if bucket.nbytes >= bucket.limit:
+        else:
+            bucket = self._buckets.setdefault(key, _Bucket())
+            bucket.items.append(item)
+            bucket.nbytes += nbytes
+        if key in self._buckets and self._buckets[key].nbytes >= self._limit():
             self._issue(key)
 
-    def _direct(self, kind: str, item: _Item, nbytes: int, limit: int) -> bool:
+    def _limit(self) -> int:
+        return self.sizes.limit(bool(self._flights), self._sent)
+
+    def _direct(self, kind: str, item: _Item, nbytes: int) -> bool:
         """Whether a value is reduced where it lies. A message of its own must pay: an all_reduce as large as a bucket."""
-        least = limit if kind == "all_reduce" else self.sizes.direct
+        least = self._limit() if kind == "all_reduce" else self.sizes.direct
         if nbytes < least or not item.value.is_contiguous():
             return False
         return item.owned if kind == "all_reduce" else item.dim == 0
@@ -175,6 +173,7 @@ class Buckets:
     def _launch(self, kind: str, axes: Any, items: list[_Item], packed: bool) -> None:
         names = items[0].name if len(items) == 1 else f"{items[0].name} … {items[-1].name}"
         site = f"gradients of {names}"
+        self._sent += sum(item.value.numel() * item.value.element_size() for item in items)
         if kind == "all_reduce":
             if items[0].name in self.leaving:
                 self._land_oldest([f for f in self._flights if f.scratch is None and f.items[0].name in self.leaving])

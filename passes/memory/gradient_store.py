@@ -48,7 +48,6 @@ class StoreBytes:
         self._buckets: dict[Any, list[tuple[str, int, int, Steps]]] = {}
         self._flights: list[Flight] = []
         self._done: dict[str, int] = {}
-        self._room: dict[Any, int] = {}
         self._sent = 0
         self._finished = False
 
@@ -157,26 +156,24 @@ class StoreBytes:
             return
         kind, axes, dims = steps[0].kind, steps[0].axes, steps[0].dims
         item = (name, nbytes, 0 if view else nbytes, steps)
-        limit = self.bucket_sizes.limit(bool(self._flights), self._sent)
-        self._sent += nbytes
-        least = limit if kind == "all_reduce" else self.bucket_sizes.direct
+        least = self._limit() if kind == "all_reduce" else self.bucket_sizes.direct
         dim = dims[0] % max(self.dims[name], 1) if dims else 0
         key = (kind, axes, self.itemsize[name], name in self.tier)
         if nbytes >= least and not view and (owned if kind == "all_reduce" else dim == 0):
             self._launch(key, [item], False)
-            return
-        bucket = self._buckets.setdefault(key, [])
-        if not bucket:
-            self._room[key] = limit
-        bucket.append(item)
-        self._room[key] -= nbytes
-        if self._room[key] <= 0:
+        else:
+            self._buckets.setdefault(key, []).append(item)
+        if sum(n for _, n, _, _ in self._buckets.get(key, ())) >= self._limit():
             self._launch(key, self._buckets.pop(key), True)
+
+    def _limit(self) -> int:
+        return self.bucket_sizes.limit(bool(self._flights), self._sent)
 
     def _launch(self, key: Any, items: list[tuple[str, int, int, Steps]], packed: bool) -> None:
         kind, itemsize = key[0], key[2]
         total = sum(n for _, n, _, _ in items)
         parked = items[0][0] in self.tier
+        self._sent += total
         if kind == "all_reduce":
             if parked:
                 self._land_oldest([f for f in self._flights if not f[2] and f[0][0][0] in self.tier])
