@@ -4,8 +4,8 @@ A value goes along its resharding steps: leading local steps (shard) at once, an
 of a bucket, one flat asynchronous collective per (kind, axes, dtype) that is issued when the bucket is full. Steps left
 after that go the same way in the next round, when the bucket lands. A large value is a bucket of its own and is reduced
 where it lies when that is allowed: reduce_scatter never writes its input, all_reduce does, so it asks that the caller
-gave the tensor away (`owned`). Nothing hides a message that starts when backward is over, so no bucket has more than half
-of what is left of the step: the last one is small, also of a model that would fit into one.
+gave the tensor away (`owned`). Nothing hides a message that starts when backward is over, so no large bucket has more than
+half of what is left of the step: the last one is small, also of a model that would fit into one.
 
     all_reduce bucket        [ g0 ........ | g1 .... | g2 ...... ]                 results are views of the bucket
     reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
@@ -35,20 +35,22 @@ BUCKETED = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """Bytes: when a bucket is full; when the first one of a step is, so that messages start early (and none is full earlier);
-    from where on a value is scattered where it lies; and of all that a step sends, where that is known."""
+    """Bytes: when a bucket is full; when the first one of a step is, so that messages start early; from where on a value is
+    scattered where it lies; when a late one is full at the earliest, as ranks that share cores pay for every message; and of all
+    that a step sends, where that is known."""
 
     full: int = 25 * MIB
     first: int = MIB
     direct: int = MIB
+    least: int = 8 * MIB
     step: int | None = None
 
     def limit(self, begun: bool, sent: int) -> int:
         """When a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
-        least = min(self.first, self.full)
         if not begun:
-            return least
-        return self.full if self.step is None else max(least, min(self.full, (self.step - sent) // 2))
+            return min(self.first, self.full)
+        left = self.full if self.step is None else (self.step - sent) // 2
+        return min(max(self.least, left), self.full)
 
 
 def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], int]) -> int:

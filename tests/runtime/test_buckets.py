@@ -34,7 +34,7 @@ def sent_bytes(count: int, elements: int, sizes: BucketSizes, owned: bool = Fals
 
 
 def test_no_bucket_has_more_than_half_of_what_is_left():
-    sent = sent_bytes(64, 64, BucketSizes(full=1 << 20, first=256, step=64 * 256))
+    sent = sent_bytes(64, 64, BucketSizes(full=1 << 20, first=256, least=256, step=64 * 256))
     assert sum(sent) == 64 * 256
     assert sent[0] == 256
     for place in range(1, len(sent) - 1):
@@ -43,7 +43,7 @@ def test_no_bucket_has_more_than_half_of_what_is_left():
 
 
 def test_buckets_of_a_large_step_are_full():
-    sent = sent_bytes(64, 64, BucketSizes(full=1024, first=256, step=64 * 256))
+    sent = sent_bytes(64, 64, BucketSizes(full=1024, first=256, least=256, step=64 * 256))
     assert sent[1:-3].count(1024) >= 10
     assert max(sent) == 1024
 
@@ -53,7 +53,7 @@ def test_without_a_known_step_buckets_are_full():
 
 
 def test_a_gradient_as_large_as_a_bucket_of_its_time_travels_alone():
-    sizes = BucketSizes(full=1 << 20, first=512, step=4 * 1024)
+    sizes = BucketSizes(full=1 << 20, first=512, least=512, step=4 * 1024)
     assert sent_bytes(4, 256, sizes, owned=True) == [1024, 2048, 1024]
 
 
