@@ -80,7 +80,7 @@ typecheck: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/compile_time.py --quick
-	$(PY) benchmarks/step_time.py
+	$(PY) benchmarks/peers.py
 	$(PY) -m benchmarks.one_rank
 	$(PY) benchmarks/guards.py
 	$(PY) benchmarks/pipeline.py

@@ -75,7 +75,7 @@ def stage_memory(stage: LoweredStage, setting: Setting, device: Device = CPU) ->
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers)
     store = StoreBytes(
-        stage.parameters, stage.mesh.sizes, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
+        stage.parameters, stage.mesh, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
     )
     order: list[dict[str, Moment]] = []
     replayed = min(stage.microbatches, _REPLAYED)
