@@ -16,12 +16,13 @@ from collections.abc import Mapping
 
 from autopar.ir.call import OpCall
 from autopar.ops.registry import Merged
+from autopar.runtime.devices import CPU, Device
 from autopar.runtime.rings import turn_count
 from autopar.runtime.triangle import pieces
 from autopar.runtime.zigzag import runs
 
 
-def merged(call: OpCall, parts: Mapping[str, int]) -> Merged | None:
+def merged(call: OpCall, parts: Mapping[str, int], _: Device = CPU) -> Merged | None:
     """On the rank with the last block of rows. None: one piece is all of it."""
     q, k, v = (call.operand(name) for name in "qkv")
     of_batch, of_heads, blocks, ranks = (parts.get(factor, 1) for factor in "bhst")

@@ -23,6 +23,7 @@ from autopar.ops.labels import Maker
 from autopar.ops.loss import SUM, counted_rows
 from autopar.ops.registry import Block, Gemm, Merged, Sending
 from autopar.runtime import losses as local
+from autopar.runtime.devices import Device
 
 Tensor = torch.Tensor
 
@@ -33,13 +34,13 @@ def _work(call: OpCall, rule: Rule) -> Gemm:
     return 6.0 * math.prod(f.size for f in rule.factors.values()), "matmul", (tokens, ("v",), ("h",))
 
 
-def _merged(call: OpCall, parts: Mapping[str, int]) -> Merged:
+def _merged(call: OpCall, parts: Mapping[str, int], device: Device) -> Merged:
     """Three products a chunk, and what is done to a chunk's logits between them: read for maxima and sums, read and written for
     their gradient, twice with smoothing; its part of x is copied, and the sum of dw read and written."""
     sizes = [size // parts.get(f"t{i}", 1) for i, size in enumerate(call.operand("index").shape)]
     x, w = call.operand("x"), call.operand("w")
     tokens, (classes, width) = math.prod(sizes), w.shape
-    chunks = math.ceil(tokens / local.chunk_rows(width))
+    chunks = math.ceil(tokens / local.chunk_rows(width, device))
     times, launches = (6, 9) if call["each"] else (4, 8)
     moved = tokens * (times * classes // parts.get("v", 1) + 2 * width) * x.dtype.itemsize
     if chunks > 1:
@@ -55,7 +56,7 @@ def _sends(sending: Sending) -> list[Sent]:
     """Of every chunk of rows their maxima, then sums: exponentials, the labels' logits, with smoothing all logits."""
     scale, index = sending.call.operand("scale"), sending.call.operand("index")
     tokens = sending.bytes_of("index") / index.dtype.itemsize
-    rows = min(tokens, local.chunk_rows(sending.call.operand("x").shape[-1]))
+    rows = min(tokens, local.chunk_rows(sending.call.operand("x").shape[-1], sending.device))
     nbytes, times = rows * max(scale.dtype.itemsize, 4), math.ceil(tokens / rows)
     sums = 3 if sending.call["each"] else 2
     return [Sent("all_reduce", sending.axis, n * nbytes, times) for n in (1, sums)]

@@ -21,6 +21,7 @@ from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.ranges import Index, Range
 from autopar.ir.rule import Labels, Rule, Strategy, carried_choices, factors_of
+from autopar.runtime.devices import CPU, Device
 
 RuleFunction = Callable[[OpCall], Rule]
 Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
@@ -101,7 +102,7 @@ class Block:
 @dataclass(frozen=True)
 class Sending:
     """An op that takes a carried choice along an axis of so many ranks. nbytes: of operands and results on this rank. inner: the
-    axes along which messages go on, with their ranks, where several axes take the choice."""
+    axes along which messages go on, with their ranks, where several axes take the choice. device: that it runs on."""
 
     call: OpCall
     choice: str
@@ -110,6 +111,7 @@ class Sending:
     operand_bytes: tuple[float, ...]
     result_bytes: tuple[float, ...]
     inner: tuple[tuple[str, int], ...] = ()
+    device: Device = CPU
 
     def bytes_of(self, name: str) -> float:
         """Of the operand that an argument names, on this rank."""
@@ -158,7 +160,7 @@ class OpDef:
         imbalance(call, parts, tile): work of the busiest rank over the mean, factors being cut into so many parts, by kernels
             that skip so many masked keys at once (0: every single one). None: all do alike.
         grouped(call, parts, share): the rows that it computes in groups, where it does. parts, share: as above.
-        merged(call, parts): the pieces in which it does its work, where it is not one. parts: as above.
+        merged(call, parts, device): the pieces in which it does its work there, where it is not one. parts: as above.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
     Messages of its own (the carried choices of its rule):
@@ -205,7 +207,7 @@ class OpDef:
     dims: Callable[[OpCall, Mapping[str, int], int], tuple[int, ...]] | None = None
     imbalance: Callable[[OpCall, Mapping[str, int], float], float] | None = None
     grouped: Callable[[OpCall, Mapping[str, int], int], Grouped] | None = None
-    merged: Callable[[OpCall, Mapping[str, int]], Merged | None] | None = None
+    merged: Callable[[OpCall, Mapping[str, int], Device], Merged | None] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)

@@ -19,16 +19,19 @@ import torch
 import torch.nn.functional as F
 
 from .along import Along
+from .devices import CPU, Device, device_of
 from .ops import norm_dtype, pick, softmax_less_onehot, sumexp
 
 Tensor = torch.Tensor
 CHUNK_ROWS = 1024
 """Fewer rows do not fill a device's products, and every chunk reads and writes dw."""
+GPU_TIMES = 4
+"""As many times the rows on a GPU, which computes a hundred times faster than a core and reads fifty times faster."""
 
 
-def chunk_rows(width: int) -> int:
-    """Rows of a chunk, x having rows of `width` numbers: logits that are much smaller than dw would save nothing."""
-    return max(CHUNK_ROWS, width // 2)
+def chunk_rows(width: int, device: Device = CPU) -> int:
+    """Rows of a chunk on a device, x having rows of `width` numbers: logits that are much smaller than dw would save nothing."""
+    return max(CHUNK_ROWS, width // 2) * (1 if device == CPU else GPU_TIMES)
 
 
 def linear_cross_entropy(
@@ -69,7 +72,7 @@ def linear_cross_entropy(
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
     """Of meta tensors, which are asked what is needed beside results, two tell."""
-    n, step = len(rows), chunk_rows(rows.shape[1])
+    n, step = len(rows), chunk_rows(rows.shape[1], device_of(rows))
     starts = range(0, max(n, 1), step)
     for start in itertools.islice(starts, 2 if rows.is_meta else None):
         yield slice(start, min(start + step, n))

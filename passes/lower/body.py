@@ -186,7 +186,7 @@ class Body:
                 phase=phase,
                 source=source,
                 carried=carried_choices(strategy, mesh),
-                sent=sent_by(call, rule, strategy, mesh),
+                sent=sent_by(call, rule, strategy, mesh, planned.pricer.device.runs_as),
             )
         )
 

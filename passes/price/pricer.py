@@ -242,7 +242,9 @@ class Pricer:
             sent_s = np.zeros(len(kept))
             if rule.carries:
                 for i, strategy in enumerate(strategies):
-                    sent_s[i] = sum(self.sent_s(sent_by(call, rule, strategy, self.mesh), seconds[i]).values())
+                    sent_s[i] = sum(
+                        self.sent_s(sent_by(call, rule, strategy, self.mesh, self.device.runs_as), seconds[i]).values()
+                    )
             self._choices[call.signature] = OpChoices(strategies, seconds, sent_s, operands, results, nbytes)
         return self._choices[call.signature]
 
@@ -277,7 +279,11 @@ class Pricer:
             imbalance = 1.0
             if definition is not None and definition.imbalance:
                 imbalance = definition.imbalance(call, parts, tile)
-            merged = definition.merged(call, parts) if definition is not None and definition.merged else None
+            merged = (
+                definition.merged(call, parts, self.device.runs_as)
+                if definition is not None and definition.merged
+                else None
+            )
             merging_s = 0.0
             if merged is not None:
                 merging_s = compute.merging_time_s(self.device, call.op, **vars(merged))

@@ -9,14 +9,15 @@ from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ops.registry import Sending, find
+from autopar.runtime.devices import CPU, Device
 
 
-def sent_by(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> tuple[Sent, ...]:
-    """The messages of all carried choices; those of one that several axes take are listed once."""
-    return tuple(_sent(call, rule, strategy, mesh))
+def sent_by(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh, device: Device = CPU) -> tuple[Sent, ...]:
+    """The messages of all carried choices on a device; those of one that several axes take are listed once."""
+    return tuple(_sent(call, rule, strategy, mesh, device))
 
 
-def _sent(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> Iterator[Sent]:
+def _sent(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh, device: Device) -> Iterator[Sent]:
     definition = find(call.op)
     carried = carried_choices(strategy, mesh)
     if definition is None or definition.sends is None or not carried:
@@ -33,4 +34,4 @@ def _sent(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh) -> Iterator[
     )
     for choice in dict.fromkeys(choice for _, choice in carried):
         (axis, ranks), *inner = ((axis, mesh.sizes[axis]) for axis, taken in carried if taken == choice)
-        yield from definition.sends(Sending(call, choice, axis, ranks, operands, results, tuple(inner)))
+        yield from definition.sends(Sending(call, choice, axis, ranks, operands, results, tuple(inner), device))

@@ -12,10 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.capture import head_losses
 from autopar.ops.dialect import LIFT
 from autopar.ops.head_loss import head_loss
 from autopar.proof.measure import measure_peak
 from autopar.runtime import losses
+from autopar.runtime.devices import Device
+from autopar.runtime.losses import chunk_rows
+from benchmarks.models import Llama, LlamaShape
 from tests.ops.gradients import f
 
 BATCH, SEQ, WIDTH, VOCABULARY = 8, 12, 16, 64
@@ -225,3 +229,24 @@ def test_where_no_target_counts_gradients_are_zero() -> None:
     assert loss.isnan()
     for gradient in torch.autograd.grad(loss, (x, w)):
         assert not gradient.any()
+
+
+def test_on_a_gpu_chunks_are_larger_and_one_op_is_predicted_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it saves of logits it must not lose on reading and writing dw."""
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 1024)
+    cluster = autopar.ClusterSpec.homogeneous(devices=1, device="h100")
+
+    def program() -> autopar.Program:
+        with torch.device("meta"):
+            llama = Llama(LlamaShape.of_width(2, 1024), 1024).to(torch.bfloat16)
+            ids = torch.zeros(8, 1024, dtype=torch.long)
+        return autopar.compile(llama, cluster, (ids, ids))
+
+    joined = program()
+    assert is_joined(joined)
+    monkeypatch.setattr(head_losses, "_pays", lambda logits, x: False)
+    apart = program()
+    assert not is_joined(apart)
+    assert joined.predicted.step_time_s <= 1.01 * apart.predicted.step_time_s
+    assert joined.predicted.peak_bytes < apart.predicted.peak_bytes
+    assert chunk_rows(1024, Device("cuda", (9, 0))) == 4 * chunk_rows(1024)
