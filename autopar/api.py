@@ -173,4 +173,5 @@ def _setting(request: Request, program: Program, ranks: int) -> Setting:
         examine(request.update, program, ranks),
         offload=forced_offload(request.options.offload),
         compensated=request.update.compensated,
+        compression=request.options.gradient_compression or "",
     )

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import Mesh
+from autopar.runtime.compression import CODECS
 from autopar.runtime.inductor import COMPILERS
 from autopar.runtime.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
 
@@ -77,6 +78,10 @@ class Options:
         waited for where it starts, but those of parameters and gradients.
     compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
         torch's inductor when the program starts. Memory is promised for the program as it is written.
+    gradient_compression: how gradients travel while they are reduced over ranks: None, as they are; "bf16", rounded to half the
+        bytes of float32 and added in float32; "int8", a quarter of the bytes, with a scale for every 256 elements and error
+        feedback: what rounding loses is kept on the rank, one float32 per element, and sent with the next step's gradient.
+        Gradients of 16 bits, and those that rest in a memory tier, travel as they are. `verify` leaves it out.
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
@@ -107,6 +112,7 @@ class Options:
     order: int | None = None
     overlap: bool = True
     compiler: str = "none"
+    gradient_compression: str | None = None
     batch_dims: Any = None
 
     def __post_init__(self) -> None:
@@ -248,6 +254,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ("branches", *_one_of(lambda: BRANCHES)),
     ("compiler", *_one_of(lambda: COMPILERS)),
     ("precision", *_one_of(lambda: (*PRECISIONS, None))),
+    ("gradient_compression", *_one_of(lambda: (*CODECS, None))),
     ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
     ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),
 )

@@ -22,6 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.rule import Strategy
 from autopar.ir.spec import Spec, parse_spec
+from autopar.runtime.compression import CODECS
 from autopar.runtime.datafile import read_json
 from autopar.runtime.schema import (
     MOST_RANKS,
@@ -96,7 +97,8 @@ class Plan:
     stages: in program order; stages on the same ranks are interleaved. schedule: a name of `passes.schedule`. table: the
     actions of every group where they do not follow from the name ("F0.0 F1.0 B0.0 …"). placement: logical rank of every
     physical one (empty: the same). precision: "bf16" or "fp16" where the program computes in it ("": as the model is).
-    order: causal sequences are in zigzag order of so many blocks (`autopar.passes.order`; 0: as they are).
+    order: causal sequences are in zigzag order of so many blocks (`autopar.passes.order`; 0: as they are). gradient_compression:
+    how gradients travel while they are reduced, a name of `runtime.compression.CODECS` ("": as they are).
     """
 
     program: str
@@ -111,6 +113,7 @@ class Plan:
     placement: tuple[int, ...] = ()
     precision: str = ""
     order: int = 0
+    gradient_compression: str = ""
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_dict(), sort_keys=True))
@@ -138,6 +141,7 @@ class Plan:
             "placement": list(self.placement),
             **({"precision": self.precision} if self.precision else {}),
             **({"order": self.order} if self.order else {}),
+            **({"gradient_compression": self.gradient_compression} if self.gradient_compression else {}),
             "stages": [_stage_out(s) for s in self.stages],
         }
 
@@ -312,6 +316,7 @@ _PLAN = record(
         "placement": listed(integer(0, MOST_RANKS)),
         "precision": choice(("", *PRECISIONS)),
         "order": integer(0, MOST_RANKS),
+        "gradient_compression": choice(("", *CODECS)),
     },
 )
 
@@ -335,6 +340,7 @@ def _plan_in(data: object) -> Plan:
         placement,
         read.get("precision", ""),
         read.get("order", 0),
+        read.get("gradient_compression", ""),
     )
 
 

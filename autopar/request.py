@@ -18,6 +18,7 @@ from autopar.errors import InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
 from autopar.plan import Plan, checked_plan
+from autopar.runtime.compression import CODECS
 from autopar.runtime.update_rule import UpdateRule
 
 
@@ -26,9 +27,10 @@ class Request:
     """A model to be compiled for a cluster.
 
     inputs: the example inputs of the global batch, nested as the user builds batches; the last `targets` entries go to
-    the loss. update: what the optimizer's step does. plan: to be replayed instead of searching for one; microbatches and
-    precision of the options are then those of the plan. buckets: example inputs of other shapes, none of them larger, that the
-    same parameters are to be trained with. pad_values: what inputs are padded with up to the next of these shapes.
+    the loss. update: what the optimizer's step does. plan: to be replayed instead of searching for one; microbatches,
+    precision and gradient compression of the options are then those of the plan. buckets: example inputs of other shapes,
+    none of them larger, that the same parameters are to be trained with. pad_values: what inputs are padded with up to the
+    next of these shapes.
     """
 
     model: nn.Module
@@ -56,7 +58,12 @@ class Request:
                 f"this plan has {plan.microbatches} microbatches, Options ask for {options.microbatches}; set "
                 f"Options(microbatches={plan.microbatches})"
             )
-        options = replace(options, microbatches=plan.microbatches, precision=_planned_precision(plan, options))
+        options = replace(
+            options,
+            microbatches=plan.microbatches,
+            precision=_planned_precision(plan, options),
+            gradient_compression=_planned_compression(plan, options),
+        )
         request = replace(self, options=options, plan=plan)
         _check(request)
         return request
@@ -132,6 +139,7 @@ def _check(request: Request) -> None:
     """Raises InputError where options, cluster and batch do not go together."""
     options, ranks = request.options, request.cluster.size
     _check_precision(options.precision, request.cluster)
+    _check_compression(request)
     options.forced_mesh(ranks // options.pp if options.pp else ranks, ranks)
     _check_batch(request)
 
@@ -150,6 +158,28 @@ def _check_precision(precision: str | None, cluster: ClusterSpec) -> None:
             f"Options.precision={precision!r}: {', '.join(lacking)} has no {dtype_name(precision)} arithmetic; every device of "
             f"this cluster has {', '.join(shared) or 'no dtype in common'}; {instead}, or leave {', '.join(lacking)} out"
         )
+
+
+def _check_compression(request: Request) -> None:
+    """Raises InputError where what compression keeps for the next step would not fit that step's gradients."""
+    compression = request.options.gradient_compression
+    if compression is None or not CODECS[compression].feedback:
+        return
+    what = f"Options.gradient_compression={compression!r} keeps what it has not sent for the next step"
+    if request.update.loss_scaling is not None:
+        raise InputError(f"{what}, in units of a loss scale that moves; use 'bf16', or train without loss_scaling")
+    if request.buckets:
+        raise InputError(f"{what}, and programs of several shapes may reduce gradients in other ways; use 'bf16'")
+
+
+def _planned_compression(plan: Plan, options: Options) -> str | None:
+    """How gradients travel in a plan that is replayed. Raises PlanError where the options ask for something else."""
+    if options.gradient_compression not in (None, plan.gradient_compression):
+        raise PlanError(
+            f"this plan has gradient_compression={plan.gradient_compression!r}, Options ask for "
+            f"{options.gradient_compression!r}; change gradient_compression in the plan, or compile without plan="
+        )
+    return plan.gradient_compression or None
 
 
 def _planned_precision(plan: Plan, options: Options) -> str | None:

@@ -1,10 +1,11 @@
 """Predicted steps against measured ones on two Gloo processes of this machine, right after calibrating, one JSON object.
 
-    python -m benchmarks.calibrated [--limit N] [--shaped MBIT] [--profile FILE]
+    python -m benchmarks.calibrated [--limit N] [--compressed] [--shaped MBIT] [--profile FILE]
 
 Plans of several models are compiled for two ranks of the calibrated machine and take turns in the same two processes, a few steps
 each turn; a step's time is that of a turn over its steps, its median over all turns. With --shaped the ranks are in two network
-namespaces joined by a link of so many Mbit/s in either direction (needs root, `ip` and `tc`), where calibration runs too.
+namespaces joined by a link of so many Mbit/s in either direction (needs root, `ip` and `tc`), where calibration runs too. With
+--compressed the plans are data parallel, with gradients as they are and compressed.
 """
 
 from __future__ import annotations
@@ -113,6 +114,11 @@ CASES = (
     Case(llama, "recompute", {**DATA, "strategy": "zero3", "recompute": "full"}),
     Case(mlp, "zero3", {**DATA, "strategy": "zero3"}),
     Case(gpt, "zero3", {**DATA, "strategy": "zero3"}),
+)
+COMPRESSED = tuple(
+    Case(gpt, f"{strategy}_{name or 'plain'}", {**DATA, "strategy": strategy, "gradient_compression": name})
+    for strategy in ("dp", "zero1")
+    for name in (None, "bf16", "int8")
 )
 
 
@@ -245,11 +251,12 @@ def compared(predicted_s: Mapping[str, float], measured_s: Mapping[str, float]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=len(CASES), help="the first plans alone")
+    parser.add_argument("--compressed", action="store_true", help="plans with and without compressed gradients")
     parser.add_argument("--shaped", type=float, help="Mbit/s of the link between the ranks")
     parser.add_argument("--profile", type=Path, help="a profile to be read if it exists, else written")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    cases = CASES[: args.limit]
+    cases = (COMPRESSED if args.compressed else CASES)[: args.limit]
     if args.worker:
         return as_worker(functools.partial(measure, args.worker, cases))
     torch.set_num_threads(1)
@@ -258,8 +265,8 @@ def main() -> None:
         if not profile.exists():
             on_both_ranks(joined, ["-m", "autopar.cli.calibrate", "--quick", "-o", str(profile)])
         predicted_s = compile_programs(Path(folder), cases, json.loads(profile.read_text()))
-        limit = ["--limit", str(args.limit)]
-        printed = on_both_ranks(joined, ["-m", "benchmarks.calibrated", "--worker", folder, *limit])
+        chosen = ["--limit", str(args.limit), *(["--compressed"] if args.compressed else [])]
+        printed = on_both_ranks(joined, ["-m", "benchmarks.calibrated", "--worker", folder, *chosen])
     measured_s = json.loads(next(line for line in printed.splitlines() if line.startswith("{")))
     print_json({"benchmark": "calibrated", "shaped_mbit": args.shaped, **compared(predicted_s, measured_s)})
 

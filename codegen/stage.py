@@ -64,14 +64,7 @@ def _source(
         ),
         inputs=[_row(row, printer, f"batch_dim={row.batch_dim!r}") for row in stage.inputs],
         outputs=[_row(row, printer, f"join={(row.join.how, row.join.dim, row.join.outer)!r}") for row in stage.outputs],
-        gradients=table_lines(
-            [
-                f"{quoted(p.name)}: dict(contributions={p.contributions}, steps={rows(p.reduce)!r})"
-                for p in stage.parameters.values()
-                if p.contributions
-            ],
-            named=True,
-        ),
+        gradients=table_lines([_gradient(p) for p in stage.parameters.values() if p.contributions], named=True),
         ports={
             "RECEIVES": [p.name for p in stage.received],
             "SENDS": [p.name for p in stage.sent],
@@ -112,6 +105,11 @@ def _parameter(p: StoredParameter, printer: Printer) -> str:
     row += f", tier={p.tier!r}" if p.tier else ""
     row += f", optimizer_tier={p.optimizer_tier!r}" if p.optimizer_tier else ""
     return row + ")"
+
+
+def _gradient(p: StoredParameter) -> str:
+    compression = f", compression={p.compression!r}" if p.compression else ""
+    return f"{quoted(p.name)}: dict(contributions={p.contributions}, steps={rows(p.reduce)!r}{compression})"
 
 
 def _functions(template: LoweredTemplate, printer: Printer) -> Iterator[dict[str, Any]]:

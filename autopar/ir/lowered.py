@@ -60,7 +60,8 @@ class StoredParameter:
     """How one parameter rests: spec, the finer spec of gradient and optimizer state, and the steps between them.
 
     owned: its optimizer state is here (a parameter of several stages is owned by one). tier: where the stored shard and
-    its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device).
+    its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device). compression: how its gradient
+    travels while it is reduced, a name of `runtime.compression.CODECS` ("": as it is).
     """
 
     name: str
@@ -74,6 +75,7 @@ class StoredParameter:
     owned: bool = True
     tier: str = ""
     optimizer_tier: str = ""
+    compression: str = ""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ class Setting:
 
     optimizer: what is known of its state. in_flight: microbatches whose values are held for backward at once (pipelines).
     offload: kinds of bytes that rest in memory tiers whatever the plan (`autopar.ir.memory_levers`), which therefore take
-    no memory of the device. compensated: gradients of microbatches are summed with what rounding loses.
+    no memory of the device. compensated: gradients of microbatches are summed with what rounding loses. compression: how
+    gradients travel while they are reduced (`runtime.compression.CODECS`; "": as they are).
     """
 
     microbatches: int = 1
@@ -82,3 +83,4 @@ class Setting:
     in_flight: float = 1.0
     offload: frozenset[str] = frozenset()
     compensated: bool = False
+    compression: str = ""

@@ -58,7 +58,7 @@ def random_plan(program: ParallelProgram, seed: int, pp: int | None = None, sche
     if not ir.training:
         name = "none" if groups == 1 else "forward"
     plan = Plan(ir.fingerprint, program.cluster.fingerprint(), ranks, tuple(stages), m, name, f"random {seed}")
-    return replace(plan, order=program.plan.order)
+    return replace(plan, order=program.plan.order, gradient_compression=program.plan.gradient_compression)
 
 
 def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:

@@ -77,6 +77,15 @@ def one_rank(program: ParallelProgram) -> LoweredProgram:
     return lower(program.ir, plan, Pricers(program.cluster), program.rules)
 
 
+def uncompressed(lowered: LoweredProgram) -> LoweredProgram:
+    """The same program with gradients that travel as they are."""
+    stages = (
+        replace(stage, parameters={n: replace(p, compression="") for n, p in stage.parameters.items()})
+        for stage in lowered.stages
+    )
+    return replace(lowered, stages=tuple(stages))
+
+
 def without_dropout(lowered: LoweredProgram) -> LoweredProgram:
     """The same lines with every dropout probability 0."""
 

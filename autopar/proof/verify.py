@@ -26,7 +26,7 @@ from autopar.ops.registry import find
 from autopar.program import ParallelProgram, model_tensors
 from autopar.proof.casts import no_dropout
 from autopar.proof.compare import TOLERANCE, Values, compare, nudged
-from autopar.proof.ranks import one_rank, values_on_ranks, without_dropout
+from autopar.proof.ranks import one_rank, uncompressed, values_on_ranks, without_dropout
 from autopar.proof.reference import eager_values
 
 _NUDGES = (1, 2, 3)
@@ -35,10 +35,11 @@ _NUDGES = (1, 2, 3)
 @dataclass(frozen=True)
 class Verification:
     """errors: per tensor ("loss/0", "grad/…", "param/…", "buffer/…", "output/…"), relative to its scale
-    (`autopar.proof.compare`)."""
+    (`autopar.proof.compare`). notes: what of the program was left out."""
 
     errors: dict[str, float]
     tolerance: float
+    notes: tuple[str, ...] = ()
 
     @property
     def max_error(self) -> float:
@@ -60,7 +61,7 @@ def verify(
     program: ParallelProgram, model: nn.Module, batch: Any, *, steps: int = 2, dtype: torch.dtype = torch.float64
 ) -> Verification:
     """Compare `program` on all its ranks with `model` run eagerly over `steps` steps on one global batch, of any bucket, padded
-    up to it."""
+    up to it. Gradients that are compressed travel as they are."""
     if not isinstance(model, nn.Module):
         raise InputError(f"verify needs the eager model, an nn.Module, not {type(model).__name__}")
     program, given = program.for_batch(batch)
@@ -80,10 +81,14 @@ def verify(
         nearby = weights | {name: nudged(weights[name], dtype, nudge) for name in program.ir.parameters}
         return values_on_ranks(program, one, leaves, nearby, steps, dtype)
 
-    ours = values_on_ranks(program, program.lowered, leaves, weights, steps, dtype)
+    compression = program.plan.gradient_compression
+    notes = (
+        (f"gradient_compression={compression!r} is left out: it rounds, and changes training",) if compression else ()
+    )
+    ours = values_on_ranks(program, uncompressed(program.lowered), leaves, weights, steps, dtype)
     if not _random(program):
         errors = judge(ours, lambda nudge: eager_values(program, model, batch, steps, dtype, nudge))
-        return Verification(errors, TOLERANCE[dtype])
+        return Verification(errors, TOLERANCE[dtype], notes)
     one = one_rank(program)
     errors = judge(ours, on_one_rank)
     if _only_dropout(program):
@@ -91,7 +96,7 @@ def verify(
         with no_dropout(model) as quiet:
             against = judge(still, lambda nudge: eager_values(program, quiet, batch, steps, dtype, nudge))
         errors |= {f"without dropout/{k}": v for k, v in against.items()}
-    return Verification(errors, TOLERANCE[dtype])
+    return Verification(errors, TOLERANCE[dtype], notes)
 
 
 def _weights(program: ParallelProgram, model: nn.Module) -> Values:

@@ -109,6 +109,7 @@ def _stage(stage: LoweredStage, program: Compiled) -> dict[str, Any]:
                 "trained": p.contributions > 0,
                 "local_bytes": p.storage.local_bytes(p.type, stage.mesh),
                 "reduction": [list(step.row) for step in p.reduce],
+                **({"compression": p.compression} if p.compression else {}),
             }
             for p in stage.parameters.values()
         },

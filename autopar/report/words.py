@@ -48,6 +48,12 @@ def report(program: Compiled) -> str:
             f"computed in {plan.precision} with {_masters(ir)} parameters, gradient sums and optimizer state; norms, softmax and "
             "losses in float32"
         )
+    if plan.gradient_compression:
+        trained = [p for stage in program.stages for p in stage.parameters.values() if p.contributions]
+        lines.append(
+            f"{sum(bool(p.compression) for p in trained)} of {len(trained)} gradients travel as {plan.gradient_compression}, as "
+            "was asked for; verify leaves that out"
+        )
     if program.options.compiler != "none":
         lines.append(
             f"what is between messages is compiled by {program.options.compiler} when the program starts; predictions are "

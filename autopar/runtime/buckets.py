@@ -11,13 +11,16 @@ half of what is left of the step: the last one is small, also of a model that wo
     reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
 
 What is packed to be scattered lies in a pool; results are parts of buckets that last until `forget`. All ranks run the
-same program, so buckets fill, and collectives start, in the same order everywhere.
+same program, so buckets fill, and collectives start, in the same order everywhere. Values that are to be compressed have
+buckets of their own, always packed, whose rows compression.py sums. Each then has blocks of its own, so that what it becomes
+does not depend on its neighbours: ranks that hold the same parameter may hold other shards of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from torch import Tensor
 from .buffers import BufferPool
 from .calls import Handle
 from .comm import Axes, Comm, Step, front_chunks
+from .compression import Codec, Unsent, start_gathered_rows, start_scattered_sum
 from .errors import RuntimeProgramError
 
 Steps = tuple[Step, ...]
@@ -73,6 +77,7 @@ class _Item:
     owned: bool
     dim: int
     rest: Steps
+    codec: Codec | None = None
 
 
 @dataclass(slots=True)
@@ -83,29 +88,38 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Flight:
-    """An issued bucket: wait, then hand every item its part of the result."""
+    """An issued bucket: wait, then hand every item its part of the result. second: starts the message that has to follow the
+    first before there is a result."""
 
     items: list[_Item]
     handle: Handle[Tensor]
     results: list[Tensor]
     scratch: Tensor | None
     packed: bool
+    second: Callable[[], Handle[Tensor]] | None = None
 
 
 class Buckets:
     """Values under way; `arrive(name, value, owned)` is called for each that has no step left.
 
     leaving: names whose results leave the device when they arrive, so their buckets are made anew each time and land
-    early.
+    early. codecs: of names that are compressed. unsent: what compressing these lost and sends later.
     """
 
     def __init__(
-        self, comm: Comm, arrive: Callable[[str, Tensor, bool], None], leaving: Collection[str], sizes: BucketSizes
+        self,
+        comm: Comm,
+        arrive: Callable[[str, Tensor, bool], None],
+        leaving: Collection[str],
+        sizes: BucketSizes,
+        codecs: Mapping[str, Codec],
     ) -> None:
         self.comm = comm
         self.arrive = arrive
         self.leaving = leaving
         self.sizes = sizes
+        self.codecs = codecs
+        self.unsent = Unsent()
         self._pool = BufferPool()
         self._lent: list[Tensor] = []
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
@@ -146,9 +160,10 @@ class Buckets:
             self.arrive(name, value, owned or landed)
             return
         kind, axes, *dims = steps[0]
-        key = (kind, axes, value.dtype, name in self.leaving)
+        codec = self.codecs.get(name)
+        key = (kind, axes, value.dtype, name in self.leaving, codec)
         nbytes = value.numel() * value.element_size()
-        item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:])
+        item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:], codec)
         if self._direct(kind, item, nbytes):
             self._launch(kind, axes, [item], packed=False)
         else:
@@ -164,7 +179,7 @@ class Buckets:
     def _direct(self, kind: str, item: _Item, nbytes: int) -> bool:
         """Whether a value is reduced where it lies. A message of its own must pay: an all_reduce as large as a bucket."""
         least = self._limit() if kind == "all_reduce" else self.sizes.direct
-        if nbytes < least or not item.value.is_contiguous():
+        if nbytes < least or item.codec is not None or not item.value.is_contiguous():
             return False
         return item.owned if kind == "all_reduce" else item.dim == 0
 
@@ -179,6 +194,8 @@ class Buckets:
         if kind == "all_reduce":
             if items[0].name in self.leaving:
                 self._land_oldest([f for f in self._flights if f.scratch is None and f.items[0].name in self.leaving])
+            if items[0].codec is not None:
+                self._land_oldest([flight for flight in self._flights if flight.second is not None])
             self._flights.append(self._all_reduce(axes, items, packed, site))
             return
         self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
@@ -194,30 +211,62 @@ class Buckets:
         if not packed:
             buffer = items[0].value
             return _Flight(items, self.comm.start_all_reduce_into(buffer, axes, site=site), [buffer], None, False)
-        flat = self._take(sum(item.value.numel() for item in items), items[0], lent=True)
+        codec, n = items[0].codec, self.comm.axis_size(axes)
+        sizes = [item.value.numel() for item in items]
+        starts, used = _places(sizes, codec)
+        flat = self._take(used if codec is None else n * codec.padded(-(-used // n)), items[0], lent=True)
+        if used > sum(sizes):
+            flat.zero_()
         results = []
-        for item, part in zip(items, flat.split([item.value.numel() for item in items]), strict=True):
-            results.append(part.view(item.value.shape).copy_(item.value))
+        for item, start, size in zip(items, starts, sizes, strict=True):
+            results.append(flat[start : start + size].view(item.value.shape).copy_(item.value))
             item.value = flat
-        return _Flight(items, self.comm.start_all_reduce_into(flat, axes, site=site), results, None, True)
+        if codec is None:
+            return _Flight(items, self.comm.start_all_reduce_into(flat, axes, site=site), results, None, True)
+        rows, index = flat.view(n, -1), self.comm.axis_index(axes)
+        lost = [(item.name, len(item.rest), result) for item, result in zip(items, results, strict=True)]
+        self.unsent.add_to(lost, codec)
+        row = torch.empty_like(rows[0])
+        first = start_scattered_sum(self.comm, codec, rows, row, axes, site)
+
+        def second() -> Handle[Tensor]:
+            handle = start_gathered_rows(self.comm, codec, row, rows, axes, site)
+            if codec.feedback:
+                rows[index].add_(row)
+            self.unsent.keep(lost, codec)
+            return handle
+
+        return _Flight(items, first, results, None, True, second)
 
     def _reduce_scatter(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
         n = self.comm.axis_size(axes)
         shapes = [self._shard_shape(item, n) for item in items]
         sizes = [item.value.numel() // n for item in items]
-        out = self._take(sum(sizes), items[0], lent=True)
+        codec = items[0].codec
+        starts, width = _places(sizes, codec)
+        out = self._take(width, items[0], lent=True)
+        lost = []
         if packed:
-            scratch = self._take(n * sum(sizes), items[0])
-            rows, start = scratch.view(n, sum(sizes)), 0
-            for item, size, shape in zip(items, sizes, shapes, strict=True):
-                rows[:, start : start + size].view(n, *shape).copy_(front_chunks(item.value, item.dim, n))
-                start += size
+            scratch = self._take(n * width, items[0])
+            rows = scratch.view(n, width)
+            if width > sum(sizes):
+                rows.zero_()
+            for item, start, size, shape in zip(items, starts, sizes, shapes, strict=True):
+                part = rows[:, start : start + size].view(n, *shape)
+                lost.append((item.name, len(item.rest), part.copy_(front_chunks(item.value, item.dim, n))))
                 item.value = scratch
         else:
             scratch = items[0].value
             rows = scratch.view(n, sizes[0])
-        results = [part.view(shape) for part, shape in zip(out.split(sizes), shapes, strict=True)]
-        handle = self.comm.start_reduce_scatter_into(out, rows, axes, site=site)
+        results = [
+            out[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        ]
+        if codec is None:
+            handle = self.comm.start_reduce_scatter_into(out, rows, axes, site=site)
+        else:
+            self.unsent.add_to(lost, codec)
+            handle = start_scattered_sum(self.comm, codec, rows, out, axes, site)
+            self.unsent.keep(lost, codec)
         return _Flight(items, handle, results, scratch, packed)
 
     def _shard_shape(self, item: _Item, n: int) -> tuple[int, ...]:
@@ -231,6 +280,9 @@ class Buckets:
 
     def _land(self, flight: _Flight) -> None:
         flight.handle.wait()
+        if flight.second is not None:
+            self._flights.append(replace(flight, handle=flight.second(), second=None))
+            return
         if flight.scratch is not None and flight.packed and flight.items[0].name not in self.leaving:
             self._pool.give(flight.scratch)
         for item, result in zip(flight.items, flight.results, strict=True):
@@ -245,3 +297,9 @@ class Buckets:
         if item.name not in self.leaving:
             self._lent.append(buffer)
         return buffer
+
+
+def _places(sizes: Sequence[int], codec: Codec | None) -> tuple[list[int], int]:
+    """Where values of so many elements start in a bucket, and where the last one's blocks end."""
+    ends = list(accumulate(sizes if codec is None else map(codec.padded, sizes)))
+    return [0, *ends[:-1]], ends[-1]

@@ -22,6 +22,7 @@ from torch import Tensor
 from .buckets import Buckets, BucketSizes, Steps
 from .calls import Handle
 from .comm import Axes, Comm
+from .compression import CODECS
 from .errors import RuntimeProgramError
 from .tiers import Tiers
 
@@ -30,12 +31,14 @@ from .tiers import Tiers
 class GradEntry:
     """How often per microbatch a parameter's gradient is added to, and the steps from there to its storage spec.
 
-    dtype: of the sum and its reduction, to which contributions are cast (None: that of the contributions).
+    dtype: of the sum and its reduction, to which contributions are cast (None: that of the contributions). compression: how it
+    travels while it is reduced, a name of compression.CODECS ("": as it is).
     """
 
     contributions: int
     steps: Steps = ()
     dtype: torch.dtype | None = None
+    compression: str = ""
 
 
 @dataclass(slots=True)
@@ -69,7 +72,10 @@ class GradStore:
         self.borrowed: set[str] = set()  # of the gradients that `finish` gave out: others may hold these tensors too
         self.tiers = tiers or Tiers(comm.device)
         self.tier_of = dict(tier_of or {})
-        self._buckets = Buckets(comm, self._arrived, self.tier_of, sizes or BucketSizes())
+        codecs = {name: CODECS[entry.compression] for name, entry in self.table.items() if entry.compression}
+        self._buckets = Buckets(comm, self._arrived, self.tier_of, sizes or BucketSizes(), codecs)
+        self.unsent = self._buckets.unsent
+        self.feeds_back = any(codec.feedback for codec in codecs.values())
         self._sums: dict[str, _Sum] = {}
         self._counts: dict[str, int] = {}
         self._done: dict[str, Tensor] = {}

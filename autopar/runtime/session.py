@@ -90,6 +90,11 @@ class Session(State):
         self.updater = self._updater(rule)
         for one in self.updater.optimizers:
             self._check_optimizer(one)
+        if rule.loss_scaling is not None and any(stage.rt.grads.feeds_back for stage in self.stages.values()):
+            raise RuntimeProgramError(
+                "int8 gradients keep what they have not sent in units of the loss scale, which moves; train without loss "
+                "scaling, or compile with gradient_compression='bf16'"
+            )
         self.parts = self._parts(tiers)
         self.buffer_copies: BufferCopies | None = None
 
@@ -180,8 +185,11 @@ class Session(State):
                 for wait in [stage.start_regather() for stage in self.stages.values()]:
                     wait()
                 self.shared.spread_parameters()
-        if self.updater.not_finite and self.buffer_copies is not None:
-            self.buffer_copies.put_back()
+        if self.updater.not_finite:
+            for stage in form.stages.values():
+                stage.rt.grads.unsent.forget()
+            if self.buffer_copies is not None:
+                self.buffer_copies.put_back()
         self._end_step()
         return loss.wait()
 

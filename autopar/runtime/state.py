@@ -21,6 +21,7 @@ from .parts import Parts, on_device
 from .shared import Shared
 from .stage import Stage
 from .tables import Pipeline
+from .unsent_state import prepare_unsent, unsent_entries
 from .update import Updater
 from .update_state import check_plain, step_number
 
@@ -70,6 +71,7 @@ class State:
                 value = on_device(value, parameter.device)
                 extra[f"optim.{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
         extra |= {name: StateEntry(text, (), (), self.comm) for name, text in self.updater.dump().items()}
+        extra |= {name: one for stage in self.stages.values() for name, one in unsent_entries(stage).items()}
         clash = entries.keys() & extra.keys()
         if clash:
             raise CheckpointError(f"parameter names {sorted(clash)} are reserved in checkpoints; rename them")
@@ -78,6 +80,8 @@ class State:
     def prepare_optimizer_state(self, available: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]) -> None:
         """Allocate the optimizer state that a checkpoint has (name -> shape and dtype; None: no tensor)."""
         shapes = {name: stage.tables.parameters[name].shape for stage, name, _ in self._optimized()}
+        for stage in self.stages.values():
+            prepare_unsent(stage, available)
         for full_name, signature in available.items():
             name, _, key = full_name.removeprefix("optim.").rpartition(".")
             if not full_name.startswith("optim.") or not self.updater.takes(name):
@@ -117,6 +121,10 @@ class State:
                     state[key] = value
                 elif value.data_ptr() != state[key].data_ptr():
                     state[key].copy_(value)
+        for stage in self.stages.values():
+            for name, entry in unsent_entries(stage).items():
+                if local[name].data_ptr() != entry.value.data_ptr():
+                    entry.value.copy_(local[name])
         if self.parts is not None:
             self.parts.park()
         for stage in self.stages.values():

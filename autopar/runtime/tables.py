@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .compression import CODECS
 from .errors import RuntimeProgramError
 from .grads import GradEntry
 from .guards import InputLike, InputRange
@@ -44,7 +45,10 @@ class StageTables:
         self.outputs = [TensorInfo(row["name"], row, dtype) for row in module.OUTPUTS]
         self.gradients = {
             name: GradEntry(
-                int(row["contributions"]), tuple(tuple(step) for step in row["steps"]), self.parameters[name].dtype
+                int(row["contributions"]),
+                tuple(tuple(step) for step in row["steps"]),
+                self.parameters[name].dtype,
+                _compression(name, row),
             )
             for name, row in getattr(module, "GRADS", {}).items()
             if row["contributions"] > 0
@@ -188,6 +192,17 @@ class Pipeline:
                 raise RuntimeProgramError(
                     f"stage {stage}: its {table} are {own}, the pipeline's TRANSFERS say {transferred}"
                 )
+
+
+def _compression(name: str, row: Mapping[str, Any]) -> str:
+    """How a gradient travels. Raises RuntimeProgramError for a codec that this runtime does not have."""
+    compression = str(row.get("compression", ""))
+    if compression and compression not in CODECS:
+        raise RuntimeProgramError(
+            f"gradient of {name!r}: compression {compression!r} is unknown, this runtime has {', '.join(CODECS)}; emit the "
+            "program again"
+        )
+    return compression
 
 
 def _input(row: Mapping[str, Any], dtype: torch.dtype | None) -> InputLike:

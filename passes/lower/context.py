@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,11 @@ from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import path, runtime_steps
 from autopar.passes.lower.template import lower_template
+from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan, TemplatePlan
+from autopar.runtime.buckets import BUCKETED
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,10 @@ class StageContext:
     rules: RuleBook
     split: bool
     lowered_templates: dict[Any, tuple[LoweredTemplate, TemplatePlan]]
+    compression: str = ""
 
     def __post_init__(self) -> None:
-        self._steps: dict[tuple[TensorType, Spec, Spec, bool], tuple[RuntimeStep, ...] | None] = {}
+        self._steps: dict[tuple[TensorType, Spec, Spec, bool, str], tuple[RuntimeStep, ...] | None] = {}
         self._uses: dict[tuple[str, bool, tuple[int, ...]], tuple[ParameterUse, ...]] = {}
         self._gradients: dict[tuple[int, tuple[tuple[str, int], ...]], GradientSteps] = {}
         self._regathers: dict[int, tuple[RuntimeStep, ...]] = {}
@@ -92,12 +96,12 @@ class StageContext:
         return self.lowered_templates[key][0]
 
     def steps(
-        self, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False
+        self, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False, compression: str = ""
     ) -> tuple[RuntimeStep, ...] | None:
         """The cheapest conversion as the runtime's tables have it; None where it has no table form."""
-        key = type_, before, after, bucketed
+        key = type_, before, after, bucketed, compression
         if key not in self._steps:
-            self._steps[key] = runtime_steps(path(self.pricer, type_, before, after, bucketed))
+            self._steps[key] = runtime_steps(path(self.pricer, type_, before, after, bucketed, compression))
         return self._steps[key]
 
     def number(self, index: int) -> int:
@@ -160,7 +164,7 @@ class StageContext:
         first = next(iter(specs))
         if len(specs) == 1 and first is not None:
             type_ = self.program.parameters[name].type
-            steps = self.steps(type_, first, target, bucketed=True)
+            steps = self.steps(type_, first, target, True, self.compression)
             if steps is not None:
                 return GradientSteps(len(places), steps)
         return GradientSteps(len(places), arrival=target)
@@ -190,8 +194,14 @@ class StageContext:
                 name not in foreign,
                 planned.tier,
                 planned.optimizer_tier,
+                self._compression(parameter.type, gradient.steps) if not planned.tier else "",
             )
         return stored
+
+    def _compression(self, type_: TensorType, steps: Collection[RuntimeStep]) -> str:
+        """How a gradient travels that is reduced by these steps."""
+        sums = any(s.kind in BUCKETED and math.prod(self.pricer.mesh.sizes[a] for a in s.axes) > 1 for s in steps)
+        return compression_of(type_, self.compression) if sums else ""
 
 
 def _kinds(program: Program, stage: StagePlan) -> dict[str, int]:

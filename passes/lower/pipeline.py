@@ -34,7 +34,7 @@ def lower(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook) -> Lo
     table = table_of(plan, graph, program.training)
     split = program.training and splits_backward(table)
     stages = tuple(
-        lower_stage(part, stage, pricers, rules, plan.microbatches, split)
+        lower_stage(part, stage, pricers, rules, plan.microbatches, split, plan.gradient_compression)
         for part, stage in zip(parts, planned, strict=True)
     )
     return LoweredProgram(stages, tuple(_transfers(stages)), shared, graph, table)
@@ -52,7 +52,9 @@ def outline(
     for part, stage in zip(parts, planned, strict=True):
         key = (stage_kind(part, stage, kind), id(pricers[stage.mesh]))
         if key not in first_alike:
-            first_alike[key] = lower_stage(part, stage, pricers, rules, plan.microbatches, split)
+            first_alike[key] = lower_stage(
+                part, stage, pricers, rules, plan.microbatches, split, plan.gradient_compression
+            )
         stages.append(like_stage(first_alike[key], part, stage.mesh))
     return LoweredProgram(tuple(stages), tuple(_transfers(tuple(stages))), shared, stage_graph(plan, parts), ())
 

@@ -7,16 +7,55 @@ what is handed out until `forget`. `hold` is what the store holds now, `top` the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.steps import RuntimeStep, bytes_after, rows
 from autopar.runtime.buckets import BUCKETED, BucketSizes, bytes_in_buckets
+from autopar.runtime.compression import CODECS, Codec
 
 Steps = tuple[RuntimeStep, ...]
-Flight = tuple[list[tuple[str, int, int, Steps]], list[int], int, bool]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Messages of a compressed bucket: n ranks sum rows of so many bytes, which are encoded in row_wire bytes. second: the row is
+    gathered when it is summed."""
+
+    codec: Codec
+    n: int
+    row: int
+    row_wire: int
+    second: bool
+
+    @staticmethod
+    def of(codec: Codec, nbytes: Iterable[int], n: int, itemsize: int, second: bool) -> Wire:
+        """That of a bucket of values of so many bytes each."""
+        parts = 1 if second else n  # a value is cut into rows, or the bucket is
+        used = sum(codec.padded(size // itemsize // parts) for size in nbytes)
+        elements = codec.padded(-(-used // n)) if second else used
+        return Wire(codec, n, elements * itemsize, codec.wire_bytes(elements), second)
+
+    @property
+    def lost(self) -> int:
+        """Bytes that encoding a row with feedback needs for a moment."""
+        return self.row if self.codec.feedback else 0
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A bucket under way: items, and what each becomes; bytes of scratch; whether it was packed. landing: bytes that are let go
+    when it lands."""
+
+    items: list[tuple[str, int, int, Steps]]
+    results: list[int]
+    scratch: int
+    packed: bool
+    wire: Wire | None = None
+    landing: int = 0
 
 
 class StoreBytes:
@@ -34,6 +73,7 @@ class StoreBytes:
         self.microbatches = microbatches
         self.steps = {n: p.reduce for n, p in parameters.items()}
         self.itemsize = {n: p.type.dtype.itemsize for n, p in parameters.items()}
+        self.codecs = {n: CODECS[p.compression] for n, p in parameters.items() if p.compression}
         self.dims = {n: len(p.type.shape) for n, p in parameters.items()}
         self.sizes, self.scaled, self.compensated = mesh.sizes, scaled, compensated
         self.bucket_sizes = BucketSizes(step=sum(_bytes_sent(p, mesh) for p in parameters.values() if p.contributions))
@@ -158,40 +198,76 @@ class StoreBytes:
         item = (name, nbytes, 0 if view else nbytes, steps)
         least = self._limit() if kind == "all_reduce" else self.bucket_sizes.direct
         dim = dims[0] % max(self.dims[name], 1) if dims else 0
-        key = (kind, axes, self.itemsize[name], name in self.tier)
-        if nbytes >= least and not view and (owned if kind == "all_reduce" else dim == 0):
+        codec = self.codecs.get(name)
+        key = (kind, axes, self.itemsize[name], name in self.tier, codec)
+        if codec is None and nbytes >= least and not view and (owned if kind == "all_reduce" else dim == 0):
             self._launch(key, [item], False)
         else:
             self._buckets.setdefault(key, []).append(item)
         if sum(n for _, n, _, _ in self._buckets.get(key, ())) >= self._limit():
-            self._launch(key, self._buckets.pop(key), True)
+            self._launch(key, self._buckets.pop(key), True, item[2])
 
     def _limit(self) -> int:
         return self.bucket_sizes.limit(bool(self._flights), self._sent)
 
-    def _launch(self, key: Any, items: list[tuple[str, int, int, Steps]], packed: bool) -> None:
-        kind, itemsize = key[0], key[2]
-        total = sum(n for _, n, _, _ in items)
-        parked = items[0][0] in self.tier
-        self._sent += total
+    def _launch(self, key: Any, items: list[tuple[str, int, int, Steps]], packed: bool, adding: int = 0) -> None:
+        """adding: bytes of an item that whoever adds it still has when it is packed."""
+        kind, _, itemsize, parked, codec = key
+        nbytes, size = [n for _, n, _, _ in items], self._size(items[0][3][0])
+        wire = Wire.of(codec, nbytes, size, itemsize, kind == "all_reduce") if codec is not None else None
+        total = sum(nbytes) if wire is None else size * wire.row
+        self._sent += sum(nbytes)
         if kind == "all_reduce":
             if parked:
-                self._land_oldest([f for f in self._flights if not f[2] and f[0][0][0] in self.tier])
+                self._land_oldest([f for f in self._flights if not f.scratch and f.items[0][0] in self.tier])
+            if wire is not None:
+                self._land_oldest([f for f in self._flights if f.wire is not None and f.wire.second])
             if packed:
                 self._take((total, itemsize), lent=True, fresh=parked)
                 self._release(items)
-            self._flights.append((items, [n for _, n, _, _ in items], 0, packed))
-            return
-        self._land_oldest([f for f in self._flights if f[2]])
-        size = self._size(items[0][3][0])
-        self._take((total // size, itemsize), lent=True, fresh=parked)
-        if packed:
-            self._take((total, itemsize), fresh=parked)
-            self._release(items)
-        self._flights.append((items, [n // size for _, n, _, _ in items], total, packed))
+            flight = Flight(items, [n for _, n, _, _ in items], 0, packed)
+        else:
+            self._land_oldest([f for f in self._flights if f.scratch])
+            self._take((total // size, itemsize), lent=True, fresh=parked)
+            if packed:
+                self._take((total, itemsize), fresh=parked)
+                self._release(items)
+            flight = Flight(items, [n // size for _, n, _, _ in items], total, packed)
+        self._flights.append(flight if wire is None else self._encoded(flight, wire, adding))
+
+    def _encoded(self, flight: Flight, wire: Wire, adding: int) -> Flight:
+        """The first message of a compressed bucket: what is sent, room for as much, and for the row of an all_reduce."""
+        sent = wire.n * wire.row_wire
+        row = wire.row if wire.second else 0
+        self.hold += row + sent
+        self.peak(wire.lost + adding)
+        self.hold += sent
+        self.peak(adding)
+        return replace(flight, wire=wire, landing=row + 2 * sent)
+
+    def _summed(self, flight: Flight, wire: Wire) -> Flight:
+        """The first message has come: its rows are added, and the sum is encoded and gathered where it is wanted whole."""
+        self.peak(wire.row - wire.n * wire.row_wire)  # what was sent is gone when rows are decoded
+        if not wire.second:
+            self.hold -= flight.landing
+            return flight
+        self.hold -= flight.landing - wire.row
+        self.hold += wire.row_wire
+        self.peak(wire.lost)
+        self.hold += wire.n * wire.row_wire
+        self.peak()
+        self.hold -= wire.row
+        return replace(flight, wire=None, landing=(wire.n + 1) * wire.row_wire)
 
     def _land(self, flight: Flight) -> None:
-        items, results, scratch, packed = flight
+        if flight.wire is not None:
+            flight = self._summed(flight, flight.wire)
+            if flight.wire is None:
+                self._flights.append(flight)
+                return
+        else:
+            self.hold -= flight.landing
+        items, results, scratch, packed = flight.items, flight.results, flight.scratch, flight.packed
         parked = items[0][0] in self.tier
         if scratch and packed and parked:
             self.hold -= scratch

@@ -20,6 +20,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
+from autopar.passes.price.lines import unsent_bytes
 from autopar.passes.price.tiers import step_parts
 from autopar.runtime.devices import CPU, Device
 
@@ -241,7 +242,7 @@ def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -
 def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Bytes that are always there, by kind: on the device, and per tier."""
     mesh = stage.mesh
-    parameters = gradients = optimizer = 0.0
+    parameters = gradients = optimizer = unsent = 0.0
     tiers: dict[str, dict[str, float]] = {}
     for name, p in stage.parameters.items():
         stored = p.storage.local_bytes(p.type, mesh)
@@ -250,6 +251,7 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
         else:
             parameters += stored
         if p.contributions and stage.training:
+            unsent += unsent_bytes(p, mesh)
             shard = p.optimizer.local_bytes(p.type, mesh)
             if p.owned:
                 state = setting.optimizer.shard_bytes(p.type, shard, name)
@@ -263,7 +265,7 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
                     optimizer += shard if _apart(p, mesh) else 0.0
     buffers = float(sum(t.nbytes for t in stage.buffers.values()))
     kinds = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
-    return kinds, tiers
+    return kinds | ({"unsent gradients": unsent} if unsent else {}), tiers
 
 
 def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float) -> None:

@@ -21,8 +21,11 @@ from autopar.ir.setting import Setting
 from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
+from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.lattice import copied_s
+from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.compression import CODECS
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
 """Seconds of a call by template, then by action: F, B and W."""
@@ -31,18 +34,20 @@ TemplateSeconds = Mapping[str, Mapping[str, float]]
 @dataclass(frozen=True)
 class Message:
     """One collective along an axis. nbytes: of the full array; what: it is for; bucketed: it travels in one message with
-    others, as gradients, updated parameters and the loss do."""
+    others, as gradients, updated parameters and the loss do; packed: bytes of that message per byte of its bucket."""
 
     kind: str
     axis: str
     what: str
     nbytes: float
     bucketed: bool = False
+    packed: float = 1.0
 
     def seconds(self, pricer: Pricer) -> float:
         """How long it takes alone, or its share of the message that it is a part of."""
-        price = pricer.bucketed_s if self.bucketed else pricer.collective_s
-        return price(self.kind, self.nbytes, self.axis)
+        if self.bucketed:
+            return pricer.bucketed_s(self.kind, self.nbytes, self.axis, self.packed)
+        return pricer.collective_s(self.kind, self.nbytes, self.axis)
 
     @property
     def purpose(self) -> Purpose:
@@ -90,7 +95,8 @@ def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, wh
                 yield from gather_messages(gather, stage.parameters[gather.name], stage.mesh)
         case SumLoss(axes=axes):
             nbytes = float(line.types[0].nbytes) if line.types[0] else 0.0
-            yield from (Message("all_reduce", a, "loss", nbytes, True) for a in axes if stage.mesh.sizes[a] > 1)
+            joined = not any(p.compression for p in stage.parameters.values())  # what is compressed leaves it behind
+            yield from (Message("all_reduce", a, "loss", nbytes, joined) for a in axes if stage.mesh.sizes[a] > 1)
 
 
 def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, mesh: Mesh) -> Iterator[Dispatch]:
@@ -127,8 +133,31 @@ def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
 
 def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """The reduction of one parameter's gradient."""
-    held = p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
-    yield from _step_messages(p.reduce, held, mesh, f"gradient {p.name}", True)
+    itemsize = p.type.dtype.itemsize
+    for message in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, f"gradient {p.name}", True):
+        if p.compression and message.kind in BUCKETED:
+            packed = wire_share(p.compression, itemsize)
+            for kind, nbytes in compressed_messages(message.kind, message.nbytes, p.compression, itemsize):
+                yield replace(message, kind=kind, nbytes=nbytes, packed=packed)
+        else:
+            yield replace(message, bucketed=not p.compression)
+
+
+def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
+    """Bytes of a parameter's gradient on a rank before its reduction."""
+    return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
+
+
+def unsent_bytes(p: StoredParameter, mesh: Mesh) -> float:
+    """Bytes that a rank keeps of what compressing a parameter's gradient has lost: as much as every sum is of."""
+    if not (p.compression and CODECS[p.compression].feedback):
+        return 0.0
+    nbytes, held = 0.0, unreduced_bytes(p, mesh)
+    for step in p.reduce:
+        size = mesh.product(step.axes)
+        nbytes += held if step.kind in BUCKETED and size > 1 else 0.0
+        held = bytes_after(step.kind, held, size)
+    return nbytes
 
 
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
@@ -202,10 +231,20 @@ def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) ->
 
 
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds of the messages that reduce a gradient, and of what is copied for them."""
-    held = p.optimizer.local_bytes(p.type, pricer.mesh) * bytes_before_per_byte(p.reduce, pricer.mesh.sizes)
+    """Seconds of the messages that reduce a gradient, and of what is copied and compressed for them."""
+    held = unreduced_bytes(p, pricer.mesh)
     sent_s = _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
-    return sent_s + _steps_copied_s(p.reduce, held, pricer)
+    return sent_s + _steps_copied_s(p.reduce, held, pricer) + _compressing_s(p, held, pricer)
+
+
+def _compressing_s(p: StoredParameter, held: float, pricer: Pricer) -> float:
+    """Seconds to encode and decode a gradient, of which a rank holds so many bytes before its reduction."""
+    if not p.compression:
+        return 0.0
+    sums = (m for m in _step_messages(p.reduce, held, pricer.mesh, "", True) if m.kind in BUCKETED)
+    return sum(
+        pricer.copy_s * compressing_bytes(m.kind, m.nbytes, p.compression, pricer.mesh.sizes[m.axis]) for m in sums
+    )
 
 
 def regather_seconds(p: StoredParameter, pricer: Pricer) -> float:

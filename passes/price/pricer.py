@@ -24,12 +24,14 @@ from autopar.ir.rule import Rule, Strategy, carried_choices, factors_of
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType, dtype_name
 from autopar.ops.registry import Grouped, find
+from autopar.passes.price.compression import compressed_messages, compressing_bytes, compression_of, wire_share
 from autopar.passes.price.mixtures import moved_bytes, work_share
 from autopar.passes.price.op_choices import OpChoices
 from autopar.passes.rules.alphabet import Shards, shards
-from autopar.passes.rules.lattice import Lattice
+from autopar.passes.rules.lattice import CollectiveCost, Lattice
 from autopar.passes.rules.sends import sent_by
 from autopar.passes.rules.strategy_table import strategy_table
+from autopar.runtime.buckets import BUCKETED
 
 
 class Pricer:
@@ -43,8 +45,8 @@ class Pricer:
         self.device = cluster.device(mesh.offset)
         self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
-        self._lattices: dict[tuple[TensorType, tuple[str, ...], bool], Lattice] = {}
-        self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], Lattice] = {}
+        self._lattices: dict[tuple[TensorType, tuple[str, ...], bool, str], Lattice] = {}
+        self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool, str], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
         self._choices: dict[str, OpChoices] = {}
         self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
@@ -56,10 +58,27 @@ class Pricer:
             self._collectives[key] = collective.collective_time_s(self.cluster, kind, nbytes, self._groups[axis])
         return self._collectives[key]
 
-    def bucketed_s(self, kind: str, nbytes: float, axis: str) -> float:
-        """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together."""
-        whole = self.software.bucket_bytes
+    def bucketed_s(self, kind: str, nbytes: float, axis: str, packed: float = 1.0) -> float:
+        """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together. packed: bytes
+        of the message per byte of its bucket, where it is compressed."""
+        whole = self.software.bucket_bytes * packed
         return self.collective_s(kind, max(nbytes, whole), axis) * min(nbytes / whole, 1.0)
+
+    def summed_s(self, compression: str, itemsize: int) -> CollectiveCost:
+        """The price of a step of a gradient with so many bytes an element: inside its bucket. Where gradients are compressed only
+        sums are, and the steps between them, which the runtime sends one by one, are no cheap way around a second leg."""
+        if not compression:
+            return self.bucketed_s
+        packed = wire_share(compression, itemsize)
+
+        def price(kind: str, nbytes: float, axis: str) -> float:
+            if kind not in BUCKETED:
+                return self.collective_s(kind, nbytes, axis)
+            messages = compressed_messages(kind, nbytes, compression, itemsize)
+            sent_s = sum(self.bucketed_s(sent, wire, axis, packed) for sent, wire in messages)
+            return sent_s + self.copy_s * compressing_bytes(kind, nbytes, compression, self.mesh.sizes[axis])
+
+        return price
 
     def meeting_s(self, kind: str, axis: str) -> float:
         """Seconds until ranks that compute meet for a message, however small it is; where collectives were not measured it is in
@@ -74,15 +93,18 @@ class Pricer:
     def _is_measured(self) -> bool:
         return any(level.measured for level in self.cluster.levels)
 
-    def lattice(self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False) -> Lattice:
-        """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message. Types of
-        as many bytes whose dims divide alike share one lattice."""
-        key = (type_, ops, bucketed)
+    def lattice(
+        self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False, compression: str = ""
+    ) -> Lattice:
+        """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message.
+        compression: of gradients, which are bucketed. Types of as many bytes whose dims divide alike share one lattice."""
+        compression = compression_of(type_, compression)
+        key = (type_, ops, bucketed, compression)
         if key not in self._lattices:
             shape = tuple(math.gcd(n, self.mesh.size) for n in type_.shape)
-            alike = (shape, type_.nbytes, ops, bucketed)
+            alike = (shape, type_.nbytes, ops, bucketed, compression and f"{compression} {type_.dtype.itemsize}")
             if alike not in self._alike:
-                price = self.bucketed_s if bucketed else self.collective_s
+                price = self.summed_s(compression, type_.dtype.itemsize) if bucketed else self.collective_s
                 self._alike[alike] = Lattice(shape, type_.nbytes, self.mesh, price, self.copy_s, ops)
             self._lattices[key] = self._alike[alike]
         return self._lattices[key]

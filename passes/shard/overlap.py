@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
+from autopar.passes.price.compression import LEAST_ITEMSIZE
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
+from autopar.runtime.buckets import BUCKETED
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ def overlap_shares(program: Program, pricer: Pricer, rules: RuleBook, setting: S
     axes = [axis for axis, size in pricer.mesh.axes if size > 1]
 
     def messages_s(kind: str) -> float:
-        seconds = [{nbytes: pricer.bucketed_s(kind, nbytes, axis) for nbytes in set(sizes)} for axis in axes]
+        price = pricer.summed_s(setting.compression if kind in BUCKETED else "", LEAST_ITEMSIZE)
+        seconds = [{nbytes: price(kind, nbytes, axis) for nbytes in set(sizes)} for axis in axes]
         return min((sum(map(along_axis.__getitem__, sizes)) for along_axis in seconds), default=0.0)
 
     def share(least: float, seconds: float, behind_s: float) -> float:

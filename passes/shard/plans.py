@@ -19,6 +19,7 @@ def spmd_plan(problem: Problem, choice: list[int], cluster: ClusterSpec, options
         (stage,),
         options.microbatches or 1,
         origin=origin,
+        gradient_compression=options.gradient_compression or "",
     )
 
 

@@ -200,13 +200,14 @@ class Problem:
     # --- edges ----------------------------------------------------------------------------------------------------------
 
     def _conversion(
-        self, type_: TensorType, before: np.ndarray, after: np.ndarray, bucketed: bool = False
+        self, type_: TensorType, before: np.ndarray, after: np.ndarray, bucketed: bool = False, compression: str = ""
     ) -> np.ndarray:
-        """Seconds from every spec of `before` to every one of `after`."""
+        """Seconds from every spec of `before` to every one of `after`; bucketed, compression: as of `Pricer.lattice`."""
         owed = self.pricer.shards(type_).letters.owed
         bits = np.bitwise_or.reduce(owed[before]) | np.bitwise_or.reduce(owed[after])
         try:
-            return self.pricer.lattice(type_, _OWED[bits], bucketed).between(before[:, None], after)
+            lattice = self.pricer.lattice(type_, _OWED[bits], bucketed, compression)
+            return lattice.between(before[:, None], after)
         except KeyError as error:
             raise self._misfit(type_, error.args[0]) from None
 
@@ -333,7 +334,7 @@ class Problem:
             grad = template.param_grads[slot]
             if grad is not None and optimizer is not None:
                 u, before = self._at[name, grad]
-                pair = self._conversion(type_, before, optimizer, bucketed=True)
+                pair = self._conversion(type_, before, optimizer, True, self.setting.compression)
                 self.graph.connect(u, v, calls * self.shares.reduce * pair)
 
     def _use_s(self, stored: TensorType, used: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:

@@ -92,6 +92,7 @@ def candidate_at(task: Task, point: Point, bound_s: float) -> PricedPlan:
         task.setting.microbatches,
         origin="solver",
         predicted={"step_time_s": task.pricers.least_step_s(point.seconds)},
+        gradient_compression=task.options.gradient_compression or "",
     )
     return PricedPlan(plan, solution_of(point, bound_s))
 

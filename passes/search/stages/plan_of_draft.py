@@ -132,6 +132,7 @@ def _planned(draft: Draft, useless_from_s: float) -> PricedPlan | float:
         draft.microbatches,
         "forward",
         "solver",
+        gradient_compression=task.options.gradient_compression or "",
     )
     return scheduled(plan, draft, useless_from_s)
 

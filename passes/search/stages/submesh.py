@@ -182,7 +182,8 @@ def _measured(task: Task, short: Shortened, mesh: Mesh, plan: StagePlan, solutio
     if any(plan.parameters[name] != plan.parameters[other] for name, other in short.alike):
         short = whole(task.program)
     pricer, M = task.pricers[mesh], task.setting.microbatches
-    lowered = lower_stage(short.program, plan, task.pricers, task.rules, M, task.program.training)
+    compression = task.setting.compression
+    lowered = lower_stage(short.program, plan, task.pricers, task.rules, M, task.program.training, compression)
     units = measure(short.program, lowered, plan, pricer, task.rules, task.setting).at(short.stands_for)
     return SubmeshPlan(mesh, plan, replace(units, boundary_s=boundaries(task.program, pricer)), solution)
 
