@@ -1,4 +1,4 @@
-# make demo | test-fast | test | test-all | lint | typecheck | bench | models. Each makes .venv first, once.
+# make demo | test-fast | test | test-all | gpu | lint | typecheck | bench | models. Each makes .venv first, once.
 #
 #   PYTHON=python3.12   the interpreter that .venv is made from (3.11 or newer)
 #   TORCH_INDEX=URL     an extra package index with CPU builds of torch (see the install page of pytorch.org); without
@@ -22,7 +22,7 @@ endif
 export OMP_NUM_THREADS = 1
 PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test-fast test test-all lint typecheck bench models clean
+.PHONY: help demo test-fast test test-all gpu lint typecheck bench models clean
 help:
 	@sed -n '1,8s/^# \{0,1\}//p' Makefile
 
@@ -57,6 +57,13 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST)
 
+# Kernels, seconds and bytes on this machine's GPU; without one that leaves itself out and says so, and programs and
+# kernels run on fake CUDA tensors: signatures, shapes, dtypes and devices.
+gpu: $(READY)
+	@$(PY) -c 'import torch; gpus = torch.cuda.device_count(); print(f"{gpus} GPUs" if gpus else \
+		"no GPU: what needs one is skipped, the rest runs on fake CUDA tensors")'
+	$(PY) -m pytest -q -rs tests/gpu tests/runtime/test_kernels.py tests/runtime/test_attention_kernels.py
+
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -73,7 +80,7 @@ typecheck: $(READY)
 
 bench: $(READY)
 	$(PY) benchmarks/compile_time.py --quick
-	$(PY) benchmarks/step_time.py
+	$(PY) benchmarks/peers.py
 	$(PY) -m benchmarks.one_rank
 	$(PY) benchmarks/guards.py
 	$(PY) benchmarks/pipeline.py

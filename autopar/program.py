@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -34,6 +35,7 @@ from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.beside import Profile, beside_text
 from autopar.report.candidates import worth_measuring
+from autopar.report.words import no_faster
 from autopar.request import Request, as_cluster
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
@@ -111,8 +113,10 @@ class ParallelProgram(Compiled):
             raise InputError(f"save: candidates is a whole number from 0 to {MOST_CANDIDATES}, not {shown(candidates)}")
         others = worth_measuring(self.plan, self.alternatives, candidates)
         beside = [self.with_plan(other.plan)._contents for other in others]
-        worlds = [self._on_cluster(cluster)._contents for cluster in self._clusters(also)]
-        return write_directory(self._contents, Path(directory), beside, worlds)
+        worlds = [self._on_cluster(cluster) for cluster in self._clusters(also)]
+        for text in no_faster({one.cluster.size: one.predicted.step_time_s for one in (self, *worlds)}):
+            warnings.warn(f"save(also=…): {text}", stacklevel=3)
+        return write_directory(self._contents, Path(directory), beside, [world._contents for world in worlds])
 
     def _clusters(self, also: Sequence[int | ClusterSpec | str | Path]) -> list[ClusterSpec]:
         """The clusters that `save` is told of. Raises InputError, ClusterError."""

@@ -34,7 +34,7 @@ LLAMA_405B = LlamaShape(layers=126, dim=16384, ffn=53248, heads=128, kv_heads=8,
 
 
 class Llama(nn.Module):
-    """Returns the next-token loss of ids: (batch, seq) against labels: (batch, seq)."""
+    """The next-token loss of ids: (batch, seq) against labels: (batch, seq); without labels the logits."""
 
     def __init__(self, shape: LlamaShape, seq: int) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos().repeat(1, 2), persistent=False)
         self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class GptBlock(nn.Module):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.models import Gpt, next_token_loss
+from benchmarks.models import Gpt, Llama, next_token_loss
 from benchmarks.turns import Batch, Step
 
+Model = Gpt | Llama
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -23,19 +24,23 @@ def autopar_step(directory: Path) -> Step:
     return lambda batch: float(program(batch))
 
 
-def ddp_step(model: Gpt, make_optimizer: MakeOptimizer) -> Step:
-    """DistributedDataParallel."""
-    return data_parallel_step(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), make_optimizer)
+def ddp_step(model: Model, make_optimizer: MakeOptimizer, bucket_mb: float = 25.0) -> Step:
+    """DistributedDataParallel, whose gradients are views of its buckets."""
+    ddp = nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
+    )
+    return data_parallel_step(ddp, make_optimizer)
 
 
-def fsdp2_step(model: Gpt, make_optimizer: MakeOptimizer) -> Step:
-    """FSDP2 per block."""
+def fsdp2_step(model: Model, make_optimizer: MakeOptimizer, reshard: bool = True) -> Step:
+    """FSDP2 per block. reshard: parameters of blocks are gathered again for backward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in (*model.blocks, model):
-        fully_shard(block, mesh=mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
     return data_parallel_step(model, make_optimizer)
 
 
@@ -57,47 +62,53 @@ def data_parallel_step(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
     return step
 
 
-class HalfGpt(nn.Module):
-    """The first or the last half of a Gpt."""
+class Part(nn.Module):
+    """A run of a model's blocks, the first one behind its embedding, the last one before its head."""
 
-    def __init__(self, gpt: Gpt, last: bool) -> None:
+    def __init__(self, model: Model, stage: int, stages: int) -> None:
         super().__init__()
-        self.last = last
-        half = len(gpt.blocks) // 2
-        self.blocks = nn.ModuleList(list(gpt.blocks)[half:] if last else list(gpt.blocks)[:half])
-        if last:
-            self.norm, self.head = gpt.norm, gpt.head
-        else:
-            self.tokens, self.positions = gpt.tokens, gpt.positions
+        blocks, here = list(model.blocks), len(model.blocks) // stages
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.blocks = nn.ModuleList(blocks[stage * here : None if self.last else (stage + 1) * here])
+        self.tables = (model.cos, model.sin) if isinstance(model, Llama) else ()
+        if self.first:
+            self.tokens = model.embed if isinstance(model, Llama) else model.tokens
+            self.positions = None if isinstance(model, Llama) else model.positions
+        if self.last:
+            self.norm, self.head = model.norm, model.head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.last:
-            x = self.tokens(x) + self.positions
+        if self.first:
+            x = self.tokens(x)
+            x = x if self.positions is None else x + self.positions
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *self.tables)
         return self.head(self.norm(x)) if self.last else x
 
 
-def pipelined_step(model: Gpt, make_optimizer: MakeOptimizer, microbatches: int) -> Step:
-    """torch's own 1F1B of the two halves, on two ranks."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+def pipelined_step(model: Model, make_optimizer: MakeOptimizer, microbatches: int, schedule: str = "1F1B") -> Step:
+    """torch's own schedule ("1F1B", "GPipe") of equally many blocks on every rank."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    rank = dist.get_rank()
-    half = HalfGpt(model, last=rank == 1)
-    stage = PipelineStage(half, rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=next_token_loss)
-    optimizer = make_optimizer(half.parameters())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part, last = Part(model, rank, ranks), ranks - 1
+    stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
+    kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[schedule]
+    runner = kind(stage, microbatches, loss_fn=next_token_loss)
+    optimizer = make_optimizer(part.parameters())
 
     def step(batch: Batch) -> float:
         losses: list[torch.Tensor] = []
         if rank == 0:
-            schedule.step(batch[0])
+            runner.step(batch[0], return_outputs=False)
+        elif rank == last:
+            runner.step(target=batch[1], losses=losses, return_outputs=False)
         else:
-            schedule.step(target=batch[1], losses=losses)
+            runner.step()
         optimizer.step()
         optimizer.zero_grad()
-        mean = torch.stack(losses).mean().detach() if rank else torch.zeros(())
-        dist.broadcast(mean, 1)
+        mean = torch.stack(losses).mean().detach() if rank == last else torch.zeros(())
+        dist.broadcast(mean, last)
         return mean.item()
 
     return step

@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -87,6 +88,7 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
     step_s = statistics.median(times[False]) / BLOCK
 
     group, signature = next(iter(flight.started)), ("all_reduce", "sum", 0, (8, 128), torch.float32, "layers.0")
+    guard = threading.Event()
     store = dist.PrefixStore("beats", dist.distributed_c10d._get_default_store())
 
     def note() -> None:
@@ -98,6 +100,8 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
         store.check(["ask"])
         store.set("beat", json.dumps(asdict(flight.beat())))
         json.loads(store.get("beat"))
+        guard.wait(0.0)
+        time.monotonic() - flight._heard_at > flight._limit_s((60.0, 600.0), 2.0)  # noqa: B015  # what the guard asks
 
     note_s, step_note_s, beat_s = cpu_s(note), cpu_s(flight.end_step), cpu_s(beat, 200)
     compare_s = cpu_s(lambda: checksum(batches[0]), 200) / 50

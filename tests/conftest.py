@@ -46,7 +46,7 @@ def _beyond_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Of tests marked `few(n)`: the parameter sets beyond n, n being spread over them evenly."""
     sets: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few"):
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
             sets.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     for tests in sets.values():
         (n,) = tests[0].get_closest_marker("few").args

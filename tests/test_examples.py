@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import python
 
 ROOT = Path(__file__).parent.parent
 
 
 def run_script(script: str, *args: str, cwd: Path) -> str:
-    command = [sys.executable, str(ROOT / script), *args]
+    command = [python(), str(ROOT / script), *args]
     ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
     return ran.stdout
@@ -32,10 +33,11 @@ def test_demo_trains_on_two_processes_and_equals_one_device(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_step_time_benchmark_compares_equal_computations(tmp_path: Path) -> None:
-    result = json.loads(run_script("benchmarks/step_time.py", "--steps", "4", "--warmup", "1", cwd=tmp_path))
-    assert result["losses_agree"]
-    assert set(result["ratio_of_medians"]) == {"dp/ddp", "zero3/fsdp2"}
+def test_peers_benchmark_compares_equal_computations(tmp_path: Path) -> None:
+    said = run_script("benchmarks/peers.py", "--steps", "4", "--warmup", "1", cwd=tmp_path)
+    cases = json.loads(said)["cases"]
+    assert set(cases) == {f"{model}_{kind}" for model in ("gpt", "llama") for kind in ("dp", "zero3", "tp", "1f1b")}
+    assert all(case["losses_agree"] for case in cases.values())
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError, ClusterError, InfeasibleError, InputErr
 from autopar.runtime.batches import user_batches
 from autopar.runtime.run_directory import RunDirectory
 from autopar.runtime.worlds import manifest_for
+from tests.warm import python
 
 NOTED = """import os, sys, time
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_every_number_of_ranks_has_a_program_that_takes_its_weights_from_the_fir
     assert manifest_for(saved, 4).worlds == (1, 2, 3)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -175,9 +176,9 @@ def test_a_cluster_on_which_nothing_fits_is_named_and_nothing_is_written(program
 # --- real processes
 
 
-def command(home: Path, run: Path, steps: int, *launcher: str) -> list[str]:
+def command(home: Path, run: Path, steps: int, *launcher: str, executable: str = sys.executable) -> list[str]:
     own = ["--run-dir", str(run), "--steps", str(steps), "--save-every", "3", "--timeout", "120", "--hang", "0"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher, "--monitor-interval=0.1"]
+    torchrun = [executable, "-m", "torch.distributed.run", *launcher, "--monitor-interval=0.1"]
     return [*torchrun, str(home / "noted.py"), *own, "--data", f"{home / 'data.py'}:batches"]
 
 
@@ -205,7 +206,8 @@ def check_run(program: autopar.ParallelProgram, home: Path, run: Path, losses: P
 def train_on(out: Path, home: Path, folder: Path, parts: list[tuple[int, int]]) -> None:
     """One run, on so many ranks up to such a step each."""
     for ranks, steps in parts:
-        line = command(home, folder / "run", steps, "--standalone", f"--nproc-per-node={ranks}")
+        launcher = ["--standalone", f"--nproc-per-node={ranks}"]
+        line = command(home, folder / "run", steps, *launcher, executable=python())
         done = subprocess.run(
             line, capture_output=True, text=True, timeout=250, env=environment(out, folder / "losses"), check=False
         )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import python
+
 ROOT = Path(__file__).parent.parent
 WINGS = {"autopar": "autopar", **{wing: f"autopar/{wing}" for wing in ("passes", "costmodel", "codegen")}}
 SHIPPED = {".py", ".j2", ".json", ".typed"}
@@ -65,7 +67,7 @@ def test_installed_wings_import_from_anywhere(tmp_path: Path) -> None:
         "import importlib.util as u, autopar.passes, autopar.costmodel, autopar.codegen\n"
         "print([n for n in ('passes', 'costmodel', 'codegen') if u.find_spec(n)])"
     )
-    command = [sys.executable, "-c", code]
+    command = [python(), "-c", code]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.strip() == "[]"
@@ -99,6 +101,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path / "checkout"
 
 
+@pytest.mark.slow
 def test_a_checkout_imports_all_its_wings(checkout: Path) -> None:
     files = imported_from(checkout)
     assert {file.relative_to(checkout).parts[0] for file in files} == set(WINGS)

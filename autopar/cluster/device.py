@@ -8,6 +8,7 @@ efficiency curves, which say what share of the peak an operation of a given shap
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,6 +19,7 @@ from autopar.cluster.checks import RATE, SECONDS, check_fields, checked, name_te
 from autopar.cluster.kernels import KernelTimes, kernels_from_dict
 from autopar.cluster.tiers import Tier, tiers_from_dict
 from autopar.errors import ClusterError
+from autopar.runtime.devices import LEAST_CUDA, Device
 from autopar.runtime.schema import (
     Schema,
     anything,
@@ -128,7 +130,7 @@ NO_TIERS = "describe tiers in the cluster file (`tiers: usual`, or their figures
 class DeviceSpec:
     """One device. FLOP/s, bytes, bytes/s, seconds. host_bandwidth_Bps: to the host's memory, one direction. tiers: memory
     beyond its own that a rank on it may use, fastest first (none: everything rests on the device). kernels: seconds of ops as
-    they were measured on it, where they were."""
+    they were measured on it, where they were. architecture: as compilers name it ("sm90"), by which kernels are chosen."""
 
     name: str
     peak_flops: Mapping[str, float]
@@ -140,6 +142,7 @@ class DeviceSpec:
     kind: str = "gpu"
     tiers: tuple[Tier, ...] = ()
     kernels: KernelTimes | None = None
+    architecture: str = ""
 
     def __post_init__(self) -> None:
         what = f"device {name_text(self.name, 'device')}"
@@ -161,6 +164,13 @@ class DeviceSpec:
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    @property
+    def runs_as(self) -> Device:
+        """What kernels on it are chosen by; a GPU of which nothing is said is one of CUDA's."""
+        if self.architecture or self.kind != "gpu":
+            return Device.of_architecture(self.architecture)
+        return LEAST_CUDA
 
     def supports(self, dtype: str) -> bool:
         """Whether the device has arithmetic for this dtype."""
@@ -198,6 +208,7 @@ class DeviceSpec:
         """Plain data for JSON; `device_from_dict` reads it back."""
         tiers = {"tiers": {tier.name: tier.to_dict() for tier in self.tiers}} if self.tiers else {}
         kernels = {"kernels": self.kernels.to_dict()} if self.kernels is not None else {}
+        architecture = {"architecture": self.architecture} if self.architecture else {}
         return {
             "name": self.name,
             "kind": self.kind,
@@ -209,7 +220,12 @@ class DeviceSpec:
             "curve": self.curve.to_dict(),
             **tiers,
             **kernels,
+            **architecture,
         }
+
+
+def _is_architecture(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch("(sm[0-9]{2,3}|gfx[0-9a-f]{3,5})?", name) is not None
 
 
 _FIGURES: dict[str, Schema[Any]] = {
@@ -219,6 +235,7 @@ _FIGURES: dict[str, Schema[Any]] = {
     "launch_overhead_s": SECONDS,
     "host_bandwidth_Bps": RATE,
     "kind": text(),
+    "architecture": where(_is_architecture, 'an architecture such as "sm90" or "gfx942"'),
     "curve": where(lambda curve: isinstance(curve, EfficiencyCurve), "an EfficiencyCurve"),
     "tiers": listed(where(lambda tier: isinstance(tier, Tier), "a Tier")),
     "kernels": where(lambda kernels: kernels is None or isinstance(kernels, KernelTimes), "KernelTimes"),
@@ -292,6 +309,7 @@ def device_preset(name: str) -> DeviceSpec:
         host_bandwidth_Bps=float(entry["host_bandwidth_Bps"]),
         curve=curve_named(entry["curve"]),
         kind="cpu" if key == "cpu" else "gpu",
+        architecture=entry.get("architecture", ""),
     )
 
 

@@ -18,6 +18,8 @@ from typing import TypeVar
 import numpy as np
 
 from autopar.ir.types import TensorType
+from autopar.runtime.devices import CPU, Device
+from autopar.runtime.kernels import has_fused_update
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
 """Bytes of one shard, or of several at once."""
@@ -29,13 +31,15 @@ class OptimizerState:
 
     elements: of state per element of a parameter, over the whole model. elements_of: for parameters where it differs from
     that. element_bytes: of one of them. scratch: elements that an update needs for a moment, per element of the parameter
-    it updates and per element of the one before. whole: names of parameters that are updated as whole tensors. group_of:
-    which group of the optimizer a parameter is in, where there are several.
+    it updates and per element of the one before. is_fused: on a GPU one kernel updates all parameters, without scratch.
+    whole: names of parameters that are updated as whole tensors. group_of: which group of the optimizer a parameter is in,
+    where there are several.
     """
 
     elements: float = 0.0
     element_bytes: int = 0
     scratch: tuple[float, float] = (0.0, 0.0)
+    is_fused: bool = False
     whole: frozenset[str] = frozenset()
     elements_of: Mapping[str, float] = field(default_factory=dict)
     group_of: Mapping[str, int] = field(default_factory=dict)
@@ -55,9 +59,12 @@ class OptimizerState:
         itemsize = type_.dtype.itemsize
         return nbytes / itemsize * self.ratio(*names) * max(self.element_bytes, itemsize)
 
-    def scratch_bytes(self, shards: Sequence[float]) -> float:
-        """The most bytes that updating shards of so many bytes, one after another, needs beside their state."""
+    def scratch_bytes(self, shards: Sequence[float], device: Device = CPU) -> float:
+        """The most bytes that updating shards of so many bytes, one after another, needs beside their state. On a GPU they are
+        updated together."""
         own, before = self.scratch
+        if has_fused_update(device.type):
+            return 0.0 if self.is_fused else own * sum(shards)
         return max((own * a + before * b for a, b in zip(shards, [0.0, *shards], strict=False)), default=0.0)
 
 

@@ -22,6 +22,7 @@ from autopar.errors import InputError
 from autopar.ir.program import Program
 from autopar.ir.setting import OptimizerState
 from autopar.runtime.errors import RuntimeProgramError
+from autopar.runtime.optimizer_forms import is_fusible
 from autopar.runtime.update_rule import (
     REFUSED_OPTIMIZERS,
     WHOLE_TENSOR_OPTIMIZERS,
@@ -78,7 +79,8 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
     total = sum(math.prod(shape) for shape in sizes.values())
     ratio = sum(kept[name] * math.prod(shape) for name, shape in sizes.items()) / max(total, 1)
     other = {name: count for name, count in kept.items() if count != ratio}
-    return OptimizerState(ratio, each, scratch, frozenset(whole), other, _groups(optimizers, parameters))
+    fused = all(map(is_fusible, optimizers))
+    return OptimizerState(ratio, each, scratch, fused, frozenset(whole), other, _groups(optimizers, parameters))
 
 
 def _random(shapes: Shapes, seed: int = 0) -> dict[str, nn.Parameter]:

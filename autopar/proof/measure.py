@@ -5,7 +5,7 @@ makes: a storage counts from the op that made it until it is freed, whoever free
 everything that a rank owns is counted: parameters, buffers, gradients, optimizer state, activations, gathered
 parameters, buckets, receive buffers. The user's batch belongs to nobody (all threads read one), copies of its slices
 to the rank that made them; a message under way belongs to the transport, as it does in NCCL's or Gloo's own buffers.
-What kernels use inside one op is not a tensor and not seen, here as little as in the prediction.
+What kernels use inside one op is not a tensor and not seen; the prediction counts it for GPUs, whose kernels do not run here.
 """
 
 from __future__ import annotations

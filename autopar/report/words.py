@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.capture.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.ir.lowered import LoweredStage, StoredParameter
@@ -10,6 +12,19 @@ from autopar.ir.spec import Spec
 from autopar.ir.text import size_text, time_text
 from autopar.passes.search.placement import placement_gain
 from autopar.report.long_run import DAYS, long_run
+
+
+def no_faster(step_s: Mapping[int, float]) -> list[str]:
+    """A line for every number of ranks whose steps are predicted to be no shorter than on fewer. step_s: by ranks."""
+    lines = []
+    for ranks in sorted(step_s)[1:]:
+        best = min((fewer for fewer in step_s if fewer < ranks), key=lambda fewer: (step_s[fewer], fewer))
+        if step_s[ranks] >= step_s[best]:
+            lines.append(
+                f"a step on {ranks} ranks is predicted to take {time_text(step_s[ranks])}, no less than the "
+                f"{time_text(step_s[best])} on {best}; a run that is given {ranks} would gain nothing by them"
+            )
+    return lines
 
 
 def report(program: Compiled) -> str:

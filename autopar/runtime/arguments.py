@@ -47,6 +47,27 @@ def parser() -> argparse.ArgumentParser:
         help="with --run-dir: compare copies of parameters every N steps",
     )
     made.add_argument(
+        "--recompute",
+        metavar="N",
+        type=count,
+        default=0,
+        help="with --run-dir: every N steps ranks compute a microbatch's gradients as their neighbours do, and compare",
+    )
+    made.add_argument(
+        "--exclude-after",
+        metavar="N",
+        type=count,
+        default=0,
+        help="with --run-dir: leave out a machine whose ranks ended the run N times in a day; 0: never",
+    )
+    made.add_argument(
+        "--exclude-slow",
+        metavar="N",
+        type=count,
+        default=0,
+        help="with --run-dir: leave out a machine that is named as slow N times in a row; 0: never",
+    )
+    made.add_argument(
         "--synchronous", dest="asynchronous", action="store_false", help="with --run-dir: save, then train on"
     )
     made.add_argument("--seed", type=whole_number(-(1 << 63)), default=None, help="seed of random data and dropout")

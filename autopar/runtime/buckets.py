@@ -4,7 +4,8 @@ A value goes along its resharding steps: leading local steps (shard) at once, an
 of a bucket, one flat asynchronous collective per (kind, axes, dtype) that is issued when the bucket is full. Steps left
 after that go the same way in the next round, when the bucket lands. A large value is a bucket of its own and is reduced
 where it lies when that is allowed: reduce_scatter never writes its input, all_reduce does, so it asks that the caller
-gave the tensor away (`owned`).
+gave the tensor away (`owned`). Nothing hides a message that starts when backward is over, so no large bucket has more than
+half of what is left of the step: the last one is small, also of a model that would fit into one.
 
     all_reduce bucket        [ g0 ........ | g1 .... | g2 ...... ]                 results are views of the bucket
     reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
@@ -24,12 +25,45 @@ from torch import Tensor
 
 from .buffers import BufferPool
 from .calls import Handle
-from .comm import Comm, Step, front_chunks
+from .comm import Axes, Comm, Step, front_chunks
 from .errors import RuntimeProgramError
 
 Steps = tuple[Step, ...]
 MIB = 1 << 20
 BUCKETED = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """Bytes: when a bucket is full; when the first one of a step is, so that messages start early; from where on a value is
+    scattered where it lies; when a late one is full at the earliest, as ranks that share cores pay for every message; and of all
+    that a step sends, where that is known."""
+
+    full: int = 25 * MIB
+    first: int = MIB
+    direct: int = MIB
+    least: int = 8 * MIB
+    step: int | None = None
+
+    def limit(self, begun: bool, sent: int) -> int:
+        """When a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
+        if not begun:
+            return min(self.first, self.full)
+        left = self.full if self.step is None else (self.step - sent) // 2
+        return min(max(self.least, left), self.full)
+
+
+def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], int]) -> int:
+    """What a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along axes."""
+    total, nbytes = 0.0, shard_bytes
+    for kind, axes, *_ in reversed(steps):
+        if kind in ("reduce_scatter", "shard"):
+            nbytes *= size(axes)
+        elif kind == "all_gather":
+            nbytes /= size(axes)
+        if kind in BUCKETED and size(axes) > 1:
+            total += nbytes
+    return int(total)
 
 
 @dataclass(slots=True)
@@ -45,7 +79,6 @@ class _Item:
 class _Bucket:
     items: list[_Item] = field(default_factory=list)
     nbytes: int = 0
-    limit: int = 0
 
 
 @dataclass(slots=True)
@@ -57,16 +90,6 @@ class _Flight:
     results: list[Tensor]
     scratch: Tensor | None
     packed: bool
-
-
-@dataclass(frozen=True)
-class BucketSizes:
-    """Bytes: when a bucket is full; when the first one of a step is, so that messages start early; and from where on a
-    value is scattered where it lies."""
-
-    full: int = 25 * MIB
-    first: int = MIB
-    direct: int = MIB
 
 
 class Buckets:
@@ -87,6 +110,7 @@ class Buckets:
         self._lent: list[Tensor] = []
         self._buckets: dict[tuple[Any, ...], _Bucket] = {}
         self._flights: list[_Flight] = []
+        self._sent = 0
 
     def flush(self) -> None:
         """Issue every bucket that is open, without waiting. To issue one may land others, whose values fill, and so issue,
@@ -104,8 +128,9 @@ class Buckets:
                 self._land(flights.pop(0))
 
     def clear(self) -> None:
-        """Let go of the pool."""
+        """The step's values have all arrived: let go of the pool."""
         self._pool.clear()
+        self._sent = 0
 
     def forget(self) -> None:
         """What arrived is used: its buckets go when the caller has dropped it."""
@@ -126,19 +151,19 @@ class Buckets:
         item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:])
         if self._direct(kind, item, nbytes):
             self._launch(kind, axes, [item], packed=False)
-            return
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            limit = self.sizes.full if self._flights else min(self.sizes.first, self.sizes.full)
-            bucket = self._buckets[key] = _Bucket(limit=limit)
-        bucket.items.append(item)
-        bucket.nbytes += nbytes
-        if bucket.nbytes >= bucket.limit:
+        else:
+            bucket = self._buckets.setdefault(key, _Bucket())
+            bucket.items.append(item)
+            bucket.nbytes += nbytes
+        if key in self._buckets and self._buckets[key].nbytes >= self._limit():
             self._issue(key)
+
+    def _limit(self) -> int:
+        return self.sizes.limit(bool(self._flights), self._sent)
 
     def _direct(self, kind: str, item: _Item, nbytes: int) -> bool:
         """Whether a value is reduced where it lies. A message of its own must pay: an all_reduce as large as a bucket."""
-        least = self.sizes.full if kind == "all_reduce" else self.sizes.direct
+        least = self._limit() if kind == "all_reduce" else self.sizes.direct
         if nbytes < least or not item.value.is_contiguous():
             return False
         return item.owned if kind == "all_reduce" else item.dim == 0
@@ -150,6 +175,7 @@ class Buckets:
     def _launch(self, kind: str, axes: Any, items: list[_Item], packed: bool) -> None:
         names = items[0].name if len(items) == 1 else f"{items[0].name} … {items[-1].name}"
         site = f"gradients of {names}"
+        self._sent += sum(item.value.numel() * item.value.element_size() for item in items)
         if kind == "all_reduce":
             if items[0].name in self.leaving:
                 self._land_oldest([f for f in self._flights if f.scratch is None and f.items[0].name in self.leaving])

@@ -21,6 +21,10 @@ from .session import Session
 
 SLOW = 1.15
 """Times the median's busy seconds."""
+TELL_EVERY = 50
+"""Steps, at most, from one telling to the next."""
+TELL_S = 30.0
+"""Seconds that these may take, where they are more than one step."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,15 @@ class Told:
     @property
     def busy_s(self) -> float:
         return self.seconds - self.waited_s
+
+
+def steps_to_next(step: int, steps: int, told: Sequence[Told]) -> int:
+    """Until ranks tell each other again, the same on all of them: up to the next step after a multiple of TELL_EVERY, sooner
+    where steps are long. step: the one that is about to begin; steps: made since they told last (none: they never did)."""
+    if not steps:
+        return 1
+    step_s = max(one.seconds for one in told) / steps
+    return min(max(int(TELL_S / max(step_s, 1e-9)), 1), TELL_EVERY - (step - 1) % TELL_EVERY)
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:

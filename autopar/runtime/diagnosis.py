@@ -72,7 +72,11 @@ def diagnose(first: Sequence[Beat | None], second: Sequence[Beat | None]) -> Dia
     beats = [beat for beat in second if beat is not None]
     silent = [b for b, before in zip(beats, first, strict=True) if before is not None and b.number == before.number]
     if silent:
-        return _blame(silent, "no longer runs (stopped, swapped out, or its machine is gone): it was last at", beats)
+        return _blame(
+            silent,
+            "no longer runs (stopped, swapped out, or its machine or the link to it is gone): it was last at",
+            beats,
+        )
     turns = {beat.rank: beat.turn for beat in beats}
     difference = first_difference({beat.rank: beat.last for beat in beats if beat.last}, turns)
     difference = difference or marked_difference({beat.rank: beat.marks for beat in beats})

@@ -5,7 +5,8 @@ store where the rank is (`diagnosis.Beat`). Whoever has waited longer than the l
 asks all ranks for their last messages, and whoever is first writes the diagnosis into the store; every rank that still beats
 finds it there, writes its buffer to a file and ends. So a hang is named, with the line, in about the limit, and not when a
 collective times out. With every beat a rank also looks at the beat of one of those that it sends to: if they have not sent the
-same messages (message_order.py), it asks at once. A rank that fails writes its buffer too, with its error.
+same messages (message_order.py), it asks at once. A rank that fails writes its buffer too, with its error. Where the store
+itself does not answer, because its machine or the link to it is gone, a rank that waits ends by itself after the limit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ WAITED, ENDED = COLUMNS.index("waited"), COLUMNS.index("ended")
 
 
 class Flight:
-    """One rank's buffer and beats. say: told of the diagnosis before the process ends."""
+    """One rank's buffer and beats. machines: names by rank, once ranks have told each other."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -54,6 +55,7 @@ class Flight:
         self.action = ""
         self.longest_step_s = 0.0
         self.waited_s = 0.0
+        self.machines: Sequence[str] = ()
         self.started: dict[str, int] = {}
         self.recent: deque[list[Any]] = deque(maxlen=KEPT)
         self.order = MessageOrder()
@@ -66,6 +68,7 @@ class Flight:
         self._beats = 0
         self._main = threading.get_ident()
         self._ended = threading.Event()
+        self._heard_at = 0.0
         self._step_began = time.monotonic()
 
     # ---- what the rank does
@@ -176,7 +179,8 @@ class Flight:
     def as_data(self, beat: Beat) -> dict[str, Any]:
         """What its file holds."""
         rows = [dict(zip(COLUMNS, entry, strict=True)) for entry in list(self.recent)]
-        return {"autopar_flight": 2, "ranks": self.world_size, "beat": asdict(replace(beat, last=())), "recent": rows}
+        own = {"beat": asdict(replace(beat, last=())), "recent": rows}
+        return {"autopar_flight": 3, "ranks": self.world_size, "machines": list(self.machines), **own}
 
     def write(self, folder: Path, beat: Beat) -> None:
         """Its file, for autopar-doctor."""
@@ -198,9 +202,10 @@ class Flight:
         up; folder: for the buffers; end: ends the process with a text."""
         interval_s = max(min(1.0, limit_s / 10), self.world_size / RANKS_A_SECOND)
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # of this thread alone: the rank's may be waiting
-        arguments = (own, folder, (limit_s, first_limit_s), interval_s, end)
-        thread = threading.Thread(target=self._watch, args=arguments, name="autopar beat", daemon=True)
-        thread.start()
+        limits_s, self._heard_at = (limit_s, first_limit_s), time.monotonic()
+        for body, of in ((self._watch, (own,)), (self._guard, ())):
+            arguments = (*of, folder, limits_s, interval_s, end)
+            threading.Thread(target=body, args=arguments, name="autopar beat", daemon=True).start()
 
     def stop(self) -> None:
         """The run is over: no more beats."""
@@ -220,7 +225,7 @@ class Flight:
                 asked = store.get("ask").decode() if store.check(["ask"]) else ""
                 self._halted = asked == STRAYS
                 beat = self._say(store, bool(asked))
-                limit_s = max(limits_s[0] - apart_s, 2 * self.longest_step_s) if self.longest_step_s else limits_s[1]
+                limit_s = self._limit_s(limits_s, 4 * apart_s / 3 + 2 * interval_s)
                 other = self._other(store, beat.number)
                 strays = other is not None and bool(differing_group(beat.marks, other.marks))
                 if strays or (beat.waits and beat.since_s > limit_s):
@@ -236,6 +241,25 @@ class Flight:
                 return
             if self._ended.wait(interval_s):
                 return
+
+    def _limit_s(self, limits_s: tuple[float, float], takes_s: float) -> float:
+        """Seconds of waiting after which something is wrong. takes_s: to find out what, and for all to hear of it."""
+        limit_s = max(limits_s[0] - takes_s, limits_s[0] / 4)
+        return max(limit_s, 2 * self.longest_step_s) if self.longest_step_s else limits_s[1]
+
+    def _guard(
+        self, folder: Path, limits_s: tuple[float, float], interval_s: float, end: Callable[[str], None]
+    ) -> None:
+        """See that the store answers; a call that it does not answer would not come back."""
+        while not self._ended.wait(interval_s):
+            silent_s, limit_s = time.monotonic() - self._heard_at, self._limit_s(limits_s, 2 * interval_s)
+            if silent_s > limit_s and (beat := self.beat()).waits and beat.since_s > limit_s:
+                self.write(folder, beat)
+                end(
+                    f"this run hangs, and the job's store has not answered for {silent_s:.0f} s: its machine (that of "
+                    "rank 0, or of torchrun's rendezvous) is gone, or the link to it is; "
+                    f"rank {self.rank} waits for {beat.waits}, {beat.where}"
+                )
 
     def _other(self, store: dist.Store, turn: int) -> Beat | None:
         """What one of those that this rank sends to said last: another one every time."""
@@ -267,11 +291,14 @@ class Flight:
         second = self._read(store)
         if strays or not any(beat is not None and 0 < beat.excused_s < excused_s for beat in second):
             what = "ranks have gone different ways" if strays else "this run hangs"
-            store.compare_set("diagnosis", "", f"{what}: {diagnose(first, second).text}")
+            found = diagnose(first, second)
+            on = "".join(f"; rank {rank} is on {self.machines[rank]}" for rank in found.culprits[:8] if self.machines)
+            store.compare_set("diagnosis", "", f"{what}: {found.text}{on}")
 
     def _say(self, store: dist.Store, asked: bool) -> Beat:
         beat = self.beat(asked)
         store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+        self._heard_at = time.monotonic()
         return beat
 
     def _read(self, store: dist.Store) -> list[Beat | None]:
@@ -300,6 +327,8 @@ def row_of(message: Mapping[str, Any]) -> Row:
 
 def set_aside(folder: Path) -> None:
     """Give what ranks of a run before wrote another name."""
+    if not folder.exists():
+        return
     before = folder.with_name(f"{folder.name}-before")
     shutil.rmtree(before, ignore_errors=True)
     with suppress(OSError):

@@ -76,9 +76,9 @@ class GradStore:
         self._values = 0
         self._finished = False
 
-    @torch.no_grad()
     def add(self, name: str, grad: Tensor, owned: bool = False) -> None:
-        """Add a contribution. owned: nobody else reads or holds this tensor, it may be reduced in place."""
+        """Add a contribution, which needs no gradient itself. owned: nobody else reads or holds this tensor, it may be reduced
+        in place."""
         entry = self.table.get(name)
         if entry is None:
             raise RuntimeProgramError(f"the program has no gradient entry for parameter {name!r}")

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from .arguments import parser
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
-from .flight import FLIGHT, end_process, set_aside
+from .flight import FLIGHT, end_process
 from .heap import keep_freed_memory
 from .inductor import keep_beside
+from .left_out import leave_out
 from .manifest import Manifest
 from .meeting import joined
 from .metrics import Metrics, StepLine
@@ -36,7 +37,7 @@ from .preflight.main import main as preflight
 from .process import TorchComm
 from .recorder import Recorder
 from .session import Session
-from .spares import stand_by
+from .spares import START_AGAIN, stand_by
 from .tables import world_mesh
 from .worlds import manifest_for, started_ranks
 
@@ -102,6 +103,7 @@ def load(
     check: bool = False,
     tier_directory: str | Path | None = None,
     compiler: str | None = None,
+    met: tuple[dist.Store, int] | None = None,
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded: that for the number of ranks there are.
 
@@ -110,7 +112,8 @@ def load(
     safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
     resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
     compiler: "none" or "inductor", instead of what the program was compiled with. An optimizer that is not of torch.optim
-    comes from a module that run.py or the calling script imports (manifest.py). Raises RuntimeProgramError, and
+    comes from a module that run.py or the calling script imports (manifest.py). met: where this round's workers have met already
+    (`meeting.joined`). Raises RuntimeProgramError, and
     WrongWorldSize before any process group is made.
     """
     from .weights import load_weights  # its import takes most of a second
@@ -122,7 +125,7 @@ def load(
     else:
         manifest = manifest_for(directory, started_ranks())
     rule = manifest.update_rule()
-    store = None if dist.is_initialized() else _join(backend or _pick_backend(), timeout_s, manifest)
+    store = None if dist.is_initialized() else _join(backend or _pick_backend(), timeout_s, manifest, met)
     pipeline = manifest.load_pipeline()
     compiler = compiler or manifest.compiler
     if compiler != "none":
@@ -179,9 +182,13 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     program: LoadedProgram | None = None
     status = 0
     try:
-        if int(os.environ.get("RANK", "0")) >= manifest.world_size:
-            store, rank = joined(arguments.timeout)
-            return stand_by(dist.PrefixStore("notes", store), manifest, rank, arguments.hang, arguments.timeout)
+        met = joined(arguments.timeout) if arguments.run else None
+        if met is not None:
+            store, rank = met
+            if leave_out(store, rank, arguments, min((manifest.world_size, *manifest.worlds))):
+                return START_AGAIN
+            if rank >= manifest.world_size:
+                return stand_by(dist.PrefixStore("notes", store), manifest, rank, arguments.hang, arguments.timeout)
         program = load(
             manifest,
             arguments.backend,
@@ -191,6 +198,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             check=arguments.check,
             tier_directory=arguments.tier_directory,
             compiler=arguments.compiler,
+            met=met,
         )
         _watch(program, arguments)
         if arguments.run:
@@ -211,8 +219,6 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
 def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
     """Name a rank that keeps the others waiting, and end."""
     comm = program.session.comm
-    if arguments.run and comm.rank == 0:
-        set_aside(Path(arguments.run) / FLIGHT)
     if arguments.hang and started_ranks() > 1 and program.store is not None and isinstance(comm, TorchComm):
         folder = Path(arguments.run or ".") / FLIGHT
         comm.flight.watch(program.store, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
@@ -271,11 +277,11 @@ def _pick_backend() -> str:
     return "nccl" if dist.is_nccl_available() and 0 < local <= torch.cuda.device_count() else "gloo"
 
 
-def _join(backend: str, timeout_s: float, manifest: Manifest) -> dist.Store:
+def _join(backend: str, timeout_s: float, manifest: Manifest, met: tuple[dist.Store, int] | None) -> dist.Store:
     """Make the default process group, of the program's ranks alone."""
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    own, rank = joined(timeout_s)
+    own, rank = met or joined(timeout_s)
     rank = manifest.placement[rank] if manifest.placement else rank
     groups, timeout = dist.PrefixStore("groups", own), timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout)

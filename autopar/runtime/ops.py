@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from . import random as rng
 from .ctc import ctc as ctc
 from .ctc import ctc_grad as ctc_grad
+from .devices import device_of
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
+from .kernels import has_fused_norm
 from .tiles import LOG2_E, row_tiles
 
 Tensor = torch.Tensor
+aten = torch.ops.aten
 Window = tuple[list[int], list[int], list[int], bool, list[int], int]
 """Of a convolution: stride, padding, dilation, transposed, output padding, groups."""
 
@@ -59,12 +62,21 @@ def einsum(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> T
 # --- normalisation ----------------------------------------------------------------------------------------------------
 
 
+def _fused(x: Tensor) -> bool:
+    """Whether norms are one kernel."""
+    return x.numel() > 0 and has_fused_norm(device_of(x))
+
+
 def _norm_dims(x: Tensor, ndim: int) -> list[int]:
     return list(range(x.ndim - ndim, x.ndim))
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float, ndim: int) -> tuple[Tensor, Tensor]:
     """Normalise the last `ndim` dims; returns (y, rstd with those dims kept as 1). Numbers of 16 bits in float32, rstd too."""
+    if _fused(x) and x.is_meta:  # where torch would take the kernel apart
+        return torch.empty_like(x), x.new_empty([*x.shape[: x.ndim - ndim], *[1] * ndim], dtype=norm_dtype(x))
+    if _fused(x):
+        return aten._fused_rms_norm(x, x.shape[x.ndim - ndim :], w, eps)
     wide = x.to(norm_dtype(x))
     rstd = torch.rsqrt((wide * wide).mean(_norm_dims(x, ndim), keepdim=True) + eps)
     y = wide * rstd
@@ -72,6 +84,8 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, ndim: int) -> tuple[Tensor
 
 
 def rms_norm_dx(g: Tensor, x: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
+    if _fused(x):
+        return aten._fused_rms_norm_backward(g, x, x.shape[x.ndim - ndim :], rstd, w, [True, False])[0]
     wide, gw = x.to(rstd.dtype), g.to(rstd.dtype)
     gw = gw * w if w is not None else gw
     mean = (gw * wide).mean(_norm_dims(x, ndim), keepdim=True)
@@ -85,6 +99,12 @@ def norm_dtype(x: Tensor) -> torch.dtype:
 
 def norm_dw(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) -> Tensor:
     """Gradient of the norm's weight: sum over the leading dims of g · (x - mean) · rstd."""
+    if _fused(x):
+        shape = x.shape[x.ndim - ndim :]
+        w = x.new_empty(1).expand(shape)  # kernels look at its shape alone
+        if mean is None:
+            return aten._fused_rms_norm_backward(g, x, shape, rstd, w, [False, True])[1]
+        return aten.native_layer_norm_backward(g, x, shape, mean, rstd, w, None, [False, True, False])[1]
     hat = (x - mean) * rstd if mean is not None else x * rstd
     lead = list(range(x.ndim - ndim))
     product = hat.mul_(g)
@@ -99,9 +119,7 @@ def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: 
 
 def layer_norm_dx(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
     shape = list(x.shape[x.ndim - ndim :])
-    return torch.ops.aten.native_layer_norm_backward(
-        g.contiguous(), x, shape, mean, rstd, w, None, [True, False, False]
-    )[0]
+    return aten.native_layer_norm_backward(g.contiguous(), x, shape, mean, rstd, w, None, [True, False, False])[0]
 
 
 # --- loss over a (possibly sharded) vocabulary -----------------------------------------------------------------------------
@@ -220,19 +238,19 @@ random_uniform, random_normal = rng.uniform, rng.normal
 
 def conv(x: Tensor, w: Tensor, b: Tensor | None, *window: *Window) -> Tensor:
     """x: (n, c, *spatial), w: (o, c/groups, *kernel)."""
-    return torch.ops.aten.convolution(x, w, b, *window)
+    return aten.convolution(x, w, b, *window)
 
 
 def conv_dx(g: Tensor, w: Tensor, x_shape: list[int], *window: *Window) -> Tensor:
     """Gradient of x."""
     x = g.new_empty(1).expand(x_shape)
-    return torch.ops.aten.convolution_backward(g, x, w, None, *window, [True, False, False])[0]
+    return aten.convolution_backward(g, x, w, None, *window, [True, False, False])[0]
 
 
 def conv_dw(g: Tensor, x: Tensor, w_shape: list[int], *window: *Window) -> Tensor:
     """Gradient of w."""
     w = g.new_empty(1).expand(w_shape)
-    return torch.ops.aten.convolution_backward(g, x, w, None, *window, [False, True, False])[1]
+    return aten.convolution_backward(g, x, w, None, *window, [False, True, False])[1]
 
 
 # --- partial sums -----------------------------------------------------------------------------------------------------

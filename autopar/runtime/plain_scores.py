@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from . import random as rng
+from .kernels import HALF
 from .tiles import LOG2_E, tile_elements, tiles
 
 Tensor = torch.Tensor
@@ -28,7 +29,7 @@ _FEWEST_ROWS = 32
 
 def softmax_dtype(q: Tensor) -> torch.dtype:
     """Scores and their softmax are in float32 where queries are in 16 bits."""
-    return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
+    return torch.float32 if q.dtype in HALF else q.dtype
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,14 @@ START_AGAIN = 75
 """Exit status (that of `EX_TEMPFAIL`) of a rank that would go on in another round."""
 HEARD_S = 5.0
 """Seconds that a run waits at its end for spares to hear of it, as its store may end with it."""
+DONE, STOPPED, AGAIN = "done", "stopped", "again"
+"""How a run ends: after its last step, because ranks were asked to go, or to start again without some of its machines."""
 _ENDED, _HEARD = "ended", "heard"
 
 
-def tell_spares(store: dist.Store, spares: int, *, done: bool) -> None:
-    """The run ends here. done: after its last step, not because some ranks were asked to go."""
-    store.set(_ENDED, "done" if done else "stopped")
+def tell_spares(store: dist.Store, spares: int, why: str) -> None:
+    """The run ends here. why: DONE, STOPPED or AGAIN."""
+    store.set(_ENDED, why)
     end = time.monotonic() + HEARD_S
     while store.add(_HEARD, 0) < spares and time.monotonic() < end:
         time.sleep(POLL_S / 5)
@@ -46,6 +48,6 @@ def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, ti
         if hang_s and time.monotonic() - since > limit_s:
             raise RuntimeProgramError(f"spare rank {rank}: the run has not been heard of for {limit_s:g} s")
         time.sleep(POLL_S)
-    done = store.get(_ENDED) == b"done"
+    why = store.get(_ENDED).decode()
     store.add(_HEARD, 1)
-    return START_AGAIN if manifest.worlds and not done else 0
+    return START_AGAIN if why == AGAIN or (manifest.worlds and why == STOPPED) else 0

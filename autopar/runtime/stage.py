@@ -6,13 +6,14 @@ specs are equal), so the gather after the optimizer writes only what other ranks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .buckets import BucketSizes
+from .buckets import BucketSizes, bytes_in_buckets
 from .comm import Comm
 from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
@@ -58,7 +59,7 @@ class Stage:
                 comm,
                 tables.gradients,
                 pipeline.microbatches,
-                BucketSizes(bucket_bytes),
+                BucketSizes(bucket_bytes, step=self._gradient_bytes()),
                 compensated=compensated,
                 tiers=self.tiers,
                 tier_of={name: info.tier for name, info in tables.parameters.items() if info.tier},
@@ -153,6 +154,15 @@ class Stage:
         if info.tier:
             return self.tiers.empty(shape, info.dtype, info.tier)
         return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+
+    def _gradient_bytes(self) -> int:
+        """What gradients put into buckets in a step."""
+        total = 0
+        for name, entry in self.tables.gradients.items():
+            info = self.tables.parameters[name]
+            elements = math.prod(local_shape(info.shape, info.opt_spec, self.comm, name))
+            total += bytes_in_buckets(elements * info.dtype.itemsize, entry.steps, self.comm.axis_size)
+        return total
 
     def _optimizer_shard(self, info: TensorInfo) -> nn.Parameter:
         if info.opt_spec != info.spec and not info.gather:

@@ -94,7 +94,7 @@ class State:
                     f"{full_name} has shape {shape}, more than the state of a parameter of shape {shapes[name]} can have"
                 )
             local = parameter.shape if shape == shapes[name] else shape
-            device = parameter.device if local else torch.device("cpu")
+            device = parameter.device if local or self.updater.counts_on_device(name) else torch.device("cpu")
             state[key] = torch.zeros(local, dtype=dtype, device=device)
 
     @torch.no_grad()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -22,62 +20,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import random_batches, user_batches
-from .comparing import Told, checksum, copies_of, not_finite, odd_text, slow_text
+from .comparing import Told, checksum, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
 from .errors import CheckpointError, RankError, RuntimeProgramError
+from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
 from .process import TorchComm
+from .recompute import recompute, why_not
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
 from .session import Session
-from .spares import START_AGAIN, tell_spares
+from .spares import AGAIN, DONE, START_AGAIN, tell_spares
 from .spikes import Losses
+from .stop import Stop
 from .worlds import started_ranks
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MOST_REWINDS = 3
 """In a row, without a new saved step between them."""
 MOST_SKIPPED = 10
 """Updates in a row; then a run ends, as it no longer learns."""
 MOST_FAILED_SAVES = 3
 """In a row; then a run ends, as it would lose more and more."""
-TELL_EVERY = 50
-"""Steps, between two in which ranks compare their batches and their times."""
 SAVE_EVERY = 100
 """Steps, where nothing else is asked for."""
-AHEAD = 2
-"""Steps from a signal to the last one: ranks are at most one step apart, as all of them are told every loss."""
-APART_S = 10.0
-"""Seconds within which all torchruns notice that machines came or went."""
-
-
-class Stop:
-    """Agrees on the last step after a signal, through the job's store."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._signal = 0
-        self.asked = False
-        for number in SIGNALS:
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _: Any) -> None:
-        self._signal, self.asked = number, True
-
-    def others_go(self) -> bool:
-        """Whether only other ranks were asked to end. Machines that come or go are noticed by each torchrun by itself, a little
-        apart, and one whose workers ended well before would take the run for done: so this waits for a signal, for a while."""
-        end = time.monotonic() + APART_S
-        while not self.asked and time.monotonic() < end:
-            time.sleep(0.05)
-        return not self.asked
-
-    def last_step(self, step: int) -> int | None:
-        """The step after which all ranks end, if one of them is to. step: about to begin."""
-        if self._signal:
-            self._store.compare_set("stop", "", f"{step + AHEAD} {signal.Signals(self._signal).name}")
-            self._signal = 0
-        return int(self._store.get("stop").split()[0]) if self._store.check(["stop"]) else None
 
 
 def state_bytes(session: Session) -> int:
@@ -128,6 +93,8 @@ def check_arguments(arguments: argparse.Namespace, session: Session) -> None:
     for name in ("save", "resume", "profile"):
         if getattr(arguments, name):
             raise RuntimeProgramError(f"--run-dir saves and resumes by itself; leave out --{name}, or --run-dir")
+    if arguments.recompute and (problem := why_not(session)):
+        raise RuntimeProgramError(f"--recompute: {problem}; leave it out (--recheck compares copies of parameters)")
 
 
 class Run:
@@ -141,6 +108,9 @@ class Run:
         self.manifest: Manifest = program.manifest
         self.arguments = arguments
         self.comm, self.store = self.session.comm, store
+        self.machines: list[str] = self.comm.share(machine_name())
+        if isinstance(self.comm, TorchComm):
+            self.comm.flight.machines = self.machines
         self.save_every = arguments.save_every or self.manifest.save_every or SAVE_EVERY
         self.directory = RunDirectory(Path(arguments.run), arguments.keep, arguments.keep_every)
         needed = state_bytes(self.session)
@@ -167,7 +137,8 @@ class Run:
         if arguments.on_nan == "skip":
             self.session.skip_not_finite()
         self.session.updater.measure_norm = arguments.grad_norm
-        self._compared = False
+        self._tellings, self._tell_after = 0, 0
+        self._slow: dict[str, int] = {}
         self._said, self._settled = "", self.saver.saved
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0
 
@@ -202,18 +173,22 @@ class Run:
         if self.comm.rank == 0:
             print(f"saved step {self.saver.saved or first} in {self.directory.root}", flush=True)
             if last < arguments.steps:
-                print(f"stopped by a signal after step {self.session.rt.step}; the same command goes on", flush=True)
-            tell_spares(self.store, started_ranks() - self.comm.world_size, done=last == arguments.steps)
-        if last < arguments.steps and self.manifest.worlds and self.stop.others_go():
-            return START_AGAIN
-        return 0
+                what = "to leave out a machine" if self.stop.why == AGAIN else "by a signal"
+                print(f"stopped {what} after step {self.session.rt.step}; the same command goes on", flush=True)
+            why = DONE if last == arguments.steps else self.stop.why
+            tell_spares(self.store, started_ranks() - self.comm.world_size, why)
+        if last == arguments.steps:
+            return 0
+        return START_AGAIN if self.stop.why == AGAIN or (self.manifest.worlds and self.stop.others_go()) else 0
 
     def _step(self, step: int) -> None:
         start = time.perf_counter()
         batch = next(self.batches)
         recheck = self.arguments.recheck and step % self.arguments.recheck == 0
-        if self._steps_told == 0 or self._steps_told >= TELL_EVERY or recheck:
-            self._compare(step, batch, bool(recheck) or not self._compared)
+        if self._steps_told >= self._tell_after or recheck:
+            self._compare(step, batch, bool(recheck) or not self._tellings)
+        if self.arguments.recompute and step % self.arguments.recompute == 0:
+            recompute(self.session, self.program.leaves(batch), step, self.machines)
         loss = self.program(batch)
         self._steps_told += 1
         self.position += 1
@@ -240,19 +215,39 @@ class Run:
             checksum(self.program.leaves(batch)),
             now - self._told_at,
             waited_s - self._waited_s,
-            socket.gethostname(),
+            self.machines[self.comm.rank],
             f"{self.manifest.plan_hash} {self.seed}",
             copies_of(self.session) if copies else {},
         )
         everyone: list[Told] = self.comm.share(own)
-        self._compared = True
         odd, problem = odd_text(step, everyone)
         if odd:
             raise RankError(problem, odd)
-        text = slow_text(everyone, steps) if steps else ""
+        text = slow_text(everyone, steps) if self._tellings > 1 and steps else ""  # the first step warms up
         if text and self.comm.rank == 0:
             print(f"step {step}  {text}", flush=True)
+        if self.arguments.exclude_slow and self.comm.rank == 0 and self._tellings > 1:
+            self._leave_out_slow(step, {everyone[rank].host for rank in slow_ranks(everyone)}, text)
+        self._tellings, self._tell_after = self._tellings + 1, steps_to_next(step, steps, everyone)
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), flight.waited_s if flight else 0.0
+
+    def _leave_out_slow(self, step: int, slow: set[str], text: str) -> None:
+        """Where machines were slow again and again, see that the run ends soon and starts again without them."""
+        self._slow = {machine: self._slow.get(machine, 0) + 1 for machine in slow}
+        root, times = self.directory.root, self.arguments.exclude_slow
+        for machine in sorted(machine for machine, count in self._slow.items() if count == times):
+            spares = [""] * (started_ranks() - self.comm.world_size)
+            least = min((self.comm.world_size, *self.manifest.worlds))
+            if problem := too_few([*self.machines, *spares], [machine], least):
+                print(f"step {step}: machine {machine} is not left out: {problem}", file=sys.stderr, flush=True)
+            elif not any(one.machine == machine and one.kind == SLOW for one in failures(root)):
+                note(
+                    root,
+                    Failure(
+                        time.time(), machine, SLOW, f"was slow {times} times in a row, last at step {step}: {text}"
+                    ),
+                )
+                self.stop.ask(step, AGAIN)
 
     def _skip(self, step: int, loss: float, batch: Any) -> None:
         """The update was left out, on all ranks. Raises RuntimeProgramError where that does not help."""

@@ -57,6 +57,7 @@ class _World:
         self.running = set(range(world_size))
         self.waiting: dict[int, tuple[object, Callable[[], str]]] = {}
         self.failure: tuple[int, BaseException] | None = None
+        self.open: list[dict[Any, tuple[Any, ...]]] = [{} for _ in range(world_size)]
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Keep the first failure and wake everyone. Call with the lock held."""
@@ -86,6 +87,16 @@ class _World:
                         text = f"rank {rank} waited until the run's limit of {self.timeout_s:g} s; {self.report()}"
                         self.fail(rank, CollectiveTimeout(text))
                 self.bells[rank].acquire()
+
+    def check_open(self, rank: int) -> None:
+        """Raises RuntimeProgramError where a rank is done and has not waited for all that it started: over Gloo what nobody waits
+        for may never leave. Threads see to it so that tests find it."""
+        if self.open[rank]:
+            (kind, *signature), site, axes = next(iter(self.open[rank].values()))
+            raise RuntimeProgramError(
+                f"rank {rank} started {len(self.open[rank])} collectives and never waited for them, at first {kind} {signature} "
+                f"over {'×'.join(axes)}{f' at {site}' if site else ''}: its Handle was dropped"
+            )
 
     def check_deadlock(self) -> None:
         if self.failure is None and self.waiting and len(self.waiting) == len(self.running):
@@ -156,7 +167,8 @@ class ThreadComm(Comm):
         ranks = tuple(sorted(group.ranks))
         number = self._next.get(ranks, 0)
         self._next[ranks] = number + 1
-        key = (self._name, ranks, number)
+        key, opened = (self._name, ranks, number), world.open[self.rank]
+        opened[key] = call.signature(), call.site, group.axes
         with world.lock:
             if world.failure is not None:
                 raise _Aborted
@@ -180,6 +192,7 @@ class ThreadComm(Comm):
                         world.wake(rank)
 
         def wait() -> None:
+            opened.pop(key, None)
             if not slot.done:
                 world.wait(self.rank, slot, lambda: slot.done, lambda: f"{call.describe()}, #{number} over {group}")
 
@@ -265,7 +278,8 @@ def run_threads(world_size: int, mesh: Mapping[str, int], fn: Callable[[Comm], T
 
     A failing rank ends the others at once and its own exception is raised here, with a note naming the rank. Raises
     CollectiveMismatch when ranks disagree about a collective, CollectiveTimeout when ranks wait for each other forever
-    or the run takes longer than timeout_s. Each rank computes with one intra-op thread.
+    or the run takes longer than timeout_s, RuntimeProgramError when a rank ends without having waited for all that it started.
+    Each rank computes with one intra-op thread.
     """
     world = _World(world_size, timeout_s)
     comms = [ThreadComm(rank, mesh, world) for rank in range(world_size)]
@@ -277,6 +291,7 @@ def run_threads(world_size: int, mesh: Mapping[str, int], fn: Callable[[Comm], T
         torch.set_num_threads(1)
         try:
             results[rank] = fn(comms[rank])
+            world.check_open(rank)
         except _Aborted:
             pass
         except BaseException as error:

@@ -17,10 +17,12 @@ from contextlib import contextmanager
 
 import torch
 
+from .devices import kind_of
+
 LOG2_E = 1 / math.log(2)
 """exp x = 2 ** (x · log2 e), which torch has vectorized on a CPU whatever x is; its exp is slow where the result is 0."""
 
-_ELEMENTS = {"cpu": 1 << 17, "meta": 1 << 17}
+_ELEMENTS = {"cpu": 1 << 17}
 _ELEMENTS_ELSEWHERE = 1 << 24
 _OF_THREAD = threading.local()
 
@@ -39,7 +41,7 @@ def tile_elements(device: torch.device | None) -> int:
     """How many elements a tile should have: those of 4 bytes fill a quarter of a CPU's second cache."""
     if getattr(_OF_THREAD, "whole", False):
         return 1 << 62
-    return _ELEMENTS.get(torch.device(device or "cpu").type, _ELEMENTS_ELSEWHERE)
+    return _ELEMENTS.get(kind_of(torch.device(device or "cpu")).type, _ELEMENTS_ELSEWHERE)
 
 
 def tiles(shape: Sequence[int], elements: int, device: torch.device | None) -> Iterator[tuple[slice, ...]]:

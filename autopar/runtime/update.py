@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from .calls import Handle
 from .clipping import clip_factor, count_not_finite, joined_norm, powered_norm
 from .comm import Comm
+from .optimizer_forms import choose_forms
 from .scaling import Scaler
 from .update_rule import UpdateRule, make_optimizers, norm_power, stand_in
 from .update_state import groups_text, plain_text, read_groups, read_scaling, read_schedulers, restore_groups
@@ -57,6 +58,7 @@ class Updater:
         if rule.optimizer is not None and every:
             named = [(name, own[name] if name in own else stand_in(*kind, comm.device)) for name, kind in every.items()]
             self.optimizers = make_optimizers(rule.optimizer, named)
+            choose_forms(self.optimizers, comm.device)
         self.schedulers = [rule.scheduler(one) for one in self.optimizers] if rule.scheduler is not None else []
         self.scaler = Scaler(rule.loss_scaling) if rule.loss_scaling is not None else None
         self.grad_norm: Tensor | None = None
@@ -162,6 +164,12 @@ class Updater:
         parameter = self.own[name]
         optimizer = self._taken_by.get(id(parameter))
         return {} if optimizer is None else optimizer.state[parameter]
+
+    def counts_on_device(self, name: str) -> bool:
+        """Whether a parameter's number of steps lies where the parameter does, as a fused kernel reads it."""
+        optimizer = self._taken_by.get(id(self.own[name]))
+        groups = [] if optimizer is None else optimizer.param_groups
+        return any(group.get("fused") or group.get("capturable") for group in groups)
 
     def takes(self, name: str) -> bool:
         """Whether an optimizer has this rank's parameter."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .datafile import parse_json
 from .errors import CheckpointError
+from .optimizer_forms import FORM_KEYS
 from .schema import (
     MOST_COUNT,
     SchemaError,
@@ -89,9 +90,11 @@ def _check_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give an optimizer the values that `read_groups` gave for it."""
+    """Give an optimizer the values that `read_groups` gave for it, but for the form of its step, which follows the device."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
+            if key in FORM_KEYS:
+                continue
             current = group.get(key)
             if isinstance(current, Tensor):
                 current.fill_(value)

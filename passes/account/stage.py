@@ -104,7 +104,7 @@ def account_stage(
         bill,
         {"F": F, "B": B, "W": W},
         messages_s + bill.optimizer_s + bill.rest_s,
-        Later(partial(stage_memory, stage, setting)),
+        Later(partial(stage_memory, stage, setting, pricer.device.runs_as)),
         Later(partial(stage_collectives, stage, pricer)),
         tuple(moves),
     )

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.ir.lowered import StoredParameter
-from autopar.ir.steps import RuntimeStep, bytes_after
-from autopar.runtime.buckets import BUCKETED, MIB
+from autopar.ir.mesh import Mesh
+from autopar.ir.steps import RuntimeStep, bytes_after, rows
+from autopar.runtime.buckets import BUCKETED, BucketSizes, bytes_in_buckets
 
 Steps = tuple[RuntimeStep, ...]
 Flight = tuple[list[tuple[str, int, int, Steps]], list[int], int, bool]
@@ -24,10 +25,9 @@ class StoreBytes:
     def __init__(
         self,
         parameters: Mapping[str, StoredParameter],
-        sizes: Mapping[str, int],
+        mesh: Mesh,
         microbatches: int,
         scaled: bool,
-        bucket_bytes: int = 25 * MIB,
         compensated: bool = False,
     ) -> None:
         self.due = {n: p.contributions * microbatches for n, p in parameters.items() if p.contributions}
@@ -35,7 +35,8 @@ class StoreBytes:
         self.steps = {n: p.reduce for n, p in parameters.items()}
         self.itemsize = {n: p.type.dtype.itemsize for n, p in parameters.items()}
         self.dims = {n: len(p.type.shape) for n, p in parameters.items()}
-        self.sizes, self.scaled, self.bucket_bytes, self.compensated = sizes, scaled, bucket_bytes, compensated
+        self.sizes, self.scaled, self.compensated = mesh.sizes, scaled, compensated
+        self.bucket_sizes = BucketSizes(step=sum(_bytes_sent(p, mesh) for p in parameters.values() if p.contributions))
         self.hold = self.top = 0
         self.tier = {n: p.tier for n, p in parameters.items() if p.tier}
         self.parked: dict[str, int] = {}
@@ -47,7 +48,7 @@ class StoreBytes:
         self._buckets: dict[Any, list[tuple[str, int, int, Steps]]] = {}
         self._flights: list[Flight] = []
         self._done: dict[str, int] = {}
-        self._room: dict[Any, int] = {}
+        self._sent = 0
         self._finished = False
 
     def peak(self, nbytes: int = 0) -> None:
@@ -114,6 +115,7 @@ class StoreBytes:
             for flight in flights:
                 self._land(flight)
         self._counts.clear()
+        self._sent = 0
         self.hold -= sum(nbytes * count for (nbytes, _), count in self._pool.items())
         self._pool.clear()
         self._finished = True
@@ -154,24 +156,24 @@ class StoreBytes:
             return
         kind, axes, dims = steps[0].kind, steps[0].axes, steps[0].dims
         item = (name, nbytes, 0 if view else nbytes, steps)
-        least = self.bucket_bytes if kind == "all_reduce" else MIB
+        least = self._limit() if kind == "all_reduce" else self.bucket_sizes.direct
         dim = dims[0] % max(self.dims[name], 1) if dims else 0
         key = (kind, axes, self.itemsize[name], name in self.tier)
         if nbytes >= least and not view and (owned if kind == "all_reduce" else dim == 0):
             self._launch(key, [item], False)
-            return
-        bucket = self._buckets.setdefault(key, [])
-        if not bucket:
-            self._room[key] = min(MIB, self.bucket_bytes) if not self._flights else self.bucket_bytes
-        bucket.append(item)
-        self._room[key] -= nbytes
-        if self._room[key] <= 0:
+        else:
+            self._buckets.setdefault(key, []).append(item)
+        if sum(n for _, n, _, _ in self._buckets.get(key, ())) >= self._limit():
             self._launch(key, self._buckets.pop(key), True)
+
+    def _limit(self) -> int:
+        return self.bucket_sizes.limit(bool(self._flights), self._sent)
 
     def _launch(self, key: Any, items: list[tuple[str, int, int, Steps]], packed: bool) -> None:
         kind, itemsize = key[0], key[2]
         total = sum(n for _, n, _, _ in items)
         parked = items[0][0] in self.tier
+        self._sent += total
         if kind == "all_reduce":
             if parked:
                 self._land_oldest([f for f in self._flights if not f[2] and f[0][0][0] in self.tier])
@@ -231,3 +233,13 @@ class StoreBytes:
 
     def _size(self, step: RuntimeStep) -> int:
         return math.prod(self.sizes[axis] for axis in step.axes)
+
+
+def _bytes_sent(parameter: StoredParameter, mesh: Mesh) -> int:
+    """What a parameter's gradient puts into buckets in a step."""
+    elements = math.prod(parameter.optimizer.local_shape(parameter.type.shape, mesh))
+    return bytes_in_buckets(
+        elements * parameter.type.dtype.itemsize,
+        rows(parameter.reduce),
+        lambda axes: math.prod(mesh.sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes)),
+    )

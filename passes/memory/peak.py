@@ -21,6 +21,7 @@ from autopar.passes.memory.gradient_store import StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
+from autopar.runtime.devices import CPU, Device
 
 _REPLAYED = 3
 """Microbatches that the gradient store is replayed over: from the second to the last but one they are alike."""
@@ -66,15 +67,15 @@ class StageMemory:
         return sum(self.resting.values())
 
 
-def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
-    """Bytes of a stage on one of its ranks."""
+def stage_memory(stage: LoweredStage, setting: Setting, device: Device = CPU) -> StageMemory:
+    """Bytes of a stage on one of its ranks. device: whose kernels run."""
     resting, tiers = _resting(stage, setting)
-    played = action_bytes(stage)
+    played = action_bytes(stage, device)
     if not stage.training:
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers)
     store = StoreBytes(
-        stage.parameters, stage.mesh.sizes, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
+        stage.parameters, stage.mesh, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
     )
     order: list[dict[str, Moment]] = []
     replayed = min(stage.microbatches, _REPLAYED)
@@ -88,7 +89,7 @@ def stage_memory(stage: LoweredStage, setting: Setting) -> StageMemory:
     for name, parameter in stage.parameters.items():
         if not parameter.owned:
             store.earn(name)
-    step = max(store.top, store.hold + _update_peak(stage, setting))
+    step = max(store.top, store.hold + _update_peak(stage, setting, device))
     middle = order[1] if len(order) > 2 else order[0]
     return StageMemory(resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked))
 
@@ -270,13 +271,13 @@ def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float
     kinds[kind] = kinds.get(kind, 0.0) + nbytes
 
 
-def _parts_peak(stage: LoweredStage, setting: Setting) -> float:
+def _parts_peak(stage: LoweredStage, setting: Setting, device: Device) -> float:
     """The most that a step by parts needs: a part's state, the next one's on its way, and the optimizer's scratch."""
     parts = step_parts(stage, setting)
     worst = 0.0
     for (names, state), (_, coming) in zip(parts, [*parts[1:], ([], 0.0)], strict=False):
         sizes = [stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh) for n in names]
-        scratch = setting.optimizer.scratch_bytes(sizes)
+        scratch = setting.optimizer.scratch_bytes(sizes, device)
         shards = tuple(
             GatheredShard(local(p.type, p.optimizer, stage.mesh), p.regather)
             for p in map(stage.parameters.get, names)
@@ -299,7 +300,7 @@ def _apart(p: StoredParameter, mesh: Mesh) -> bool:
     return bool(cut) and any(math.prod(shard[:dim]) != 1 for dim in cut)
 
 
-def _update_peak(stage: LoweredStage, setting: Setting) -> float:
+def _update_peak(stage: LoweredStage, setting: Setting, device: Device) -> float:
     """The most that the optimizer's step, or the gather after it, needs for a moment."""
     mesh = stage.mesh
     owned = {name: p for name, p in stage.parameters.items() if p.contributions and p.owned}
@@ -307,8 +308,8 @@ def _update_peak(stage: LoweredStage, setting: Setting) -> float:
     for name, p in owned.items():
         if not (p.optimizer_tier or p.tier):
             groups.setdefault(setting.optimizer.group_of.get(name, 0), []).append(p.optimizer.local_bytes(p.type, mesh))
-    scratch = max(map(setting.optimizer.scratch_bytes, groups.values()), default=0.0)
-    scratch = max(scratch, _parts_peak(stage, setting))
+    scratch = max((setting.optimizer.scratch_bytes(sizes, device) for sizes in groups.values()), default=0.0)
+    scratch = max(scratch, _parts_peak(stage, setting, device))
     shards = tuple(
         (local(p.type, p.optimizer, mesh), p.regather, local(p.type, p.storage, mesh))
         for p in owned.values()

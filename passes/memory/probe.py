@@ -2,7 +2,8 @@
 
 An op's result may be a view of an operand or a copy, its implementation may need scratch (masks of dropout, scores of
 attention, chunks of a collective): the functions that emitted programs call know, so they are asked. Meta tensors hold
-no data, a line takes microseconds, and the same line on the same layouts is asked once in the life of the process.
+no data, a line takes microseconds, and the same line on the same layouts is asked once in the life of the process. They stand
+for tensors of the device that the program is for: its kernels are asked, with what these need inside.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from autopar.ops.registry import find
 from autopar.runtime.along import Along
 from autopar.runtime.calls import Call
 from autopar.runtime.comm import Comm
+from autopar.runtime.devices import CPU, Device, standing_for
 from autopar.runtime.gather import Gather, start_gathers
 from autopar.runtime.guards import Guards
 
@@ -85,8 +87,8 @@ class Effect:
 class MetaComm(Comm):
     """A rank, by default the last, whose collectives move nothing: buffers without data, of the right size."""
 
-    def __init__(self, mesh: Mapping[str, int], rank: int | None = None) -> None:
-        super().__init__(math.prod(mesh.values()) - 1 if rank is None else rank, mesh, "meta")
+    def __init__(self, mesh: Mapping[str, int], rank: int | None = None, device: str = "meta") -> None:
+        super().__init__(math.prod(mesh.values()) - 1 if rank is None else rank, mesh, device)
 
     def _start(self, call: Call) -> Callable[[], None]:
         def wait(held: Call = call) -> None:
@@ -154,35 +156,39 @@ def _results(result: Any, given: Mapping[int, int]) -> tuple[tuple[Out, ...], tu
     return tuple(outs), tuple(sizes)
 
 
-def line_effect(line: Line, layout_of: Mapping[str, Layout | None], mesh: Mesh) -> tuple[list[str], Effect]:
+def line_effect(
+    line: Line, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device = CPU
+) -> tuple[list[str], Effect]:
     """The tensors that a line reads, by name, and what it makes of them; what is started makes a handle, and then whatever
-    operands that holds. layout_of: values by name (None: no tensor)."""
+    operands that holds. layout_of: values by name (None: no tensor). device: whose kernels run."""
     if isinstance(line, (Start, GoOn, Wait)):
-        return _part_effect(line, layout_of, mesh)
+        return _part_effect(line, layout_of, mesh, device)
     assert isinstance(line, (Compute, Convert)), line
-    names, numbered, layouts, key = _asked(line, layout_of, mesh)
+    names, numbered, layouts, key = _asked(line, layout_of, mesh, device)
     if key not in _EFFECTS:
-        _EFFECTS[key] = _probe(numbered, layouts, mesh)
+        with standing_for(device):
+            _EFFECTS[key] = _probe(numbered, layouts, mesh)
     return names, _EFFECTS[key]
 
 
 def _asked(
-    line: Compute | Convert, layout_of: Mapping[str, Layout | None], mesh: Mesh
+    line: Compute | Convert, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device
 ) -> tuple[list[str], Compute | Convert, tuple[Layout, ...], Hashable]:
     """Names of the tensors that a line reads; the line with them numbered, their layouts, and what its effect follows from."""
     operands = {name: layout for name in line.reads() if (layout := layout_of.get(name)) is not None}
     numbered, layouts = _numbered(line, {name: f"v{i}" for i, name in enumerate(operands)}), tuple(operands.values())
     what = numbered.step if isinstance(numbered, Convert) else (numbered.op, numbered.carried, _frozen(numbered.kwargs))
-    return list(operands), numbered, layouts, (what, len(line.outs), layouts, mesh.axes)
+    return list(operands), numbered, layouts, (what, len(line.outs), layouts, mesh.axes, device)
 
 
 def _part_effect(
-    line: Start | GoOn | Wait, layout_of: Mapping[str, Layout | None], mesh: Mesh
+    line: Start | GoOn | Wait, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device
 ) -> tuple[list[str], Effect]:
     """The same of a part of a line that was started."""
-    names, numbered, layouts, key = _asked(line.line, layout_of, mesh)
+    names, numbered, layouts, key = _asked(line.line, layout_of, mesh, device)
     if key not in _PARTS:
-        _PARTS[key] = _probe_parts(numbered, layouts, mesh)
+        with standing_for(device):
+            _PARTS[key] = _probe_parts(numbered, layouts, mesh)
     match line:
         case Start():
             return names, _PARTS[key][0]

@@ -18,6 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.memory.probe import GatheredShard, Layout, gather_effect, line_effect, local
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
 from autopar.passes.rules.once import once
+from autopar.runtime.devices import CPU, Device
 
 Binding = LiveValue | list[LiveValue]
 """What a local name of a stage's function stands for: a value, or a list of saved ones."""
@@ -55,9 +56,9 @@ class ActionBytes:
         return max([self.top, *(gradient.top for gradient in self.gradients)])
 
 
-def action_bytes(stage: LoweredStage) -> dict[str, ActionBytes]:
-    """A microbatch's F, B and W, each on top of what the same microbatch holds before it."""
-    walk = _Walk(stage)
+def action_bytes(stage: LoweredStage, device: Device = CPU) -> dict[str, ActionBytes]:
+    """A microbatch's F, B and W on a device, each on top of what the same microbatch holds before it."""
+    walk = _Walk(stage, device)
     return {
         action: walk.run(function, action)
         for action, function in zip("FBW", (stage.forward, stage.backward, stage.weights), strict=True)
@@ -68,8 +69,8 @@ def action_bytes(stage: LoweredStage) -> dict[str, ActionBytes]:
 class _Walk:
     """The machine, what local names stand for, and what one action leaves for the next (`kept`)."""
 
-    def __init__(self, stage: LoweredStage) -> None:
-        self.stage = stage
+    def __init__(self, stage: LoweredStage, device: Device) -> None:
+        self.stage, self.device = stage, device
         self.machine = Machine()
         self.names: dict[str, Binding] = {}
         self.layouts: dict[str, Layout | None] = {}
@@ -147,7 +148,7 @@ class _Walk:
                 self.machine.peak(0)
                 self._bind(line.outs[0], LiveValue(block, layout))
             case ir.Compute() | ir.Convert():
-                names, effect = line_effect(line, self.layouts, self.stage.mesh)
+                names, effect = line_effect(line, self.layouts, self.stage.mesh, self.device)
                 results = self.machine.bind(effect, [self._one(n).block for n in names])
                 for name, result in zip(line.outs, results, strict=False):
                     self._bind(name, result)
@@ -191,7 +192,7 @@ class _Walk:
         taken = list(listed)
         listed.clear()
         ordered = [*taken, *arguments]
-        played = _taped(template, action, tuple(value.layout for value in ordered), self.stage.mesh)
+        played = _taped(template, action, tuple(value.layout for value in ordered), self.stage.mesh, self.device)
         return play(self.machine, played, [value.block for value in ordered], [value.block for value in taken])
 
     def _prefetch(self, line: ir.Prefetch) -> None:
@@ -288,10 +289,12 @@ class _Walk:
             self.machine.drop(one.block)
 
 
-def _taped(template: LoweredTemplate, action: str, layouts: tuple[Layout | None, ...], mesh: Mesh) -> Tape:
+def _taped(
+    template: LoweredTemplate, action: str, layouts: tuple[Layout | None, ...], mesh: Mesh, device: Device
+) -> Tape:
     """The tape of a template's function for an action, made once for all stages that share the template. layouts: of the
     values that it takes out of a list, then of its arguments."""
-    tapes, key = _tapes(template), (action, layouts, mesh.axes)
+    tapes, key = _tapes(template), (action, layouts, mesh.axes, device)
     if key not in tapes:
         returned: list[str | None]
         match action:
@@ -305,7 +308,7 @@ def _taped(template: LoweredTemplate, action: str, layouts: tuple[Layout | None,
             case _:
                 assert template.weights is not None
                 function, returned = template.weights, [*template.weights.returns]
-        tapes[key] = tape(function, returned, layouts, mesh)
+        tapes[key] = tape(function, returned, layouts, mesh, device)
     return tapes[key]
 
 

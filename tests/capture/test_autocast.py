@@ -104,7 +104,7 @@ def _model(name: str) -> tuple[nn.Module, tuple[Tensor]]:
     return Net(lambda net, *inputs: square(forward(net, *inputs).float()), **modules), (x,)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_region_equals_eager_in_float64(name: str) -> None:
     model, batch = _model(name)

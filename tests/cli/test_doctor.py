@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.cli.doctor import main
 from autopar.runtime.flight import Flight
+from tests.warm import python
 
 ALL = (0, 1, 2)
 
@@ -81,7 +81,7 @@ def test_before_a_run_it_looks_at_this_machine(tmp_path: Path, capfd: pytest.Cap
     assert "1 came, from 1 machines" in capfd.readouterr().out
     (out / "stages" / "stage_0.py").unlink()
     environment = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parent.parent)}
-    command = [sys.executable, "-m", "autopar.cli.doctor", "--preflight", str(out)]
+    command = [python(), "-m", "autopar.cli.doctor", "--preflight", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
     assert done.returncode == 1
     assert "error: missing file: rank 0" in done.stderr

@@ -20,7 +20,7 @@ from autopar.runtime import checkpoint
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.weights import load_weights
 from tests.runtime import safetensors_files as files
-from tests.runtime.test_process import torchrun
+from tests.warm import torchrun
 
 X = torch.randint(0, 32, (8, 4))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from autopar.report.learned import learned, slowness
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.recorder import Sent, Span, StepRecord
+from tests.warm import python, torchrun
 
 
 class Mlp(nn.Module):
@@ -82,7 +82,8 @@ def test_one_plan_alone_is_refused(program, tmp_path: Path, capsys):
 
 
 @pytest.mark.timeout(300)
-def test_plans_take_turns_the_fastest_is_kept_and_what_fails_is_named(saved: Path, capsys):
+def test_plans_take_turns_the_fastest_is_kept_and_what_fails_is_named(saved: Path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
     (saved / "candidates/2/stages/stage_0.py").write_text("raise ValueError('broken')")
     assert tune.main([str(saved), "--rounds", "1", "--steps", "5", "--warmup", "2", "--timeout", "120"]) == 0
     out = capsys.readouterr().out
@@ -98,10 +99,7 @@ def test_plans_take_turns_the_fastest_is_kept_and_what_fails_is_named(saved: Pat
     assert out.startswith(f"* {fastest['plan']}")
     assert autopar.ClusterSpec.from_dict(json.loads((saved / "learned.json").read_text())).size == 2
     (saved / "tuned.json").write_text('{"folder": "candidates/1"}')
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*torchrun, str(saved / "run.py"), "--steps", "1"], capture_output=True, text=True, timeout=120
-    )
+    run = torchrun(2, saved / "run.py", "--steps", "1")
     assert "step 1  loss" in run.stdout, run.stderr
 
 

@@ -19,6 +19,7 @@ from autopar.codegen.stage import render
 SCRIPTS = ("launch.sh", "slurm.sh")
 FAKES = {
     "scontrol": 'echo "scontrol $*" >> "$LOG"; [ "$1" = show ] && echo head || true',
+    "sbatch": 'echo "sbatch $* in $RUN_DIR without $EXCLUDED" >> "$LOG"',
     "srun": 'echo "srun $*" >> "$LOG"; shift; exec "$@"',
     "scancel": 'echo "scancel $*" >> "$LOG"; kill -TERM "$(cat "$LOG.pid")"',
     "torchrun": """echo "torchrun $*" >> "$LOG"
@@ -122,7 +123,7 @@ def test_slurm_looks_at_the_machines_and_trains_into_a_run_directory(tmp_path):
     assert ["--preflight" in call for call in calls] == [True, False]
     assert "--max-restarts 0" in calls[0]
     assert "--max-restarts 3" in calls[1]
-    assert calls[1].endswith(f"run.py --run-dir {tmp_path}/runs/77 --steps 9")
+    assert calls[1].endswith(f"run.py --run-dir {tmp_path}/runs/77 --exclude-after 3 --steps 9")
     assert "requeue" not in log_of(tmp_path)
 
 
@@ -133,6 +134,15 @@ def test_slurm_does_not_start_where_the_preflight_found_something(tmp_path):
 
 def test_slurm_ends_as_the_run_does(tmp_path):
     assert begin("slurm.sh", tmp_path, STATUS="3").wait(20) == 3
+
+
+@pytest.mark.parametrize(("status", "before", "queued"), [("3", "", True), ("3", "n1,n2", False), ("0", "", False)])
+def test_a_run_that_failed_is_queued_again_without_machines_that_fail_again_and_again(tmp_path, status, before, queued):
+    (tmp_path / "runs" / "77").mkdir(parents=True)
+    (tmp_path / "runs" / "77" / "excluded").write_text("n1\nn2\n")
+    assert begin("slurm.sh", tmp_path, "--steps", "9", STATUS=status, EXCLUDED=before).wait(20) == int(status)
+    call = f"sbatch --exclude=n1,n2 slurm.sh --steps 9 in {tmp_path}/runs/77 without n1,n2"
+    assert (call in log_of(tmp_path)) == queued
 
 
 def test_after_slurms_warning_ranks_save_and_the_job_is_queued_again(tmp_path):

@@ -72,6 +72,7 @@ def test_rows_that_go_to_nodes_first_give_the_loops_values_and_gradients_at_leng
     sweep(400)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("choices", [1, 8])
@@ -195,6 +196,7 @@ def test_more_rows_than_promised_stop_every_rank_alike_by_name(what: str, rank: 
     torch.testing.assert_close(torch.cat(enough), one.expected(one.x)[0])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("imbalance", [1.0, 1.25, 2.0])
 def test_a_step_takes_no_more_memory_than_promised(imbalance: float, backward: bool) -> None:

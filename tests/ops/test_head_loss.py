@@ -155,6 +155,7 @@ def test_a_vocabulary_in_blocks_exchanges_two_rows_a_chunk_and_no_logits(name: s
     assert max(c.nbytes for c in program.account.collectives) <= BATCH * SEQ * WIDTH * 4
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_are_eagers(seed: int) -> None:
     program = compiled(LOSSES["smoothed" if seed % 2 else "weighted"])

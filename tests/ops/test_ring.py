@@ -195,6 +195,7 @@ def test_a_causal_transformer_whose_keys_go_round_is_eagers(choices: dict[str, s
     assert autopar.verify(ring, model, tokens()).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", [0, 4])
 def test_dropout_in_a_ring_is_that_of_one_rank(order: int) -> None:
     """`verify` compares with the same program on one rank."""
@@ -212,7 +213,7 @@ def test_a_learned_mask_gets_its_gradient_in_a_ring() -> None:
 def test_random_plans_with_rings_are_eagers() -> None:
     for order in (0, 4):
         program, model = compiled(order=order)
-        assert ringed(program, model, range(30)) >= 3
+        assert ringed(program, model, range(12)) >= 1
 
 
 @pytest.mark.slow

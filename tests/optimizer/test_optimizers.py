@@ -102,7 +102,7 @@ def test_these_plans_shard_what_the_optimizer_sees(program):
     assert any(not p.optimizer.is_replicated for s in program.plan.stages for p in s.parameters.values())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_run_on_shards_as_on_one_device(program, name):
     for kwargs in VARIANTS[name]:
@@ -271,6 +271,7 @@ def groups(named_parameters):
     )
 
 
+@pytest.mark.few(3)
 def test_groups_scheduler_clipping_and_scaling_together_equal_one_device(program):
     cosine = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
     rule = UpdateRule(groups, cosine, autopar.ClipNorm(0.1), loss_scaling=autopar.LossScaling(), compensated=True)

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.proof.measure import measure_peak
-from tests.proof.test_processes import torchrun
+from tests.warm import torchrun
 
 Tensor = torch.Tensor
 TOLERANCE = 1e-9

@@ -195,13 +195,13 @@ def test_a_training_step_by_hand() -> None:
 # --- the promise
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_transformer_holds_what_was_predicted(plan: str) -> None:
     assert_kept(compiled(WIDE[2], plan, 2, 4), WIDE[2].batch(1))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b"])
 @pytest.mark.parametrize("zoo", [WIDE[0], WIDE[1]], ids=str)
@@ -209,13 +209,13 @@ def test_networks_hold_what_was_predicted(zoo: ZooModel, plan: str, microbatches
     assert_kept(compiled(zoo, plan, 2, microbatches), zoo.batch(1))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["resnet", "lstm", "moe", "recommender"])
 def test_small_networks_hold_what_was_predicted(name: str) -> None:
     assert_kept(compiled(BY_NAME[name], "dp", 2, 4), BY_NAME[name].batch(1))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["dp", "zero3", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("policy", ["selective", "full", "random"])
 @pytest.mark.parametrize("zoo", [WIDE[1], WIDE[2]], ids=str)
@@ -223,7 +223,7 @@ def test_what_is_made_again_is_not_held(zoo: ZooModel, policy: str, plan: str) -
     assert_kept(remade(compiled(zoo, plan, 2, 4), policy), zoo.batch(1))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["dp", "zero3", "zb-h1"])
 @pytest.mark.parametrize("policy", ["none", "selective", "random"])
 def test_programs_in_16_bits_hold_what_was_predicted(policy: str, plan: str) -> None:

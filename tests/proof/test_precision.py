@@ -79,7 +79,7 @@ ADDENDS = torch.tensor([[256.0], [1.0], [1.0], [1.0]])
 # --- the rewriting is right: in float64 casts round nothing
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_every_model_equals_the_eager_one_when_nothing_rounds(zoo: ZooModel) -> None:
     program = autopar.compile(
@@ -95,7 +95,7 @@ def test_every_model_equals_the_eager_one_when_nothing_rounds(zoo: ZooModel) -> 
     assert result.max_error <= 1e-9
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["llama", "t5", "resnet"])
 def test_random_plans_equal_the_eager_model_when_nothing_rounds(name: str, seed: int) -> None:
@@ -251,7 +251,7 @@ def test_a_transformer_holds_what_was_predicted(plan: str, microbatches: int) ->
     assert_kept(program, WIDE[2].batch(1))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["resnet", "moe", "recommender", "t5"])
 def test_small_networks_hold_what_was_predicted(name: str, precision: str) -> None:

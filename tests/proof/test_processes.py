@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,19 @@ import autopar
 from autopar.passes.search.overlap import overlapping
 from autopar.runtime import checkpoint
 from tests.passes.lower import test_overlap, test_overlap_experts
+from tests.warm import python, torchrun
 
 STEPS = 4
 Trained = tuple[autopar.ParallelProgram, list[dict[str, Any]], Path]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 BLOCKER = """import sys
+BLOCKED = ("autopar", "ortools", "rich")
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("autopar", "ortools", "rich"):
+        if name.split(".")[0] in BLOCKED:
             raise ImportError(f"{name} may not be needed here")
 sys.meta_path.insert(0, Blocker())
+sys.modules.update({name: None for name in list(sys.modules) if name.split(".")[0] in BLOCKED})
 """
 
 
@@ -76,20 +77,6 @@ CASES = {
         {"mesh": {"dp": 2, "tp": 2}, "constraints": {"up.weight": "[@tp, .]", "down.weight": "[., @tp]"}},
     ),
 }
-
-
-def torchrun(ranks: int, *command: str | Path, cwd: Path | None = None, timeout: float = 120) -> Any:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launcher, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment,
-        cwd=cwd,
-        check=False,
-    )
 
 
 def in_torchrun(scenario: str, ranks: int, directory: Path, out: Path) -> list[dict[str, Any]]:
@@ -245,9 +232,7 @@ def test_a_wrong_world_size_is_said_by_every_rank_and_none_hangs(meta: Path) -> 
     assert done.returncode != 0
     message = "this program was compiled for 2 ranks (dp=2), but WORLD_SIZE is 3"
     assert done.stderr.count(f"error: {message}") >= 1
-    alone = subprocess.run(
-        [sys.executable, "run.py"], cwd=meta, capture_output=True, text=True, timeout=60, check=False
-    )
+    alone = subprocess.run([python(), "run.py"], cwd=meta, capture_output=True, text=True, timeout=60, check=False)
     assert alone.returncode == 2
     assert "compiled for 2 ranks" in alone.stderr
 

@@ -62,9 +62,13 @@ def really_full():
     return mounted(fill, lambda root: (root / "filler").unlink())
 
 def really_read_only():
-    def mount(how):
-        return lambda root: subprocess.run(["mount", "-o", "remount," + how, root], check=True)
-    return mounted(mount("ro"), mount("rw"))
+    "A second mount of it, as the first one has an open file that is written to."
+    def mount(*how):
+        subprocess.run([*how], check=True)
+    def harm(root):
+        mount("mount", "--bind", root, root)
+        mount("mount", "-o", "remount,bind,ro", root)
+    return mounted(harm, lambda root: mount("umount", root))
 
 def vanishing():
     "The files of a step are gone before they are all written."

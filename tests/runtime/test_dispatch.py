@@ -15,7 +15,7 @@ from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
 from autopar.runtime.dispatch import Piece, Promise, Spread, pieces
 from tests.runtime import experts_worker
-from tests.runtime.test_process import torchrun
+from tests.warm import torchrun
 
 
 @given(

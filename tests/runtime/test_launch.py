@@ -14,9 +14,9 @@ import torch
 
 import autopar.runtime
 from autopar.runtime import RuntimeProgramError, batches, checkpoint, launch
+from tests.warm import torchrun
 
 from . import pipelines, stages
-from .test_process import torchrun
 
 RUN = """import pathlib, sys
 here = pathlib.Path(__file__).parent

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import io
 import json
 import math
 import shutil
+import sys
 import time
 import urllib.request
 from types import SimpleNamespace
@@ -27,9 +29,9 @@ from autopar.runtime.metrics import (
     sinks,
     tensorboard,
 )
+from tests.warm import torchrun
 
 from .test_launch import emitted  # noqa: F401
-from .test_process import torchrun
 
 RECORD = StepMetrics(7, 1e9, 0.5, 0.25, 4096.0, None, None, 1 << 20, 0.125)
 
@@ -72,6 +74,41 @@ def test_the_last_record_is_served_for_prometheus():
 def test_tensorboard_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RuntimeProgramError, match="pip install tensorboard, or use --metrics"):
         tensorboard(str(tmp_path))
+
+
+def test_tensorboard_gets_what_is_known_as_scalars(tmp_path, monkeypatch):
+    """A stand-in for its writer, which the package tensorboard has."""
+    written, closed = [], []
+
+    class Writer:
+        def __init__(self, folder: str, flush_secs: int) -> None:
+            self.folder = folder
+
+        def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
+            written.append((self.folder, name, value, step, walltime))
+
+        def close(self) -> None:
+            closed.append(self.folder)
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr(atexit, "register", lambda close: closed.append(close))
+    note = tensorboard(str(tmp_path))
+    note(RECORD)
+    note(StepMetrics(8, 2e9, None, 0.5, None, 0.4, 2.0, 1, None, 3.0))
+    first = {
+        "loss": 0.5,
+        "seconds": 0.25,
+        "tokens_per_s": 4096.0,
+        "peak_bytes": 1 << 20,
+        "waited_s": 0.125,
+        "save_s": 0.0,
+    }
+    second = {"seconds": 0.5, "mfu": 0.4, "grad_norm": 2.0, "peak_bytes": 1, "save_s": 3.0}
+    rows = [(name, value, 7, 1e9) for name, value in first.items()]
+    rows += [(name, value, 8, 2e9) for name, value in second.items()]
+    assert written == [(str(tmp_path), *row) for row in rows]
+    closed.pop()()
+    assert closed == [str(tmp_path)]
 
 
 def test_nothing_is_written_unless_it_is_asked_for(tmp_path):

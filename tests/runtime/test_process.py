@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +11,11 @@ import torch
 
 from autopar.runtime import checkpoint, run_threads
 from autopar.runtime.message_order import differing_group, first_difference
+from tests.warm import torchrun
 
 from . import pipelines, scenarios, stages
 from .process_worker import PIPELINES, TRAININGS
 from .test_pipeline import agree, made
-
-
-def torchrun(ranks: int, *command: str | Path, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*launcher, *map(str, command)], capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
 
 
 def run(scenario: str, ranks: int, out: Path, worker: str = "process_worker.py") -> list[dict[str, Any]]:

@@ -157,6 +157,7 @@ def compiled(zoo: ZooModel, ranks: int) -> autopar.ParallelProgram:
     return autopar.compile(zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer)
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("error::autopar.runtime.inductor.CompilerWarning")
 @pytest.mark.parametrize(
     ("name", "ranks", "seed"), [("gpt2", 1, None), ("llama", 4, 1), ("moe", 4, 3), ("resnet", 2, 0)]

@@ -16,10 +16,10 @@ from autopar.runtime import attention, rings, run_threads
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
 from autopar.runtime.triangle import Run, pieces
+from tests.warm import torchrun
 
 from . import ring_worker
 from .ring_cases import Call, call, eager, joined, on_rank, unsharded
-from .test_process import torchrun
 
 TOLERANCE = 1e-9
 MESHES = ({"cp": 2}, {"cp": 4}, {"cp": 8}, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 4}, {"dp": 4, "cp": 2})

@@ -18,9 +18,9 @@ import torch
 
 from autopar.runtime import checkpoint
 from autopar.runtime.run_directory import RunDirectory
+from tests.warm import TORCHRUN, python, torchrun
 
 from .test_launch import emitted  # noqa: F401
-from .test_process import torchrun
 
 STEPS, SAVE_EVERY = 24, 4
 DATA = """import os, resource, signal, time
@@ -122,10 +122,12 @@ def same(run: Path, wanted: dict[str, torch.Tensor]) -> bool:
     return have.keys() == wanted.keys() and all(torch.equal(have[name], wanted[name]) for name in wanted)
 
 
-def start(out: Path, arguments: list[str], restarts: int = 0, ranks: int = 2) -> subprocess.Popen[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def start(
+    out: Path, arguments: list[str], restarts: int = 0, ranks: int = 2, executable: str = ""
+) -> subprocess.Popen[str]:
+    launcher = [executable or python(), *TORCHRUN, f"--nproc-per-node={ranks}"]
     return subprocess.Popen(
-        [*launcher, f"--max-restarts={restarts}", "--monitor-interval=0.1", *arguments],
+        [*launcher, f"--max-restarts={restarts}", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -246,7 +248,7 @@ def test_kills_at_random_moments_lose_nothing(request, tmp_path, ranks, seed):
     of = {2: "", 4: "_of_four"}[ranks]
     out, wanted = request.getfixturevalue(f"out{of}"), request.getfixturevalue(f"wanted{of}")
     draw, run = random.Random(seed), tmp_path / "run"
-    process = start(out, command(out, run, "slow"), restarts=12, ranks=ranks)
+    process = start(out, command(out, run, "slow"), restarts=12, ranks=ranks, executable=sys.executable)
     kills = 0
     try:
         for wait_s in moments(seed):

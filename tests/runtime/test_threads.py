@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from autopar.runtime import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError, run_threads
+from autopar.runtime import CollectiveMismatch, CollectiveTimeout, Comm, RuntimeProgramError, run_threads
 from autopar.runtime.comm import group_ranks
 from autopar.runtime.mesh import mesh_index
 
@@ -210,3 +210,20 @@ def test_sixty_four_ranks_are_cheap():
     start = time.monotonic()
     assert run_threads(64, {"dp": 8, "tp": 8}, body, timeout_s=60) == [16.0] * 64
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
+def test_a_collective_that_nobody_waits_for_is_named(kind):
+    def rank(comm: Comm) -> None:
+        x = torch.ones(4)
+        kept = comm.start_all_reduce(x, "dp", site="kept")
+        if comm.rank == 1 and kind == "all_reduce":
+            comm.start_all_reduce(x, "dp", site="dropped")
+        elif kind == "all_reduce":
+            comm.start_all_reduce(x, "dp", site="dropped").wait()
+        else:
+            comm.start_all_gather(x, 0, "dp", site="dropped").then(lambda y: y + 1)
+        kept.wait()
+
+    with pytest.raises(RuntimeProgramError, match=rf"started 1 collectives .* at first {kind} .* over dp at dropped"):
+        run_threads(2, {"dp": 2}, rank)

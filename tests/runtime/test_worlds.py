@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.manifest import Manifest
-from autopar.runtime.spares import START_AGAIN, stand_by, tell_spares
+from autopar.runtime.spares import AGAIN, DONE, START_AGAIN, STOPPED, stand_by, tell_spares
 from autopar.runtime.worlds import WrongWorldSize, manifest_for
 
 
@@ -86,13 +86,13 @@ def ended(outcome: list[object]) -> object:
     return outcome[0]
 
 
-@pytest.mark.parametrize(("done", "status"), [(True, 0), (False, START_AGAIN)])
-def test_a_spare_waits_until_the_run_ends(directory: Path, done: bool, status: int):
+@pytest.mark.parametrize(("why", "status"), [(DONE, 0), (STOPPED, START_AGAIN), (AGAIN, START_AGAIN)])
+def test_a_spare_waits_until_the_run_ends(directory: Path, why: str, status: int):
     store = dist.HashStore()
     outcome = spare(directory, store)
     time.sleep(1.0)
     assert outcome == []
-    tell_spares(store, 1, done=done)
+    tell_spares(store, 1, why)
     assert ended(outcome) == status
 
 

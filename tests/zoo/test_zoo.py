@@ -96,7 +96,7 @@ def check_random_plan(zoo: ZooModel, ranks: int, seed: int, training: bool = Tru
     assert_equal_to_one_device(zoo, program, training)
 
 
-@pytest.mark.few(15)
+@pytest.mark.few(6)
 @every_model
 @pytest.mark.parametrize("seed", range(RANDOM_PLANS_IN_CI))
 def test_a_random_plan_equals_one_device(zoo: ZooModel, seed: int) -> None:

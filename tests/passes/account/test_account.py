@@ -69,7 +69,7 @@ def _full_bytes(line: Convert, lines: tuple[Line, ...], size: int, pricer: Price
     return held * size if line.step.kind == "all_gather" else held
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("m", [1, 4])
 def test_on_one_rank_the_account_is_the_solvers_bill(zoo: ZooModel, m: int) -> None:
@@ -93,7 +93,7 @@ def close_to_the_bill(zoo: ZooModel, mesh: dict[str, int]) -> None:
     assert extra == 0 or "tied" in zoo.tags
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @every_model
 def test_a_plan_of_the_solver_costs_what_the_solver_said(zoo: ZooModel) -> None:
     close_to_the_bill(zoo, {"dp": 4})
@@ -105,7 +105,7 @@ def test_a_plan_of_the_solver_on_two_axes_costs_what_the_solver_said(zoo: ZooMod
     close_to_the_bill(zoo, {"dp": 2, "tp": 2})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("m", [1, 3])
 def test_no_plan_costs_more_than_the_solver_would_say(zoo: ZooModel, m: int) -> None:
@@ -172,7 +172,7 @@ def bill(program: autopar.Program) -> list[float]:
     return found
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @every_model
 def test_actions_and_the_end_of_the_step_are_ops_collectives_and_optimizer(zoo: ZooModel) -> None:
     """Two walks over a pipeline: by action, where work hides messages, and by kind of cost."""
@@ -185,7 +185,7 @@ def test_actions_and_the_end_of_the_step_are_ops_collectives_and_optimizer(zoo: 
             assert m * sum(counted.seconds.values()) + counted.step_s + hidden_s == pytest.approx(total, rel=1e-9)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @every_model
 def test_a_step_is_at_least_the_busiest_group_and_at_most_all_in_a_row(zoo: ZooModel) -> None:
     program = on_ranks(zoo.name, 4, 4)

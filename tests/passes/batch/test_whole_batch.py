@@ -213,7 +213,7 @@ def sequence_first(t: Tensor) -> Tensor:
     return t.t().contiguous()
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("m", [2, 4, BATCH])
 @pytest.mark.parametrize("loss", [*MEANS, summed], ids=lambda f: f.__name__)
 def test_sequence_first_batches_are_counted_too(loss: Loss, m: int) -> None:

@@ -36,18 +36,21 @@ def program(overlap: str, crowded: bool = False, nodes: int = 2, inside: int = 2
     return made.with_plan(overlapping(made.plan, overlap))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "in more pieces than planned"])
 def test_it_computes_what_eager_does(overlap: str, crowded: bool) -> None:
     assert autopar.verify(program(overlap, crowded), model(crowded), batch()).ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("nodes", "inside"), [(2, 4), (4, 2)])
 def test_eight_ranks_compute_what_eager_does(nodes: int, inside: int) -> None:
     made = program("any", nodes=nodes, inside=inside)
     assert autopar.verify(made, model(), batch()).ok
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_plans_compute_what_eager_does(seed: int) -> None:
     made = program("")
@@ -62,7 +65,7 @@ def test_the_op_is_told_both_axes_and_stops_for_the_messages_of_both() -> None:
     assert "along=rt.along('dp', 'ep')" in made.source(0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_step_takes_no_more_memory_than_promised(overlap: str, crowded: bool) -> None:

@@ -109,7 +109,7 @@ def test_the_shared_expert_runs_while_rows_travel(kind: str) -> None:
     assert program("any").predicted.step_time_s < 0.97 * program("").predicted.step_time_s
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("overlap", OVERLAPS[1:])
 @pytest.mark.parametrize("crowded", [False, True], ids=["even", "in more pieces than planned"])
 def test_no_bit_changes(overlap: str, crowded: bool) -> None:
@@ -122,13 +122,14 @@ def test_it_computes_what_eager_does(overlap: str) -> None:
     assert autopar.verify(program(overlap), model(), batch()).ok
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_plans_compute_what_eager_does(seed: int) -> None:
     made = program("")
     assert autopar.verify(made.with_plan(autopar.random_plan(made, seed)), model(), batch()).ok
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_step_takes_no_more_memory_than_promised(overlap: str, crowded: bool) -> None:

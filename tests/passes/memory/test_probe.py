@@ -30,8 +30,10 @@ from autopar.passes.memory.probe import (
 )
 from autopar.runtime import attention as attention_runtime
 from autopar.runtime import ops
+from autopar.runtime.devices import CPU, Device
 
 F32, BF16 = torch.float32, torch.bfloat16
+A100 = Device("cuda", (8, 0))
 ALONE, TWO = Mesh.of(), Mesh.of(dp=2)
 X = Layout.dense((8, 6), F32)
 XB = 8 * 6 * 4
@@ -332,3 +334,42 @@ def test_a_shard_of_another_dim_arrives_beside_storage(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_shards_that_go_back_together_need_what_they_send_and_receive(n: int) -> None:
     assert regather_peak((returning(n, 0), returning(n, 1)), (("dp", n),)) == 2 * B + n * 2 * B
+
+
+# --- by device
+
+
+def attention_bytes(device: Device, dtype: torch.dtype, rows: int = 256, p: float = 0.0) -> tuple[int, int]:
+    """The most bytes of attention, and of its gradient, of two heads of 64."""
+    layout, rest = Layout.dense((1, 2, rows, 64), dtype), {"p": p, "causal": True, "scale": 0.5, "key": Site(0)}
+    operands = {name: Ref(name) for name in "qkv"} | {"mask": None}
+    forward = compute("autopar.attention", ("out", "lse"), **operands, **rest)
+    backward = compute(
+        "autopar.attention_grad", ("dq", "dk", "dv"), g=Ref("g"), **operands, out=Ref("out"), lse=Ref("lse"), **rest
+    )
+    layouts = dict.fromkeys(("q", "k", "v", "g", "out"), layout) | {"lse": Layout.dense((1, 2, rows), F32)}
+    return tuple(line_effect(line, layouts, ALONE, device)[1].peak for line in (forward, backward))  # type: ignore[return-value]
+
+
+def test_attention_needs_what_the_kernel_of_the_device_needs() -> None:
+    x, lse, delta = 2 * 256 * 64 * 2, 2 * 256 * 4, 2 * 256 * 4
+    copies = 2 * x  # of the gradient and the result, which the kernel reads by rows
+    forward, backward = attention_bytes(A100, BF16)
+    assert forward - (x + lse) in range(64)
+    assert backward - (copies + 3 * x + 2 * x + delta) in range(64)
+    assert attention_bytes(A100, F32)[0] - (2 * x + lse) in range(64)
+    assert attention_bytes(CPU, BF16)[0] == x + lse
+
+
+def test_tiles_are_as_large_as_those_of_the_device() -> None:
+    on_cpu, on_gpu = (attention_bytes(device, F32, rows=4096, p=0.5)[0] for device in (CPU, A100))
+    assert on_cpu < 3 << 22
+    assert on_gpu > 2 * (1 << 24) * 4
+
+
+def test_a_fused_norm_needs_its_result_alone() -> None:
+    line = compute("autopar.rms_norm", ("y", "rstd"), x=Ref("x"), w=None, eps=1e-5, ndim=1)
+    on_cpu, on_gpu = (line_effect(line, {"x": Layout.dense((8, 64), BF16)}, ALONE, device)[1] for device in (CPU, A100))
+    assert (on_gpu.peak, on_gpu.fresh) == (8 * 64 * 2 + 8 * 4, (8 * 64 * 2, 8 * 4))
+    assert on_gpu.fresh == on_cpu.fresh
+    assert on_cpu.peak > on_gpu.peak

@@ -115,7 +115,7 @@ def test_the_host_launches_a_mixture_by_its_experts() -> None:
     assert NEUTRAL.mixture_host_s(16) == 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "plan",
     [

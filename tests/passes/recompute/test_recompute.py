@@ -114,7 +114,7 @@ def problems(name: str) -> Iterator[tuple[str, RecomputeProblem]]:
             )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "moe"])
 def test_at_the_bytes_of_any_policy_no_policy_is_faster(name: str) -> None:
     for template, problem in problems(name):
@@ -141,7 +141,7 @@ def test_full_keeps_the_inputs_of_a_block_alone() -> None:
 # --- the same numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @every_model
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_any_recompute_under_any_plan_equals_one_device(zoo: ZooModel, share: float) -> None:
@@ -151,7 +151,7 @@ def test_any_recompute_under_any_plan_equals_one_device(zoo: ZooModel, share: fl
     assert_right(made, zoo.name)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @every_model
 @pytest.mark.parametrize(("pp", "schedule"), [(2, "zb-h1"), (2, "zb-v"), (3, "1f1b")])
 def test_pipelines_recompute_too_with_b_and_w_apart_or_not(zoo: ZooModel, pp: int, schedule: str) -> None:

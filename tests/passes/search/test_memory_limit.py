@@ -65,11 +65,12 @@ def test_training_needs_more_than_parameters_gradients_and_adamw() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"pp": 1},
+        {"mesh": {"dp": 4}},
+        pytest.param({"pp": 1}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"pp": 1, "microbatches": 1}, marks=pytest.mark.slow),
     ],
-    ids=["spmd", "any", "one batch"],
+    ids=["one mesh", "spmd", "any", "one batch"],
 )
 def test_a_model_three_times_too_large_trains_under_the_limit(options: dict[str, Any]) -> None:
     limit = needed() / TIMES

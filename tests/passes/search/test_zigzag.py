@@ -21,7 +21,7 @@ def planned(model: nn.Module, **options: object) -> ParallelProgram:
     return autopar.compile(model.to("meta"), NODE, (ids, ids), options=Options(**options))  # type: ignore[arg-type]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{"mesh": {"cp": 8}}, {"mesh": {"cp": 8}, "recompute": "full"}, {"pp": 2}, {}])
 def test_blocks_of_rows_are_planned_once_more_in_order(options: dict[str, object]) -> None:
     natural, best = planned(Rotary(LONG), order=0, **options), planned(Rotary(LONG), **options)

@@ -46,6 +46,7 @@ def state_bytes(program: autopar.ParallelProgram) -> tuple[float, float]:
     return solver[0] - solver[1], account[0] - account[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("factory", [muon_and_adam, momentum_and_adam, momentum_below_adam])
 def test_solver_and_account_count_the_same_bytes_of_state(factory):
     """On random plans, where some parameters are sharded and others are not: a mean over the model would be wrong."""

@@ -7,13 +7,14 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ..test_launch import emitted  # noqa: F401
 from . import two_machines
-from .two_machines import Ended, on_two, python
+from .two_machines import Ended, looking, on_two
 
 pytestmark = pytest.mark.skipif(not two_machines.possible(), reason="needs namespaces of a user, with veth and tc")
 
@@ -45,7 +46,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 def check(folder: Path, program: Path, *arguments: str, **staged: object) -> list[Ended]:
     """Look at two machines; the second rank says something only where the first cannot hear it."""
-    commands = [python(program, *arguments)] * 2
+    commands = [looking(program, *arguments)] * 2
     ended, seconds = on_two(folder, commands, **staged)  # type: ignore[arg-type]
     assert seconds < MOST_S, ended
     return ended
@@ -85,7 +86,7 @@ def test_an_interface_that_joins_nobody(program, tmp_path):
 
 
 def test_nobody_listens_where_all_meet(program, tmp_path):
-    (_, second), seconds = on_two(tmp_path, [[], python(program)])
+    (_, second), seconds = on_two(tmp_path, [[], looking(program)])
     assert second.status == 1
     assert seconds < MOST_S
     assert second.has("error: closed port: rank 1 (beta): 10.9.0.1:29511 refuses", "start the first machine too")
@@ -127,7 +128,7 @@ def test_a_port_that_somebody_has(program, tmp_path):
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         own = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
         done = subprocess.run(
-            python(program), env=environment | own, capture_output=True, text=True, timeout=60, check=False
+            looking(program), env=environment | own, capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 1
     assert "error: port in use: rank 0" in done.stderr
@@ -139,14 +140,15 @@ def test_another_program_on_one_machine(program, tmp_path):
     shutil.copytree(program, tmp_path / "old")
     with (tmp_path / "old" / "autopar_runtime" / "gates.py").open("a") as file:
         file.write("\n# another\n")
-    ended, _ = on_two(tmp_path, [python(program), python(tmp_path / "old")])
+    ended, _ = on_two(tmp_path, [looking(program), looking(tmp_path / "old")])
     assert [one.status for one in ended] == [1, 1]
     assert ended[0].has("error: another program: rank 1 (beta)", "gates.py changed since", "copy the same directory")
 
 
 def test_another_torch_on_one_machine(program, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '2.9.1'\n")
-    first, _ = check(tmp_path, program, environments=({}, {"PYTHONPATH": str(tmp_path)}))
+    commands = [looking(program), looking(program, executable=sys.executable)]
+    (first, _), _ = on_two(tmp_path, commands, environments=({}, {"PYTHONPATH": str(tmp_path)}))
     assert first.status == 1
     assert first.has("error: another version: rank 1 (beta): torch 2.9.1, the others have 2.", "same image")
 
@@ -154,7 +156,7 @@ def test_another_torch_on_one_machine(program, tmp_path):
 def test_a_file_that_is_missing_on_one_machine(program, tmp_path):
     shutil.copytree(program, tmp_path / "part")
     (tmp_path / "part" / "stages" / "stage_0.py").unlink()
-    ended, _ = on_two(tmp_path, [python(program), python(tmp_path / "part")])
+    ended, _ = on_two(tmp_path, [looking(program), looking(tmp_path / "part")])
     assert [one.status for one in ended] == [1, 1]
     assert ended[0].has("error: missing file: rank 1 (beta)", "stages/stage_0.py", "copy the whole directory")
 
@@ -218,7 +220,7 @@ def test_swapped_ranks(program, tmp_path):
     manifest = json.loads((tmp_path / "pair" / "manifest.json").read_text())
     manifest["machines"]["ranks_per_node"] = 2
     (tmp_path / "pair" / "manifest.json").write_text(json.dumps(manifest))
-    ended, _ = on_two(tmp_path, [python(tmp_path / "pair")] * 2)
+    ended, _ = on_two(tmp_path, [looking(tmp_path / "pair")] * 2)
     assert ended[0].status == 1
     assert ended[0].has(
         "error: swapped ranks: rank 1 (beta)", "has 2 ranks that follow each other", "NODE_RANK of its own"
@@ -242,7 +244,7 @@ def test_another_number_of_ranks(program, tmp_path):
 
 def test_machines_meet_without_torchrun(program, tmp_path):
     unset = ["env", "-u", "RANK", "-u", "WORLD_SIZE", "-u", "LOCAL_WORLD_SIZE"]
-    commands = [[*unset, f"NODE_RANK={n}", *python(program)] for n in (0, 1)]
+    commands = [[*unset, f"NODE_RANK={n}", *looking(program)] for n in (0, 1)]
     ended, _ = on_two(tmp_path, commands, environments=({}, {"NCCL_SOCKET_IFNAME": "=eno1"}))
     assert ended[0].status == 1
     assert ended[0].has("error: network interface: rank 1 (beta): NCCL_SOCKET_IFNAME==eno1", "no interface eno1")

@@ -9,11 +9,12 @@ import functools
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.warm import python
 
 CABLE = """
 set -e
@@ -102,6 +103,6 @@ def on_two(
     return ended, seconds
 
 
-def python(program: Path, *arguments: str) -> list[str]:
+def looking(program: Path, *arguments: str, executable: str = "") -> list[str]:
     """The command that looks at the machines for a program."""
-    return [sys.executable, str(program / "run.py"), "--preflight", "--timeout", "6", *arguments]
+    return [executable or python(), str(program / "run.py"), "--preflight", "--timeout", "6", *arguments]

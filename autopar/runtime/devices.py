@@ -1,0 +1,70 @@
+"""What kernels are chosen by: the kind of device that a tensor lies on, or stands for.
+
+A tensor on the meta device is asked what it would need elsewhere: it stands for one on a CPU, or on the device that
+`standing_for` says. So do fake tensors of a GPU where there is none.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """type: "cpu", "cuda", "rocm". capability: of a CUDA device, (9, 0) of an H100."""
+
+    type: str
+    capability: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def of_architecture(name: str) -> Device:
+        """By the compiler's name of it: "sm90", "gfx942", "" for a CPU."""
+        if name.startswith("sm"):
+            return Device("cuda", (int(name[2:-1]), int(name[-1])))
+        return Device("rocm") if name.startswith("gfx") else CPU
+
+
+CPU = Device("cpu")
+LEAST_CUDA = Device("cuda", (8, 0))
+"""What a CUDA device of which nothing else is known is taken for."""
+_OF_THREAD = threading.local()
+
+
+@contextmanager
+def standing_for(device: Device) -> Iterator[None]:
+    """Inside, tensors without data are asked about this device."""
+    before = getattr(_OF_THREAD, "device", None)
+    _OF_THREAD.device = device
+    try:
+        yield
+    finally:
+        _OF_THREAD.device = before
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """The device that kernels for a tensor are chosen for."""
+    return kind_of(tensor.device)
+
+
+def kind_of(device: torch.device) -> Device:
+    """The same by where a tensor lies."""
+    if device.type == "cpu":
+        return CPU
+    stands_for: Device | None = getattr(_OF_THREAD, "device", None)
+    if device.type == "meta":
+        return stands_for or CPU
+    if device.type == "cuda":
+        return _present(device.index or 0) if torch.cuda.is_available() else stands_for or LEAST_CUDA
+    return Device(device.type)
+
+
+@functools.cache
+def _present(index: int) -> Device:
+    """A GPU of this machine."""
+    return Device("rocm") if torch.version.hip else Device("cuda", torch.cuda.get_device_capability(index))

@@ -1,0 +1,235 @@
+"""A machine whose ranks end a run again and again is left out of it, and so is a slow one where that is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.runtime import left_out
+from autopar.runtime.errors import RankError
+from autopar.runtime.flight import Flight
+from autopar.runtime.left_out import FAILED, SLOW, Failure, begin_start, failures, leave_out, note, too_few, unwanted
+from autopar.runtime.run_directory import RunDirectory
+
+from .test_launch import emitted  # noqa: F401
+from .test_staying import final
+
+MACHINES = ("a", "a", "b", "b")
+
+
+def end(root: Path, *ranks: int, **errors: Exception) -> None:
+    """What these ranks of four leave: waiting for the others, or with an error."""
+    for rank in ranks:
+        flight = Flight(rank, 4)
+        flight.machines, flight.step = MACHINES, 4
+        entry = flight.start(0, "dp (0, 1, 2, 3)", (0, 1, 2, 3), ("all_reduce",), "all_reduce at loss".__str__)
+        error = errors.get(f"rank_{rank}")
+        if error is None:
+            flight.wait(entry)
+        flight.write(root / "flight", flight.beat() if error is None else flight.failed(error))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "errors", "machines"),
+    [
+        ((0, 1, 3), {}, ["b"]),
+        ((0, 1), {}, ["b"]),
+        ((0, 3), {}, []),  # ranks of both left nothing
+        ((0, 1, 2, 3), {"rank_1": ValueError("no memory")}, ["a"]),
+        ((0, 1, 2, 3), {"rank_1": RankError("other values", [3]), "rank_0": RankError("other values", [3])}, ["b"]),
+        ((0, 1, 2, 3), {f"rank_{rank}": ValueError("a loss is nan") for rank in range(4)}, []),
+        ((), {}, []),
+    ],
+)
+def test_what_the_ranks_of_one_machine_ended_is_its_failure(tmp_path, ranks, errors, machines):
+    end(tmp_path, *ranks, **errors)
+    begin_start(tmp_path)
+    begin_start(tmp_path)
+    assert [one.machine for one in failures(tmp_path)] == machines
+    assert not (tmp_path / "flight").exists()
+
+
+def failed(*machines: str, at: float = 1000.0, kind: str = FAILED) -> list[Failure]:
+    return [Failure(at, machine, kind, f"{machine} went") for machine in machines]
+
+
+def test_a_machine_is_unwanted_after_so_many_failures_in_a_day():
+    found = failed("a", "b", "a", "c", "a")
+    assert list(unwanted(found, 3, False, 2000.0)) == ["a"]
+    assert unwanted(found, 3, False, 2000.0)["a"] == "ended this run 3 times in 24 hours, last so: a went"
+    assert unwanted(found, 4, False, 2000.0) == {}
+    assert unwanted(found, 0, False, 2000.0) == {}
+    assert unwanted([*failed("a", at=-90000.0), *failed("a", "a")], 3, False, 2000.0) == {}
+    assert list(unwanted(failed("b", kind=SLOW), 3, True, 2000.0)) == ["b"]
+    assert unwanted(failed("b", kind=SLOW), 1, False, 2000.0) == {}
+
+
+def test_a_machine_is_only_left_out_where_a_program_is_left():
+    assert too_few(MACHINES, ["a"], 2) == ""
+    assert too_few(MACHINES, ["a"], 3).startswith("2 ranks would be left, and the smallest program is for 3")
+
+
+def test_a_damaged_line_is_named_and_not_counted(tmp_path, capfd):
+    note(tmp_path, failed("a")[0])
+    with (tmp_path / "failures.jsonl").open("a") as file:
+        file.write('{"at": 3, "machine": "b"\n{"at": 3, "machine": "b", "kind": "gone", "why": ""}\n')
+    note(tmp_path, failed("c")[0])
+    assert [one.machine for one in failures(tmp_path)] == ["a", "c"]
+    assert capfd.readouterr().err.count("is damaged") == 2
+
+
+def test_a_machines_name_is_one_word(monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    assert left_out.machine_name() == "node7"
+    monkeypatch.setenv("AUTOPAR_MACHINE", "x; rm -rf,\ny")
+    assert left_out.machine_name() == "x__rm_-rf__y"
+
+
+@pytest.mark.parametrize(("least", "leaves"), [(2, True), (3, False)])
+def test_all_ranks_of_a_start_agree_on_who_leaves(tmp_path, monkeypatch, least, leaves):
+    """Four ranks on two machines; the ranks of a start are threads here."""
+    for failure in failed("b", "b", at=time.time()):
+        note(tmp_path, failure)
+    rank, gone, answers = threading.local(), [], [None] * 4
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(left_out, "machine_name", lambda: MACHINES[rank.own])
+    monkeypatch.setattr(left_out, "_end_torchrun", lambda: gone.append(rank.own))
+    store = dist.HashStore()
+    arguments = argparse.Namespace(run=str(tmp_path), exclude_after=2, exclude_slow=0)
+
+    def start(own: int) -> None:
+        rank.own = own
+        answers[own] = leave_out(store, own, arguments, least)
+
+    threads = [threading.Thread(target=start, args=(own,)) for own in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert answers == [leaves] * 4
+    assert sorted(gone) == ([2, 3] if leaves else [])
+    assert (tmp_path / "excluded").read_text() == "b\n"
+
+
+# ---- real torchruns
+
+DATA = """import os, signal, time
+from programs import stages
+
+def batches(harm):
+    for n, batch in enumerate(stages.batches(400)):
+        if os.environ["AUTOPAR_MACHINE"] == "bad":
+            harm(n)
+        yield batch
+
+def dying():
+    return batches(lambda n: os.kill(os.getpid(), signal.SIGKILL) if n % 7 == 6 else time.sleep(0.01))
+
+def killed():
+    "The rank, and the torchrun of its machine."
+    return batches(lambda n: [os.kill(pid, signal.SIGKILL) for pid in (os.getppid(), os.getpid())] if n == 6 else None)
+
+def slow():
+    return batches(lambda n: time.sleep(0.05))
+"""
+
+
+def torchruns(out: Path, folder: Path, port: int, *arguments: str) -> tuple[dict[str, int], dict[str, str]]:
+    """Statuses and words of three machines, of which the second is bad and the third's rank is a spare."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=9"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={folder.name}"]
+    launcher += ["--rdzv-conf=last_call_timeout=5", "--monitor-interval=0.1", str(out / "run.py")]
+    own = ["--run-dir", str(folder / "run"), "--timeout", "100", "--save-every", "4", *arguments]
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    try:
+        for name in ("good", "bad", "spare"):  # ranks are given by the launchers' process ids
+            with (folder / f"{name}.log").open("w") as log:
+                started[name] = subprocess.Popen(
+                    [*launcher, *own], stdout=log, stderr=log, env=environment | {"AUTOPAR_MACHINE": name}
+                )
+            time.sleep(0.2)
+        codes = {name: process.wait(240) for name, process in started.items()}
+    finally:
+        for process in started.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+    return codes, {name: (folder / f"{name}.log").read_text() for name in started}
+
+
+@pytest.fixture
+def program(emitted: Path, tmp_path: Path) -> Path:  # noqa: F811
+    """For two ranks, in the order that torchrun gives them."""
+    out = tmp_path / "out"
+    shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))
+    (out / "data.py").write_text(DATA)
+    manifest = json.loads((out / "manifest.json").read_text())
+    (out / "manifest.json").write_text(json.dumps(manifest | {"placement": None}))
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_machine_that_fails_twice_leaves_and_a_spare_takes_its_place(program, tmp_path):
+    """What the run computes is what one computes that nobody left."""
+    data = ["--data", f"{program / 'data.py'}:dying", "--steps", "24"]
+    codes, said = torchruns(program, tmp_path, 29900 + os.getpid() % 90, *data, "--exclude-after", "2")
+    assert codes["good"] == codes["spare"] == 0, said
+    assert codes["bad"] != 0
+    assert [one.machine for one in failures(tmp_path / "run")] == ["bad", "bad"]
+    everything = "".join(said.values())
+    assert "machine bad ended this run 2 times in 24 hours, last so: rank 1 left nothing" in everything
+    assert "; it is left out" in everything
+    assert same_as_alone(program, tmp_path, data)
+
+
+def same_as_alone(program: Path, folder: Path, data: list[str]) -> bool:
+    """Whether a run that nobody left or joined ends with the same numbers, to the last bit."""
+    alone = ["--standalone", "--nproc-per-node=2", str(program / "run.py"), "--run-dir", str(folder / "alone")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *alone, *data],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "AUTOPAR_MACHINE": "good"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    wanted, have = final(folder / "alone"), final(folder / "run")
+    return have.keys() == wanted.keys() and all(torch.equal(have[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_machine_that_is_killed_is_replaced_by_a_spare_and_changes_nothing(program, tmp_path):
+    data = ["--data", f"{program / 'data.py'}:killed", "--steps", "24"]
+    codes, said = torchruns(program, tmp_path, 29700 + os.getpid() % 90, *data)
+    assert codes == {"good": 0, "bad": -signal.SIGKILL, "spare": 0}, said
+    assert "rank 2 is a spare" in said["spare"]
+    assert [one.machine for one in failures(tmp_path / "run")] == ["bad"]
+    assert same_as_alone(program, tmp_path, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_slow_machine_leaves_where_that_is_asked_for_and_no_step_is_lost(program, tmp_path):
+    steps = ["--data", f"{program / 'data.py'}:slow", "--steps", "300", "--exclude-slow", "2"]
+    codes, said = torchruns(program, tmp_path, 29800 + os.getpid() % 90, *steps)
+    assert codes["good"] == codes["spare"] == 0, said
+    everything = "".join(said.values())
+    assert "machine bad was slow 2 times in a row, last at step 101: slow: rank 1 (bad)" in everything
+    assert "stopped to leave out a machine after step 103" in everything
+    assert "steps 104 to 300" in everything
+    assert RunDirectory(tmp_path / "run").read(300).position == 300

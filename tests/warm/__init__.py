@@ -1,0 +1,67 @@
+"""A Python that has imported torch already, so that a process of a test starts in milliseconds instead of seconds.
+
+`python()` is the path of an executable that takes what Python takes (`-u`, `-c TEXT`, `-m MODULE`, FILE, arguments). To
+a test of ours a process of it differs in nothing from a fresh one: argv, environment, working directory, streams,
+signals, namespaces, `sys.path` and exit status are the caller's, and nothing of autopar is imported. Behind it stands one
+server per test process, which imports torch once and forks; the executable is a client, which hands over its streams, passes
+signals on and ends as the fork ends. In the fork it is `sys.executable`, so torchrun starts ranks by it too.
+
+What must be a start from nothing (packaging, a program beside which nothing but torch is installed), or is looked at as a
+family of processes, uses the sys.executable of the test.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def python() -> str:
+    """The executable. Where the system has no descriptors of processes it is a plain Python."""
+    if not hasattr(os, "pidfd_open"):
+        return sys.executable
+    folder = Path(tempfile.mkdtemp(prefix="warm"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    executable, address = folder / "python", str(folder / "socket")
+    client = shlex.join([sys.executable, "-IS", str(HERE / "client.py"), address])
+    executable.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+    executable.chmod(0o755)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        command = [sys.executable, str(HERE / "server.py"), str(listener.fileno()), str(executable)]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment, start_new_session=True
+        )
+    atexit.register(server.communicate)  # the server ends with its stdin
+    return str(executable)
+
+
+def torchrun(
+    ranks: int, *command: str | Path | int, cwd: Path | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of these arguments on so many ranks, by torchrun itself, and wait for its end (seconds at most)."""
+    return subprocess.run(
+        [python(), *TORCHRUN, f"--nproc-per-node={ranks}", *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        check=False,
+    )
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval=0.1")
