@@ -106,15 +106,25 @@ class CallBill:
         return self.F, self.B, self.W
 
 
+class Shown(NamedTuple):
+    """Seconds of a rank's messages for parameters that nothing hides: as in `ParameterTraffic`."""
+
+    each_forward_s: float
+    each_backward_s: float
+    reduce_s: float
+
+
 @dataclass(frozen=True)
 class ParameterTraffic:
     """Seconds of a rank's messages for parameters, alone: of one microbatch in forward and in backward (ZeRO-3), and once a
-    step to reduce gradients and to gather updated values."""
+    step to reduce gradients and to gather updated values. shown: what is exposed of the first three, where whoever writes the
+    bill knows it; None: by the shares of the software that it is read with."""
 
     each_forward_s: float = 0.0
     each_backward_s: float = 0.0
     reduce_s: float = 0.0
     gather_s: float = 0.0
+    shown: Shown | None = None
 
     def __add__(self, other: ParameterTraffic) -> ParameterTraffic:
         return ParameterTraffic(
@@ -122,11 +132,18 @@ class ParameterTraffic:
             self.each_backward_s + other.each_backward_s,
             self.reduce_s + other.reduce_s,
             self.gather_s + other.gather_s,
+            _shown_together(self.shown, other.shown),
         )
 
     def total_s(self, microbatches: int) -> float:
         """Of a step."""
         return microbatches * (self.each_forward_s + self.each_backward_s) + self.reduce_s + self.gather_s
+
+
+def _shown_together(one: Shown | None, other: Shown | None) -> Shown | None:
+    if one is None or other is None:
+        return one or other
+    return Shown(*(a + b for a, b in zip(one, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -265,9 +282,15 @@ def exposed_parameters_s(
     def exposed(seconds: float, behind_s: float, share: float) -> float:
         return max(seconds - behind_s, share * seconds)
 
+    once = exposed(traffic.gather_s, window * forward_s, software.gather_share)
+    if traffic.shown is not None:
+        return (
+            microbatches * (traffic.shown.each_forward_s + traffic.shown.each_backward_s)
+            + traffic.shown.reduce_s
+            + once
+        )
     each = exposed(traffic.each_forward_s, forward_s, software.shards_share)
     each += exposed(traffic.each_backward_s, backward_s, software.shards_share)
-    once = exposed(traffic.gather_s, window * forward_s, software.gather_share)
     once += exposed(traffic.reduce_s, window * backward_s, software.reduce_share)
     return microbatches * each + once
 

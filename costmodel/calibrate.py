@@ -24,10 +24,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from autopar.cluster.device import DeviceSpec, device_preset, preset_key
-from autopar.costmodel.calibrate_lateness import late_share, of_slowest
+from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
-from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels
+from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels, middle
 from autopar.runtime.process import TorchComm
+
+SWEEPS = 3
+"""Ops and collectives are measured so often, one after the other, and each takes the median: what the machine does meanwhile for
+a few seconds would else make one kind of them dear beside the others."""
 
 
 def timed_s(run: Callable[[], Any], device: torch.device, least_s: float) -> float:
@@ -147,19 +151,25 @@ class Ranks:
     collectives: list[Sample]
 
 
-def measure_ranks(device: torch.device, quick: bool, kernels: bool, say: Progress) -> Ranks:
-    """Of this rank, in the initialised process group; every rank must call it. kernels: whether ops are measured."""
-    comm = TorchComm({"all": dist.get_world_size()}, device)
-    ops: list[Measured] = []
-    if kernels:
-        by_rank = comm.share(measure_kernels(quick, say, comm.barrier))
-        late = late_share(comm, 12 if quick else 36)
-        say(f"the slowest of {comm.world_size} ranks is {late:.0%} later than their mean")
-        ops = of_slowest(by_rank, late)
-    return Ranks(ops, measure_collectives(comm, quick, say))
+def measure_ranks(device: torch.device, quick: bool, sizes: Sequence[int], say: Progress) -> Ranks:
+    """Of this rank, in the initialised process group; every rank must call it. sizes: of the blocks of ranks that collectives run
+    in. Ranks of all blocks are at work meanwhile, as those of a program are."""
+    world = dist.get_world_size()
+    comms = [TorchComm({"blocks": world // n, "all": n}, device) for n in sizes]
+    whole = comms[-1]
+    ops: list[list[Measured]] = []
+    late: list[float] = []
+    collectives: list[list[Sample]] = []
+    for sweep in range(SWEEPS):
+        say(f"sweep {sweep + 1} of {SWEEPS}")
+        if device.type == "cpu":
+            ops.append(of_ranks(whole.share(measure_kernels(quick, say, whole.barrier))))
+            late.append(late_share(whole, 8 if quick else 16))
+        collectives.append([sample for comm in comms for sample in measure_collectives(comm, quick, say)])
+    return Ranks(of_slowest(middle(ops), float(np.median(late))) if ops else [], middle(collectives))
 
 
-def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, kernels: bool, path: str) -> None:
+def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
@@ -167,7 +177,7 @@ def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, kernels: b
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl" if gpu else "gloo", init_method=address, rank=rank, world_size=world)
     try:
-        ranks = measure_ranks(device, quick, kernels, lambda text: None)
+        ranks = measure_ranks(device, quick, group_sizes(world), lambda text: None)
         if rank == 0:
             Path(path).write_text(json.dumps([ranks.kernels, ranks.collectives]))
         dist.barrier()
@@ -175,14 +185,14 @@ def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, kernels: b
         dist.destroy_process_group()
 
 
-def local_ranks(world: int, gpu: bool, quick: bool, kernels: bool) -> Ranks:
+def local_ranks(world: int, gpu: bool, quick: bool) -> Ranks:
     """What `world` processes of this machine measure (one per GPU with NCCL, else Gloo)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "ranks.json")
-        torch.multiprocessing.spawn(_worker, args=(world, port, gpu, quick, kernels, path), nprocs=world)
+        torch.multiprocessing.spawn(_worker, args=(world, port, gpu, quick, path), nprocs=world)
         kernels_, collectives = json.loads(Path(path).read_text())
     return Ranks(
         [Measured(*row) for row in kernels_], [Sample(k, tuple(shape), *rest) for k, shape, *rest in collectives]
@@ -190,8 +200,8 @@ def local_ranks(world: int, gpu: bool, quick: bool, kernels: bool) -> Ranks:
 
 
 def group_sizes(world: int) -> list[int]:
-    """2, 4, 8, ... and the whole."""
-    return [n for n in (2**i for i in range(1, 10)) if n < world] + ([world] if world > 1 else [])
+    """2, 4, 8, ... that divide the whole, and the whole."""
+    return [n for n in (2**i for i in range(1, 10)) if n < world and world % n == 0] + ([world] if world > 1 else [])
 
 
 def launched_ranks(gpu: bool, quick: bool, say: Progress) -> tuple[str, Ranks]:
@@ -200,9 +210,11 @@ def launched_ranks(gpu: bool, quick: bool, say: Progress) -> tuple[str, Ranks]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if gpu else "gloo")
     try:
-        across = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < dist.get_world_size()
+        world = dist.get_world_size()
+        across = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < world
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        return ("cluster" if across else "node"), measure_ranks(device, quick, not gpu, say)
+        sizes = [world] if across else group_sizes(world)
+        return ("cluster" if across else "node"), measure_ranks(device, quick, sizes, say)
     finally:
         dist.destroy_process_group()
 
@@ -232,12 +244,12 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
         kernels, link_samples = measured.kernels, measured.collectives
     else:
         world = ranks if ranks is not None else (torch.cuda.device_count() if gpu else 2)
-        for n in group_sizes(world):
-            say(f"collectives over {n} processes")
-            measured = local_ranks(n, gpu, quick, kernels=not gpu and n == world)
-            kernels, link_samples = measured.kernels, link_samples + measured.collectives
-        if not gpu and world == 1:
-            kernels = measure_kernels(quick, say)
+        if world > 1:
+            say(f"ops and collectives of {world} processes")
+            measured = local_ranks(world, gpu, quick)
+            kernels, link_samples = measured.kernels, measured.collectives
+        elif not gpu:
+            kernels = middle([measure_kernels(quick, say) for _ in range(SWEEPS)])
     links, link_residuals = fit_links(link_samples, level, tables=not gpu)
     if kernels:
         times, kernel_residuals = fit_kernels(kernels)

@@ -52,9 +52,14 @@ def usual_of_slowest_s(comm: Comm, seconds: Sequence[float]) -> float:
     return usual_s(np.max(comm.share(list(seconds)), axis=0))
 
 
-def of_slowest(by_rank: Sequence[Sequence[Measured]], late: float) -> list[Measured]:
-    """The ops that every rank has measured, as long as they take on the slowest."""
+def of_ranks(by_rank: Sequence[Sequence[Measured]]) -> list[Measured]:
+    """The ops that every rank has measured, as long as they take in the mean of all."""
     return [
-        alike[0]._replace(seconds=(1 + late) * float(np.mean([one.seconds for one in alike])))
+        alike[0]._replace(seconds=float(np.mean([one.seconds for one in alike])))
         for alike in zip(*by_rank, strict=True)
     ]
+
+
+def of_slowest(ops: Sequence[Measured], late: float) -> list[Measured]:
+    """Ops as long as they take on the slowest rank."""
+    return [one._replace(seconds=(1 + late) * one.seconds) for one in ops]

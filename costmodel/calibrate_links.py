@@ -1,8 +1,8 @@
 """Times the collectives of emitted programs between ranks, and fits a link's constants to them.
 
 T = a + f S / B with f the ring's factor. Between processes on CPUs the ranks compute in between, as they do in a step, and every
-kind of collective has a line of its own: the cores that compute also move the bytes. Exchanges of rows are measured inside the op
-that does them (`calibrate_exchanges.py`).
+kind of collective takes what it took at each size: the cores that compute also move the bytes. Exchanges of rows are measured
+inside the op that does them (`calibrate_exchanges.py`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def ring_factor(kind: str, n: int) -> float:
 
 
 def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
-    """Times the collectives of emitted programs along the axis "all" of all ranks; every rank must call it."""
-    n, rank, device = comm.world_size, comm.rank, comm.device
+    """Times the collectives of emitted programs along the last axis, "all", of the mesh of all ranks, in all blocks of it at the
+    same time; every rank must call it."""
+    n, device = comm.mesh["all"], comm.device
+    first, rank = comm.rank - comm.rank % n, comm.rank % n
     gpu = device.type == "cuda"
     sizes = [2**10, 2**14, 2**18, 2**22, 2**24] if quick else [2 ** (10 + 2 * i) for i in range(10 if gpu else 9)]
     samples = []
@@ -78,7 +80,7 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
             for sender in (0, 1):
                 if rank in (0, 1):
                     kind = "send" if rank == sender else "recv"
-                    comm.start_messages([Message(kind, whole, 1 - rank, sender)])[0].wait()
+                    comm.start_messages([Message(kind, whole, first + 1 - rank, sender)])[0].wait()
 
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda full=full: comm.all_reduce(full, "all"),  # type: ignore[misc]
@@ -89,7 +91,7 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
             "p2p": hand_over,
             "shift": lambda full=full: comm.start_shift(full, "all").wait(),  # type: ignore[misc]
         }
-        turns = 24 if size < 2**20 else 12 if size < 2**24 else 6
+        turns = 8 if size < 2**20 else 4 if size < 2**24 else 2
         for kind, kind_s in _collectives_s(calls, comm, turns).items():
             seconds = torch.tensor(kind_s / (2 if kind == "p2p" else 1), device=device)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -97,10 +99,10 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
             say(f"{kind} of {4 * elements} bytes over {n}: {float(seconds) * 1e6:.0f} us")
     if not gpu:
         part = torch.zeros(OVERLAPPED_BYTES // 4 // n)
-        seconds = torch.tensor(_overlapped_s(lambda: comm.start_all_gather(part, 0, "all"), comm, 12))
+        seconds = torch.tensor(_overlapped_s(lambda: comm.start_all_gather(part, 0, "all"), comm, 4))
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         samples.append(Sample(OVERLAPPED, (OVERLAPPED_BYTES, n), "float32", float(seconds)))
-        for nbytes, exchange_s in exchange_seconds(comm, "all", 12 if quick else 24):
+        for nbytes, exchange_s in exchange_seconds(comm, "all", 4 if quick else 8):
             seconds = torch.tensor(exchange_s)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             samples.append(Sample(EXCHANGE, (nbytes, n), "float32", float(seconds)))
@@ -165,31 +167,31 @@ def _overlapped_s(begin: Callable[[], Handle[Any]], comm: Comm, turns: int) -> f
 
 
 def collective_lines(samples: Sequence[Sample]) -> dict[str, Points]:
-    """T = a + S / B for each kind of collective among some ranks, as two points.
+    """Seconds of each kind of collective among some ranks, on straight lines between what small messages take and each large one.
 
-    What a small message takes between busy ranks varies much, and it is the same for all kinds that go both ways: a is the median
-    over those. An all_reduce takes no longer than its two halves, which could be sent instead. Exchanges have their own line.
+    What a small message takes between busy ranks varies much, and it is the same for all kinds that go both ways: the median over
+    those. An all_reduce takes no longer than its two halves, which could be sent instead. Exchanges have a line of their own,
+    T = a + S / B.
     """
     exchanges = [s for s in samples if s.kind == EXCHANGE]
     samples = [s for s in samples if s.kind != EXCHANGE]
-    latency_s = {
-        one_way: float(
-            np.median([s.seconds for s in samples if s.shape[0] < SMALL_BYTES and (s.kind in ONE_WAY) is one_way])
-        )
-        for one_way in (False, True)
-    }
-    per_byte: dict[str, float] = {}
-    for kind in dict.fromkeys(s.kind for s in samples):
-        large = [s for s in samples if s.kind == kind and s.shape[0] >= SMALL_BYTES]
-        rates = [max(s.seconds - latency_s[kind in ONE_WAY], 0.1 * s.seconds) / s.shape[0] for s in large]
-        per_byte[kind] = float(np.average(rates, weights=[s.shape[0] for s in large]))
-    per_byte["all_reduce"] = min(per_byte["all_reduce"], per_byte["reduce_scatter"] + per_byte["all_gather"])
-    constants = {kind: (latency_s[kind in ONE_WAY], rate) for kind, rate in per_byte.items()}
+    large: dict[str, dict[float, float]] = {}
+    for s in samples:
+        large.setdefault(s.kind, {})
+        if s.shape[0] >= SMALL_BYTES:
+            large[s.kind][float(s.shape[0])] = s.seconds
+    for size, seconds in large["all_reduce"].items():
+        large["all_reduce"][size] = min(seconds, large["reduce_scatter"][size] + large["all_gather"][size])
+    lines: dict[str, Points] = {}
+    for kind, by_size in large.items():
+        small = [s.seconds for s in samples if s.shape[0] < SMALL_BYTES and (s.kind in ONE_WAY) is (kind in ONE_WAY)]
+        points = sorted({1.0: float(np.median(small)), **by_size}.items())
+        lines[kind] = tuple((size, max(s for _, s in points[: i + 1])) for i, (size, _) in enumerate(points))
     if exchanges:
         a, B, _ = fit_line(np.array([s.shape[0] for s in exchanges]), np.array([s.seconds for s in exchanges]))
-        constants[EXCHANGE] = a, 1 / B
-    most = max(s.shape[0] for s in samples)
-    return {kind: tuple((float(S), a + S * rate) for S in (1, most)) for kind, (a, rate) in constants.items()}
+        most = max(s.shape[0] for s in samples)
+        lines[EXCHANGE] = tuple((float(S), a + S / B) for S in (1, most))
+    return lines
 
 
 def exposed_share(samples: Sequence[Sample]) -> float | None:

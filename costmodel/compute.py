@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
-from autopar.cluster.kernels import COPY
+from autopar.cluster.kernels import COPY, FILL
 from autopar.errors import ClusterError
 
 OP_KINDS = ("matmul", "attention", "conv", "pointwise")
@@ -109,6 +109,14 @@ def merging_time_s(device: DeviceSpec, op: str, kernels: int, passes: int, moved
     product = device.kernels.products.get(op)
     launch_s = device.launch_overhead_s if product is None else product.launch_s
     return (kernels - 1) * launch_s + passes * float(device.kernels.pass_s(COPY, moved_bytes / passes))
+
+
+def filling_time_s(device: DeviceSpec, result_bytes: float, added_bytes: float) -> tuple[float, float]:
+    """Of a result that is zeros but where so many bytes are added: seconds to fill what is left of it, and the bytes of it that
+    count as the op's own. Where kernels were not measured, all of it is one pass."""
+    if device.kernels is None or result_bytes <= added_bytes:
+        return 0.0, result_bytes
+    return float(device.kernels.pass_s(FILL, result_bytes - added_bytes)), added_bytes
 
 
 def update_time_s(device: DeviceSpec, states: float, nbytes: Any) -> Any:

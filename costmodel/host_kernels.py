@@ -13,20 +13,22 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from autopar.cluster.kernels import COPY, KernelTimes, Product
+from autopar.cluster.kernels import COPY, FILL, KernelTimes, Product
 from autopar.runtime import attention, experts, ops
 from autopar.runtime.heap import keep_freed_memory
 
 Tensor = torch.Tensor
+T = TypeVar("T", bound=Any)
 aten = torch.ops.aten
 WIDTH = 256
-ROWS = {True: (4, 64, 1024), False: (1, 16, 128, 1024, 8192)}
-"""Rows of WIDTH floats that passes run on, by whether the calibration is to be quick."""
+ROWS = {True: (4, 64, 1024, 8192), False: (1, 16, 128, 1024, 8192)}
+"""Rows of WIDTH floats that passes run on, by whether the calibration is to be quick. The last are more than caches hold: there a
+byte takes several times as long."""
 LONG = (1, 4, 1024, 32)
 """Batch, heads, rows and keys, head width of attention that is measured with a causal mask too."""
 CAUSAL = "autopar.attention causal"
@@ -65,7 +67,7 @@ def passes(rows: int) -> Iterator[Timed]:
     row, gate = torch.randn(lead), x > 0
     _, mean, rstd = ops.layer_norm(x, w, b, 1e-5, 1)
     table = torch.randn(1024, WIDTH)
-    places = torch.randint(0, 1024, lead)
+    places, rows_read = torch.randint(0, 1024, lead), torch.randint(0, rows, lead)
     key = 12345
 
     def of(op: str, operands: tuple[Tensor, ...], run: Callable[[], Any]) -> Timed:
@@ -80,7 +82,7 @@ def passes(rows: int) -> Iterator[Timed]:
     yield of("aten.where", (gate, x, g), lambda: torch.where(gate, x, g))
     yield of("aten.masked_fill", (x, gate), lambda: x.masked_fill(gate, 0.0))
     yield of("aten.ne", (index,), lambda: index != -100)
-    yield of("aten.full", (), lambda: torch.full(x.shape, 0.0))
+    yield of(FILL, (), lambda: torch.full(x.shape, 0.0))
     yield of("aten._to_copy", (gate,), lambda: gate.to(torch.float32))
     yield of("aten.cat", (x, g), lambda: torch.cat([x, g], 2))
     yield of("aten.split", (x,), lambda: aten.split.Tensor(x, WIDTH // 4, -1))
@@ -102,7 +104,7 @@ def passes(rows: int) -> Iterator[Timed]:
     yield of("autopar.norm_dw", (g, x, mean, rstd), lambda: ops.norm_dw(g, x, mean, rstd, 1))
     yield of("autopar.dropout", (x,), lambda: ops.dropout(x, 0.1, key))
     yield of("autopar.embedding", (places,), lambda: ops.embedding(table, places))
-    yield of("autopar.embedding_grad", (g, places), lambda: ops.embedding_grad(g, places, 1024, -1))
+    yield of("autopar.embedding_grad", (g, rows_read), lambda: ops.embedding_grad(g, rows_read, rows, -1))
     yield of("autopar.sumexp", (x, row), lambda: ops.sumexp(x, row, 2))
     yield of("autopar.pick", (x, index), lambda: ops.pick(x, index, 2))
     yield of("autopar.pick_grad", (row, index), lambda: ops.pick_grad(row, index, 2, WIDTH))
@@ -173,8 +175,6 @@ OPTIMIZERS: Mapping[int, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = 
 }
 """One for every number of elements of state per element of a parameter."""
 PARAMETERS = 8
-LARGE = 1 << 19
-"""Elements of parameters that no cache holds with their gradients and state."""
 
 
 def updates(numel: int) -> Iterator[Timed]:
@@ -212,6 +212,14 @@ def usual_s(seconds: Sequence[float] | np.ndarray) -> float:
     return float(np.minimum(seconds, 3 * np.median(seconds)).mean())
 
 
+def middle(sweeps: Sequence[Sequence[T]]) -> list[T]:
+    """Rows that were measured in every sweep, each with the median of its seconds."""
+    return [
+        alike[0]._replace(seconds=float(np.median([one.seconds for one in alike])))
+        for alike in zip(*sweeps, strict=True)
+    ]
+
+
 def nbytes_of(value: Any) -> float:
     """Bytes of the tensors in a result."""
     if isinstance(value, Tensor):
@@ -236,16 +244,13 @@ def measure_kernels(
     """All of the above. together: waits for the other ranks, so that all are at work at the same time. clock: what counts
     the seconds."""
     keep_freed_memory()
-    rounds = 10 if quick else 30
+    rounds = 4 if quick else 10
     found: list[Measured] = []
     gc.collect()
     for rows in ROWS[quick]:
         together()
-        found += measured([*passes(rows), *updates(rows * WIDTH // 4)], max(5, min(rounds, 20000 // rows)), clock)
+        found += measured([*passes(rows), *updates(rows * WIDTH // 4)], max(2, min(rounds, 20000 // rows)), clock)
         say(f"passes over {rows} rows of {WIDTH}")
-    if max(ROWS[quick]) * WIDTH // 4 < LARGE:
-        together()
-        found += measured(list(updates(LARGE)), 5, clock)
     together()
     found += measured(list(products(quick)), rounds, clock)
     say("products")

@@ -26,6 +26,8 @@ Points = tuple[tuple[float, float], ...]
 """(bytes, seconds), the bytes ascending."""
 COPY = "copy"
 """The pass whose seconds an op has that was not measured."""
+FILL = "aten.full"
+"""The pass that writes one number everywhere."""
 
 POINTS: Schema[Any] = listed(row(RATE, RATE), least=2, most=64)
 _SCHEMA = record(

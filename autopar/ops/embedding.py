@@ -19,6 +19,7 @@ aten = torch.ops.aten
 
 define("aten.embedding", precision="low")
 define("autopar.embedding", linear=lambda call: [{0}], picks=True)
+define("autopar.embedding_grad", fills=True)
 
 
 def _table_offset(block: Block) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from autopar.passes.price.lines import (
     regather_seconds,
 )
 from autopar.passes.price.link_clock import LinkClock, op_seconds, run_line
+from autopar.passes.price.parameter_clock import shown_parameters
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.once import once
@@ -151,9 +152,10 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
         times * seconds_by_action(calls[name], pricer)[action]
         for (name, action), times in _calls_of(stage.prepare).items()
     )
+    shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
     return StageBill(
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
-        ParameterTraffic(each_forward_s, each_backward_s, reduce_s, gather_s),
+        ParameterTraffic(each_forward_s, each_backward_s, reduce_s, gather_s, shown),
         sum(optimizer_s(p, stage, pricer, setting) for p in trained),
         stage.microbatches * early_s,
     )

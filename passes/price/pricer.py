@@ -83,14 +83,15 @@ class Pricer:
     def meeting_s(self, kind: str, axis: str) -> float:
         """Seconds until ranks that compute meet for a message, however small it is; where collectives were not measured it is in
         the price of each."""
-        return self.collective_s(kind, 1.0, axis) if self._is_measured else 0.0
+        return self.collective_s(kind, 1.0, axis) if self.is_measured else 0.0
 
     def rendezvous_s(self, axes: Iterable[str]) -> float:
         """Seconds until they meet for messages along these axes that are under way together."""
         return sum(self.meeting_s("all_reduce", axis) for axis in sorted(set(axes)) if self.mesh.sizes[axis] > 1)
 
     @cached_property
-    def _is_measured(self) -> bool:
+    def is_measured(self) -> bool:
+        """Whether collectives of some link were measured one by one."""
         return any(level.measured for level in self.cluster.levels)
 
     def lattice(
@@ -295,6 +296,9 @@ class Pricer:
             moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in tensors]
             if definition is not None and definition.picks:
                 moved[0] = min(moved[0], moved[-1])
+            filled_s = 0.0
+            if definition is not None and definition.fills:
+                filled_s, moved[-1] = compute.filling_time_s(self.device, moved[-1], moved[0])
             nbytes = sum(moved)
             grouped = definition.grouped(call, parts, share) if definition is not None and definition.grouped else None
             along = [self.mesh.sizes[axis] for axis, _ in carried_choices(strategy, self.mesh)] if grouped else []
@@ -311,6 +315,7 @@ class Pricer:
                 merging_s = compute.merging_time_s(self.device, call.op, **vars(merged))
             seconds.append(
                 merging_s
+                + filled_s
                 + compute.op_time_s(
                     self.device,
                     flops=work_share(grouped, self.software) * flops * imbalance / share,

@@ -10,15 +10,15 @@ import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import device_from_dict, device_preset
-from autopar.cluster.kernels import KernelTimes, Product, kernels_from_dict, points_of, seconds_at
+from autopar.cluster.kernels import FILL, KernelTimes, Product, kernels_from_dict, points_of, seconds_at
 from autopar.cluster.link import link_from_dict
 from autopar.costmodel import host_kernels
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
-from autopar.costmodel.calibrate_lateness import late_share, of_slowest, usual_of_slowest_s
+from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest, usual_of_slowest_s
 from autopar.costmodel.calibrate_links import OVERLAPPED, OVERLAPPED_BYTES, Sample, collective_lines, fit_links
 from autopar.costmodel.collective import collective_time_s
-from autopar.costmodel.compute import op_time_s, update_time_s
-from autopar.costmodel.host_kernels import Measured, fit_kernels, fit_product, usual_s
+from autopar.costmodel.compute import filling_time_s, op_time_s, update_time_s
+from autopar.costmodel.host_kernels import Measured, fit_kernels, fit_product, middle, usual_s
 from autopar.costmodel.software import NEUTRAL, emitted_on
 from autopar.errors import ClusterError
 from autopar.runtime.comm import Comm
@@ -62,6 +62,13 @@ def test_a_device_without_measured_kernels_knows_no_ops():
     assert seconds("aten.gelu.default", 1e6, device_preset("cpu")) == seconds(
         "aten.add.Tensor", 1e6, device_preset("cpu")
     )
+
+
+def test_what_is_left_of_a_result_is_filled_where_that_was_measured():
+    device = replace(DEVICE, kernels=replace(KERNELS, passes={**KERNELS.passes, FILL: ((1e3, 1e-6), (1e6, 1e-3))}))
+    assert filling_time_s(device, 3e6, 2e6) == (pytest.approx(1e-3), 2e6)
+    assert filling_time_s(device, 1e6, 2e6) == (0.0, 1e6)
+    assert filling_time_s(device_preset("cpu"), 3e6, 2e6) == (0.0, 3e6)
 
 
 def test_updates_are_measured_by_state_and_read_for_numbers_and_arrays_alike():
@@ -118,6 +125,12 @@ def test_the_usual_time_counts_what_recurs_and_not_one_long_pause():
     assert usual_s([1.0] * 9 + [100.0]) == pytest.approx(1.2)
 
 
+def test_a_sweep_in_which_the_machine_was_slow_for_one_kind_of_ops_does_not_count():
+    product, copy = (Measured(kind, kind, 8.0, 0.0, (), 1e-3) for kind in ("product", "copy"))
+    slow = product._replace(seconds=2e-3)
+    assert middle([[slow, copy], [product, copy], [product, copy._replace(seconds=5e-3)]]) == [product, copy]
+
+
 def test_small_messages_of_a_kind_share_a_latency_and_an_all_reduce_takes_no_longer_than_its_halves():
     samples = [
         Sample(kind, (size, 2), "float32", latency + size * per_byte)
@@ -133,8 +146,16 @@ def test_small_messages_of_a_kind_share_a_latency_and_an_all_reduce_takes_no_lon
     lines = collective_lines(samples)
     assert {round(points[0][1], 5) for kind, points in lines.items() if kind not in ("broadcast", "p2p")} == {2e-3}
     assert lines["p2p"][0][1] == pytest.approx(1e-4, rel=0.1)
-    large = {kind: seconds_at(points, 1e9) for kind, points in lines.items()}
-    assert large["all_reduce"] <= large["reduce_scatter"] + large["all_gather"]
+    for size in (1 << 22, 1 << 24):
+        large = {kind: seconds_at(points, size) for kind, points in lines.items()}
+        assert large["all_reduce"] <= large["reduce_scatter"] + large["all_gather"]
+
+
+def test_large_messages_take_what_they_took_at_each_size_and_never_less_than_smaller_ones():
+    took = {1 << 10: 2e-3, 1 << 18: 1e-3, 1 << 22: 5e-3, 1 << 24: 4e-2}
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "p2p")
+    lines = collective_lines([Sample(kind, (size, 2), "float32", s) for kind in kinds for size, s in took.items()])
+    assert lines["p2p"] == ((1.0, 2e-3), (1 << 18, 2e-3), (1 << 22, 5e-3), (1 << 24, 4e-2))
 
 
 def test_a_calibrated_link_is_read_as_measured_and_hides_what_computing_hid():
@@ -188,7 +209,7 @@ def test_a_turn_takes_what_it_takes_on_the_slowest_rank_whoever_that_is():
 
 def test_ops_take_the_mean_of_all_ranks_and_what_the_slowest_is_late():
     by_rank = [[Measured("pass", "copy", 8.0, 0.0, (), seconds)] for seconds in (1e-3, 2e-3, 3e-3)]
-    assert of_slowest(by_rank, 0.1) == [Measured("pass", "copy", 8.0, 0.0, (), pytest.approx(2.2e-3))]
+    assert of_slowest(of_ranks(by_rank), 0.1) == [Measured("pass", "copy", 8.0, 0.0, (), pytest.approx(2.2e-3))]
 
 
 def test_lateness_is_measured_between_ranks_and_they_agree_on_it():

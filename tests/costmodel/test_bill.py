@@ -10,7 +10,17 @@ import pytest
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import device_preset
 from autopar.costmodel import ParallelConfig, Software, StepPlan, TransformerShape, estimate
-from autopar.costmodel.bill import Bill, CallBill, ParameterTraffic, Purpose, StageBill, Work, step_seconds
+from autopar.costmodel.bill import (
+    Bill,
+    CallBill,
+    ParameterTraffic,
+    Purpose,
+    Shown,
+    StageBill,
+    Work,
+    exposed_parameters_s,
+    step_seconds,
+)
 from autopar.costmodel.simulate import Durations, makespan_s
 from autopar.costmodel.software import NEUTRAL, StepConstants, emitted_on
 from autopar.ir.actions import StageGraph
@@ -101,6 +111,13 @@ def test_parameters_messages_hide_behind_a_microbatch(traffic: ParameterTraffic,
     assert step_s(stage, FUSED, 2) == pytest.approx(2 * 4.0 + exposed_s)
     assert step_s(stage, NEUTRAL, 2) == pytest.approx(2 * 4.0 + traffic.total_s(2))
     assert step_s(stage, replace(FUSED, late_reduction=True), 2) == pytest.approx(2 * 4.0 + traffic.total_s(2))
+
+
+def test_what_a_writer_knows_to_be_exposed_of_parameters_messages_counts_as_it_is() -> None:
+    one = ParameterTraffic(2.0, 3.0, 5.0, shown=Shown(1.0, 0.5, 4.0))
+    both = one + ParameterTraffic(gather_s=7.0, shown=Shown(0.0, 0.25, 0.0))
+    assert exposed_parameters_s(both, (100.0, 100.0), 4, 0.0, NEUTRAL) == 4 * (1.0 + 0.75) + 4.0 + 7.0
+    assert both.total_s(4) == 4 * 5.0 + 5.0 + 7.0
 
 
 def test_values_gathered_late_hide_behind_nothing_and_gradients_still_do() -> None:

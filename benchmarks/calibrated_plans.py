@@ -1,0 +1,84 @@
+"""Plans of small models on calibrated machines: asked for by options, compiled, and run in turns by the same processes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.passes.account.program import account
+from autopar.passes.price.pricer import Pricers
+from benchmarks.calibrated_models import Model
+from benchmarks.shaped import Ranks
+
+
+class Case(NamedTuple):
+    """A plan of a model: name of the plan, and the options that ask for it."""
+
+    model: Model
+    plan: str
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.__name__}_{self.plan}"
+
+
+def cluster_of(ranks: int, profile: Path) -> autopar.ClusterSpec:
+    """This machine as it was calibrated."""
+    return autopar.ClusterSpec.local(ranks).with_profile(json.loads(profile.read_text()))
+
+
+def compiled(case: Case, cluster: autopar.ClusterSpec) -> autopar.ParallelProgram:
+    """The program of a plan. Raises AutoparError where the model has none like it."""
+    model, batch, loss = case.model()
+    adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+    options = autopar.Options(**case.options)
+    return autopar.compile(model, cluster, batch, loss_fn=loss, optimizer=adamw, options=options)
+
+
+def priced_s(program: autopar.ParallelProgram, cluster: autopar.ClusterSpec) -> float:
+    """Predicted seconds of a step of the same program on a cluster that was calibrated at another time."""
+    lowered, templates, plans = program.lowered, program.ir.templates, program.plan.stages
+    return float(account(lowered, plans, templates, Pricers(cluster), program.setting, program.rules).step_time_s)
+
+
+def calibrate(ranks: Ranks, profile: Path) -> None:
+    """Measures the machine on all ranks at once and writes its profile."""
+    ranks.run(["-m", "autopar.cli.calibrate", "--quick", "-o", str(profile)])
+
+
+class Loaded(NamedTuple):
+    """A program on this rank, and the batch of all its steps."""
+
+    program: Any
+    batch: tuple[torch.Tensor, ...]
+
+
+def turn_s(programs: Mapping[str, Loaded], steps: int) -> dict[str, float]:
+    """Seconds of a step of every program, so many steps of each one after another; every rank must call it."""
+    seconds = {}
+    for name, (program, batch) in programs.items():
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            program(batch)
+        dist.barrier()
+        seconds[name] = (time.perf_counter() - start) / steps
+    return seconds
+
+
+def timed(prefix: str, module: str, arguments: Sequence[object]) -> None:
+    """Runs a module of the benchmarks in a process of its own, behind the words of a command that keeps the machine quiet.
+    Raises CalledProcessError."""
+    subprocess.run([*shlex.split(prefix), sys.executable, "-m", module, *map(str, arguments)], check=True)
