@@ -90,7 +90,8 @@ def apply(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyl
 def keep_own_heads(model: Model, ranks: int) -> None:
     """Blocks shape what they get by their own share of heads. A product that makes q, k and v gets its rows in such an order
     that a contiguous shard has all three of its heads."""
-    for block in model.blocks:
+    blocks: Iterable[Any] = model.blocks
+    for block in blocks:
         if isinstance(model, Gpt):
             block.heads //= ranks
             for parameter in block.qkv.parameters():
