@@ -18,7 +18,14 @@ from collections.abc import Mapping
 from autopar.costmodel.bill import CallBill, Purpose, Shown, call_seconds
 from autopar.ir.lines import AddGradient, Function, Prefetch, TakeParameters, TemplateCall
 from autopar.ir.lowered import LoweredStage, StoredParameter
-from autopar.passes.price.lines import gather_alone_s, gradient_messages, line_messages, line_seconds, reduce_seconds
+from autopar.passes.price.lines import (
+    gather_alone_s,
+    gradient_messages,
+    line_messages,
+    line_seconds,
+    reduce_seconds,
+    unreduced_bytes,
+)
 from autopar.passes.price.link_clock import LinkClock
 from autopar.passes.price.pricer import Pricer
 from autopar.runtime.buckets import BucketSizes
@@ -31,7 +38,7 @@ def shown_parameters(stage: LoweredStage, calls: Mapping[str, CallBill], pricer:
     bills of its templates."""
     forward, backward, last = (LinkClock(pricer.least_exposed) for _ in range(3))
     _run(forward, stage.forward, stage, calls, pricer)
-    buckets = _Buckets(last, pricer)
+    buckets = _Buckets(last, pricer, stage)
     for function in (stage.backward, stage.weights):
         _run(backward, function, stage, calls, pricer)
         _run(last, function, stage, calls, pricer, buckets)
@@ -74,14 +81,14 @@ def _run(
 class _Buckets:
     """Gradients of one microbatch on their way into the messages that reduce them."""
 
-    def __init__(self, clock: LinkClock, pricer: Pricer) -> None:
+    def __init__(self, clock: LinkClock, pricer: Pricer, stage: LoweredStage) -> None:
         self.clock, self.pricer = clock, pricer
-        self.sizes = BucketSizes()
-        self.limit = self.sizes.first
+        reduced = (p for p in stage.parameters.values() if any(gradient_messages(p, pricer.mesh)))
+        self.sizes = BucketSizes(step=int(sum(unreduced_bytes(p, pricer.mesh) for p in reduced)))
         self._added: Counter[str] = Counter()
         self._open_s = self._open_bytes = 0.0
         self._axes: set[str] = set()
-        self._started = 0
+        self._started = self._sent_bytes = 0
 
     def add(self, p: StoredParameter) -> None:
         """A contribution to a gradient, which is reduced after the last of them."""
@@ -90,22 +97,22 @@ class _Buckets:
         if self._added[p.name] < p.contributions or not messages:
             return
         self._axes |= {message.axis for message in messages}
-        seconds, first = reduce_seconds(p, self.pricer), messages[0]
-        if first.kind == "reduce_scatter" and first.nbytes >= self.sizes.direct:
-            self._start(seconds)
+        seconds, nbytes = reduce_seconds(p, self.pricer), unreduced_bytes(p, self.pricer.mesh)
+        if messages[0].kind == "reduce_scatter" and nbytes >= self.sizes.direct:
+            self._start(seconds, nbytes)
             return
-        self._open_s, self._open_bytes = self._open_s + seconds, self._open_bytes + first.nbytes
-        if self._open_bytes >= self.limit:
-            self._start(self._open_s)
+        self._open_s, self._open_bytes = self._open_s + seconds, self._open_bytes + nbytes
+        if self._open_bytes >= self.sizes.limit(self._started > 0, self._sent_bytes):
+            self._start(self._open_s, self._open_bytes)
             self._open_s = self._open_bytes = 0.0
 
     def finish(self) -> None:
         """Backward is over: the last bucket, and all are waited for. Ranks meet once."""
-        self._start(self._open_s + self.pricer.rendezvous_s(self._axes))
+        self._start(self._open_s + self.pricer.rendezvous_s(self._axes), self._open_bytes)
         for number in range(self._started):
             self.clock.wait(str(number))
 
-    def _start(self, seconds: float) -> None:
+    def _start(self, seconds: float, nbytes: float) -> None:
         self.clock.start(str(self._started), REDUCE, seconds)
         self._started += 1
-        self.limit = self.sizes.full
+        self._sent_bytes += int(nbytes)
