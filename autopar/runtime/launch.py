@@ -250,6 +250,7 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
     metrics, line = Metrics(session, manifest, arguments), StepLine(first + arguments.steps)
     for step in range(first + 1, first + arguments.steps + 1):
+        metrics.begin()
         start = time.perf_counter()
         batch = next(batches)
         result = program(batch)

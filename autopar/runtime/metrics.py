@@ -72,6 +72,10 @@ class Metrics:
         self._peak_s = peak_seconds(manifest, session.comm.device)
         self._entries = sum(torch.Size(row["shape"]).numel() for row in manifest.inputs)
         self._save_s = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: what was waited for before it is not its own."""
         self._waited_s = self._waited()
 
     def saved(self, seconds: float) -> None:
@@ -97,7 +101,7 @@ class Metrics:
             waited_s - self._waited_s if waited_s is not None and self._waited_s is not None else None,
             self._save_s,
         )
-        self._waited_s, self._save_s = waited_s, 0.0
+        self._save_s = 0.0
         for sink in self._sinks:
             sink(record)
 

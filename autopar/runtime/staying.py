@@ -182,6 +182,7 @@ class Run:
         return START_AGAIN if self.stop.why == AGAIN or (self.manifest.worlds and self.stop.others_go()) else 0
 
     def _step(self, step: int) -> None:
+        self.metrics.begin()
         start = time.perf_counter()
         batch = next(self.batches)
         recheck = self.arguments.recheck and step % self.arguments.recheck == 0
