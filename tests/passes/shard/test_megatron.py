@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
+from autopar.runtime.losses import chunk_rows
 from benchmarks.models import Llama, LlamaShape
 from tests.zoo.models import BY_NAME
 from tests.zoo.test_zoo import assert_equal_to_one_device
@@ -59,7 +60,8 @@ def test_a_llama_gathers_and_scatters_the_sequence_as_often_as_korthikanti_count
     local_batch = batch * tp // 8
     activations = activations_sent(program, 2 * local_batch * seq * dim)
     assert activations == {"all_gather": 4 * layers + 2, "reduce_scatter": 4 * layers + 2}
-    chunks, rows = local_batch * seq // 1024, 4 * 1024
+    of_chunk = min(chunk_rows(dim, program.cluster.device(0).runs_as), local_batch * seq)
+    chunks, rows = local_batch * seq // of_chunk, 4 * of_chunk
     assert activations_sent(program, rows) == {"all_reduce": chunks}, "the largest logit of every token"
     assert activations_sent(program, 2 * rows) == {"all_reduce": chunks}, "its sum of exponentials, its label's logit"
     others = [c for c in program.account.collectives if not c.what.startswith(WEIGHTS) and c.axis != "tp"]
