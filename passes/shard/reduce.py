@@ -201,8 +201,9 @@ def _eliminate(r: Reduced, v: int) -> None:
         (a, ma), (b, mb) = near
         left = ma.T + r.cost[v][None, :]
         product = np.empty((left.shape[0], mb.shape[1]))
-        for i in range(left.shape[0]):
-            product[i] = (left[i][:, None] + mb).min(0)
+        step = max(1, AT_ONCE // mb.size)
+        for i in range(0, len(product), step):
+            np.minimum.reduce(left[i : i + step, :, None] + mb[None], 1, out=product[i : i + step])
         pair = r.near[a].get(b)
         r.near[a][b] = product if pair is None else pair + product
         r.near[b][a] = r.near[a][b].T
