@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -241,7 +242,7 @@ class Machines:
     """torchruns with two ranks each on this machine, which come and go."""
 
     def __init__(self, out: Path, home: Path, folder: Path, steps: int, port: int) -> None:
-        self._losses, self._folder = folder / "losses", folder
+        self._losses, self._folder, self._port = folder / "losses", folder, port
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={folder.name}"]
         launcher = ["--nnodes=1:2", "--nproc-per-node=2", *rendezvous, "--rdzv-conf=last_call_timeout=3"]
         self._command = command(home, folder / "run", steps, *launcher, "--max-restarts=9")
@@ -255,6 +256,13 @@ class Machines:
             )
         self.started.append(one)
         return one
+
+    def wait_for_store(self) -> None:
+        """Until the first machine has the store where all meet: that machine stays."""
+        end = time.monotonic() + 100
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", self._port)) and time.monotonic() < end:
+                time.sleep(0.1)
 
     def wait_for(self, step: int, ranks: int) -> int:
         """Until a step from this one on was made on so many ranks; which it is."""
@@ -287,6 +295,7 @@ def test_machines_that_leave_and_come_back(program, saved, home, tmp_path, how):
     machines = Machines(saved, home, tmp_path, 80, 29700 + os.getpid() % 200)
     try:
         first = machines.start()
+        machines.wait_for_store()
         other = machines.start()
         machines.wait_for(4, 4)
         for pid in list(family(other)) if how == signal.SIGKILL else [other.pid]:
