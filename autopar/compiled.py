@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
+from autopar.ir.by_node import ALL_FLAT, ByNode
 from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
@@ -76,11 +77,12 @@ class Decision:
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
-    """The plan as lines, and as text: pipeline.py and a file per stage."""
+    """The plan as lines, and as text: pipeline.py and a file per stage. by_node: collectives that go inside nodes first."""
 
     lowered: LoweredProgram
     sources: tuple[str, ...]
     pipeline: str
+    by_node: ByNode = ALL_FLAT
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,12 +22,14 @@ from autopar.codegen.pipeline import batch_shapes, pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.compiled import Alternative, Compiled, Decision, Emitted, Prediction, SolverFacts
 from autopar.errors import AutoparError, EmitError, InputError
+from autopar.ir.by_node import ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 from autopar.passes.batch.captured import in_microbatches
 from autopar.passes.batch.microbatches import Captured
 from autopar.passes.check.lines import check_program
 from autopar.passes.order.ordered import in_order
+from autopar.passes.price.by_node import by_node
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -341,16 +343,18 @@ def emit(
     best = replace(best, lowered=lowered, account=best.account or task.account(lowered, best.plan))
     checked = time.perf_counter()
     decision = _decision(task, best, candidates[1:])
-    emitted = _printed(lowered, captured.program, type(request.model).__name__)
+    way = by_node(lowered, task.cluster, best.plan.placement)
+    emitted = _printed(lowered, captured.program, type(request.model).__name__, way)
     timings = {**seconds, "lower_s": seconds["lower_s"] + checked - started, "emit_s": time.perf_counter() - checked}
     return ParallelProgram(request, captured, decision, emitted, timings, compile_again)
 
 
-def _printed(lowered: LoweredProgram, program: Program, name: str) -> Emitted:
-    """The lines as text. name: of the model."""
+def _printed(lowered: LoweredProgram, program: Program, name: str, way: ByNode) -> Emitted:
+    """The lines as text. name: of the model; way: that collectives go."""
     sources = stage_sources(lowered.stages, lambda stage: f"Stage {stage.index} of {name} on {stage.mesh}.")
     ranks = sum(lowered.stages[group[0]].mesh.size for group in lowered.graph.groups)
-    return Emitted(lowered, sources, pipeline_source(lowered, program, f"The pipeline of {name} on {ranks} ranks."))
+    title = f"The pipeline of {name} on {ranks} ranks."
+    return Emitted(lowered, sources, pipeline_source(lowered, program, title, by_node=way), way)
 
 
 def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Decision:

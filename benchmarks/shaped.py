@@ -1,8 +1,9 @@
 """Ranks on one machine, with or without links of a given rate between them.
 
 Without a rate, ranks talk as processes of one machine do. With one, every rank is in a network namespace of its own, and all
-of these are joined by a bridge: rank r has the address 10.213.7.(r + 1), and what it sends and what it receives passes at so many
-Mbit/s. Needs root, `ip` and `tc`.
+of these are joined by a bridge: the n-th has the address 10.213.7.(n + 1), and what it sends and what it receives passes at so
+many Mbit/s. With several ranks to a node, those of a node share a namespace and its link, and are told so as by torchrun. Needs
+root, `ip` and `tc`.
 """
 
 from __future__ import annotations
@@ -23,22 +24,27 @@ INTERFACE = "veth0"
 
 @dataclass(frozen=True)
 class Ranks:
-    """prefixes: by rank, the words that its command starts with; interfaces: by rank, the one it talks over ("": any)."""
+    """prefixes: by rank, the words that its command starts with; interfaces: by rank, the one it talks over ("": any);
+    per_node: ranks that share a machine (0: all)."""
 
     prefixes: tuple[tuple[str, ...], ...]
     interfaces: tuple[str, ...]
     address: str = "127.0.0.1"
+    per_node: int = 0
 
     def run(self, command: Sequence[str]) -> str:
         """What rank 0 prints when every rank runs a command of this Python. Raises WorkersFailed."""
         with socket.socket() as free:
             free.bind(("", 0))
             port = str(free.getsockname()[1])
-        size = str(len(self.prefixes))
-        shared = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": self.address, "MASTER_PORT": port}
+        size = len(self.prefixes)
+        per_node = self.per_node or size
+        shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(per_node)}
+        shared |= {"MASTER_ADDR": self.address, "MASTER_PORT": port}
         processes = []
         for rank, (prefix, interface) in enumerate(zip(self.prefixes, self.interfaces, strict=True)):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "OMP_NUM_THREADS": "1"}
+            own |= {"GROUP_RANK": str(rank // per_node)}
             own |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
             processes.append(
                 subprocess.Popen(
@@ -60,29 +66,29 @@ def _run(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def ranks_on(count: int, mbit: float | None) -> Iterator[Ranks]:
-    """So many ranks, with links of so many Mbit/s (None: as processes of one machine)."""
+def ranks_on(count: int, mbit: float | None, per_node: int = 1) -> Iterator[Ranks]:
+    """So many ranks, with links of so many Mbit/s between each so many of them (None: as processes of one machine)."""
     if mbit is None:
         yield Ranks(((),) * count, ("",) * count)
         return
-    names = [f"ap{os.getpid()}r{rank}" for rank in range(count)]
+    names = [f"ap{os.getpid()}r{node}" for node in range(count // per_node)]
     bridge = f"ap{os.getpid()}"
     shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms"]
     try:
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "link", "set", bridge, "up")
-        for rank, name in enumerate(names):
-            inside, port = ("ip", "netns", "exec", name), f"{bridge}p{rank}"
+        for node, name in enumerate(names):
+            inside, port = ("ip", "netns", "exec", name), f"{bridge}p{node}"
             _run("ip", "netns", "add", name)
             _run("ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _run("ip", "link", "set", port, "master", bridge)
-            _run(*inside, "ip", "addr", "add", f"10.213.7.{rank + 1}/24", "dev", INTERFACE)
+            _run(*inside, "ip", "addr", "add", f"10.213.7.{node + 1}/24", "dev", INTERFACE)
             for prefix, device in (((), port), (inside, INTERFACE)):
                 _run(*prefix, "ip", "link", "set", device, "up")
                 _run(*prefix, "tc", "qdisc", "add", "dev", device, *shape)
             _run(*inside, "ip", "link", "set", "lo", "up")
-        prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Ranks(prefixes, (INTERFACE,) * count, "10.213.7.1")
+        prefixes = tuple(("ip", "netns", "exec", names[rank // per_node]) for rank in range(count))
+        yield Ranks(prefixes, (INTERFACE,) * count, "10.213.7.1", per_node if per_node > 1 else 0)
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)

@@ -12,12 +12,15 @@ from autopar.codegen.stage import render
 from autopar.codegen.table import table_lines
 from autopar.codegen.text import comment
 from autopar.ir.actions import show_row, splits_backward
+from autopar.ir.by_node import ALL_FLAT, ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
 
 
-def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtypes: Dtypes | None = None) -> str:
-    """The file."""
+def pipeline_source(
+    lowered: LoweredProgram, program: Program, title: str, dtypes: Dtypes | None = None, by_node: ByNode = ALL_FLAT
+) -> str:
+    """The file. by_node: the collectives that go by node."""
     printer = Printer(dtypes)
     microbatches = lowered.stages[0].microbatches
     transfers = [
@@ -51,6 +54,8 @@ def pipeline_source(lowered: LoweredProgram, program: Program, title: str, dtype
                 for s in lowered.stages
             ]
         ),
+        nodes=table_lines([_ranks(ranks) for ranks in by_node.nodes]),
+        by_node=[f"dict(stage={one.stage}, axis={one.axis!r}, least={dict(one.least)!r})" for one in by_node.axes],
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],
@@ -71,6 +76,13 @@ def batch_shapes(program: Program, microbatches: int) -> list[tuple[int, ...]]:
         tuple(n * microbatches if i == dim else n for i, n in enumerate(type_.shape))
         for (_, type_), dim in zip(program.inputs, program.batch_dims, strict=True)
     ]
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    first, after = ranks[0], ranks[-1] + 1
+    if ranks == tuple(range(first, after)) and len(ranks) > 2:
+        return f"range({number(first)}, {number(after)})"
+    return f"[{', '.join(map(number, ranks))}]"
 
 
 def _wrapped(row: str) -> Any:

@@ -58,7 +58,7 @@ RAMP_BYTES = 12e6
 """Message size at which half of a link's ramp is paid (fitted to collectives.json, one value for all links)."""
 
 
-def _one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tuple[float, float]:
+def one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tuple[float, float]:
     """(seconds that grow with the bytes, seconds that do not) of the cheapest algorithm on one level.
 
     The ramp grows with the bytes too, but saturates: ramp * log2(P) * S / (S + RAMP_BYTES). Where the collective was measured
@@ -123,13 +123,13 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
     for i, (fan, level, groups) in enumerate(shape):
         B = level.rate_Bps(groups) / concurrent
         if kind in TO_ALL:
-            moved, fixed = _one_level_s(kind, nbytes * inner * fan / P, fan, level, B)
+            moved, fixed = one_level_s(kind, nbytes * inner * fan / P, fan, level, B)
         elif kind == "all_reduce" and i < len(shape) - 1:
-            moved, fixed = (2 * x for x in _one_level_s("reduce_scatter", S, fan, level, B))
+            moved, fixed = (2 * x for x in one_level_s("reduce_scatter", S, fan, level, B))
         elif kind in ("broadcast", "p2p", "shift"):
-            moved, fixed = _one_level_s(kind, nbytes, fan, level, B)
+            moved, fixed = one_level_s(kind, nbytes, fan, level, B)
         else:
-            moved, fixed = _one_level_s(kind, S, fan, level, B)
+            moved, fixed = one_level_s(kind, S, fan, level, B)
         slowest = max(slowest, moved)
         latency += fixed
         S /= fan

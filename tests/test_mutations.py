@@ -161,8 +161,8 @@ def wrong_share_of_a_microbatch(patch: Patch) -> None:
 
 
 def halved_collectives(patch: Patch) -> None:
-    real = collective._one_level_s
-    patch.setattr(collective, "_one_level_s", lambda *a: tuple(x / 2 for x in real(*a)))
+    real = collective.one_level_s
+    patch.setattr(collective, "one_level_s", lambda *a: tuple(x / 2 for x in real(*a)))
 
 
 def a_tenth_of_the_flops(patch: Patch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from autopar.cli.saved import Facts, Saved
 from autopar.codegen.gantt import text_gantt
+from autopar.ir.by_node import AxisByNode
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import size_text, time_text
 
@@ -147,6 +148,8 @@ def collective_lines(saved: Saved) -> Iterator[str]:
         for c in rows
     ]
     yield from _columns(table)
+    for one in saved.program.get("by_node", ()):
+        yield f"inside nodes, then between them: {AxisByNode(**one).show()}"
 
 
 def parameter_lines(saved: Saved) -> Iterator[str]:

@@ -107,6 +107,15 @@ _TRANSFER = record(
     {"name": text(), "kind": text(), "source": _STAGE, "target": _STAGE, "bytes": _BYTES, "from": text(), "to": text()},
     others=True,
 )
+_BY_NODE = record(
+    {
+        "stage": _STAGE,
+        "axis": text(),
+        "nodes": integer(1, MOST_RANKS),
+        "places": integer(1, MOST_RANKS),
+        "least": table(text(), integer(0)),
+    }
+)
 _CURVE = record({"corners": listed(_PLACE, least=1), "policies": table(text(), _PLACE), "chosen": _PLACE}, others=True)
 _COSTS: dict[str, Schema[Any]] = {"step_time_s": _SECONDS, "peak_bytes": _BYTES}
 _PROGRAM = record(
@@ -131,7 +140,7 @@ _PROGRAM = record(
         "shared": table(text(), listed(_STAGE, least=1)),
         "stages": listed(_STAGE_FACTS, least=1, most=1 << 16),
     },
-    {"recompute": listed(optional(_CURVE))},
+    {"recompute": listed(optional(_CURVE)), "by_node": listed(_BY_NODE)},
     others=True,
 )
 

@@ -16,6 +16,7 @@ from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.ops.registry import find
 from autopar.passes.lower import lower
+from autopar.passes.price.by_node import by_node
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.problem import Problem
@@ -40,7 +41,8 @@ def values_on_ranks(
     """
     source_dtypes = replaced(dtype)
     sources = stage_sources(lowered.stages, lambda stage: "verification", source_dtypes)
-    modules = load(lowered, sources, pipeline_source(lowered, program.ir, "verification", source_dtypes))
+    way = by_node(lowered, program.cluster, program.plan.placement)
+    modules = load(lowered, sources, pipeline_source(lowered, program.ir, "verification", source_dtypes, way))
 
     def body(session: Session) -> Values:
         with DividedAs(dtype):

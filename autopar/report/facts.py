@@ -74,6 +74,7 @@ def facts(program: Compiled) -> dict[str, Any]:
             for t in program.lowered.transfers
         ],
         "recompute": program.recompute_curves(),
+        "by_node": [asdict(one) for one in program.emitted.by_node.axes],
         "shared": {name: list(stages) for name, stages in program.lowered.shared.items()},
         "stages": [_stage(stage, program) for stage in program.stages],
         "buckets": [

@@ -211,7 +211,8 @@ def _communication(program: Compiled) -> list[str]:
         row[2] += c.time_s
     if not totals:
         return ["no communication"]
-    return ["communication per step:"] + [
+    lines = ["communication per step:"] + [
         f"  {kind} over {axis}: {int(n)} times, {size_text(nbytes)} in all, {time_text(seconds)}"
         for (kind, axis), (n, nbytes, seconds) in sorted(totals.items(), key=lambda kv: -kv[1][2])
     ]
+    return lines + [f"  inside nodes, then between them: {one.show()}" for one in program.emitted.by_node.axes]

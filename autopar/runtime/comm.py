@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .calls import Call, Handle, Message, Posted, Watcher
 from .errors import RuntimeProgramError
+from .hierarchical import TwoLevels
 from .mesh import Group, group_ranks, mesh_index, mesh_size
 
 Axes = str | tuple[str, ...]
@@ -83,6 +84,7 @@ class Comm(ABC):
         self.position = mesh_index(self.mesh, rank - first_rank)
         self.watcher: Watcher | None = None
         self._groups: dict[Axes, Group] = {}
+        self._two_levels: dict[tuple[str, ...], TwoLevels] = {}
         self._parts: dict[tuple[Any, int], Comm | None] = {(tuple(self.mesh.items()), first_rank): self}
 
     # ---- geometry
@@ -276,6 +278,23 @@ class Comm(ABC):
     @abstractmethod
     def _part(self, mesh: Mapping[str, int], first_rank: int, inside: bool) -> Comm | None:
         """Make the Comm of a part, None where this rank is not inside. Every rank makes every part, in the same order."""
+
+    def machines(self) -> list[str] | None:
+        """The machine of every rank of the job, by name; None where ranks are as they are said to be. All ranks call it."""
+        return None
+
+    def new_group(self, ranks: tuple[int, ...]) -> Any:
+        """What the backend needs for a group of the job's ranks beside those of axes. All ranks call it alike."""
+        return None
+
+    def go_by_node(self, levels: TwoLevels, inside: Any, between: Any) -> None:
+        """Collectives of a group go by node where `levels` takes them. inside, between: what `new_group` gave for these."""
+        self._two_levels[levels.group.axes] = levels
+
+    def two_levels(self, call: Call) -> TwoLevels | None:
+        """How the call goes by node; None where it goes flat."""
+        levels = self._two_levels.get(call.group.axes)
+        return levels if levels is not None and levels.takes(call) else None
 
     def at(self, step: int, action: str) -> None:
         """What this rank is at, for whoever asks."""

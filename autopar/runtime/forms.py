@@ -14,6 +14,7 @@ from torch import Tensor
 from .comm import Comm
 from .errors import RuntimeProgramError
 from .guards import Guards
+from .nodes import use_nodes
 from .pipeline import Executor
 from .shared import Shared, held_alike
 from .stage import Stage
@@ -41,6 +42,8 @@ class Form:
         if first is not None:
             _check_alike(pipeline, first.pipeline)
         self.comms: Sequence[Comm | None] = comm.split(pipeline.meshes) if first is None else first.comms
+        if first is None:
+            use_nodes(comm, self.comms, pipeline.meshes, pipeline.nodes, pipeline.by_node)
         self.stages: dict[int, Stage] = {}
         for index in sorted(pipeline.groups[pipeline.group_of(comm.rank)]):
             own, tables = self.comms[index], pipeline.tables(index)

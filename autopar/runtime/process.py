@@ -4,7 +4,8 @@ Groups are created once, in the same order on every rank, one per set of mesh ax
 of all ranks and for those of stages. torch sorts the ranks of a group, so a group named in another axis order shares
 the process group and is addressed by member. Messages between ranks go through the group of all.
 
-NCCL has every collective; some of Gloo's are built from messages (gloo.py).
+NCCL has every collective; some of Gloo's are built from messages (gloo.py), and large ones among several nodes go by node
+(hierarchical.py), on process groups of their own and brought on by a thread.
 
 When a collective fails or times out, ranks leave a note in the job's store, so that each error says what the other
 ranks of the group were doing.
@@ -13,6 +14,8 @@ ranks of the group were doing.
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,6 +31,7 @@ from .calls import Call, Message, Posted
 from .comm import Comm
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from .flight import Flight
+from .hierarchical import Courier, TwoLevels, phases
 from .mesh import Group, group_ranks, mesh_size
 from .notes import Notes
 
@@ -46,6 +50,7 @@ class _Job:
     def __init__(self, timeout_s: float, store: dist.Store | None) -> None:
         self.timeout_s = timeout_s
         self.pool = BufferPool()
+        self.courier = Courier()
         self.notes = Notes(store, dist.get_rank(), timeout_s)
         self.flight = Flight(dist.get_rank(), dist.get_world_size())
         self._groups: dict[tuple[int, ...], Any] = {}
@@ -150,6 +155,18 @@ class TorchComm(Comm):
             self._device_meshes[order] = device_mesh
         return device_mesh
 
+    def machines(self) -> list[str] | None:
+        """torchrun numbers machines; else they are told apart by their hosts' names."""
+        return [str(name) for name in self.share(f"{os.environ.get('GROUP_RANK', '')}@{socket.gethostname()}")]
+
+    def new_group(self, ranks: tuple[int, ...]) -> Any:
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+
+    def go_by_node(self, levels: TwoLevels, inside: Any, between: Any) -> None:
+        super().go_by_node(levels, inside, between)
+        for group, made in ((levels.inside, inside), (levels.between, between)):
+            self._process_groups[frozenset(group.axes)] = made
+
     def share(self, value: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
         if self.world_size == 1:
@@ -176,9 +193,7 @@ class TorchComm(Comm):
         try:
             if self._check:
                 self._compare(call, number)
-            group = self._process_groups[frozenset(call.group.axes)]
-            wait = gloo.start(call, number, group, self._job.pool) if self.gloo else self._start_nccl(call)
-            wait = wait or self._start_native(call).wait
+            wait = self._start_gloo(call, number) if self.gloo else self._start_nccl(call)
         except RuntimeError as error:
             raise self.explain(error, call.describe(), call.group, number) from error
 
@@ -216,6 +231,22 @@ class TorchComm(Comm):
             return None
         place = {rank: index for index, rank in enumerate(sorted(group.ranks))}
         return torch.tensor([place[rank] for rank in group.ranks], device=self.device)
+
+    def _start_gloo(self, call: Call, number: int) -> Callable[[], None]:
+        levels, courier = self.two_levels(call), self._job.courier
+        if levels is not None:
+            return courier.send(phases(call, levels, courier.pool), self._start_phase)
+        return self._start_on_group(call, number, self._job.pool)
+
+    def _start_phase(self, call: Call) -> Callable[[], None]:
+        """A part of a call that goes by node; the courier's thread alone starts these."""
+        key = frozenset(call.group.axes)
+        self._counts[key] = self._counts.get(key, -1) + 1
+        return self._start_on_group(call, self._counts[key], self._job.courier.pool)
+
+    def _start_on_group(self, call: Call, number: int, pool: BufferPool) -> Callable[[], None]:
+        group = self._process_groups[frozenset(call.group.axes)]
+        return gloo.start(call, number, group, pool) or self._start_native(call).wait
 
     def _start_nccl(self, call: Call) -> Callable[[], None]:
         if call.kind == "shift":
@@ -331,6 +362,7 @@ class TorchComm(Comm):
 
     def release(self) -> None:
         self._job.pool.clear()
+        self._job.courier.pool.clear()
         self._job.flight.end_step()
 
     def leave_note(self, what: str) -> None:

@@ -13,6 +13,7 @@ from .grads import GradEntry
 from .guards import InputLike, InputRange
 from .layout import TensorInfo, dtype_of, spec_dims
 from .mesh import mesh_size, show_mesh
+from .nodes import ByNode
 from .order import Action, Transfer, rows_of
 from .transfer import Placed
 
@@ -90,6 +91,8 @@ class Pipeline:
         ]
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
         self.groups = [tuple(group) for group in pipeline.GROUPS]
+        self.nodes = [tuple(ranks) for ranks in getattr(pipeline, "NODES", ())]
+        self.by_node = [ByNode(**row) for row in getattr(pipeline, "BY_NODE", ())]
         self.rows: tuple[tuple[Action, ...], ...] = rows_of(pipeline.TABLE)
         self._modules = modules
         self._tables: dict[int, StageTables] = {}

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .buffers import BufferPool
 from .calls import Call, Message, Posted
 from .comm import Comm, reduce_in_order
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
+from .hierarchical import in_turn, phases
 from .mesh import mesh_index
 
 T = TypeVar("T")
@@ -163,6 +165,9 @@ class ThreadComm(Comm):
         return [box[rank] for rank in sorted(box)]
 
     def _start(self, call: Call) -> Callable[[], None]:
+        levels = self.two_levels(call)
+        if levels is not None:
+            return in_turn(phases(call, levels, BufferPool()), self._start)
         world, group = self._world, call.group
         ranks = tuple(sorted(group.ranks))
         number = self._next.get(ranks, 0)

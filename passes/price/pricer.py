@@ -16,6 +16,7 @@ import torch
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import collective, compute
 from autopar.costmodel.bill import cluster_nodes, least_step_s
+from autopar.costmodel.by_node import gloo_time_s
 from autopar.costmodel.software import Software, emitted_on
 from autopar.ir.call import OpCall
 from autopar.ir.lines import Sent
@@ -55,7 +56,7 @@ class Pricer:
         """Seconds of one collective along `axis`; nbytes is the full array (see costmodel.collective)."""
         key = (kind, nbytes, axis)
         if key not in self._collectives:
-            self._collectives[key] = collective.collective_time_s(self.cluster, kind, nbytes, self._groups[axis])
+            self._collectives[key] = gloo_time_s(self.cluster, kind, nbytes, self._groups[axis])
         return self._collectives[key]
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str, packed: float = 1.0) -> float:
