@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from autopar.cluster.device import DeviceSpec, device_preset, preset_key
+from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
 from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels, middle
+from autopar.runtime.hierarchical import KINDS
 from autopar.runtime.process import TorchComm
 
 SWEEPS = 3
@@ -145,28 +147,51 @@ def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, A
 @dataclass(frozen=True)
 class Ranks:
     """What the ranks of a process group measured: the ops of programs (CPUs alone), all at once, as long as they take on the
-    slowest rank (`calibrate_lateness.py`), and their collectives."""
+    slowest rank (`calibrate_lateness.py`), and their collectives by level of links."""
 
     kernels: list[Measured]
-    collectives: list[Sample]
+    collectives: dict[str, list[Sample]]
 
 
-def measure_ranks(device: torch.device, quick: bool, sizes: Sequence[int], say: Progress) -> Ranks:
-    """Of this rank, in the initialised process group; every rank must call it. sizes: of the blocks of ranks that collectives run
-    in. Ranks of all blocks are at work meanwhile, as those of a program are."""
-    world = dist.get_world_size()
-    comms = [TorchComm({"blocks": world // n, "all": n}, device) for n in sizes]
+class Groups(NamedTuple):
+    """Groups of ranks, along the axis "all" of a mesh of all ranks, and the level of links that they say something of. kinds: of
+    the collectives that are measured, all where there are none; way: that these go, before their names."""
+
+    level: str
+    mesh: dict[str, int]
+    kinds: tuple[str, ...] = ()
+    way: str = ""
+
+
+def groups_of(nodes: int, local: int) -> list[Groups]:
+    """Blocks of the ranks of a node; those of one place on every node, of all places at once; and all ranks of several nodes, for
+    what may go flat or by node (`by_node.py`)."""
+    inside = [Groups("node", {"blocks": nodes * local // n, "all": n}) for n in group_sizes(local)]
+    between = [Groups("cluster", {"all": nodes, "places": local})] if nodes > 1 else []
+    flat = [Groups("cluster", {"all": nodes * local}, KINDS, FLAT)] if nodes > 1 and local > 1 else []
+    return inside + between + flat
+
+
+def measure_ranks(device: torch.device, quick: bool, groups: Sequence[Groups], say: Progress) -> Ranks:
+    """Of this rank, in the initialised process group; every rank must call it. Ranks of all groups of a kind are at work
+    meanwhile, as those of a program are."""
+    comms = [TorchComm(one.mesh, device) for one in groups]
     whole = comms[-1]
     ops: list[list[Measured]] = []
     late: list[float] = []
-    collectives: list[list[Sample]] = []
+    collectives: list[list[list[Sample]]] = []
     for sweep in range(SWEEPS):
         say(f"sweep {sweep + 1} of {SWEEPS}")
         if device.type == "cpu":
             ops.append(of_ranks(whole.share(measure_kernels(quick, say, whole.barrier))))
             late.append(late_share(whole, 8 if quick else 16))
-        collectives.append([sample for comm in comms for sample in measure_collectives(comm, quick, say)])
-    return Ranks(of_slowest(middle(ops), float(np.median(late))) if ops else [], middle(collectives))
+        pairs = zip(groups, comms, strict=True)
+        collectives.append([measure_collectives(comm, quick, say, one.kinds) for one, comm in pairs])
+    by_level: dict[str, list[Sample]] = {}
+    for one, sweeps in zip(groups, zip(*collectives, strict=True), strict=True):
+        samples = (sample._replace(kind=one.way + sample.kind) for sample in middle(sweeps))
+        by_level.setdefault(one.level, []).extend(samples)
+    return Ranks(of_slowest(middle(ops), float(np.median(late))) if ops else [], by_level)
 
 
 def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str) -> None:
@@ -177,7 +202,7 @@ def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl" if gpu else "gloo", init_method=address, rank=rank, world_size=world)
     try:
-        ranks = measure_ranks(device, quick, group_sizes(world), lambda text: None)
+        ranks = measure_ranks(device, quick, groups_of(1, world), lambda text: None)
         if rank == 0:
             Path(path).write_text(json.dumps([ranks.kernels, ranks.collectives]))
         dist.barrier()
@@ -194,9 +219,8 @@ def local_ranks(world: int, gpu: bool, quick: bool) -> Ranks:
         path = os.path.join(folder, "ranks.json")
         torch.multiprocessing.spawn(_worker, args=(world, port, gpu, quick, path), nprocs=world)
         kernels_, collectives = json.loads(Path(path).read_text())
-    return Ranks(
-        [Measured(*row) for row in kernels_], [Sample(k, tuple(shape), *rest) for k, shape, *rest in collectives]
-    )
+    samples = {level: [Sample(k, tuple(shape), *rest) for k, shape, *rest in rows] for level, rows in collectives.items()}
+    return Ranks([Measured(*row) for row in kernels_], samples)
 
 
 def group_sizes(world: int) -> list[int]:
@@ -204,17 +228,17 @@ def group_sizes(world: int) -> list[int]:
     return [n for n in (2**i for i in range(1, 10)) if n < world and world % n == 0] + ([world] if world > 1 else [])
 
 
-def launched_ranks(gpu: bool, quick: bool, say: Progress) -> tuple[str, Ranks]:
-    """(link level, measurements) of the ranks that torchrun started: across nodes this is the cluster's level."""
+def launched_ranks(gpu: bool, quick: bool, say: Progress) -> Ranks:
+    """What the ranks that torchrun started measure; where its nodes are uneven, collectives of all ranks alone."""
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if gpu else "gloo")
     try:
         world = dist.get_world_size()
-        across = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < world
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-        sizes = [world] if across else group_sizes(world)
-        return ("cluster" if across else "node"), measure_ranks(device, quick, sizes, say)
+        groups = [Groups("cluster", {"all": world})] if world % local else groups_of(world // local, local)
+        return measure_ranks(device, quick, [one for one in groups if not (gpu and one.way)], say)
     finally:
         dist.destroy_process_group()
 
@@ -238,19 +262,24 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
     base = base_device(device)
     samples = measure_device(device, dtypes, quick, say)
     profile, residuals = fit_device(samples, base)
-    level, kernels, link_samples = "node", [], []
+    kernels: list[Measured] = []
+    by_level: dict[str, list[Sample]] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        level, measured = launched_ranks(gpu, quick, say)
-        kernels, link_samples = measured.kernels, measured.collectives
+        measured = launched_ranks(gpu, quick, say)
+        kernels, by_level = measured.kernels, measured.collectives
     else:
         world = ranks if ranks is not None else (torch.cuda.device_count() if gpu else 2)
         if world > 1:
             say(f"ops and collectives of {world} processes")
             measured = local_ranks(world, gpu, quick)
-            kernels, link_samples = measured.kernels, measured.collectives
+            kernels, by_level = measured.kernels, measured.collectives
         elif not gpu:
             kernels = middle([measure_kernels(quick, say) for _ in range(SWEEPS)])
-    links, link_residuals = fit_links(link_samples, level, tables=not gpu)
+    links: dict[str, Any] = {}
+    for level, link_samples in by_level.items():
+        link, link_residuals = fit_links(link_samples, level, tables=not gpu)
+        links |= link
+        residuals |= {f"{kind} ({level})": one for kind, one in link_residuals.items()}
     if kernels:
         times, kernel_residuals = fit_kernels(kernels)
         profile["kernels"] = times.to_dict()
@@ -259,6 +288,8 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
         "base": base.name,
         "device": profile,
         "links": links,
-        "residuals": {**residuals, **link_residuals},
-        "samples": [[s.kind, list(s.shape), s.dtype, s.seconds] for s in (*samples, *link_samples)],
+        "residuals": residuals,
+        "samples": [
+            [s.kind, list(s.shape), s.dtype, s.seconds] for s in (*samples, *(s for of in by_level.values() for s in of))
+        ],
     }

@@ -8,7 +8,7 @@ inside the op that does them (`calibrate_exchanges.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cluster.kernels import Points
+from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.calibrate_lateness import usual_of_slowest_s
 from autopar.costmodel.host_kernels import usual_s
@@ -62,11 +63,11 @@ def ring_factor(kind: str, n: int) -> float:
     }[kind]
 
 
-def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
-    """Times the collectives of emitted programs along the last axis, "all", of the mesh of all ranks, in all blocks of it at the
-    same time; every rank must call it."""
-    n, device = comm.mesh["all"], comm.device
-    first, rank = comm.rank - comm.rank % n, comm.rank % n
+def measure_collectives(comm: Comm, quick: bool, say: Progress, kinds: Collection[str] = ()) -> list[Sample]:
+    """Times the collectives of emitted programs, or those of some kinds, along the axis "all" of the mesh of all ranks, in all
+    groups of it at the same time; every rank must call it."""
+    group, device = comm.group("all"), comm.device
+    n, rank = group.size, group.index
     gpu = device.type == "cuda"
     sizes = [2**10, 2**14, 2**18, 2**22, 2**24] if quick else [2 ** (10 + 2 * i) for i in range(10 if gpu else 9)]
     samples = []
@@ -80,7 +81,7 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
             for sender in (0, 1):
                 if rank in (0, 1):
                     kind = "send" if rank == sender else "recv"
-                    comm.start_messages([Message(kind, whole, first + 1 - rank, sender)])[0].wait()
+                    comm.start_messages([Message(kind, whole, group.ranks[1 - rank], sender)])[0].wait()
 
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda full=full: comm.all_reduce(full, "all"),  # type: ignore[misc]
@@ -91,13 +92,14 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress) -> list[Sample]:
             "p2p": hand_over,
             "shift": lambda full=full: comm.start_shift(full, "all").wait(),  # type: ignore[misc]
         }
+        calls = {kind: call for kind, call in calls.items() if not kinds or kind in kinds}
         turns = 8 if size < 2**20 else 4 if size < 2**24 else 2
         for kind, kind_s in _collectives_s(calls, comm, turns).items():
             seconds = torch.tensor(kind_s / (2 if kind == "p2p" else 1), device=device)
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
             samples.append(Sample(kind, (4 * elements, n), "float32", float(seconds)))
             say(f"{kind} of {4 * elements} bytes over {n}: {float(seconds) * 1e6:.0f} us")
-    if not gpu:
+    if not gpu and not kinds:
         part = torch.zeros(OVERLAPPED_BYTES // 4 // n)
         seconds = torch.tensor(_overlapped_s(lambda: comm.start_all_gather(part, 0, "all"), comm, 4))
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
@@ -207,7 +209,8 @@ def fit_links(samples: Sequence[Sample], level: str = "node", tables: bool = Fal
     if not samples:
         return {}, {}
     exposed = exposed_share(samples)
-    samples = [s for s in samples if s.kind != OVERLAPPED]
+    flat = [s._replace(kind=s.kind.removeprefix(FLAT)) for s in samples if s.kind.startswith(FLAT)]
+    samples = [s for s in samples if s.kind != OVERLAPPED and not s.kind.startswith(FLAT)]
     plain = [s for s in samples if s.kind != EXCHANGE]
     x = np.array([s.shape[0] * ring_factor(s.kind, s.shape[1]) for s in plain])
     y = np.array([s.seconds for s in plain])
@@ -226,9 +229,10 @@ def fit_links(samples: Sequence[Sample], level: str = "node", tables: bool = Fal
     }
     if tables:
         link["measured"] = [
-            [kind, n, [list(point) for point in points]]
-            for n in dict.fromkeys(s.shape[1] for s in samples)
-            for kind, points in collective_lines([s for s in samples if s.shape[1] == n]).items()
+            [way + kind, n, [list(point) for point in points]]
+            for way, measured in (("", samples), (FLAT, flat))
+            for n in dict.fromkeys(s.shape[1] for s in measured)
+            for kind, points in collective_lines([s for s in measured if s.shape[1] == n]).items()
         ]
         if exposed is not None:
             link["exposed"] = exposed
