@@ -219,7 +219,9 @@ def local_ranks(world: int, gpu: bool, quick: bool) -> Ranks:
         path = os.path.join(folder, "ranks.json")
         torch.multiprocessing.spawn(_worker, args=(world, port, gpu, quick, path), nprocs=world)
         kernels_, collectives = json.loads(Path(path).read_text())
-    samples = {level: [Sample(k, tuple(shape), *rest) for k, shape, *rest in rows] for level, rows in collectives.items()}
+    samples = {
+        level: [Sample(k, tuple(shape), *rest) for k, shape, *rest in rows] for level, rows in collectives.items()
+    }
     return Ranks([Measured(*row) for row in kernels_], samples)
 
 
@@ -290,6 +292,7 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
         "links": links,
         "residuals": residuals,
         "samples": [
-            [s.kind, list(s.shape), s.dtype, s.seconds] for s in (*samples, *(s for of in by_level.values() for s in of))
+            [s.kind, list(s.shape), s.dtype, s.seconds]
+            for s in (*samples, *(s for of in by_level.values() for s in of))
         ],
     }

@@ -37,7 +37,10 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @torch.no_grad()
 def reduce_in_order(parts: list[Tensor], op: str, out: Tensor) -> None:
-    """parts[0] op parts[1] op … in this order, so that no result depends on timing. out may be the first part, no other."""
+    """parts[0] op parts[1] op … in this order, so that no result depends on timing. out may be one of the parts, which then
+    comes first."""
+    place = next((i for i, part in enumerate(parts) if part.data_ptr() == out.data_ptr()), 0)
+    parts = [parts[place], *parts[:place], *parts[place + 1 :]]
     if len(parts) == 1:
         out.copy_(parts[0])
         return

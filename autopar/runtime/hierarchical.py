@@ -7,8 +7,10 @@ to every rank that lacks it, so r times to a node of r ranks. Here member (a, b)
     all_gather       all_gather between      ·   all_gathers inside, one for each node's rows
     reduce_scatter   reduce_scatters inside, one for each node's rows   ·   reduce_scatter between
 
-Sums are taken inside a node in member order, then over nodes: another order than flat, and the same bits on all members. From
-which size on this is cheaper was decided when the program was compiled (`costmodel/by_node.py`), and pipeline.py says it.
+What does not divide by r goes beside it. Sums are taken inside a node, then over nodes: another order than flat, and the same
+bits on all members, as each part is summed by one. An all_reduce is done where its result is, so that it needs no memory of its
+own. From which size on all this is cheaper was decided when the program was compiled (`costmodel/by_node.py`), and pipeline.py
+says it.
 """
 
 from __future__ import annotations
@@ -122,21 +124,16 @@ def phases(call: Call, levels: TwoLevels, pool: BufferPool) -> Iterator[list[Cal
         yield [Call("reduce_scatter", between, call.out, parts, op, site=site)]
         pool.give(scratch)
     else:
-        numel, width = call.inp.numel(), -(-call.inp.numel() // grid.places)
-        padded = numel != width * grid.places
-        whole = pool.take(width * grid.places, call.inp) if padded else call.inp.view(-1)
-        if padded:
-            whole[:numel].copy_(call.inp.view(-1))
-            whole[numel:].zero_()
-        part = pool.take(width, call.inp)
-        yield [Call("reduce_scatter", inside, part, whole.view(grid.places, width), op, site=site)]
-        yield [Call("all_reduce", between, part, part, op, site=site)]
-        result = whole if padded else call.out.view(-1)
-        yield [Call("all_gather", inside, result.view(grid.places, width), part, site=site)]
-        pool.give(part)
-        if padded:
-            call.out.view(-1).copy_(whole[:numel])
-            pool.give(whole)
+        whole = call.out.view(-1)
+        if call.out is not call.inp:
+            whole.copy_(call.inp.view(-1))
+        width = whole.numel() // grid.places
+        rows, rest = whole[: width * grid.places].view(grid.places, width), whole[width * grid.places :]
+        own = rows[place]
+        ends = [Call("all_reduce", group, rest, rest, op, site=site) for group in (inside, between) if rest.numel()]
+        yield [Call("reduce_scatter", inside, own, rows, op, site=site), *ends[:1]]
+        yield [Call("all_reduce", between, own, own, op, site=site), *ends[1:]]
+        yield [Call("all_gather", inside, rows, own, site=site)]
 
 
 def in_turn(steps: Iterator[list[Call]], start: Callable[[Call], Wait]) -> Wait:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .buffers import BufferPool
 from .calls import Call, Message, Posted
@@ -30,6 +31,14 @@ T = TypeVar("T")
 
 class _Aborted(BaseException):
     """Unwinds a rank after another one failed. Not an Exception: user code must not swallow it."""
+
+
+class _OwnMemory(BufferPool):
+    """Buffers of the backend, which no counter of a rank's bytes sees, as it does not see those of processes."""
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        with _disable_current_modes():
+            return super().take(numel, like)
 
 
 class _Slot:
@@ -167,7 +176,7 @@ class ThreadComm(Comm):
     def _start(self, call: Call) -> Callable[[], None]:
         levels = self.two_levels(call)
         if levels is not None:
-            return in_turn(phases(call, levels, BufferPool()), self._start)
+            return in_turn(phases(call, levels, _OwnMemory()), self._start)
         world, group = self._world, call.group
         ranks = tuple(sorted(group.ranks))
         number = self._next.get(ranks, 0)

@@ -72,10 +72,21 @@ def test_groups_of_gpus_have_the_price_of_nccl() -> None:
         assert gloo_time_s(cluster, kind, 1e8, ranks) == collective_time_s(cluster, kind, 1e8, ranks)
 
 
+def test_a_small_message_that_was_measured_slow_by_chance_does_not_decide() -> None:
+    inner, outer = nodes(2, 2, latency_s=1e-3).levels
+    measured = tuple((f"{FLAT}{kind}", 4, ((1.0, 1.0), (LARGE, 1.0 + LARGE / 5e7))) for kind in KINDS)
+    levels = inner, replace(outer, measured=measured)
+    for kind in KINDS:
+        assert by_node_s(levels, kind, 2**10, (0, 1, 2, 3)) < flat_s(levels, kind, 2**10, (0, 1, 2, 3))
+        least = least_bytes(levels, kind, (0, 1, 2, 3))
+        assert least is not None
+        assert least > 2**15
+
+
 def test_what_was_measured_of_either_way_decides() -> None:
     cluster, ranks = nodes(2, 2), (0, 1, 2, 3)
     inner, outer = cluster.levels
-    slow = replace(outer, measured=(("all_reduce", 2, ((1.0, 1.0), (LARGE, 1.0))),))
+    slow = replace(outer, measured=(("all_reduce", 2, ((1.0, 1e-9), (2.0, 1.0), (LARGE, 1.0))),))
     assert least_bytes((inner, slow), "all_reduce", ranks) == 2**27, "a ring of 1.5 times that takes a second"
     quick = replace(outer, measured=((f"{FLAT}all_reduce", 4, ((1.0, 1e-9), (2 * LARGE, 2e-9))),))
     assert least_bytes((inner, quick), "all_reduce", ranks) is None

@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.cli import dump
+from autopar.proof.measure import measure_peak
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 BATCH = (torch.randn(16, 20, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 12)
@@ -56,6 +57,8 @@ def test_data_parallel_steps_are_eagers(strategy: str, count: int, places: int) 
     assert (row.axis, row.nodes, row.places) == ("dp", count, places)
     assert set(row.least) == {"all_reduce", "all_gather", "reduce_scatter"}
     assert autopar.verify(program, model(), BATCH, steps=3).ok
+    for peak in measure_peak(program, BATCH):
+        assert peak == pytest.approx(program.predicted.peak_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,18 @@ def test_sums_are_taken_inside_nodes_first() -> None:
         assert torch.equal(got, want)
     for rank, got in enumerate(run(4, two_nodes.NODES, lambda c: c.reduce_scatter(value(c.rank, 16), 0, "dp"))):
         assert torch.equal(got, want.chunk(4)[rank])
+
+
+def test_a_part_is_summed_from_where_it_lies() -> None:
+    """Of four ranks to a node the third begins with its own: 2, 0, 1, 3."""
+    values = [value(rank, 8) for rank in range(8)]
+    want = []
+    for place in range(4):
+        order = [place, *(b for b in range(4) if b != place)]
+        of_nodes = [functools.reduce(torch.add, (values[4 * a + b].chunk(4)[place] for b in order)) for a in (0, 1)]
+        want.append(of_nodes[0] + of_nodes[1])
+    for got in run(8, NODES_OF_EIGHT["two nodes of four"], lambda comm: comm.all_reduce(value(comm.rank, 8), "dp")):
+        assert torch.equal(got, torch.cat(want))
 
 
 def leaving(kind: str, nodes: list[tuple[int, ...]] | None, numel: int) -> float:
