@@ -1,10 +1,10 @@
-"""Collectives of two nodes of two ranks, flat and by node: measured and predicted, alone and in data-parallel steps; one JSON object.
+"""Collectives of two nodes of two ranks, flat and by node, alone and in steps: measured and predicted, one JSON object.
 
     python -m benchmarks.by_node DIR [--shaped MBIT] [--by COMMAND]
 
-Each node is a network namespace, with a link of so many Mbit/s (`shaped.py`). The machine is calibrated, then both ways take turns
-in the same processes; seconds are medians, of the slowest rank. DIR keeps the profile, the programs and what was measured, and
-what it has of these is not made again. --by: what is timed is started by this command.
+Each node is a network namespace, with a link of so many Mbit/s (`shaped.py`). The machine is calibrated, then both ways take
+turns in the same processes; seconds are medians, of the slowest rank. DIR keeps the profile, the programs and what was measured,
+and what it has of these is not made again. --by: what is timed is started by this command.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import pytest
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.by_node import FLAT, by_node_s, flat_s, gloo_time_s, least_bytes
+from autopar.costmodel.calibrate import groups_of
+from autopar.costmodel.calibrate_links import Sample, fit_links
 from autopar.costmodel.collective import collective_time_s
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -70,6 +72,28 @@ def test_groups_of_gpus_have_the_price_of_nccl() -> None:
     cluster, ranks = nodes(2, 4, "h100"), tuple(range(8))
     for kind in KINDS:
         assert gloo_time_s(cluster, kind, 1e8, ranks) == collective_time_s(cluster, kind, 1e8, ranks)
+
+
+def test_a_calibration_across_nodes_has_what_the_price_reads() -> None:
+    measured = groups_of(2, 2)
+    assert [(one.level, one.mesh["all"], one.way) for one in measured] == [
+        ("node", 2, ""),
+        ("cluster", 2, ""),
+        ("cluster", 4, FLAT),
+    ]
+    assert [list(one.mesh) for one in measured] == [["blocks", "all"], ["all", "places"], ["all"]]
+    samples = [
+        Sample(way + kind, (nbytes, n), "float32", 1e-3 + nbytes * per_byte)
+        for way, n, per_byte in (("", 2, 1e-8), (FLAT, 4, 3e-8))
+        for kind in KINDS
+        for nbytes in (2**10, 2**18, 2**24)
+    ]
+    links, _ = fit_links(samples, "cluster", tables=True)
+    cluster, ranks = nodes(2, 2).with_profile({"links": links}), (0, 1, 2, 3)
+    for kind in KINDS:
+        assert flat_s(cluster.levels, kind, 2**24, ranks) == pytest.approx(1e-3 + 2**24 * 3e-8)
+        assert by_node_s(cluster.levels, kind, 2**24, ranks) == pytest.approx(1e-3 + 2**23 * 1e-8, rel=0.01)
+        assert least_bytes(cluster.levels, kind, ranks) is not None
 
 
 def test_a_small_message_that_was_measured_slow_by_chance_does_not_decide() -> None:

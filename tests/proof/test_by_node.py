@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,16 @@ def test_nothing_is_said_where_nodes_do_not_matter() -> None:
         program = compiled(cluster, mesh={"dp": 4}, strategy="dp")
         assert not program.emitted.by_node.axes
         assert "BY_NODE" not in program.pipeline
+
+
+def test_another_number_of_ranks_has_nodes_of_its_own(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that steps on more ranks are no shorter
+        compiled(nodes(4, 2), mesh={"dp": 8}, strategy="dp").save(tmp_path, also=[2, 4])
+    said = {ranks: (tmp_path / "worlds" / str(ranks) / "pipeline.py").read_text() for ranks in (2, 4)}
+    assert "BY_NODE" not in said[2]
+    assert "BY_NODE" not in said[4] or "NODES = [\n    [0, 1],\n    [2, 3],\n]" in said[4]
+    assert "NODES = [" in (tmp_path / "pipeline.py").read_text()
 
 
 def test_report_and_dump_say_what_goes_by_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autopar.runtime.process import TorchComm
-from tests.runtime import two_nodes
+from tests.runtime import scenarios, stages, two_nodes
 from tests.runtime.process_worker import caught
 
 
@@ -28,6 +28,18 @@ def agree(out: Path) -> dict[str, Any]:
     got = {"collectives": two_nodes.collectives(comm), "checked": two_nodes.collectives(checked)}
     comm.release()
     return got | {"order": comm.flight.beat(asked=True)}
+
+
+def train(out: Path) -> dict[str, Any]:
+    """Steps by node, with buckets of gradients and gathers of parameters under way."""
+    got: dict[str, Any] = {}
+    for zero in (0, 1, 3):
+        program = stages.mlp(4, 1, zero)
+        comm = TorchComm(program.mesh)
+        two_nodes.go_by_node(comm)
+        got[str(zero)] = scenarios.train(comm, program, 3)
+        got[str(zero)].pop("session")
+    return got
 
 
 def elsewhere(out: Path) -> dict[str, Any]:
@@ -56,6 +68,6 @@ if __name__ == "__main__":
     os.environ["GROUP_RANK"] = str(int(os.environ["RANK"]) // 2)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     target = Path(sys.argv[2])
-    scenario = {f.__name__: f for f in (agree, elsewhere, alone)}[sys.argv[1]]
+    scenario = {f.__name__: f for f in (agree, train, elsewhere, alone)}[sys.argv[1]]
     torch.save(scenario(target), target / f"{sys.argv[1]}_{dist.get_rank()}.pt")
     dist.destroy_process_group()

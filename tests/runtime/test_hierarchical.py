@@ -16,9 +16,10 @@ from autopar.runtime.calls import Call
 from autopar.runtime.hierarchical import grid_of
 from autopar.runtime.message_order import differing_group
 from autopar.runtime.nodes import other_machines
+from autopar.runtime.recompute import recompute
 from tests.warm import torchrun
 
-from . import two_nodes
+from . import scenarios, stages, two_nodes
 from .scenarios import value
 
 NODES_OF_EIGHT = {
@@ -172,6 +173,31 @@ def test_processes_agree_with_the_threads(tmp_path: Path) -> None:
     marks = [got["order"].marks for got in results]
     assert marks[0]
     assert not any(differing_group(marks[0], other) for other in marks[1:])
+
+
+def test_steps_of_processes_are_those_of_one_device(tmp_path: Path) -> None:
+    want = stages.reference(3)
+    for got in processes("train", tmp_path):
+        for zero in ("0", "1", "3"):
+            assert got[zero]["losses"] == pytest.approx(want["losses"], rel=1e-12)
+            for part in ("grads", "weights"):
+                for name, tensor in want[part].items():
+                    torch.testing.assert_close(got[zero][part][name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_in_other_places_compute_the_same() -> None:
+    program = stages.mlp(4, 1)
+
+    def rank(comm: Comm) -> dict[str, str]:
+        two_nodes.go_by_node(comm)
+        session = scenarios.session_of(program, comm)
+        session.load_weights(stages.weights())
+        batch = stages.batches(1)[0]
+        session.train_step(batch)
+        recompute(session, batch, 2, ["m"] * 4)
+        return {}
+
+    run_threads(4, program.mesh, rank, timeout_s=60)
 
 
 def test_on_other_machines_than_described_collectives_go_flat_and_say_so(tmp_path: Path) -> None:
