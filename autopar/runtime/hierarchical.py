@@ -124,16 +124,20 @@ def phases(call: Call, levels: TwoLevels, pool: BufferPool) -> Iterator[list[Cal
         yield [Call("reduce_scatter", between, call.out, parts, op, site=site)]
         pool.give(scratch)
     else:
-        whole = call.out.view(-1)
+        (terms, last), (sums, rest) = (_divided(one.view(-1), grid.places) for one in (call.inp, call.out))
         if call.out is not call.inp:
-            whole.copy_(call.inp.view(-1))
-        width = whole.numel() // grid.places
-        rows, rest = whole[: width * grid.places].view(grid.places, width), whole[width * grid.places :]
-        own = rows[place]
+            rest.copy_(last)
+        own = sums[place]
         ends = [Call("all_reduce", group, rest, rest, op, site=site) for group in (inside, between) if rest.numel()]
-        yield [Call("reduce_scatter", inside, own, rows, op, site=site), *ends[:1]]
+        yield [Call("reduce_scatter", inside, own, terms, op, site=site), *ends[:1]]
         yield [Call("all_reduce", between, own, own, op, site=site), *ends[1:]]
-        yield [Call("all_gather", inside, rows, own, site=site)]
+        yield [Call("all_gather", inside, sums, own, site=site)]
+
+
+def _divided(flat: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """As n rows, and what does not divide."""
+    width = flat.numel() // n
+    return flat[: width * n].view(n, width), flat[width * n :]
 
 
 def in_turn(steps: Iterator[list[Call]], start: Callable[[Call], Wait]) -> Wait:

@@ -67,7 +67,7 @@ def test_sums_are_taken_inside_nodes_first() -> None:
         assert torch.equal(got, want.chunk(4)[rank])
 
 
-def test_a_part_is_summed_from_where_it_lies() -> None:
+def test_in_place_a_part_is_summed_from_where_it_lies() -> None:
     """Of four ranks to a node the third begins with its own: 2, 0, 1, 3."""
     values = [value(rank, 8) for rank in range(8)]
     want = []
@@ -75,7 +75,11 @@ def test_a_part_is_summed_from_where_it_lies() -> None:
         order = [place, *(b for b in range(4) if b != place)]
         of_nodes = [functools.reduce(torch.add, (values[4 * a + b].chunk(4)[place] for b in order)) for a in (0, 1)]
         want.append(of_nodes[0] + of_nodes[1])
-    for got in run(8, NODES_OF_EIGHT["two nodes of four"], lambda comm: comm.all_reduce(value(comm.rank, 8), "dp")):
+
+    def in_place(comm: Comm) -> torch.Tensor:
+        return comm.start_all_reduce_into(value(comm.rank, 8), "dp").wait()
+
+    for got in run(8, NODES_OF_EIGHT["two nodes of four"], in_place):
         assert torch.equal(got, torch.cat(want))
 
 
