@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ _NEWEST = (12, 1)
 _PREFER_CUDNN = ((9, 0), (10, 0), (10, 3))
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What a choice of a kernel for attention goes by. head, value: sizes of a head of queries and of values. mask: its dtype
     (None: there is none). keys: more than one, none at all."""
 
