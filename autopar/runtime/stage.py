@@ -69,8 +69,8 @@ class Stage:
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
             guards=guards,
         )
-        self.module = (
-            tables.module if pipeline.compiler == "none" else compiled_stage(tables.module, self.rt, self.index)
+        self.module, self.regions = (
+            (tables.module, []) if pipeline.compiler == "none" else compiled_stage(tables.module, self.rt, self.index)
         )
         self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
         self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
