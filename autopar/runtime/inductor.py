@@ -1,9 +1,11 @@
 """Stages compiled by torch's inductor, region by region (regions.py).
 
-A region is traced with the shapes of its first call and compiled once, however many calls of its template there are: layers
-that are alike share it. Its parameters are arguments; numbers of the rank (its place on an axis) are constants. It is
-compiled again only where a tensor comes with other strides. What cannot be compiled runs as it is written, and a warning says
-so; what the cache of compiled regions is damaged for is compiled anew.
+What a step meets for the first time runs as it is written. When the step is over, the regions that it met are traced with the
+shapes of their arguments and compiled side by side: while one is lowered, the kernels of those before it are built
+(kernel_files.py). A region is compiled once, however many calls of its template there are: layers that are alike share it. Its
+parameters are arguments; numbers of the rank (its place on an axis) are constants. It is compiled again only where a tensor
+comes with other strides. What cannot be compiled runs as it is written, and a warning says so; what the cache of compiled
+regions is damaged for is compiled anew.
 
 Memory is promised for the program as it is written. Here what a region takes lives until its end, and the compiler has buffers of
 its own: more by what one region takes and makes, and not counted.
@@ -16,6 +18,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .convolutions import join_backward
-from .kernel_files import one_file
+from .kernel_files import KernelFile, one_file
 from .rank import Rank
 from .regions import cut
 from .tiles import whole
@@ -150,28 +153,30 @@ def compile_met(regions: Iterable[CompiledRegion]) -> None:
 
 
 def lowered(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[[], Compiled]:
-    """A graph lowered by inductor; the function that is given waits for its kernels. On a CPU they are built meanwhile."""
+    """A graph lowered by inductor; the function that is given waits for its kernels, which on a CPU are built meanwhile."""
     from torch._inductor import compile as inductor  # takes seconds to import
     from torch._inductor.utils import fresh_cache
 
-    def again() -> Compiled:
-        """A process that was killed may have left half a file in the cache: once more, without it."""
-        with fresh_cache():
-            return inductor(graph, list(tensors), options=dict(SETTINGS))
+    def made() -> Compiled:
+        return inductor(graph, list(tensors), options=dict(SETTINGS))
 
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return lambda: inductor(graph, list(tensors), options=dict(SETTINGS))
+    def made_again() -> Compiled:
+        """As torch does it, and without what a process that was killed may have left half written in the cache."""
+        with fresh_cache():
+            return made()
+
+    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     try:
-        with one_file() as kernels:
-            compiled = inductor(graph, list(tensors), options=dict(SETTINGS))
+        with one_file() if on_cpu else nullcontext(KernelFile()) as kernels:
+            compiled = made()
     except Exception:
-        return again
+        return made_again
 
     def finish() -> Compiled:
         try:
             kernels.wait()
         except Exception:
-            return again()
+            return made_again()
         return compiled
 
     return finish

@@ -1,15 +1,15 @@
 """The C++ kernels of a region in one file, built while the next region is lowered.
 
-Inductor gives a kernel a file of its own. Most of what g++ does for one is the same for all of them (reading torch's headers,
-linking), and a region's kernels are waited for before anything else happens:
+Inductor gives every kernel a file of its own, though most of what g++ does for one is the same for all (reading torch's
+headers, linking), and waits for a region's kernels before anything else happens:
 
     cpp_fused_0 = async_compile.cpp_pybinding(['float*', …], '… extern "C" void kernel(…) { … }')
     cpp_fused_1 = async_compile.cpp_pybinding(['float*', …], '… extern "C" void kernel(…) { … }')
     async_compile.wait(globals())
 
 Inside `one_file` the kernels that this thread makes are collected, to be `kernel_0`, `kernel_1`, … of one library, each with
-inductor's own binding to Python; the wait is left to who asked for the file. What is used of inductor's insides is used here
-alone; where it is not as expected an error says so, and the caller goes without.
+inductor's own binding to Python, and who asked for the file waits for it. Only this module knows inductor's insides; where they
+are not as expected it raises, and the region is compiled as torch does it.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def one_file() -> Iterator[KernelFile]:
     file, thread = KernelFile(), threading.get_ident()
     bind, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
 
-    def bind_here(self: Any, argument_types: list[str], source: str) -> Any:
-        return (file.add if threading.get_ident() == thread else partial(bind, self))(argument_types, source)
+    def bind_here(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+        return (file.add if threading.get_ident() == thread else partial(bind, self))(argtypes, source_code)
 
-    def wait_later(self: Any, scope: dict[str, Any]) -> None:
+    def wait_later(self: AsyncCompile, scope: dict[str, Any]) -> None:
         own = partial(wait, self, scope)
         if threading.get_ident() == thread:
             file.waits.append(own)
@@ -121,7 +121,8 @@ def _sibling(module: Any, name: str) -> Any:
     full = f"{module.__name__.rpartition('.')[0]}.{name}"
     if full not in sys.modules:
         spec = spec_from_file_location(full, module.__file__, loader=ExtensionFileLoader(full, module.__file__))
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         sibling = module_from_spec(spec)
         spec.loader.exec_module(sibling)
         sys.modules[full] = sibling

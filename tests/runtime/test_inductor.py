@@ -154,6 +154,27 @@ def test_compiled_models_stay_within_the_rounding_of_float32(name: str) -> None:
 
 
 @needs_a_compiler
+@not_compiled
+def test_all_that_a_step_met_is_compiled_at_its_end() -> None:
+    program = small((("dp", 1),), "auto", 2)
+    called: list[str] = []
+
+    def body(session: Session) -> None:
+        regions = session.stages[0].regions
+        for region in regions:
+            written = region.function
+            region.function = lambda *given, w=written, where=region.where: called.append(where) or w(*given)
+        session.train_step(program.leaves(batch(0)))
+        assert regions
+        assert all(region.compiled and not region.met for region in regions)
+        called.clear()
+        session.train_step(program.leaves(batch(1)))
+        assert not called
+
+    program.in_process.run(program.weights(), program.request.update, program.options.seed, body)
+
+
+@needs_a_compiler
 def test_what_is_fresh_in_the_text_is_fresh_when_compiled() -> None:
     def results(rt: Any, x: Tensor) -> tuple[Tensor, ...]:
         doubled = x * 2
