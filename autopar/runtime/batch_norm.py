@@ -22,6 +22,8 @@ from .ops import norm_dtype
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+_LITTLE = 1e-12
+"""Is added to a variance whose inverse root a kernel gives."""
 
 
 def batch_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, **along: Along) -> tuple[Tensor, ...]:
@@ -81,9 +83,6 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     mean = x.sum(dims, dtype=norm_dtype(x)).div_(count)
     apart = x - _channels(mean, x)
     return mean, apart.mul_(apart).sum(dims).div_(count)
-
-
-_LITTLE = 1e-12
 
 
 def _variance(rstd: Tensor, eps: float) -> Tensor:

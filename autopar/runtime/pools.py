@@ -20,6 +20,8 @@ from .kernels import has_pool_of_planes
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+_CHANNELS = 16
+"""Fewer do not fill a CPU's vectors."""
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -92,10 +94,6 @@ def _max_pool2d(x: Tensor, *pool: Any) -> tuple[Tensor, Tensor]:
         return aten.max_pool2d_with_indices(x, *pool)
     y, index = aten.max_pool2d_with_indices(x.contiguous(memory_format=torch.channels_last), *pool)
     return y.contiguous(), index.contiguous()
-
-
-_CHANNELS = 16
-"""Fewer do not fill a CPU's vectors."""
 
 
 def _max_pool(
