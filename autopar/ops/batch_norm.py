@@ -9,6 +9,7 @@ sums already, so nothing is owed. With statistics that are given (eval mode) bat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,12 +30,21 @@ _AXES = 8
 """As many axes as a mesh has may cut the batch."""
 
 
+def _training(call: OpCall) -> bool:
+    """Whether statistics are those of x."""
+    return bool(call.get("training", call.op == "autopar.batch_norm"))
+
+
+def _batch(call: OpCall) -> tuple[str, ...]:
+    """The factors over which statistics are."""
+    return ("n", *(f"s{dim}" for dim in range(2, len(call.operand("x").shape))))
+
+
 def _rule(call: OpCall, *results: str) -> Rule:
     """results: "x" or "c" each."""
-    training = call.get("training", call.op == "autopar.batch_norm")
+    training, names = _training(call), _batch(call)
     make = Maker()
     n, c, *space = call.operand("x").shape
-    names = ["n", *(f"s{dim}" for dim in range(2, 2 + len(space)))]
     batch, *image = (make.add(name, size, whole=training) for name, size in zip(names, (n, *space), strict=True))
     channels = make.add("c", c)
     labels: dict[str, Labels] = {"x": (batch, channels, *image), "c": (channels,)}
@@ -54,12 +64,11 @@ def _told(block: Block) -> dict[str, Any]:
     return {name: AlongAxis(along) for name, along in axes.items()}
 
 
-def _sends(kind: str) -> Any:
+def _sends(kind: str) -> Callable[[Sending], list[Sent]]:
     """Two numbers a channel: every rank's are gathered, or they are added up."""
 
     def sends(sending: Sending) -> list[Sent]:
-        index = sending.call.arguments["mean"].index if kind == "all_reduce" else None
-        own = 2 * (sending.operand_bytes[index] if index is not None else sending.result_bytes[1])
+        own = 2 * sending.result_bytes[1]
         axes = ((sending.axis, sending.ranks), *sending.inner)
         return [Sent(kind, axis, own * ranks if kind == "all_gather" else own) for axis, ranks in axes]
 
@@ -67,8 +76,8 @@ def _sends(kind: str) -> Any:
 
 
 def _any_order(call: OpCall) -> tuple[tuple[str, ...], ...]:
-    """Statistics are of all rows, in whatever order they are."""
-    return tuple((f"s{dim}",) for dim in range(2, len(call.operand("x").shape)))
+    """Statistics are of all rows, in whatever order they are; given ones are for every row alike, as the rule says."""
+    return tuple((name,) for name in _batch(call)) if _training(call) else ()
 
 
 _FACTS: dict[str, Any] = {"localize": _told, "joined": _any_order, "ordered": lambda call, order, held: {}}
@@ -139,8 +148,8 @@ class _BatchNorm(Function):
 
 def _applied(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *given: Tensor) -> Any:
     """Weight, bias and statistics have the dtype that statistics are computed in."""
-    w, b, *given = (None if t is None else t.to(norm_dtype(x)) for t in (weight, bias, *given))
-    return _BatchNorm.apply(x, w, b, eps, *given)
+    w, b, *statistics = (None if t is None else t.to(norm_dtype(x)) for t in (weight, bias, *given))
+    return _BatchNorm.apply(x, w, b, eps, *statistics)
 
 
 def normed_by(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:

@@ -22,10 +22,7 @@ from autopar.runtime import ops as local
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-define(
-    *named("layer_norm rms_norm group_norm instance_norm native_layer_norm native_group_norm"),
-    precision="norm",
-)
+define(*named("layer_norm rms_norm group_norm instance_norm native_layer_norm native_group_norm"), precision="norm")
 
 
 def _norm(call: OpCall) -> tuple[Maker, Labels, Labels, Labels]:

@@ -155,6 +155,19 @@ def eager(x: Tensor, g: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, leaves, g)]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_kernel_that_is_for_gpus_gives_the_same_statistics(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_rank(comm: Any) -> tuple[Tensor, ...]:
+        along = {"along_n": Along(comm, "dp")} if ranks > 1 else {}
+        return local.batch_norm(X.chunk(ranks)[comm.rank], W, B, 1e-5, **along)
+
+    sums = run_threads(ranks, {"dp": ranks}, on_rank, timeout_s=60.0)
+    monkeypatch.setattr(local, "has_fused_norm", lambda device: True)
+    fused = run_threads(ranks, {"dp": ranks}, on_rank, timeout_s=60.0)
+    for mine, theirs in zip((t for one in sums for t in one), (t for one in fused for t in one), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
 def test_a_mean_far_from_zero_costs_no_digits() -> None:
     """Variances are of what is left when the mean is taken off."""
     x = (X + 1e4).float()
