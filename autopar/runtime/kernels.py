@@ -13,7 +13,7 @@ GPUs have the plain formula too.
     RMS norm                                          plain   fused
     gradients of the weight of a norm                 plain   fused
     statistics of batch norm                          sums    torch's
-    places of maxima in images                        by channels   by planes
+    channels of an image, for places of maxima        last    as they lie
     Adam, AdamW, SGD                                  torch's   torch's fused (`optimizer_forms`)
 """
 
