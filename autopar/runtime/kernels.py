@@ -12,6 +12,8 @@ GPUs have the plain formula too.
     attention with dropout, or in float64 on a GPU    plain   plain
     RMS norm                                          plain   fused
     gradients of the weight of a norm                 plain   fused
+    statistics of batch norm                          sums    torch's
+    channels of an image, for places of maxima        last    as they lie
     Adam, AdamW, SGD                                  torch's   torch's fused (`optimizer_forms`)
 """
 
@@ -92,6 +94,11 @@ _ATTENTION: tuple[tuple[str, Callable[[AttentionCall, Device], bool]], ...] = (
 def has_fused_norm(device: Device) -> bool:
     """Whether norms are one kernel forward, and one for each gradient."""
     return device.type == "cuda"
+
+
+def has_pool_of_planes(device: Device) -> bool:
+    """Whether maxima over windows are found fast where every channel is a plane of its own."""
+    return device.type != "cpu"
 
 
 def has_fused_update(device_type: str) -> bool:
