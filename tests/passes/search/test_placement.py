@@ -14,6 +14,7 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram, Plan
+from autopar.codegen.pipeline import pipeline_module
 from autopar.passes.place import placement_cost
 from autopar.passes.search.placement import GAIN, placed, placement_gain, program_traffic
 from autopar.runtime.launch import Manifest
@@ -57,13 +58,15 @@ def test_tensor_parallel_groups_are_brought_into_nodes() -> None:
 
 
 def test_a_placed_program_computes_the_same() -> None:
+    """Sums are in another order where other collectives go by node, which is all that depends on places."""
     program = outer(two_nodes())
-    assert autopar.verify(program, program.model, batch()).max_error <= 1e-9
     in_order = program.with_plan(replace(program.plan, placement=()))
+    for one in (program, in_order):
+        assert autopar.verify(one, one.model, batch()).max_error <= 1e-9
     assert in_order.sources == program.sources
-    assert in_order.pipeline == program.pipeline
-    data = [batch()]
-    assert torch.equal(program.run(data, steps=2)[1], in_order.run(data, steps=2)[1])
+    tables, placed_tables = (vars(pipeline_module(one.pipeline)) for one in (in_order, program))
+    for name in tables.keys() - {"NODES", "BY_NODE", "__builtins__"}:
+        assert tables[name] == placed_tables[name], name
 
 
 def test_launch_reads_the_placement_as_the_plan_means_it(tmp_path: Path) -> None:
