@@ -18,13 +18,13 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte
+from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte, rows
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.lattice import copied_s
-from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.buckets import BUCKETED, bytes_in_buckets
 from autopar.runtime.compression import CODECS
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
@@ -148,16 +148,14 @@ def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
     return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
 
 
-def unsent_bytes(p: StoredParameter, mesh: Mesh) -> float:
+def summed_bytes(p: StoredParameter, mesh: Mesh) -> int:
+    """Bytes that a rank puts into the messages that sum a parameter's gradient, of all of them together."""
+    return bytes_in_buckets(p.optimizer.local_bytes(p.type, mesh), rows(p.reduce), mesh.product)
+
+
+def unsent_bytes(p: StoredParameter, mesh: Mesh) -> int:
     """Bytes that a rank keeps of what compressing a parameter's gradient has lost: as much as every sum is of."""
-    if not (p.compression and CODECS[p.compression].feedback):
-        return 0.0
-    nbytes, held = 0.0, unreduced_bytes(p, mesh)
-    for step in p.reduce:
-        size = mesh.product(step.axes)
-        nbytes += held if step.kind in BUCKETED and size > 1 else 0.0
-        held = bytes_after(step.kind, held, size)
-    return nbytes
+    return summed_bytes(p, mesh) if p.compression and CODECS[p.compression].feedback else 0
 
 
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:

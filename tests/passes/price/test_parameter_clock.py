@@ -106,3 +106,14 @@ def test_a_gradient_is_sent_after_its_last_contribution() -> None:
 def test_where_computing_hides_nothing_all_of_it_is_exposed() -> None:
     one = staged([], [back(0), gradient("a"), back(1), gradient("b")], of_mib("a", 2), of_mib("b", 3))
     assert shown_parameters(one, LONG, pricer(1.0)).reduce_s == pytest.approx(5 * A_MIB_S)
+
+
+def test_a_bucket_is_full_by_half_of_what_all_sums_of_gradients_have_left() -> None:
+    sums = (ALL_REDUCE, RuntimeStep("all_reduce", ("tp",)))
+    a, b, c = (replace(of_mib(name, mib), reduce=sums) for name, mib in (("a", 2), ("b", 12), ("c", 5)))
+    lines = [back(0), gradient("a"), back(1), gradient("b"), back(2), gradient("c")]
+    mesh = Mesh.of(dp=2, tp=2)
+    (level,) = pricer().cluster.levels
+    two_axes = Pricer(replace(CLUSTER, levels=(replace(level, group_size=2), level)), mesh)
+    shown = shown_parameters(replace(staged([], lines, a, b, c), mesh=mesh), LONG, two_axes)
+    assert shown.reduce_s == pytest.approx(2 * (12 + 5) * A_MIB_S)  # b is no more than half of 2 · 17 MiB
