@@ -18,7 +18,7 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte, rows
+from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte, rows
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
@@ -123,7 +123,7 @@ def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, wh
 def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """A parameter from its storage to where a call uses it; it is cast before."""
     held = float(p.storage.local_bytes(gathered_type(gather, p), mesh))
-    yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}", False)
+    yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}")
 
 
 def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
@@ -134,13 +134,13 @@ def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
 def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """The reduction of one parameter's gradient."""
     itemsize = p.type.dtype.itemsize
-    for message in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, f"gradient {p.name}", True):
-        if p.compression and message.kind in BUCKETED:
+    for message in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, f"gradient {p.name}", BUCKETED):
+        if p.compression and message.bucketed:
             packed = wire_share(p.compression, itemsize)
             for kind, nbytes in compressed_messages(message.kind, message.nbytes, p.compression, itemsize):
                 yield replace(message, kind=kind, nbytes=nbytes, packed=packed)
         else:
-            yield replace(message, bucketed=not p.compression)
+            yield message
 
 
 def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
@@ -161,18 +161,19 @@ def unsent_bytes(p: StoredParameter, mesh: Mesh) -> int:
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
     held = float(p.optimizer.local_bytes(p.type, mesh))
-    yield from _step_messages(p.regather, held, mesh, f"regather {p.name}", True)
+    yield from _step_messages(p.regather, held, mesh, f"regather {p.name}", GATHERED)
 
 
 def _step_messages(
-    steps: Iterable[RuntimeStep], held: float, mesh: Mesh, what: str, bucketed: bool
+    steps: Iterable[RuntimeStep], held: float, mesh: Mesh, what: str, joined: tuple[str, ...] = ()
 ) -> Iterator[Message]:
-    """held: bytes of a rank before the steps."""
+    """held: bytes of a rank before the steps. joined: kinds of messages that travel in one with others."""
     for step in steps:
         for axis in step.axes:
             after = bytes_after(step.kind, held, mesh.sizes[axis])
             if mesh.sizes[axis] > 1 and step.kind not in LOCAL_KINDS:
-                yield Message(step.kind, axis, what, after if step.kind == "all_gather" else held, bucketed)
+                nbytes = after if step.kind == "all_gather" else held
+                yield Message(step.kind, axis, what, nbytes, step.kind in joined)
             held = after
 
 
@@ -239,7 +240,7 @@ def _compressing_s(p: StoredParameter, held: float, pricer: Pricer) -> float:
     """Seconds to encode and decode a gradient, of which a rank holds so many bytes before its reduction."""
     if not p.compression:
         return 0.0
-    sums = (m for m in _step_messages(p.reduce, held, pricer.mesh, "", True) if m.kind in BUCKETED)
+    sums = (m for m in _step_messages(p.reduce, held, pricer.mesh, "", BUCKETED) if m.kind in BUCKETED)
     return sum(
         pricer.copy_s * compressing_bytes(m.kind, m.nbytes, p.compression, pricer.mesh.sizes[m.axis]) for m in sums
     )
