@@ -22,6 +22,7 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.passes.price.lines import (
     gather_alone_s,
     gradient_messages,
+    is_sent_in_place,
     line_messages,
     line_seconds,
     reduce_seconds,
@@ -74,6 +75,7 @@ def _run(
                 F, B, W, _ = call_seconds(calls[template], pricer.software)
                 clock.compute({"F": F, "B": B, "W": W}[action])
             case AddGradient(parameter=name):
+                clock.compute(line_seconds(line, held, stage, pricer))
                 if buckets is not None:
                     buckets.add(stage.parameters[name])
             case _:
@@ -114,7 +116,7 @@ class _Buckets:
             return
         self._axes |= {message.axis for message in messages}
         gradient = _Bucket(reduce_seconds(p, self.pricer), unreduced_bytes(p, mesh), summed_bytes(p, mesh))
-        if messages[0].kind == "reduce_scatter" and gradient.first_bytes >= self.sizes.direct:
+        if is_sent_in_place(p, mesh):
             self._start(gradient)
             return
         self._open += gradient
