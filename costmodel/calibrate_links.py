@@ -172,8 +172,7 @@ def collective_lines(samples: Sequence[Sample]) -> dict[str, Points]:
     """Seconds of each kind of collective among some ranks, on straight lines between what small messages take and each large one.
 
     What a small message takes between busy ranks varies much, and it is the same for all kinds that go both ways: the median over
-    those. An all_reduce takes no longer than its two halves, which could be sent instead. Exchanges have a line of their own,
-    T = a + S / B.
+    those. Exchanges have a line of their own, T = a + S / B.
     """
     exchanges = [s for s in samples if s.kind == EXCHANGE]
     samples = [s for s in samples if s.kind != EXCHANGE]
@@ -182,8 +181,6 @@ def collective_lines(samples: Sequence[Sample]) -> dict[str, Points]:
         large.setdefault(s.kind, {})
         if s.shape[0] >= SMALL_BYTES:
             large[s.kind][float(s.shape[0])] = s.seconds
-    for size, seconds in large["all_reduce"].items():
-        large["all_reduce"][size] = min(seconds, large["reduce_scatter"][size] + large["all_gather"][size])
     lines: dict[str, Points] = {}
     for kind, by_size in large.items():
         small = [s.seconds for s in samples if s.shape[0] < SMALL_BYTES and (s.kind in ONE_WAY) is (kind in ONE_WAY)]

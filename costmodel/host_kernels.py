@@ -174,16 +174,19 @@ OPTIMIZERS: Mapping[int, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = 
     2: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
 }
 """One for every number of elements of state per element of a parameter."""
-PARAMETERS = 8
+PARAMETERS, LARGE = 8, 1 << 21
+"""How many parameters updates are measured on; and floats of one that no cache holds, of which a quarter as many will do. Updates
+pass over a parameter several times: its bytes take longer where the next pass does not find them in a cache."""
 
 
 def updates(numel: int) -> Iterator[Timed]:
-    """Optimizers' steps over PARAMETERS parameters of so many floats."""
+    """Optimizers' steps over parameters of so many floats."""
+    count = PARAMETERS // 4 if numel >= LARGE else PARAMETERS
     for states, make in OPTIMIZERS.items():
-        parameters = [torch.zeros(numel, requires_grad=True) for _ in range(PARAMETERS)]
+        parameters = [torch.zeros(numel, requires_grad=True) for _ in range(count)]
         for parameter in parameters:
             parameter.grad = torch.randn(numel)
-        yield Timed("update", f"update {states}", tuple(parameters), make(parameters).step, times=PARAMETERS)
+        yield Timed("update", f"update {states}", tuple(parameters), make(parameters).step, times=count)
 
 
 def measured(timed: Sequence[Timed], rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Measured]:
@@ -230,7 +233,7 @@ def nbytes_of(value: Any) -> float:
 def _moved(one: Timed, made: float) -> float:
     """Bytes read and written. A look-up reads of its table what it makes; an update its state too."""
     if one.kind == "update":
-        return (3 + 2 * int(one.op.split()[1])) * nbytes_of(one.operands) / PARAMETERS
+        return (3 + 2 * int(one.op.split()[1])) * nbytes_of(one.operands) / one.times
     return nbytes_of(one.operands) + made * (2 if one.op == "autopar.embedding" else 1)
 
 
@@ -251,6 +254,9 @@ def measure_kernels(
         together()
         found += measured([*passes(rows), *updates(rows * WIDTH // 4)], max(2, min(rounds, 20000 // rows)), clock)
         say(f"passes over {rows} rows of {WIDTH}")
+    together()
+    found += measured(list(updates(LARGE)), 2, clock)
+    say("updates of large parameters")
     together()
     found += measured(list(products(quick)), rounds, clock)
     say("products")

@@ -73,6 +73,8 @@ class Software:
     keeps_rows: whether a mixture of experts keeps the rows that came to its experts for backward, and sends a token once to
     every node that has any of its experts, from one of the ranks that have it. Emitted programs send every row, from every rank,
     and once more in backward.
+    gradient_passes: whether gradients are added up over microbatches, and copied into their messages, by passes over memory; in
+    frameworks products add them to where they are sent from.
     """
 
     precision: str = "bfloat16"
@@ -87,6 +89,7 @@ class Software:
     bucket_bytes: float = 1e9
     joins_gathers: bool = True
     keeps_rows: bool = True
+    gradient_passes: bool = False
     constants: StepConstants = field(default_factory=default_constants)
 
     def canonical(self) -> Software:
@@ -133,6 +136,7 @@ NEUTRAL = Software(
     bucket_bytes=25 << 20,
     joins_gathers=False,
     keeps_rows=False,
+    gradient_passes=True,
     constants=StepConstants(
         grouped_share=1.0,
         dense_host_s=0.0,

@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.ir.lowered import LoweredTemplate, StoredParameter
 from autopar.ir.program import Call, Program, Template, ValueRef
 from autopar.ir.spec import Spec
-from autopar.ir.steps import RuntimeStep
+from autopar.ir.steps import GATHERED, RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import path, runtime_steps
 from autopar.passes.lower.template import lower_template
@@ -71,7 +71,7 @@ class StageContext:
     compression: str = ""
 
     def __post_init__(self) -> None:
-        self._steps: dict[tuple[TensorType, Spec, Spec, bool, str], tuple[RuntimeStep, ...] | None] = {}
+        self._steps: dict[tuple[TensorType, Spec, Spec, tuple[str, ...], str], tuple[RuntimeStep, ...] | None] = {}
         self._uses: dict[tuple[str, bool, tuple[int, ...]], tuple[ParameterUse, ...]] = {}
         self._gradients: dict[tuple[int, tuple[tuple[str, int], ...]], GradientSteps] = {}
         self._regathers: dict[int, tuple[RuntimeStep, ...]] = {}
@@ -96,12 +96,12 @@ class StageContext:
         return self.lowered_templates[key][0]
 
     def steps(
-        self, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False, compression: str = ""
+        self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""
     ) -> tuple[RuntimeStep, ...] | None:
         """The cheapest conversion as the runtime's tables have it; None where it has no table form."""
-        key = type_, before, after, bucketed, compression
+        key = type_, before, after, joined, compression
         if key not in self._steps:
-            self._steps[key] = runtime_steps(path(self.pricer, type_, before, after, bucketed, compression))
+            self._steps[key] = runtime_steps(path(self.pricer, type_, before, after, joined, compression))
         return self._steps[key]
 
     def number(self, index: int) -> int:
@@ -164,7 +164,7 @@ class StageContext:
         first = next(iter(specs))
         if len(specs) == 1 and first is not None:
             type_ = self.program.parameters[name].type
-            steps = self.steps(type_, first, target, True, self.compression)
+            steps = self.steps(type_, first, target, BUCKETED, self.compression)
             if steps is not None:
                 return GradientSteps(len(places), steps)
         return GradientSteps(len(places), arrival=target)
@@ -177,7 +177,7 @@ class StageContext:
             planned = self.stage.parameters[name]
             kind = self.kinds[name]
             if kind not in self._regathers:
-                regather = self.steps(parameter.type, planned.optimizer, planned.storage, bucketed=True)
+                regather = self.steps(parameter.type, planned.optimizer, planned.storage, GATHERED)
                 if regather is None:
                     raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
                 self._regathers[kind] = regather

@@ -53,13 +53,13 @@ def cast(value: str, out: str, type_: TensorType, spec: Spec, phase: str, source
 
 
 def path(
-    pricer: Pricer, type_: TensorType, before: Spec, after: Spec, bucketed: bool = False, compression: str = ""
+    pricer: Pricer, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""
 ) -> list[tuple[Step, Spec]]:
-    """The cheapest conversion; bucketed: of a value that travels in one message with others; compression: of gradients."""
+    """The cheapest conversion; joined, compression: as of `Pricer.joined_s`."""
     if before == after:
         return []
     ops = tuple(sorted({"sum", *(op for _, op in before.partial), *(op for _, op in after.partial)}))
-    return pricer.lattice(type_, ops, bucketed, compression).path(before, after)
+    return pricer.lattice(type_, ops, joined, compression).path(before, after)
 
 
 def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
-from autopar.ir.steps import RuntimeStep, bytes_after, rows
-from autopar.runtime.buckets import BUCKETED, BucketSizes, bytes_in_buckets
+from autopar.ir.steps import RuntimeStep, bytes_after
+from autopar.passes.price.lines import summed_bytes
+from autopar.runtime.buckets import BUCKETED, BucketSizes
 from autopar.runtime.compression import CODECS, Codec
 
 Steps = tuple[RuntimeStep, ...]
@@ -76,7 +77,7 @@ class StoreBytes:
         self.codecs = {n: CODECS[p.compression] for n, p in parameters.items() if p.compression}
         self.dims = {n: len(p.type.shape) for n, p in parameters.items()}
         self.sizes, self.scaled, self.compensated = mesh.sizes, scaled, compensated
-        self.bucket_sizes = BucketSizes(step=sum(_bytes_sent(p, mesh) for p in parameters.values() if p.contributions))
+        self.bucket_sizes = BucketSizes(step=sum(summed_bytes(p, mesh) for p in parameters.values() if p.contributions))
         self.hold = self.top = 0
         self.tier = {n: p.tier for n, p in parameters.items() if p.tier}
         self.parked: dict[str, int] = {}
@@ -309,13 +310,3 @@ class StoreBytes:
 
     def _size(self, step: RuntimeStep) -> int:
         return math.prod(self.sizes[axis] for axis in step.axes)
-
-
-def _bytes_sent(parameter: StoredParameter, mesh: Mesh) -> int:
-    """What a parameter's gradient puts into buckets in a step."""
-    elements = math.prod(parameter.optimizer.local_shape(parameter.type.shape, mesh))
-    return bytes_in_buckets(
-        elements * parameter.type.dtype.itemsize,
-        rows(parameter.reduce),
-        lambda axes: math.prod(mesh.sizes[axis] for axis in ((axes,) if isinstance(axes, str) else axes)),
-    )

@@ -26,6 +26,7 @@ from autopar.passes.price.lines import (
     dispatches,
     gather_alone_s,
     gradient_messages,
+    line_copied_s,
     line_messages,
     optimizer_s,
     reduce_seconds,
@@ -210,6 +211,5 @@ def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> 
             gathers_s += pricer.rendezvous_s(m.axis for m in line_messages(line, held, stage))
         elif not isinstance(line, TemplateCall):
             _add(messages, line_messages(line, held, stage), pricer)
-            if isinstance(line, Convert):
-                copies_s += conversion_copied_s(line, held, pricer)
+            copies_s += line_copied_s(line, held, stage, pricer)
     return _Between(Work(copies_s, messages=messages), gathers_s)

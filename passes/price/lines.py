@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from autopar.costmodel.bill import Purpose
 from autopar.costmodel.collective import TO_ALL
 from autopar.ir.call import OpCall
-from autopar.ir.lines import Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
+from autopar.ir.lines import AddGradient, Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte
+from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte, rows
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.lattice import copied_s
-from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.buckets import BUCKETED, BucketSizes, bytes_in_buckets
 from autopar.runtime.compression import CODECS
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
@@ -123,7 +123,7 @@ def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, wh
 def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """A parameter from its storage to where a call uses it; it is cast before."""
     held = float(p.storage.local_bytes(gathered_type(gather, p), mesh))
-    yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}", False)
+    yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}")
 
 
 def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
@@ -134,13 +134,13 @@ def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
 def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """The reduction of one parameter's gradient."""
     itemsize = p.type.dtype.itemsize
-    for message in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, f"gradient {p.name}", True):
-        if p.compression and message.kind in BUCKETED:
+    for message in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, f"gradient {p.name}", BUCKETED):
+        if p.compression and message.bucketed:
             packed = wire_share(p.compression, itemsize)
             for kind, nbytes in compressed_messages(message.kind, message.nbytes, p.compression, itemsize):
                 yield replace(message, kind=kind, nbytes=nbytes, packed=packed)
         else:
-            yield replace(message, bucketed=not p.compression)
+            yield message
 
 
 def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
@@ -148,33 +148,32 @@ def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
     return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
 
 
-def unsent_bytes(p: StoredParameter, mesh: Mesh) -> float:
+def summed_bytes(p: StoredParameter, mesh: Mesh) -> int:
+    """Bytes that a rank puts into the messages that sum a parameter's gradient, of all of them together."""
+    return bytes_in_buckets(p.optimizer.local_bytes(p.type, mesh), rows(p.reduce), mesh.product)
+
+
+def unsent_bytes(p: StoredParameter, mesh: Mesh) -> int:
     """Bytes that a rank keeps of what compressing a parameter's gradient has lost: as much as every sum is of."""
-    if not (p.compression and CODECS[p.compression].feedback):
-        return 0.0
-    nbytes, held = 0.0, unreduced_bytes(p, mesh)
-    for step in p.reduce:
-        size = mesh.product(step.axes)
-        nbytes += held if step.kind in BUCKETED and size > 1 else 0.0
-        held = bytes_after(step.kind, held, size)
-    return nbytes
+    return summed_bytes(p, mesh) if p.compression and CODECS[p.compression].feedback else 0
 
 
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
     held = float(p.optimizer.local_bytes(p.type, mesh))
-    yield from _step_messages(p.regather, held, mesh, f"regather {p.name}", True)
+    yield from _step_messages(p.regather, held, mesh, f"regather {p.name}", GATHERED)
 
 
 def _step_messages(
-    steps: Iterable[RuntimeStep], held: float, mesh: Mesh, what: str, bucketed: bool
+    steps: Iterable[RuntimeStep], held: float, mesh: Mesh, what: str, joined: tuple[str, ...] = ()
 ) -> Iterator[Message]:
-    """held: bytes of a rank before the steps."""
+    """held: bytes of a rank before the steps. joined: kinds of messages that travel in one with others."""
     for step in steps:
         for axis in step.axes:
             after = bytes_after(step.kind, held, mesh.sizes[axis])
             if mesh.sizes[axis] > 1 and step.kind not in LOCAL_KINDS:
-                yield Message(step.kind, axis, what, after if step.kind == "all_gather" else held, bucketed)
+                nbytes = after if step.kind == "all_gather" else held
+                yield Message(step.kind, axis, what, nbytes, step.kind in joined)
             held = after
 
 
@@ -205,8 +204,43 @@ def line_seconds(line: Line, held: Mapping[str, float], stage: LoweredStage, pri
     if isinstance(line, Prefetch):
         return sum(gather_seconds(gather, stage.parameters[gather.name], pricer) for gather in line.gathers)
     share = pricer.software.exposed_share
-    copied = conversion_copied_s(line, held, pricer) if isinstance(line, Convert) else 0.0
-    return copied + sum(share(m.purpose.overlap) * m.seconds(pricer) for m in line_messages(line, held, stage))
+    copied_s = line_copied_s(line, held, stage, pricer)
+    return copied_s + sum(share(m.purpose.overlap) * m.seconds(pricer) for m in line_messages(line, held, stage))
+
+
+def line_copied_s(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
+    """Seconds that a rank copies for a line between calls, beside its messages. held: as of `line_seconds`."""
+    match line:
+        case Convert():
+            return conversion_copied_s(line, held, pricer)
+        case AddGradient():
+            return stored_s(line, held, stage, pricer)
+    return 0.0
+
+
+def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
+    """Seconds of the gradient store's passes for a contribution, the mean of a step: the first is kept, others are added to the
+    sum, and after the last the sum is copied into its message, unless it is sent from where it lies. held: as of
+    `line_seconds`."""
+    if not pricer.software.gradient_passes:
+        return 0.0
+    p, mesh = stage.parameters[line.parameter], stage.mesh
+    nbytes, due = unreduced_bytes(p, mesh), p.contributions * stage.microbatches
+    added_bytes = (due - 1) * (2 * nbytes + held.get(line.value, nbytes))
+    packed_bytes = 0.0 if is_sent_in_place(p, mesh) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
+    return pricer.copy_s * (added_bytes + packed_bytes) / due
+
+
+def is_sent_in_place(p: StoredParameter, mesh: Mesh) -> bool:
+    """Whether a gradient is so large that it is scattered from where it lies, in a message of its own."""
+    first = next((step for step in p.reduce if step.kind in BUCKETED and mesh.product(step.axes) > 1), None)
+    scattered = first is not None and first.kind == "reduce_scatter" and first.dims[0] == 0 and not p.compression
+    return scattered and _sums(p, mesh)[0].nbytes >= BucketSizes.direct
+
+
+def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:
+    """The sums of a parameter's gradient, as they are without compression."""
+    return [m for m in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, "", BUCKETED) if m.bucketed]
 
 
 def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
@@ -234,16 +268,16 @@ def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of the messages that reduce a gradient, and of what is copied and compressed for them."""
     held = unreduced_bytes(p, pricer.mesh)
     sent_s = _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
-    return sent_s + _steps_copied_s(p.reduce, held, pricer) + _compressing_s(p, held, pricer)
+    return sent_s + _steps_copied_s(p.reduce, held, pricer) + _compressing_s(p, pricer)
 
 
-def _compressing_s(p: StoredParameter, held: float, pricer: Pricer) -> float:
-    """Seconds to encode and decode a gradient, of which a rank holds so many bytes before its reduction."""
+def _compressing_s(p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds to encode and decode a gradient."""
     if not p.compression:
         return 0.0
-    sums = (m for m in _step_messages(p.reduce, held, pricer.mesh, "", True) if m.kind in BUCKETED)
     return sum(
-        pricer.copy_s * compressing_bytes(m.kind, m.nbytes, p.compression, pricer.mesh.sizes[m.axis]) for m in sums
+        pricer.copy_s * compressing_bytes(m.kind, m.nbytes, p.compression, pricer.mesh.sizes[m.axis])
+        for m in _sums(p, pricer.mesh)
     )
 
 

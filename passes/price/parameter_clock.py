@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 
 from autopar.costmodel.bill import CallBill, Purpose, Shown, call_seconds
 from autopar.ir.lines import AddGradient, Function, Prefetch, TakeParameters, TemplateCall
@@ -21,9 +22,11 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.passes.price.lines import (
     gather_alone_s,
     gradient_messages,
+    is_sent_in_place,
     line_messages,
     line_seconds,
     reduce_seconds,
+    summed_bytes,
     unreduced_bytes,
 )
 from autopar.passes.price.link_clock import LinkClock
@@ -72,10 +75,24 @@ def _run(
                 F, B, W, _ = call_seconds(calls[template], pricer.software)
                 clock.compute({"F": F, "B": B, "W": W}[action])
             case AddGradient(parameter=name):
+                clock.compute(line_seconds(line, held, stage, pricer))
                 if buckets is not None:
                     buckets.add(stage.parameters[name])
             case _:
                 clock.compute(line_seconds(line, held, stage, pricer))
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Gradients that travel together. seconds, summed_bytes: of all the messages that sum them; first_bytes: of the first of
+    these, which are what fills a bucket."""
+
+    seconds: float = 0.0
+    first_bytes: float = 0.0
+    summed_bytes: int = 0
+
+    def __add__(self, other: _Bucket) -> _Bucket:
+        return _Bucket(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class _Buckets:
@@ -83,36 +100,37 @@ class _Buckets:
 
     def __init__(self, clock: LinkClock, pricer: Pricer, stage: LoweredStage) -> None:
         self.clock, self.pricer = clock, pricer
-        reduced = (p for p in stage.parameters.values() if any(gradient_messages(p, pricer.mesh)))
-        self.sizes = BucketSizes(step=int(sum(unreduced_bytes(p, pricer.mesh) for p in reduced)))
+        trained = (p for p in stage.parameters.values() if p.contributions)
+        self.sizes = BucketSizes(step=sum(summed_bytes(p, pricer.mesh) for p in trained))
         self._added: Counter[str] = Counter()
-        self._open_s = self._open_bytes = 0.0
+        self._open = _Bucket()
         self._axes: set[str] = set()
         self._started = self._sent_bytes = 0
 
     def add(self, p: StoredParameter) -> None:
         """A contribution to a gradient, which is reduced after the last of them."""
         self._added[p.name] += 1
-        messages = list(gradient_messages(p, self.pricer.mesh))
+        mesh = self.pricer.mesh
+        messages = list(gradient_messages(p, mesh))
         if self._added[p.name] < p.contributions or not messages:
             return
         self._axes |= {message.axis for message in messages}
-        seconds, nbytes = reduce_seconds(p, self.pricer), unreduced_bytes(p, self.pricer.mesh)
-        if messages[0].kind == "reduce_scatter" and nbytes >= self.sizes.direct:
-            self._start(seconds, nbytes)
+        gradient = _Bucket(reduce_seconds(p, self.pricer), unreduced_bytes(p, mesh), summed_bytes(p, mesh))
+        if is_sent_in_place(p, mesh):
+            self._start(gradient)
             return
-        self._open_s, self._open_bytes = self._open_s + seconds, self._open_bytes + nbytes
-        if self._open_bytes >= self.sizes.limit(self._started > 0, self._sent_bytes):
-            self._start(self._open_s, self._open_bytes)
-            self._open_s = self._open_bytes = 0.0
+        self._open += gradient
+        if self._open.first_bytes >= self.sizes.limit(self._started > 0, self._sent_bytes):
+            self._start(self._open)
+            self._open = _Bucket()
 
     def finish(self) -> None:
         """Backward is over: the last bucket, and all are waited for. Ranks meet once."""
-        self._start(self._open_s + self.pricer.rendezvous_s(self._axes), self._open_bytes)
+        self._start(self._open + _Bucket(self.pricer.rendezvous_s(self._axes)))
         for number in range(self._started):
             self.clock.wait(str(number))
 
-    def _start(self, seconds: float, nbytes: float) -> None:
-        self.clock.start(str(self._started), REDUCE, seconds)
+    def _start(self, bucket: _Bucket) -> None:
+        self.clock.start(str(self._started), REDUCE, bucket.seconds)
         self._started += 1
-        self._sent_bytes += int(nbytes)
+        self._sent_bytes += bucket.summed_bytes

@@ -32,7 +32,6 @@ from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import CollectiveCost, Lattice
 from autopar.passes.rules.sends import sent_by
 from autopar.passes.rules.strategy_table import strategy_table
-from autopar.runtime.buckets import BUCKETED
 
 
 class Pricer:
@@ -46,8 +45,8 @@ class Pricer:
         self.device = cluster.device(mesh.offset)
         self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
-        self._lattices: dict[tuple[TensorType, tuple[str, ...], bool, str], Lattice] = {}
-        self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool, str], Lattice] = {}
+        self._lattices: dict[tuple[TensorType, tuple[str, ...], tuple[str, ...], str], Lattice] = {}
+        self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], tuple[str, ...], str], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
         self._choices: dict[str, OpChoices] = {}
         self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
@@ -65,16 +64,16 @@ class Pricer:
         whole = self.software.bucket_bytes * packed
         return self.collective_s(kind, max(nbytes, whole), axis) * min(nbytes / whole, 1.0)
 
-    def summed_s(self, compression: str, itemsize: int) -> CollectiveCost:
-        """The price of a step of a gradient with so many bytes an element: inside its bucket. Where gradients are compressed only
-        sums are, and the steps between them, which the runtime sends one by one, are no cheap way around a second leg."""
-        if not compression:
-            return self.bucketed_s
-        packed = wire_share(compression, itemsize)
+    def joined_s(self, joined: tuple[str, ...], compression: str = "", itemsize: int = 1) -> CollectiveCost:
+        """The price of a step of gradients or updated values: messages of these kinds travel in one with others, and what else
+        is sent goes by itself, so that it is no cheap way around them. compression: of sums, with so many bytes an element."""
+        packed = wire_share(compression, itemsize) if compression else 1.0
 
         def price(kind: str, nbytes: float, axis: str) -> float:
-            if kind not in BUCKETED:
+            if kind not in joined:
                 return self.collective_s(kind, nbytes, axis)
+            if not compression:
+                return self.bucketed_s(kind, nbytes, axis)
             messages = compressed_messages(kind, nbytes, compression, itemsize)
             sent_s = sum(self.bucketed_s(sent, wire, axis, packed) for sent, wire in messages)
             return sent_s + self.copy_s * compressing_bytes(kind, nbytes, compression, self.mesh.sizes[axis])
@@ -96,17 +95,17 @@ class Pricer:
         return any(level.measured for level in self.cluster.levels)
 
     def lattice(
-        self, type_: TensorType, ops: tuple[str, ...] = ("sum",), bucketed: bool = False, compression: str = ""
+        self, type_: TensorType, ops: tuple[str, ...] = ("sum",), joined: tuple[str, ...] = (), compression: str = ""
     ) -> Lattice:
-        """Conversions of one tensor type; `ops`: reductions that may be owed. bucketed: beside others in one message.
-        compression: of gradients, which are bucketed. Types of as many bytes whose dims divide alike share one lattice."""
+        """Conversions of one tensor type; `ops`: reductions that may be owed. joined, compression: as of `joined_s`. Types of as
+        many bytes whose dims divide alike share one lattice."""
         compression = compression_of(type_, compression)
-        key = (type_, ops, bucketed, compression)
+        key = (type_, ops, joined, compression)
         if key not in self._lattices:
             shape = tuple(math.gcd(n, self.mesh.size) for n in type_.shape)
-            alike = (shape, type_.nbytes, ops, bucketed, compression and f"{compression} {type_.dtype.itemsize}")
+            alike = (shape, type_.nbytes, ops, joined, compression and f"{compression} {type_.dtype.itemsize}")
             if alike not in self._alike:
-                price = self.summed_s(compression, type_.dtype.itemsize) if bucketed else self.collective_s
+                price = self.joined_s(joined, compression, type_.dtype.itemsize) if joined else self.collective_s
                 self._alike[alike] = Lattice(shape, type_.nbytes, self.mesh, price, self.copy_s, ops)
             self._lattices[key] = self._alike[alike]
         return self._lattices[key]

@@ -42,7 +42,7 @@ def overlap_shares(program: Program, pricer: Pricer, rules: RuleBook, setting: S
     axes = [axis for axis, size in pricer.mesh.axes if size > 1]
 
     def messages_s(kind: str) -> float:
-        price = pricer.summed_s(setting.compression if kind in BUCKETED else "", LEAST_ITEMSIZE)
+        price = pricer.joined_s((kind,), setting.compression if kind in BUCKETED else "", LEAST_ITEMSIZE)
         seconds = [{nbytes: price(kind, nbytes, axis) for nbytes in set(sizes)} for axis in axes]
         return min((sum(map(along_axis.__getitem__, sizes)) for along_axis in seconds), default=0.0)
 

@@ -19,6 +19,7 @@ from autopar.ir.program import Program, Template
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
+from autopar.ir.steps import GATHERED
 from autopar.ir.types import TensorType
 from autopar.passes.price.op_choices import OpChoices
 from autopar.passes.price.pricer import Pricer
@@ -32,6 +33,7 @@ from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
 from autopar.passes.shard.parameters import Resting
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
+from autopar.runtime.buckets import BUCKETED
 
 _OWED = tuple(
     tuple(sorted({"sum", *(op for op in REDUCTIONS if bits & BIT[op])})) for bits in range(1 << len(REDUCTIONS))
@@ -200,13 +202,18 @@ class Problem:
     # --- edges ----------------------------------------------------------------------------------------------------------
 
     def _conversion(
-        self, type_: TensorType, before: np.ndarray, after: np.ndarray, bucketed: bool = False, compression: str = ""
+        self,
+        type_: TensorType,
+        before: np.ndarray,
+        after: np.ndarray,
+        joined: tuple[str, ...] = (),
+        compression: str = "",
     ) -> np.ndarray:
-        """Seconds from every spec of `before` to every one of `after`; bucketed, compression: as of `Pricer.lattice`."""
+        """Seconds from every spec of `before` to every one of `after`; joined, compression: as of `Pricer.joined_s`."""
         owed = self.pricer.shards(type_).letters.owed
         bits = np.bitwise_or.reduce(owed[before]) | np.bitwise_or.reduce(owed[after])
         try:
-            lattice = self.pricer.lattice(type_, _OWED[bits], bucketed, compression)
+            lattice = self.pricer.lattice(type_, _OWED[bits], joined, compression)
             return lattice.between(before[:, None], after)
         except KeyError as error:
             raise self._misfit(type_, error.args[0]) from None
@@ -247,7 +254,7 @@ class Problem:
         if kind == "read":
             return self._conversion(type_, whole, numbers)[0]
         if kind in ("whole", "loss"):
-            return self._conversion(type_, numbers, whole, bucketed=kind == "loss")[:, 0]
+            return self._conversion(type_, numbers, whole, BUCKETED if kind == "loss" else ())[:, 0]
         letters = self.pricer.shards(type_).letters
         specs = [letters.specs[n] for n in numbers.tolist()]
         if kind == "settled":
@@ -313,7 +320,7 @@ class Problem:
     def _gather_s(self, type_: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:
         """Seconds of the gather after a step, from the spec of each state's shards to that of its storage."""
         try:
-            return self.pricer.lattice(type_, bucketed=True).between(before, after)
+            return self.pricer.lattice(type_, joined=GATHERED).between(before, after)
         except KeyError as error:
             raise self._misfit(type_, error.args[0]) from None
 
@@ -334,7 +341,7 @@ class Problem:
             grad = template.param_grads[slot]
             if grad is not None and optimizer is not None:
                 u, before = self._at[name, grad]
-                pair = self._conversion(type_, before, optimizer, True, self.setting.compression)
+                pair = self._conversion(type_, before, optimizer, BUCKETED, self.setting.compression)
                 self.graph.connect(u, v, calls * self.shares.reduce * pair)
 
     def _use_s(self, stored: TensorType, used: TensorType, before: np.ndarray, after: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from autopar.ir import lines as ir
 from autopar.ir.lines import Compute, Convert, GatherKey, Line, ParameterGather, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
-from autopar.ir.steps import RuntimeStep, Step
+from autopar.ir.steps import GATHERED, RuntimeStep, Step
 from autopar.passes.price.lines import (
     Message,
     conversion_messages,
@@ -23,6 +23,7 @@ from autopar.passes.price.lines import (
     line_messages,
     regather_messages,
 )
+from autopar.runtime.buckets import BUCKETED
 
 from .stages import (
     BF16,
@@ -35,6 +36,8 @@ from .stages import (
     ON_DP,
     ON_TP,
     SCALAR,
+    WEIGHT,
+    WHOLE,
     gathered,
     parameter,
     pricer,
@@ -88,7 +91,18 @@ def test_a_gradient_that_is_cut_before_its_sum_sends_its_part() -> None:
 def test_a_gradient_that_is_gathered_counts_from_its_shard() -> None:
     """f32[16@dp, 32] is gathered to where the optimizer has it whole."""
     messages = list(gradient_messages(parameter(reduce=(GATHER_DP,)), MESH))
-    assert [(m.kind, m.nbytes) for m in messages] == [("all_gather", 2048)]
+    assert [(m.kind, m.nbytes, m.bucketed) for m in messages] == [("all_gather", 2048, False)]
+
+
+def test_a_gather_of_its_own_is_no_part_of_a_cheap_sum() -> None:
+    """Inside a bucket a scatter and a gather would be as cheap as a sum; the runtime sends that gather by itself."""
+    owed = replace(WHOLE, partial=(("dp", "sum"),))
+    prices = pricer()
+    (step,) = (s for s, _ in prices.lattice(WEIGHT, joined=BUCKETED).path(owed, WHOLE))
+    assert step.kind == "all_reduce"
+    alone_s, joined_s = (prices.joined_s(kinds)("all_gather", 2048, "dp") for kinds in (BUCKETED, GATHERED))
+    assert alone_s == pytest.approx(gathered(2048, 2))
+    assert joined_s == pytest.approx(gathered(BUCKET_BYTES, 2) * 2048 / BUCKET_BYTES)
 
 
 def test_an_updated_shard_goes_back_to_storage() -> None:

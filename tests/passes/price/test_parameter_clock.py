@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from autopar.costmodel.bill import CallBill, Work
+from autopar.costmodel.software import NEUTRAL
 from autopar.ir import lines as ir
 from autopar.ir.lines import Function, GatherKey, Line, ParameterGather
 from autopar.ir.lowered import LoweredStage, StoredParameter
@@ -26,12 +27,12 @@ A_MIB_S = MIB / 1e9
 ALL_REDUCE, SCATTER = RuntimeStep("all_reduce", ("dp",)), RuntimeStep("reduce_scatter", ("dp",), (0,))
 
 
-def pricer(exposed: float = 1e-9) -> Pricer:
-    """Of links on which every collective takes a nanosecond a byte."""
+def pricer(exposed: float = 1e-9, passes: bool = False) -> Pricer:
+    """Of links on which every collective takes a nanosecond a byte. passes: gradients are added and packed by passes."""
     line = ((1.0, 1e-9), (1e9, 1.0))
     measured = tuple((kind, 2, line) for kind in ("all_reduce", "all_gather", "reduce_scatter"))
     level = replace(CLUSTER.levels[0], measured=measured, exposed=exposed)
-    return Pricer(replace(CLUSTER, levels=(level,)), DP)
+    return Pricer(replace(CLUSTER, levels=(level,)), DP, replace(NEUTRAL, gradient_passes=passes))
 
 
 def of_mib(name: str, mib: int, storage: Spec = WHOLE, reduce: RuntimeStep = ALL_REDUCE) -> StoredParameter:
@@ -106,3 +107,22 @@ def test_a_gradient_is_sent_after_its_last_contribution() -> None:
 def test_where_computing_hides_nothing_all_of_it_is_exposed() -> None:
     one = staged([], [back(0), gradient("a"), back(1), gradient("b")], of_mib("a", 2), of_mib("b", 3))
     assert shown_parameters(one, LONG, pricer(1.0)).reduce_s == pytest.approx(5 * A_MIB_S)
+
+
+def test_a_bucket_is_full_by_half_of_what_all_sums_of_gradients_have_left() -> None:
+    sums = (ALL_REDUCE, RuntimeStep("all_reduce", ("tp",)))
+    a, b, c = (replace(of_mib(name, mib), reduce=sums) for name, mib in (("a", 2), ("b", 12), ("c", 5)))
+    lines = [back(0), gradient("a"), back(1), gradient("b"), back(2), gradient("c")]
+    mesh = Mesh.of(dp=2, tp=2)
+    (level,) = pricer().cluster.levels
+    two_axes = Pricer(replace(CLUSTER, levels=(replace(level, group_size=2), level)), mesh, pricer().software)
+    shown = shown_parameters(replace(staged([], lines, a, b, c), mesh=mesh), LONG, two_axes)
+    assert shown.reduce_s == pytest.approx(2 * (12 + 5) * A_MIB_S)  # b is no more than half of 2 · 17 MiB
+
+
+def test_messages_hide_behind_the_copying_of_the_gradients_after_them() -> None:
+    one = staged([], [back(0), gradient("a"), gradient("b")], of_mib("a", 2), of_mib("b", 3))
+    short = {"block": CallBill(Work(0.0), Work(0.0))}
+    packing_s = 2 * 3 * MIB * pricer().copy_s  # of b, which is read and written
+    assert shown_parameters(one, short, pricer()).reduce_s == pytest.approx(5 * A_MIB_S)
+    assert shown_parameters(one, short, pricer(passes=True)).reduce_s == pytest.approx(5 * A_MIB_S - packing_s)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from autopar import ParallelProgram
 from autopar.ir.program import ValueRef, operand_nodes, resolve
 from autopar.ir.spec import Spec
+from autopar.ir.steps import GATHERED
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.sends import sent_by
+from autopar.runtime.buckets import BUCKETED
 
 
 def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
@@ -63,7 +65,7 @@ def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
         for slot, grad in enumerate(template.param_grads):
             if grad is not None and call.params[slot] in ir.trained:
                 target = stage.parameters[call.params[slot]].optimizer
-                lattice = pricer.lattice(template.type_of(grad), bucketed=True)
+                lattice = pricer.lattice(template.type_of(grad), joined=BUCKETED)
                 total += lattice.cost(value_spec(call.template, grad), target)
     return total + _ends(program, pricer, value_spec)
 
@@ -72,19 +74,19 @@ def _ends(program: ParallelProgram, pricer: Pricer, value_spec: object) -> float
     ir, stage, m = program.ir, program.plan.stages[0], program.plan.microbatches
     total = 0.0
 
-    def end(ref: ValueRef, bucketed: bool) -> float:
+    def end(ref: ValueRef, joined: tuple[str, ...] = ()) -> float:
         if ref.kind != "call":
             return 0.0
         owner, type_ = ir.template_of(ir.calls[ref.index]), ir.type_of(ref)
         spec = value_spec(owner.name, owner.outputs[ref.output])  # type: ignore[operator]
         target = Spec.replicated(len(type_.shape)) if ir.training else spec.without_partial()
         ops = tuple(sorted({"sum", *(op for _, op in spec.partial)}))
-        return m * pricer.lattice(type_, ops, bucketed).cost(spec, target)
+        return m * pricer.lattice(type_, ops, joined).cost(spec, target)
 
     for k, ref in enumerate(ir.outputs):
-        total += end(ref, ir.training and k == 0)
+        total += end(ref, BUCKETED if ir.training and k == 0 else ())
     for ref in ir.buffer_updates.values():
-        total += end(ref, False)
+        total += end(ref)
     if ir.training:
         ref = ir.outputs[0]
         owner = ir.template_of(ir.calls[ref.index])
@@ -94,7 +96,7 @@ def _ends(program: ParallelProgram, pricer: Pricer, value_spec: object) -> float
             total += m * pricer.convert_s(type_, Spec.replicated(0), stage.templates[owner.name].specs[tangent])
     for name in ir.trained:
         planned, type_ = stage.parameters[name], ir.parameters[name].type
-        total += pricer.lattice(type_, bucketed=True).cost(planned.optimizer, planned.storage)
+        total += pricer.lattice(type_, joined=GATHERED).cost(planned.optimizer, planned.storage)
         touched = 3 + 2 * program.setting.optimizer.ratio(name)
         total += touched * planned.optimizer.local_bytes(type_, pricer.mesh) * pricer.copy_s
     return total
