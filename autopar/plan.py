@@ -47,15 +47,21 @@ VERSION = 1
 OVERLAPS = ("", "between", "next", "any")
 """How far lines change places to run while messages travel: not at all, each message being waited for where it starts (""), and
 ever further, with ever more that is held meanwhile."""
+GIVEN = "@given"
+MOST_PIECES = 64
+"""Of a block that are run one beside another's messages."""
 
 
 @dataclass(frozen=True)
 class TemplatePlan:
-    """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec.
+    """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec; a placeholder that is given in another
+    spec and converted inside also has that one, under its name with "@given".
 
     recompute: values of forward that backward makes again instead of their being kept (`autopar.passes.recompute`).
     offload: kept values that rest in the memory tier `offload_tier` from forward to backward (`autopar.passes.shard.offload`).
     overlap: which lines run while messages travel, a name of OVERLAPS (`autopar.passes.lower.overlap`).
+    pieces: into how many pieces of the batch blocks are cut, so that messages of one travel while another is computed with; cut:
+    the inputs and the gradients of outputs that are, each with its dim (`autopar.passes.lower.pieces`).
     """
 
     strategies: dict[str, Strategy]
@@ -64,6 +70,12 @@ class TemplatePlan:
     offload: tuple[str, ...] = ()
     offload_tier: str = "ddr"
     overlap: str = ""
+    pieces: int = 1
+    cut: tuple[tuple[str, int], ...] = ()
+
+    def given(self, value: str) -> Spec:
+        """In which spec a placeholder is given to the template. Raises KeyError."""
+        return self.specs.get(f"{value}{GIVEN}", self.specs[value])
 
 
 @dataclass(frozen=True)
@@ -253,6 +265,7 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
                 **({"recompute": list(t.recompute)} if t.recompute else {}),
                 **({"offload": list(t.offload), "offload_tier": t.offload_tier} if t.offload else {}),
                 **({"overlap": t.overlap} if t.overlap else {}),
+                **({"pieces": t.pieces, "cut": dict(t.cut)} if t.pieces > 1 else {}),
             }
             for name, t in stage.templates.items()
         },
@@ -288,7 +301,14 @@ _PARAMETER = record(
 )
 _TEMPLATE = record(
     {"strategies": table(text(), text()), "specs": table(text(), _SPEC)},
-    {"recompute": _NAMES, "offload": _NAMES, "offload_tier": _tier(TIER_NAMES), "overlap": choice(OVERLAPS)},
+    {
+        "recompute": _NAMES,
+        "offload": _NAMES,
+        "offload_tier": _tier(TIER_NAMES),
+        "overlap": choice(OVERLAPS),
+        "pieces": integer(1, MOST_PIECES),
+        "cut": table(text(), integer(0)),
+    },
 )
 _STAGE = record(
     {
@@ -358,6 +378,8 @@ def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
             tuple(t.get("offload", ())),
             t.get("offload_tier", "ddr"),
             t.get("overlap", ""),
+            t.get("pieces", 1),
+            tuple(t.get("cut", {}).items()),
         )
         for name, t in read["templates"].items()
     }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -101,14 +101,19 @@ class Traffic:
 
 class DelayedComm(ThreadComm):
     """A rank's Comm whose collectives take their time on its clock. name: tells the Comms of one rank apart. cpu_s: the
-    processor seconds of the calling thread."""
+    processor seconds of the calling thread. at_once: every message is waited for where it starts."""
 
     def __init__(
-        self, comm: Comm, traffic: Traffic, name: str = "", cpu_s: Callable[[], float] = time.thread_time
+        self,
+        comm: Comm,
+        traffic: Traffic,
+        name: str = "",
+        cpu_s: Callable[[], float] = time.thread_time,
+        at_once: bool = False,
     ) -> None:
         assert isinstance(comm, ThreadComm)
         super().__init__(comm.rank, comm.mesh, comm._world, comm.first_rank, name)
-        self.traffic, self._cpu_s = traffic, cpu_s
+        self.traffic, self._cpu_s, self._at_once = traffic, cpu_s, at_once
         self._not_computed_s = 0.0
 
     def clock_s(self) -> float:
@@ -131,7 +136,10 @@ class DelayedComm(ThreadComm):
             met()
             self._not_computed_s += max(arrivals_s[self.rank], waits_s) - self.clock_s()
 
-        return wait
+        if not self._at_once:
+            return wait
+        wait()
+        return lambda: None
 
 
 @dataclass(frozen=True)
@@ -143,15 +151,21 @@ class Turns:
 
 
 def steps_on_link(
-    link: Link, mesh: Mapping[str, int], programs: Mapping[str, ParallelProgram], batch: Sequence[Tensor], steps: int
+    link: Link,
+    mesh: Mapping[str, int],
+    programs: Mapping[str, ParallelProgram],
+    batch: Sequence[Tensor],
+    steps: int,
+    at_once: Collection[str] = (),
 ) -> Turns:
-    """Programs of these ranks that take turns step by step on a link, every rank a thread on a clock of its own."""
+    """Programs of these ranks that take turns step by step on a link, every rank a thread on a clock of its own. at_once: those
+    whose messages are waited for where they start."""
     traffic = {name: Traffic(link) for name in programs}
 
     def rank(comm: Comm) -> Turns:
         sessions = {}
         for name, program in programs.items():
-            slow = DelayedComm(comm, traffic[name], name)
+            slow = DelayedComm(comm, traffic[name], name, at_once=name in at_once)
             session = program.in_process.session(slow, program.request.update, program.options.seed)
             session.load_weights(program.weights())
             sessions[name] = session, slow

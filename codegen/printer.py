@@ -14,12 +14,12 @@ import torch
 
 from autopar.codegen.text import comment
 from autopar.ir.call import schema_arguments
-from autopar.ir.lines import Compute, Convert, GoOn, Line, Ref, Site, Start, Wait, label
+from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, Ref, Site, Start, Wait, label
 from autopar.ops.discover import target_of
 from autopar.ops.registry import AlongAxis, Offset, find
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
-TemplateLine = Compute | Convert | Start | GoOn | Wait
+TemplateLine = Compute | Convert | Start | GoOn | Wait | Cut | Join
 _BINARY = {
     "aten.add.Tensor": "+",
     "aten.sub.Tensor": "-",
@@ -83,6 +83,11 @@ class Printer:
                 return f"{self.local(handle)}.go_on()"
             case Wait(handle):
                 return f"{self.local(handle)}.wait()"
+            case Cut(value, dim=dim):
+                return f"{self.local(value)}.chunk({len(line.outs)}, {dim})"
+            case Join(pieces, dim):
+                pieces = tuple(map(self.local, pieces))
+                return " + ".join(pieces) if dim is None else f"torch.cat([{', '.join(pieces)}], {dim})"
             case Convert():
                 return self._collective(line)
             case Compute():
@@ -216,7 +221,7 @@ def _axes(axes: tuple[str, ...]) -> str:
 
 def statement(line: Line, printer: Printer) -> str:
     """An op or a conversion with what it makes: `y = a + b  # f32[8@dp, 128] ~sum(tp)`."""
-    assert isinstance(line, (Compute, Convert, Start, GoOn, Wait)), line
+    assert isinstance(line, TemplateLine), line
     if isinstance(line, Start):
         return f"{printer.local(line.outs[0])} = {printer.expression(line)}"
     if isinstance(line, GoOn):

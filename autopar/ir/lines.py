@@ -134,7 +134,9 @@ class ValueLine(Line):
 class Compute(Line):
     """`outs` = op(kwargs), on blocks. Tensors among the arguments are Refs. node: the template's graph node, if it is one.
 
-    carried: mesh axes that take a choice with messages (`autopar.ir.rule.Carried`), and which; sent: these messages.
+    carried: mesh axes that take a choice with messages (`autopar.ir.rule.Carried`), and which; sent: these messages. piece: of an
+    op that has one of so many pieces of its blocks, the factor of its rule that is cut for that, and how many (None: it has
+    all).
     """
 
     op: str
@@ -142,6 +144,7 @@ class Compute(Line):
     node: str = ""
     carried: tuple[tuple[str, str], ...] = ()
     sent: tuple[Sent, ...] = ()
+    piece: tuple[str, int] | None = None
 
     @property
     def stops(self) -> tuple[Sent, ...]:
@@ -185,6 +188,24 @@ class Wait(ValueLine):
     """What a line makes that was started. value: the handle."""
 
     line: Convert | Compute
+
+
+@dataclass(frozen=True)
+class Cut(ValueLine):
+    """Views of a value's block on every rank, in equal pieces along a dim (`autopar.passes.lower.pieces`). outs: the pieces."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Join(Line):
+    """The value whose blocks, along a dim, are these pieces one after another; dim None: which is their sum."""
+
+    pieces: tuple[str, ...]
+    dim: int | None
+
+    def reads(self) -> Iterator[str]:
+        yield from self.pieces
 
 
 @dataclass(frozen=True)
@@ -312,6 +333,8 @@ class AwaitSaved(ValueLine):
 
 
 _LABELS: dict[type[Line], str] = {
+    Cut: "cut",
+    Join: "join",
     Prefetch: "params.prefetch",
     TakeParameters: "params.take",
     CallForward: "call.forward",
@@ -346,6 +369,8 @@ def label(line: Line) -> str:
             return "comm.wait"
         case Wait(line=Compute(op=op)):
             return f"wait {op}"
+        case Join(dim=None):
+            return "add pieces"
     return _LABELS[type(line)]
 
 

@@ -139,12 +139,28 @@ def _derive(line: Line, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], wh
             return [_converted(line, mesh, typed, where)]
         case ir.Wait(line=started):
             return _derive(started, mesh, rules, typed, where)
+        case ir.Cut() | ir.Join():
+            return _pieces(line, typed, where)
         case ir.SumLoss(value=value, axes=axes):
             type_, spec = typed[value]
             if spec.partial != tuple((axis, "sum") for axis in axes) or any(spec.dims):
                 raise CheckError(f"{where}: {value} {spec.show(type_)} does not owe a sum over {', '.join(axes)} alone")
             return [spec.without_partial()]
     return None
+
+
+def _pieces(line: ir.Cut | ir.Join, typed: dict[str, Typed], where: str) -> list[Spec | None]:
+    """Pieces are equal, and are sharded and owed as the whole is, whose rows they have on every rank. Raises CheckError."""
+    made = [(type_, spec) for _, type_, spec in line.made() if type_ is not None and spec is not None]
+    read = [typed[name] for name in line.reads()]
+    (type_, spec), parts = (read[0], made) if isinstance(line, ir.Cut) else (made[0], read)
+    shape = list(type_.shape)
+    if line.dim is not None:
+        shape[line.dim] //= len(parts)
+    rest = line.dim is not None and type_.shape[line.dim] % len(parts)
+    if rest or parts != [(TensorType(tuple(shape), type_.dtype), spec)] * len(parts):
+        raise CheckError(f"{where}: {label(line)} of {', '.join(line.reads())} does not have equal pieces of {type_}")
+    return [spec] * len(line.outs)
 
 
 def _computed(line: Compute, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], where: str) -> list[Spec | None]:

@@ -41,7 +41,7 @@ def stage_kind(part: Program, plan: StagePlan, kind: Callable[[str], Hashable]) 
     return (
         calls,
         tuple(
-            (id(t.strategies), id(t.specs), name, t.recompute, t.offload, t.offload_tier, t.overlap)
+            (id(t.strategies), id(t.specs), name, t.recompute, t.offload, t.offload_tier, t.overlap, t.pieces, t.cut)
             for name, t in templates
         ),
         tuple((kind(name), plan.parameters[name], name in foreign) for name in part.parameters),

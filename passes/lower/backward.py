@@ -254,7 +254,7 @@ def _makes_fresh(line: ir.Line) -> bool:
     """Whether what a line makes is a tensor of its own."""
     made_by = line.line if isinstance(line, ir.Wait) else line
     definition = find(made_by.op) if isinstance(made_by, ir.Compute) else None
-    return definition is not None and definition.fresh
+    return isinstance(line, ir.Join) or (definition is not None and definition.fresh)
 
 
 def _as_stored(into: Builder, call: Call, type_: TensorType, stored: TensorType, gradient: LocalValue) -> str:

@@ -6,7 +6,7 @@ A value is held as its op leaves it and, once somebody has asked for it so, in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -20,7 +20,6 @@ from autopar.ir.spec import Spec
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.convert import Converter, cast
 from autopar.passes.lower.names import Names
-from autopar.passes.lower.overlap import overlapped
 from autopar.passes.price.link_clock import op_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -29,7 +28,7 @@ from autopar.passes.rules.recomputation import recomputation
 from autopar.passes.rules.sends import sent_by
 from autopar.passes.rules.structure import value_names
 from autopar.passes.rules.widening import late_upcasts, wide_gradients
-from autopar.plan import TemplatePlan
+from autopar.plan import GIVEN, TemplatePlan
 
 Result = tuple[str | None, Spec | None]
 """What a function returns: a local name and its spec (None: no gradient)."""
@@ -62,10 +61,15 @@ class PlannedTemplate:
         except KeyError:
             raise PlanError(f"the plan has no spec for {self.template.name}.{name}; it is for another model") from None
 
+    @property
+    def op_s(self) -> Callable[[Compute], float]:
+        """Seconds of an op's own work."""
+        return op_seconds(self.plan, self.template, self.pricer, self.rules)
+
     def value_of(self, key: str) -> str:
         """The value that a decision point, or the value itself, stands for."""
         hub = self.flow.hubs.get(key)
-        return key if hub is None else hub.value
+        return key.removesuffix(GIVEN) if hub is None else hub.value
 
 
 class Body:
@@ -83,6 +87,16 @@ class Body:
         """Local name of an argument of the function, which holds a value or decision point."""
         name = self.names.fresh(stem)
         self.held[key] = (name, spec)
+        return name
+
+    def given(self, value: str, phase: str) -> str:
+        """Local name of a placeholder as it is given; it is held as the plan wants it."""
+        wanted = self.planned.spec(value)
+        given = self.planned.plan.given(value)
+        if given == wanted:
+            return self.argument(value, value, wanted)
+        name = self.argument(f"{value}{GIVEN}", value, given)
+        self.held[value] = (self._converted(name, value, given, wanted, phase, ""), wanted)
         return name
 
     def hub(self, name: str, phase: str, source: str) -> tuple[str, Spec]:
@@ -130,10 +144,7 @@ class Body:
             for key, (local, spec) in self.held.items()
             if local in described
         }
-        function = Function(name, tuple(args), tuple(self.lines), tuple(returns), types)
-        planned = self.planned
-        op_s = op_seconds(planned.plan, planned.template, planned.pricer, planned.rules)
-        return overlapped(function, planned.plan.overlap, planned.pricer, op_s)
+        return Function(name, tuple(args), tuple(self.lines), tuple(returns), types)
 
     def again(self, value: str) -> None:
         """Run the op that makes a value again, and first what it reads; values that are held stay as they are."""

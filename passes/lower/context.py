@@ -88,8 +88,18 @@ class StageContext:
     def _template(self, template: Template, backward: bool) -> LoweredTemplate:
         """Stages that run a template alike on alike meshes share what lowering makes of it."""
         plan = self.stage.templates[template.name]
-        tables = id(plan.strategies), id(plan.specs), plan.recompute, plan.offload, plan.offload_tier, plan.overlap
-        key = (template, tables, self.pricer.mesh.axes, backward, self.split)
+        tables, offload = (id(plan.strategies), id(plan.specs), plan.recompute), (plan.offload, plan.offload_tier)
+        key = (
+            template,
+            tables,
+            offload,
+            plan.overlap,
+            plan.pieces,
+            plan.cut,
+            self.pricer.mesh.axes,
+            backward,
+            self.split,
+        )
         if key not in self.lowered_templates:
             lowered = lower_template(template, plan, self.pricer, self.rules, backward, self.split)
             self.lowered_templates[key] = (lowered, plan)  # the plan is kept, so that no id is given again
@@ -109,9 +119,9 @@ class StageContext:
         return index + self.program.first_call
 
     def planned(self, template: str, value: str) -> Spec:
-        """The plan's spec of a placeholder."""
+        """The plan's spec of a placeholder, as it is given to the template."""
         try:
-            return self.stage.templates[template].specs[value]
+            return self.stage.templates[template].given(value)
         except KeyError:
             raise PlanError(f"the plan has no spec for {template}.{value}; it is for another model") from None
 

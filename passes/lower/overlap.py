@@ -11,13 +11,14 @@ gradient needs no message:
     dx = rt.comm.all_reduce(dx, 'tp')     dw = g.T @ x
     y = f(dx)                             dx = dx_coming.wait();  y = f(dx)
 
-Messages keep their order, and every rank of a stage runs the same lines, so collectives match. How far other lines change
-places the plan says (`TemplatePlan.overlap`), as what is put off holds its operands for longer:
+Messages set out when their operands are made, and every rank of a stage runs the same lines, so collectives match. How far
+other lines change places the plan says (`TemplatePlan.overlap`), as what is put off holds its operands for longer:
 
     between    not at all
     next       what needs a message that is still coming lets others go first, and what the next message does not need (dw
                above) is put off until that is under way
-    any        what no message needs is put off until there is time for it, if need be to the end
+    any        what no message needs is put off until there is time for it, if need be to the end; of the other lines those go
+               first after which least is to be computed until a message sets out
 
 A function that this does not make faster stays as it is.
 """
@@ -25,13 +26,14 @@ A function that this does not make faster stays as it is.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.ir.lines import Compute, Convert, Function, GoOn, Line, Start, Wait
 from autopar.ir.steps import LOCAL_KINDS
 from autopar.passes.lower.names import Names
-from autopar.passes.price.link_clock import LinkClock, run_line
+from autopar.passes.price.link_clock import LinkClock, function_seconds, run_line
 from autopar.passes.price.pricer import Pricer
 
 RunLine = Callable[[LinkClock, Line], None]
@@ -42,7 +44,7 @@ def overlapped(function: Function, overlap: str, pricer: Pricer, op_s: Callable[
     """The function with lines run while messages travel, as far as a plan says and where it is faster. op_s: seconds of an
     op's own work."""
     sizes, held = pricer.mesh.sizes, function.local_bytes(pricer.mesh)
-    messages = [i for i, line in enumerate(function.lines) if _sends(line, sizes)]
+    messages = [i for i, line in enumerate(function.lines) if sends(line, sizes)]
     if not overlap or not messages:
         return function
 
@@ -50,15 +52,11 @@ def overlapped(function: Function, overlap: str, pricer: Pricer, op_s: Callable[
         run_line(clock, line, held, pricer, op_s)
 
     order = _Order(function, messages, overlap, LinkClock(pricer.least_exposed), run)
-    lines = tuple(_joined([*order.lines()]))
-    before, after = LinkClock(pricer.least_exposed), LinkClock(pricer.least_exposed)
-    for clock, sequence in ((before, function.lines), (after, lines)):
-        for line in sequence:
-            run(clock, line)
-    return replace(function, lines=lines) if after.now_s < before.now_s else function
+    moved = replace(function, lines=tuple(_joined([*order.lines()])))
+    return min(function, moved, key=lambda one: function_seconds(one, pricer, op_s))
 
 
-def _sends(line: Line, sizes: dict[str, int]) -> bool:
+def sends(line: Line, sizes: dict[str, int]) -> bool:
     """Whether a line may be started and waited for."""
     match line:
         case Convert(step=step):
@@ -107,8 +105,9 @@ class _Order:
             can_run = bool(self.ready) and (self.moves or self.ready[0][1] == others[begun])
             if arrived is not None:
                 yield self._go_on(arrived)
-            elif self._can_start() and (self.clock.link_is_free or not can_run):
-                yield from self._start(self.messages.pop(0))
+            elif (message := self._next_message()) is not None:
+                self.messages.remove(message)
+                yield from self._start(message)
             elif can_run:
                 begun += 1
                 yield from self._line(heapq.heappop(self.ready)[1])
@@ -117,9 +116,9 @@ class _Order:
         while self.rest:
             yield self._go_on(min(self.rest, key=self.clock.arrives_s))
 
-    def _turns(self, overlap: str) -> dict[int, tuple[int, ...]]:
+    def _turns(self, overlap: str) -> dict[int, tuple[float, ...]]:
         """In which order lines that send nothing are taken: as they stand, but for those that are put off."""
-        lines, turns = self.function.lines, dict[int, tuple[int, ...]]()
+        lines, turns = self.function.lines, dict[int, tuple[float, ...]]()
         needed, until = set[str](), len(lines)
         for i in reversed(range(len(lines))):
             if overlap == "next" and i in self.messages:
@@ -128,7 +127,18 @@ class _Order:
             needed |= set(lines[i].reads()) if needs else set()
             if i not in self.messages:
                 turns[i] = (i,) if needs or not self.moves else (until, i)
-        return turns
+        return self._soonest() if overlap == "any" else turns
+
+    def _soonest(self) -> dict[int, tuple[float, ...]]:
+        """Lines by the work that is left until a message sets out."""
+        lines, left_s = self.function.lines, dict.fromkeys(self.messages, 0.0)
+        for i in reversed(range(len(lines))):
+            if i not in left_s:
+                clock = LinkClock(0.0)
+                self.run(clock, lines[i])
+                readers = (reader for out in lines[i].outs for reader in self.readers.get(out, ()))
+                left_s[i] = clock.now_s + min((left_s[reader] for reader in readers), default=math.inf)
+        return {i: (seconds, i) for i, seconds in left_s.items() if i not in self.messages}
 
     def _unblock(self) -> None:
         """Lines whose operands have arrived are ready."""
@@ -136,13 +146,10 @@ class _Order:
             i = heapq.heappop(self.blocked)[1]
             heapq.heappush(self.ready, (self.turn[i], i))
 
-    def _can_start(self) -> bool:
-        """Whether the operand of the next message is made, or has arrived."""
-        return (
-            bool(self.messages)
-            and not self.unmade[self.messages[0]]
-            and self._arrives_s(self.messages[0]) <= self.clock.now_s
-        )
+    def _next_message(self) -> int | None:
+        """The first of the messages whose operand is made, or has arrived."""
+        can_start = (i for i in self.messages if not self.unmade[i] and self._arrives_s(i) <= self.clock.now_s)
+        return next(can_start, None)
 
     def _arrives_s(self, i: int) -> float:
         """When the last of a line's operands that are coming arrives."""

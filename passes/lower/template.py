@@ -7,7 +7,8 @@ B and W are apart, what W reads of B's values is returned by the backward functi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError, ShardingError
 from autopar.ir.lines import Function
@@ -15,6 +16,9 @@ from autopar.ir.lowered import LoweredTemplate
 from autopar.ir.program import Template, operand_nodes, resolve
 from autopar.ir.spec import Spec
 from autopar.passes.lower.body import Body, PlannedTemplate, Result
+from autopar.passes.lower.overlap import overlapped
+from autopar.passes.lower.pieces import Parts, in_pieces
+from autopar.passes.price.link_clock import function_seconds, op_seconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import phase_is_late
@@ -28,6 +32,14 @@ class _Front:
     function: Function
     outputs: tuple[Spec, ...]
     saved: tuple[tuple[str, str, Spec], ...] = ()
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+    """Of saved values that there are in pieces alone."""
+
+    @property
+    def saved_names(self) -> tuple[str, ...]:
+        return tuple(
+            one for _, name, _ in self.saved for one in (self.parts[name].names if name in self.parts else (name,))
+        )
 
 
 @dataclass(frozen=True)
@@ -45,8 +57,19 @@ class _Back:
 def lower_template(
     template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool, split: bool = False
 ) -> LoweredTemplate:
-    """Forward and backward functions of a template under its plan. split: B and W apart. Raises PlanError."""
-    planned = PlannedTemplate(template, plan, pricer, rules)
+    """Forward and backward functions of a template under its plan. split: B and W apart; these, and values that rest in a memory
+    tier, are not in pieces, nor is a template that is no faster so. Raises PlanError."""
+    whole = _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
+    if plan.pieces == 1 or split or plan.offload:
+        return whole
+    pieces = _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
+    op_s = op_seconds(plan, template, pricer, rules)
+    return min(whole, pieces, key=lambda one: sum(function_seconds(f, pricer, op_s) for f in one.functions))
+
+
+def _lowered(planned: PlannedTemplate, backward: bool, split: bool) -> LoweredTemplate:
+    """The functions, in pieces or not as the plan says."""
+    template, plan = planned.template, planned.plan
     late_params = tuple(i for i, p in enumerate(template.params) if f"{p}@late" in planned.flow.hubs)
     try:
         front = _forward(planned, backward)
@@ -61,7 +84,7 @@ def lower_template(
         template.name,
         front.function,
         back.function,
-        tuple(name for _, name, _ in front.saved),
+        front.saved_names,
         template.random,
         front.outputs,
         back.input_grads,
@@ -84,20 +107,35 @@ def _forward(planned: PlannedTemplate, keeps: bool) -> _Front:
         if f"{param}@use" in planned.flow.hubs:
             args.append(body.argument(f"{param}@use", param, planned.spec(f"{param}@use")))
     for value in template.inputs:
-        args.append(body.argument(value, value, planned.spec(value)))
+        args.append(body.given(value, "F"))
     for node in template.ops:
         if not phase_is_late(node):
             body.op(node)
     outputs = [body.held[o] for o in template.outputs]
     saved = tuple((key, *body.hub(key, "F", "")) for key in planned.recomputation.kept.values()) if keeps else ()
     function = body.function(f"{template.name}_forward", args, (name for name, _ in outputs), ())
-    return _Front(function, tuple(spec for _, spec in outputs), saved)
+    function, parts = _finished(function, planned, {}, frozenset(name for _, name, _ in saved))
+    return _Front(function, tuple(spec for _, spec in outputs), saved, parts)
+
+
+def _finished(
+    function: Function, planned: PlannedTemplate, given: Mapping[str, Parts], keeps: frozenset[str] = frozenset()
+) -> tuple[Function, dict[str, Parts]]:
+    """The function in pieces and with lines run while messages travel, as the plan says; and what of `keeps` is in pieces alone.
+    given: values that come so."""
+    parts: dict[str, Parts] = {}
+    if planned.plan.pieces > 1:
+        function, parts = in_pieces(function, planned, given, keeps)
+    return overlapped(function, planned.plan.overlap, planned.pricer, planned.op_s), parts
 
 
 def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, ...], split: bool) -> _Back:
     template, body = planned.template, Body(planned)
     for key, name, spec in front.saved:
         body.argument(key, name, spec)
+    for parts in front.parts.values():
+        for piece in parts.names:
+            body.names.take(piece)
     again_params = tuple(i for i in planned.recomputation.params if not _gathered_alike(planned, template.params[i]))
     args = _backward_arguments(planned, body, late_params, again_params)
     for node in template.ops:
@@ -113,8 +151,9 @@ def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, .
         param_grads = [body.result(g) for g in template.param_grads]
         returned = [*input_grads, *param_grads]
     saved = [name for _, name, _ in front.saved]
+    function = body.function(f"{template.name}_backward", args, (name for name, _ in returned), saved)
     return _Back(
-        body.function(f"{template.name}_backward", args, (name for name, _ in returned), saved),
+        _finished(function, planned, front.parts)[0],
         tuple(spec for _, spec in input_grads),
         tuple(spec for _, spec in param_grads),
         again_params,
@@ -140,7 +179,7 @@ def _backward_arguments(
             body.held[use] = body.held[f"{template.params[i]}@late"]
     for tangent in template.tangents:
         if tangent is not None:
-            args.append(body.argument(tangent, tangent, planned.spec(tangent)))
+            args.append(body.given(tangent, "B"))
     return args
 
 
@@ -165,7 +204,7 @@ def _weights(planned: PlannedTemplate, body: Body) -> tuple[Function, tuple[str,
     read = {name for line in following.lines for name in line.reads()} | {name for name, _ in param_grads}
     later = tuple(dict.fromkeys(name for name in names if name in read))
     function = following.function(f"{template.name}_weights", later, (name for name, _ in param_grads), ())
-    return function, later, param_grads
+    return _finished(function, planned, {})[0], later, param_grads
 
 
 def _make_again_ahead(planned: PlannedTemplate, body: Body) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from autopar.codegen.printer import Printer
 from autopar.counter import ByteCounter
-from autopar.ir.lines import Compute, Convert, GoOn, Line, ParameterGather, Ref, Start, Wait
+from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, ParameterGather, Ref, Start, Wait
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
@@ -35,6 +35,8 @@ from autopar.runtime.gather import Gather, start_gathers
 from autopar.runtime.guards import Guards
 
 SMALL = 4 << 20
+WholeLine = Compute | Convert | Cut | Join
+"""Lines that are not parts of others."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def line_effect(
     operands that holds. layout_of: values by name (None: no tensor). device: whose kernels run."""
     if isinstance(line, (Start, GoOn, Wait)):
         return _part_effect(line, layout_of, mesh, device)
-    assert isinstance(line, (Compute, Convert)), line
+    assert isinstance(line, WholeLine), line
     names, numbered, layouts, key = _asked(line, layout_of, mesh, device)
     if key not in _EFFECTS:
         with standing_for(device):
@@ -172,12 +174,18 @@ def line_effect(
 
 
 def _asked(
-    line: Compute | Convert, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device
-) -> tuple[list[str], Compute | Convert, tuple[Layout, ...], Hashable]:
+    line: WholeLine, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device
+) -> tuple[list[str], WholeLine, tuple[Layout, ...], Hashable]:
     """Names of the tensors that a line reads; the line with them numbered, their layouts, and what its effect follows from."""
     operands = {name: layout for name in line.reads() if (layout := layout_of.get(name)) is not None}
     numbered, layouts = _numbered(line, {name: f"v{i}" for i, name in enumerate(operands)}), tuple(operands.values())
-    what = numbered.step if isinstance(numbered, Convert) else (numbered.op, numbered.carried, _frozen(numbered.kwargs))
+    match numbered:
+        case Convert(step=step):
+            what: Hashable = step
+        case Compute(op=op, kwargs=kwargs, carried=carried):
+            what = op, carried, _frozen(kwargs)
+        case Cut(dim=dim) | Join(dim=dim):
+            what = type(numbered), dim
     return list(operands), numbered, layouts, (what, len(line.outs), layouts, mesh.axes, device)
 
 
@@ -186,6 +194,7 @@ def _part_effect(
 ) -> tuple[list[str], Effect]:
     """The same of a part of a line that was started."""
     names, numbered, layouts, key = _asked(line.line, layout_of, mesh, device)
+    assert isinstance(numbered, (Compute, Convert))
     if key not in _PARTS:
         with standing_for(device):
             _PARTS[key] = _probe_parts(numbered, layouts, mesh)
@@ -229,7 +238,7 @@ _EFFECTS: dict[Any, Effect] = {}
 _ASKED = Printer()
 
 
-def _probe(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
+def _probe(line: WholeLine, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
     names = _names(layouts)
     try:
         text = _ASKED.expression(line)
@@ -292,7 +301,7 @@ class _UserOps:
         return getattr(torch.ops.autopar_ops, name)
 
 
-def _declared(line: Compute | Convert, mesh: Mesh) -> Effect:
+def _declared(line: WholeLine, mesh: Mesh) -> Effect:
     """By the types that the line states: every result is new."""
     outs: list[Out] = []
     sizes: list[int] = []
@@ -373,10 +382,12 @@ def regather_peak(
     return counter.peak
 
 
-def _numbered(line: Compute | Convert, names: Mapping[str, str]) -> Compute | Convert:
+def _numbered(line: WholeLine, names: Mapping[str, str]) -> WholeLine:
     """The line with its operands under other names."""
-    if isinstance(line, Convert):
+    if isinstance(line, (Convert, Cut)):
         return replace(line, value=names[line.value])
+    if isinstance(line, Join):
+        return replace(line, pieces=tuple(names[piece] for piece in line.pieces))
 
     def place(value: Any) -> Any:
         if isinstance(value, Ref):

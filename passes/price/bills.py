@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
-from autopar.ir.lines import Compute, Convert, Function, GoOn, Line, Prefetch, Start, TemplateCall, Wait
+from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Prefetch, Start, TemplateCall, Wait
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
@@ -33,7 +33,7 @@ from autopar.passes.price.lines import (
     regather_messages,
     regather_seconds,
 )
-from autopar.passes.price.link_clock import LinkClock, op_seconds, run_line
+from autopar.passes.price.link_clock import LinkClock, joined_s, op_seconds, run_line, strategy_of
 from autopar.passes.price.parameter_clock import shown_parameters
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -92,10 +92,12 @@ def _function_work(
         match begun:
             case Convert():
                 computed_s += conversion_copied_s(begun, held, pricer)
+            case Join():
+                apart_s += joined_s(begun, held, pricer)
             case Compute(node=node) if node in template.op_calls:
-                call, strategy = template.op_calls[node], plan.strategies[node]
-                rule = rules.rule(call)
-                grouped = pricer.grouped(call, rule, strategy)
+                call, rule = template.op_calls[node], rules.rule(template.op_calls[node])
+                strategy, prices = strategy_of(begun, plan, pricer)
+                grouped = prices.grouped(call, rule, strategy)
                 host_s += pricer.software.mixture_host_s(grouped.groups) / 2 if grouped is not None else 0.0
                 if kernel is not None:
                     launches += 1
@@ -103,7 +105,7 @@ def _function_work(
                     apart_s += op_s(begun) if kernel else launch_s
                 if grouped is not None and line is begun and pricer.software.keeps_rows:
                     clock.compute(op_s(begun))
-                    for message in dispatches(call, rule, strategy, grouped, pricer.mesh):
+                    for message in dispatches(call, rule, strategy, grouped, prices.mesh):
                         clock.send(message.purpose, message.seconds(pricer))
                     continue
         run_line(clock, line, held, pricer, op_s)
@@ -115,6 +117,8 @@ def passes_over_memory(line: Line) -> bool | None:
     """Whether a line is a pass over memory; None where it moves nothing."""
     if isinstance(line, (Convert, Start, GoOn, Wait)):
         return False
+    if isinstance(line, Join):
+        return True
     if not isinstance(line, Compute):
         return None
     if not is_kernel(line.op):

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.costmodel.bill import Purpose
-from autopar.ir.lines import Compute, Convert, GoOn, Line, Start, Wait
+from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Start, Wait
 from autopar.ir.program import Template
+from autopar.ir.rule import Strategy
 from autopar.passes.price.lines import conversion_copied_s, conversion_messages
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
@@ -33,10 +34,6 @@ class LinkClock:
         self.exposed: dict[Purpose, float] = {}
         self._free_s = 0.0
         self._coming: dict[str, tuple[Purpose, float]] = {}
-
-    @property
-    def link_is_free(self) -> bool:
-        return self._free_s <= self.now_s
 
     def compute(self, seconds: float) -> None:
         """The rank computes."""
@@ -83,6 +80,8 @@ def run_line(
                     clock.send(message.purpose, message.seconds(pricer))
         case Wait(handle, line=Convert()):
             clock.wait(handle)
+        case Join():
+            clock.compute(joined_s(line, held, pricer))
         case Compute():
             clock.compute(op_s(line))
             _send(clock, line, pricer, op_s(line))
@@ -117,11 +116,36 @@ def _run_part(clock: LinkClock, op: Compute, stop: int, handle: str, pricer: Pri
         clock.start(handle, Purpose(one.axis), one.times * exposed_s)
 
 
+def joined_s(line: Join, held: Mapping[str, float], pricer: Pricer) -> float:
+    """Seconds to read pieces and to write what they make. held: bytes of values."""
+    return pricer.copy_s * sum(held.get(name, 0.0) for name in (*line.pieces, *line.outs))
+
+
+def function_seconds(function: Function, pricer: Pricer, op_s: Callable[[Compute], float]) -> float:
+    """Seconds of a template's function on these clocks. op_s: of an op's own work."""
+    clock, held = LinkClock(pricer.least_exposed), function.local_bytes(pricer.mesh)
+    for line in function.lines:
+        run_line(clock, line, held, pricer, op_s)
+    return clock.now_s
+
+
+def strategy_of(line: Compute, plan: TemplatePlan, pricer: Pricer) -> tuple[Strategy, Pricer]:
+    """An op's strategy, and the prices of what it has so: all of its block, or a piece."""
+    strategy = plan.strategies[line.node]
+    if line.piece is None:
+        return strategy, pricer
+    factor, count = line.piece
+    return (*strategy, factor), pricer.of_pieces(count)
+
+
 def op_seconds(plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook) -> Callable[[Compute], float]:
     """Seconds of the work of a template's ops; casts that lowering adds have none."""
 
     def op_s(line: Compute) -> float:
         call = template.op_calls.get(line.node)
-        return 0.0 if call is None else pricer.op_s(call, rules.rule(call), plan.strategies[line.node])
+        if call is None:
+            return 0.0
+        strategy, prices = strategy_of(line, plan, pricer)
+        return prices.op_s(call, rules.rule(call), strategy)
 
     return op_s

@@ -33,6 +33,9 @@ from autopar.passes.rules.lattice import CollectiveCost, Lattice
 from autopar.passes.rules.sends import sent_by
 from autopar.passes.rules.strategy_table import strategy_table
 
+PIECE = "piece"
+"""The axis of pieces of a block, which a rank has one after another."""
+
 
 class Pricer:
     """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only.
@@ -49,7 +52,15 @@ class Pricer:
         self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], tuple[str, ...], str], Lattice] = {}
         self._collectives: dict[tuple[str, float, str], float] = {}
         self._choices: dict[str, OpChoices] = {}
+        self._of_pieces: dict[int, Pricer] = {}
         self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
+
+    def of_pieces(self, count: int) -> Pricer:
+        """Prices of ops that have one of so many pieces of their blocks, cut along the last axis of this pricer's mesh."""
+        if count not in self._of_pieces:
+            mesh = Mesh((*self.mesh.axes, (PIECE, count)), self.mesh.offset)
+            self._of_pieces[count] = Pricer(self.cluster, mesh, self.software)
+        return self._of_pieces[count]
 
     def collective_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of one collective along `axis`; nbytes is the full array (see costmodel.collective)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.ir.lines import Compute, Convert, Function, Line
+from autopar.ir.lines import Compute, Convert, Cut, Function, Line
 from autopar.ops.registry import find
 
 
@@ -18,6 +18,8 @@ def storage_owners(function: Function) -> dict[str, str]:
 
 def _is_view(line: Line) -> bool:
     match line:
+        case Cut():
+            return True
         case Convert(step=step):
             return step.kind == "slice"
         case Compute(op=op):

@@ -2,7 +2,7 @@
 
 The solver counts every message in full, so this comes last, for the plans whose seconds and bytes are counted: the best one,
 and those that it was compared with. Lines change places as far as that pays in the stages whose ranks have room for it, and
-less far in others.
+less far in others. Then it is tried to cut blocks in pieces.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from itertools import chain
 
 from autopar.ir.actions import splits_backward
 from autopar.passes.account.program import Account, under
+from autopar.passes.lower.pipeline import outline
+from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import OVERLAPS, Plan
+
+LEAST_SENT = 0.05
+"""Share of a step that messages take at least where it is cut in pieces for them."""
 
 
 def overlapped(plans: RankedPlans) -> RankedPlans:
@@ -25,6 +30,7 @@ def overlapped(plans: RankedPlans) -> RankedPlans:
     fits = [one.account is not None and not _groups_short(owner, one.account, one.plan) for owner, one in ranked[1:]]
     fastest = min((0, *(i for i, fit in enumerate(fits, 1) if fit)), key=lambda i: ranked[i][1].step_s)
     owner, winner = ranked.pop(fastest)
+    winner = with_pieces(owner, winner)
     return [(owner, replace(winner, left_out=best.left_out)), *ranked]
 
 
@@ -44,6 +50,22 @@ def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:
             return replace(candidate, plan=plan, lowered=None, account=costs)
         for s in chain(*full):
             wanted[s] = max(wanted[s] - 1, 0)
+    return candidate
+
+
+def with_pieces(task: Task, candidate: PricedPlan) -> PricedPlan:
+    """The same with blocks in pieces (`pieces.py`), if a step is faster so and fits."""
+    counted = account_of(candidate)
+    split = splits_backward(counted.table)
+    if not task.options.overlap or split or counted.comm_time_s < LEAST_SENT * counted.step_time_s:
+        return candidate
+    plan = overlapping(candidate.plan, OVERLAPS[-1])
+    lowered = outline(task.program, plan, task.pricers, task.rules, split, task.parameter_kind)
+    for pieces in PIECES:
+        smaller = in_pieces(plan, pieces, task.program, lowered, task.rules)
+        costs = under(task.stage_costs(smaller, split), counted.table)
+        if costs.step_time_s < account_of(candidate).step_time_s and not _groups_short(task, costs, smaller):
+            candidate = replace(candidate, plan=smaller, lowered=None, account=costs)
     return candidate
 
 

@@ -1,0 +1,126 @@
+"""Blocks in pieces of the batch: that they compute the same, what travels meanwhile, and what they hold."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import CheckError
+from autopar.ir.lines import Convert, Cut, Function, Join, Line, Start
+from autopar.passes.check.lines import check
+from autopar.passes.search.overlap import overlapping
+from autopar.passes.search.pieces import in_pieces
+from autopar.plan import GIVEN, Plan
+from autopar.proof.measure import measure_peak
+from autopar.proof.random_plans import random_plan
+from autopar.proof.verify import verify
+from tests.passes.lower.test_overlap import slow_cluster
+from tests.zoo.models import ADAMW, token_loss
+from tests.zoo.transformers import Gpt2, Llama, Moe
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    return ids, ids
+
+
+def model_of(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Moe(seq=16) if kind == "moe" else {"llama": Llama, "gpt2": Gpt2}[kind]()
+
+
+@functools.cache
+def whole(kind: str, strategy: str = "megatron", **mesh: int) -> autopar.Program:
+    options = autopar.Options(mesh=mesh, strategy=strategy, microbatches=1, recompute="none", overlap=False)
+    return autopar.compile(
+        model_of(kind), slow_cluster(), batch(), loss_fn=token_loss, optimizer=ADAMW, options=options
+    )
+
+
+def pieces_of(program: autopar.Program, count: int, plan: Plan | None = None) -> autopar.Program:
+    """The program in pieces, whether they are predicted to be faster or not."""
+    moved = program.with_plan(overlapping(plan or program.plan, "any"))
+    return program.with_plan(in_pieces(moved.plan, count, moved.ir, moved.lowered, program.rules))
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are in pieces also where that is slower."""
+    monkeypatch.setattr("autopar.passes.lower.template.function_seconds", lambda f, *_: -sum(_cuts(f)))
+
+
+def _cuts(function: Function) -> list[bool]:
+    return [isinstance(line, Cut) for line in function.lines]
+
+
+def lines(program: autopar.Program) -> list[Line]:
+    return [line for s in program.lowered.stages for t in s.templates.values() for f in t.functions for line in f.lines]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
+def test_pieces_compute_what_eager_does(kind: str, count: int) -> None:
+    program = pieces_of(whole(kind, dp=1, tp=4), count)
+    assert any(isinstance(line, Cut) for line in lines(program))
+    assert verify(program, model_of(kind), batch()).ok
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_plans_in_pieces_compute_what_eager_does(seed: int) -> None:
+    kind = ("llama", "moe", "gpt2")[seed % 3]
+    program = whole(kind, "auto", dp=2, tp=2)
+    in_two = pieces_of(program, 2, random_plan(program, seed, pp=1 if seed % 2 else None))
+    assert verify(in_two, model_of(kind), batch()).ok
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("count", [2, 4])
+def test_peak_is_what_is_measured(count: int) -> None:
+    program = pieces_of(whole("llama", dp=1, tp=4), count)
+    for measured in measure_peak(program, batch()):
+        assert measured == pytest.approx(program.predicted.peak_bytes, abs=512)
+
+
+def test_a_message_of_one_piece_travels_while_another_is_computed_with() -> None:
+    program = pieces_of(whole("llama", dp=1, tp=4), 2)
+    forward = max((t.forward for t in program.lowered.stages[0].templates.values()), key=lambda f: len(f.lines))
+    sent = [line for line in forward.lines if isinstance(line, Start) and isinstance(line.line, Convert)]
+    plain = whole("llama", dp=1, tp=4)
+    before = max((t.forward for t in plain.lowered.stages[0].templates.values()), key=lambda f: len(f.lines))
+    assert len(sent) > sum(isinstance(line, Convert) and line.step.kind != "slice" for line in before.lines)
+
+
+def test_a_plan_in_pieces_comes_back_from_its_file() -> None:
+    plan = pieces_of(whole("llama", dp=1, tp=4), 4).plan
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert {t.pieces for t in plan.stages[0].templates.values()} == {4}
+
+
+def test_what_is_converted_before_a_call_is_converted_inside() -> None:
+    plain = whole("llama", dp=1, tp=4)
+    program = pieces_of(plain, 2)
+    given = [key for t in program.plan.stages[0].templates.values() for key in t.specs if key.endswith(GIVEN)]
+    between = [sum(isinstance(line, Convert) for line in one.lowered.stages[0].lines) for one in (plain, program)]
+    assert bool(given) == (between[1] < between[0])
+
+
+def test_pieces_that_are_not_equal_are_found() -> None:
+    program = pieces_of(whole("llama", dp=1, tp=4), 2)
+    stage = program.lowered.stages[0]
+    name, template = next((n, t) for n, t in stage.templates.items() if any(_cuts(t.forward)))
+    for wrong in (lambda line: replace(line, outs=line.outs[:1], types=line.types[:1], specs=line.specs[:1]),):
+        changed = tuple(wrong(line) if isinstance(line, Cut) else line for line in template.forward.lines)
+        bad = replace(template, forward=replace(template.forward, lines=changed))
+        with pytest.raises(CheckError):
+            check(replace(stage, templates={**stage.templates, name: bad}), program.rules)
+
+
+def test_sums_of_pieces_are_in_the_order_of_the_pieces() -> None:
+    program = pieces_of(whole("llama", dp=1, tp=4), 4)
+    sums = [line for line in lines(program) if isinstance(line, Join) and line.dim is None]
+    assert sums
+    assert all(len(line.pieces) == 2 for line in sums)
