@@ -18,8 +18,8 @@ from autopar.runtime.threads import run_threads
 from ..zoo.models import BY_NAME
 from . import pipelines, stages
 from .scenarios import session_of
-from .staged import Nursery
-from .test_faults import DATA, RANKS, nursery, out  # noqa: F401
+from .staged import run as run_ranks
+from .test_faults import DATA, RANKS, out  # noqa: F401
 
 MACHINES = [f"m{rank}" for rank in range(8)]
 
@@ -181,11 +181,11 @@ def miscomputing():
 
 
 @pytest.mark.timeout(200)
-def test_a_run_whose_device_computes_wrongly_ends_by_name(nursery: Nursery, out: Path, tmp_path: Path):  # noqa: F811
+def test_a_run_whose_device_computes_wrongly_ends_by_name(out: Path, tmp_path: Path):  # noqa: F811
     """Two replicas of two ranks: nobody can tell which of the two."""
     (out / "data.py").write_text(DATA + MISCOMPUTING)
     own = ["--run-dir", tmp_path / "run", "--steps", 30, "--recompute", 5, "--timeout", 100]
-    codes, said = nursery.run(out, [*own, "--data", f"{out / 'data.py'}:miscomputing"], RANKS, tmp_path / "log")
+    codes, said = run_ranks(out, [*own, "--data", f"{out / 'data.py'}:miscomputing"], RANKS, tmp_path / "log")
     assert any(codes)
     assert "step 10: one of ranks 0 (" in said
     assert "computed other gradients (w2) than the other from the same data and parameters" in said
