@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli.doctor import conclusion, read_flights
 from autopar import runtime
+from autopar.cli.doctor import conclusion, read_flights
 from autopar.runtime import checkpoint
 from autopar.runtime.run_directory import RunDirectory
 
