@@ -20,6 +20,7 @@ from autopar.runtime.devices import Device
 from autopar.runtime.tables import world_mesh
 from tests.gpu.fake_cuda import A100, H100, fake_cuda
 from tests.zoo.models import ADAMW, BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 NAMES = ("gpt2", "llama", "bert", "vit", "resnet", "t5")
 
@@ -40,14 +41,8 @@ class Calls(TorchDispatchMode):
 def compiled(name: str, ranks: int, precision: str | None) -> autopar.Program:
     zoo = BY_NAME[name]
     options = autopar.Options(precision=precision, pp=1, microbatches=1, coupled="per-microbatch", guards=False)
-    return autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.homogeneous(devices=ranks, device="h100"),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=ADAMW,  # torch has no fake form of the fused SGD
-        options=options,
-    )
+    cluster = autopar.ClusterSpec.homogeneous(devices=ranks, device="h100")
+    return compiled_zoo(zoo, cluster, optimizer=ADAMW, options=options)  # torch has no fake form of the fused SGD
 
 
 def fake_step(

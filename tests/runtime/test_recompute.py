@@ -14,6 +14,7 @@ from autopar.runtime.comm import Comm
 from autopar.runtime.errors import RankError
 from autopar.runtime.recompute import cheapest_axis, recompute, sums_of, why_not
 from autopar.runtime.threads import run_threads
+from tests.zoo.programs import compiled_zoo
 
 from ..zoo.models import BY_NAME
 from . import pipelines, stages
@@ -150,8 +151,7 @@ def test_all_models_under_random_plans_compute_the_same_everywhere(name: str):
 def assert_recomputed(name: str, seeds: range) -> None:
     """In the dtypes of the model, dropout and all."""
     zoo = BY_NAME[name]
-    cluster = autopar.ClusterSpec.local(4)
-    program = autopar.compile(zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer)
+    program = compiled_zoo(zoo, 4)
     batch = program.leaves(zoo.batch(seed=1))
 
     def body(session: Any) -> None:
