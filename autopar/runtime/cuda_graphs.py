@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .errors import RuntimeProgramError
+from .guards import Report
 from .stage import Inputs, Stage, inputs_of
 from .step_record import Asked, StepRecord, difference
 
@@ -83,6 +84,8 @@ class StepGraph(Generic[T]):
         make_capture: Callable[[], Capture],
     ) -> None:
         self._compute, self._stages, self._make_capture = compute, stages, make_capture
+        self._guards = next(iter(stages.values())).rt.guards
+        self._found: list[Report] = []
         self._microbatches = range(microbatches)
         self.given_up = ""
         self._capture: Capture | None = None
@@ -100,16 +103,16 @@ class StepGraph(Generic[T]):
             self._capture = self._result = None  # parameters lie elsewhere now
         if self._capture is None:
             self._capture, self._asked = self._make_capture(), []
-            return self._capture.warm_up(self._work)
+            return self._looked_at(self._capture.warm_up(self._work))
         if self._result is not None:
             self._capture.play()
-            return self._result
+            return self._looked_at(self._result)
         record = StepRecord(self._at_rest(), [vars(stage.module) for stage in self._stages.values()])
         if not self._asked:
             result = self._capture.warm_up(lambda: self._recorded(record))
             self._asked = record.calls
             self._give_up(record.refused)
-            return result
+            return self._looked_at(result)
         return self._captured(self._capture, record)
 
     def _captured(self, capture: Capture, record: StepRecord) -> T:
@@ -122,13 +125,19 @@ class StepGraph(Generic[T]):
         if why := record.refused or difference(self._asked, record.calls):
             result = self._work()  # nothing of the step has run yet
             self._give_up(why)
-            return result
+            return self._looked_at(result)
         self._result, self._places = result, self._where()
         capture.play()
-        return result
+        return self._looked_at(result)
 
     def _work(self) -> T:
-        return self._compute(lambda stage, microbatch: list(self._inputs[stage.index, microbatch]))
+        with self._guards.unread() as self._found:
+            return self._compute(lambda stage, microbatch: list(self._inputs[stage.index, microbatch]))
+
+    def _looked_at(self, result: T) -> T:
+        """What a step made, where its guards found nothing."""
+        self._guards.look(self._found)
+        return result
 
     def _recorded(self, record: StepRecord) -> T:
         with record:

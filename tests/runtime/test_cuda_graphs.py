@@ -116,9 +116,9 @@ def assert_the_same(program: autopar.ParallelProgram, batches: list[Any]) -> Non
 
 
 def of_zoo(zoo: ZooModel, optimizer: Any = None, **options: Any) -> autopar.ParallelProgram:
-    """On one rank, without dropout. Guards of a CPU look at the data."""
-    wanted = autopar.Options(guards=False, **options)
-    return compiled_zoo(zoo, 1, model=without_dropout(zoo.make()), optimizer=optimizer or zoo.optimizer, options=wanted)
+    """On one rank, without dropout."""
+    wanted, model = autopar.Options(**options), without_dropout(zoo.make())
+    return compiled_zoo(zoo, 1, model=model, optimizer=optimizer or zoo.optimizer, options=wanted)
 
 
 @pytest.mark.filterwarnings("error::autopar.runtime.cuda_graphs.CudaGraphWarning")
@@ -198,18 +198,31 @@ def test_what_moved_is_captured_anew() -> None:
     assert all(torch.equal(held[name], own_held[name]) for name in held)
 
 
-# --- what is not captured, and why
-
-
-class Counted(nn.Module):
-    """Indices that the model makes itself, which a guard looks at."""
+class Guarded(nn.Module):
+    """Indices that the model makes itself, and a branch: each has a guard inside the step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.table((x * 3).long()).sum()
+        y = self.table((x * 3).long()).sum()
+        return y * 2 if x.sum() > 0 else y
+
+
+@pytest.mark.filterwarnings("error::autopar.runtime.cuda_graphs.CudaGraphWarning")
+def test_guards_inside_the_step_are_read_when_it_is_played() -> None:
+    batches = [(torch.rand(8, 2),) for _ in range(STEPS)]
+    options = autopar.Options(branches="as-example")
+    program = autopar.compile(Guarded(), autopar.ClusterSpec.local(1), batches[0], optimizer=SGD, options=options)
+    assert sum("rt.guards." in line for line in program.sources[0].splitlines()) == 2
+    assert_the_same(program, batches)
+    for wrong in range(STEPS):
+        with pytest.raises(autopar.GuardError, match="this depends on the data"):
+            trained(program, [*batches[:wrong], (torch.zeros(8, 2),)], True)
+
+
+# --- what is not captured, and why
 
 
 def refused(program: autopar.ParallelProgram, batch: Any, why: str) -> None:
@@ -225,14 +238,8 @@ def refused(program: autopar.ParallelProgram, batch: Any, why: str) -> None:
 
 def test_random_numbers_are_refused_by_the_line_that_draws_them() -> None:
     zoo = BY_NAME["gpt2"]
-    program = compiled_zoo(zoo, 1, options=autopar.Options(guards=False))
+    program = compiled_zoo(zoo, 1)
     refused(program, zoo.batch(), r"as random keys are: aten\.add\.Tensor \(<autopar_stage_0>, line \d+\)")
-
-
-def test_guards_that_look_at_data_inside_the_step_are_refused_by_their_line() -> None:
-    x = torch.rand(8, 2)
-    program = autopar.compile(Counted(), autopar.ClusterSpec.local(1), (x,), optimizer=SGD)
-    refused(program, (x,), r"the host waits .*: aten\._local_scalar_dense\.default \(<autopar_stage_0>, line \d+\)")
 
 
 def test_a_loss_scale_that_moves_is_refused() -> None:
