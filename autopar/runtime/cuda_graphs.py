@@ -170,6 +170,19 @@ class StepGraph(Generic[T]):
             say_why(why)
 
 
+def why_not(training: bool, ranks: int, forms: int, loss_scaling: bool, in_tiers: bool, compiler: str) -> str:
+    """What of a session cannot be captured, "" where only its steps can tell."""
+    impossible = {
+        "the program was compiled for inference": not training,
+        "it has several ranks, and what they know of their messages is not that of a graph": ranks > 1,
+        "batches come in several shapes": forms > 1,
+        "the loss scale is a number that changes": loss_scaling,
+        "parameters rest in memory tiers": in_tiers,
+        f"the compiler {compiler!r} starts kernels that are not recorded": compiler != "none",
+    }
+    return next((why for why, applies in impossible.items() if applies), "")
+
+
 def say_why(why: str) -> None:
     """Why steps run as they are written."""
     warnings.warn(

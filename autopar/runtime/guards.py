@@ -61,7 +61,8 @@ class Guards:
     @contextmanager
     def unread(self) -> Iterator[list[Report]]:
         """Inside, what guards of computed values find is not looked at: `look` does, whenever it was computed."""
-        self._unread = reports = []
+        reports: list[Report] = []
+        self._unread = reports
         try:
             yield reports
         finally:

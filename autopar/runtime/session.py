@@ -24,7 +24,7 @@ from .buffer_copies import BufferCopies
 from .calls import Handle
 from .clipping import counts
 from .comm import Comm
-from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why
+from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .errors import RuntimeProgramError
 from .forms import Form
 from .guards import Guards
@@ -174,20 +174,11 @@ class Session(State):
 
     def capture_steps(self, make_capture: Callable[[], Capture]) -> None:
         """From now on forward and backward are captured once and played; where they cannot be, a warning says why."""
-        (own, *more), compiler = self.forms, self.pipeline.compiler
-        impossible = {
-            "the program was compiled for inference": not self.training,
-            "it has several ranks, and what they know of their messages is not that of a graph": self.comm.world_size
-            > 1,
-            "batches come in several shapes": bool(more),
-            "the loss scale is a number that changes": self.updater.scaler is not None,
-            "parameters rest in memory tiers": any(rt.in_tier for rt in self.rts),
-            f"the compiler {compiler!r} starts kernels that are not recorded": compiler != "none",
-        }
-        for why, applies in impossible.items():
-            if applies:
-                say_why(why)
-                return
+        own, tiers = self.forms[0], any(rt.in_tier for rt in self.rts)
+        ranks, scaled = self.comm.world_size, self.updater.scaler is not None
+        if why := why_not(self.training, ranks, len(self.forms), scaled, tiers, self.pipeline.compiler):
+            say_why(why)
+            return
         microbatches = own.pipeline.microbatches
         self.step_graph = StepGraph(partial(self._compute, own), own.stages, microbatches, make_capture)
 
