@@ -12,6 +12,8 @@ GPUs have the plain formula too.
     attention with dropout, or in float64 on a GPU    plain   plain
     RMS norm                                          plain   fused
     gradients of the weight of a norm                 plain   fused
+    statistics of batch norm                          sums    torch's
+    channels of an image, for places of maxima        last    as they lie
     Adam, AdamW, SGD                                  torch's   torch's fused (`optimizer_forms`)
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +33,7 @@ _NEWEST = (12, 1)
 _PREFER_CUDNN = ((9, 0), (10, 0), (10, 3))
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What a choice of a kernel for attention goes by. head, value: sizes of a head of queries and of values. mask: its dtype
     (None: there is none). keys: more than one, none at all."""
 
@@ -93,6 +94,11 @@ _ATTENTION: tuple[tuple[str, Callable[[AttentionCall, Device], bool]], ...] = (
 def has_fused_norm(device: Device) -> bool:
     """Whether norms are one kernel forward, and one for each gradient."""
     return device.type == "cuda"
+
+
+def has_pool_of_planes(device: Device) -> bool:
+    """Whether maxima over windows are found fast where every channel is a plane of its own."""
+    return device.type != "cpu"
 
 
 def has_fused_update(device_type: str) -> bool:
