@@ -78,6 +78,9 @@ class Options:
         waited for where it starts, but those of parameters and gradients.
     compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
         torch's inductor, at the end of the first step. Memory is promised for the program as it is written.
+    cuda_graphs: capture forward and backward of a step on a GPU once as a CUDA graph and play it from then on, so that the
+        host starts one thing instead of every kernel. Where that cannot be (several ranks, dropout, sizes that data decides,
+        …) a CudaGraphWarning says why when the program runs, and steps run as they are written. Memory is promised for these.
     gradient_compression: how gradients travel while they are reduced over ranks: None, as they are; "bf16", rounded to half the
         bytes of float32 and added in float32; "int8", a quarter of the bytes, with a scale for every 256 elements and error
         feedback: what rounding loses is kept on the rank, one float32 per element, and sent with the next step's gradient.
@@ -112,6 +115,7 @@ class Options:
     order: int | None = None
     overlap: bool = True
     compiler: str = "none"
+    cuda_graphs: bool = False
     gradient_compression: str | None = None
     batch_dims: Any = None
 
@@ -208,7 +212,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] 
     ("solver_time_limit_s", lambda seconds: seconds <= MOST_SECONDS, "must be at most 1e9, it is {value}"),
     *(
         (name, lambda value: isinstance(value, bool), "must be True or False, it is {value!r}")
-        for name in ("guards", "overlap")
+        for name in ("guards", "overlap", "cuda_graphs")
     ),
     ("seed", _is_number(int), "must be a number, it is {value!r}"),
     ("seed", lambda seed: is_integer(seed, -(1 << 63), (1 << 63) - 1), "must fit into 64 bits, it is {value}"),

@@ -180,6 +180,7 @@ class ParallelProgram(Compiled):
             tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
             self.request.pad_values,
             self.options.compiler,
+            self.options.cuda_graphs,
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -234,6 +235,7 @@ class ParallelProgram(Compiled):
             buckets=buckets,
             pad_values=self.request.pad_values,
             compiler=self.options.compiler,
+            cuda_graphs=self.options.cuda_graphs,
         )
 
     @with_cpu_as_default

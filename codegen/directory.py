@@ -63,7 +63,8 @@ class Contents:
     """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
     table name, on the meta device where there are none; state_names: what the same are called in the model's own state
     dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
-    and pad_values what inputs are padded with up to them. compiler: of what is between messages."""
+    and pad_values what inputs are padded with up to them. compiler: of what is between messages; cuda_graphs: whether steps are
+    captured."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -79,6 +80,7 @@ class Contents:
     buckets: tuple[BucketContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     compiler: str = "none"
+    cuda_graphs: bool = False
 
 
 def write_directory(
@@ -116,6 +118,7 @@ def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> N
         "placement": list(contents.plan.placement) or None,
         "save_every": (contents.facts["long_run"] or {}).get("save_every"),
         "compiler": contents.compiler,
+        "cuda_graphs": contents.cuda_graphs,
         "machines": contents.facts["machines"],
     }
     if worlds:

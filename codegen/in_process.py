@@ -28,13 +28,14 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class InProcess:
     """An emitted program as modules of this process: pipeline.py and every stage. buckets: the same for batches of other
-    shapes; pad_values: of inputs, by name; compiler: of what is between messages."""
+    shapes; pad_values: of inputs, by name; compiler: of what is between messages; cuda_graphs: whether steps are captured."""
 
     pipeline: types.ModuleType
     stages: tuple[types.ModuleType, ...]
     buckets: tuple[InProcess, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
     compiler: str = "none"
+    cuda_graphs: bool = False
 
     def run(
         self,
@@ -66,6 +67,7 @@ class InProcess:
             buckets=buckets,
             pad=self.pad_values,
             compiler=self.compiler,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def run_bare(self, rank: Callable[[Comm], T]) -> list[T]:

@@ -92,10 +92,10 @@ def passes(rows: int) -> Iterator[Timed]:
     yield of("aten.rsqrt", (g,), lambda: g.rsqrt())
     for name in ("relu", "gelu", "silu", "tanh", "sigmoid", "exp", "log"):
         function = getattr(aten, name)
-        yield of(f"aten.{name}", (x,), lambda function=function: function(x))  # type: ignore[misc]
+        yield of(f"aten.{name}", (x,), functools.partial(function, x))
     for name in ("gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward"):
         function = getattr(aten, name)
-        yield of(f"aten.{name}", (g, x), lambda function=function: function(g, x))  # type: ignore[misc]
+        yield of(f"aten.{name}", (g, x), functools.partial(function, g, x))
     yield of("aten.threshold_backward", (g, x), lambda: aten.threshold_backward(g, x, 0))
     yield of("autopar.layer_norm", (x, w, b), lambda: ops.layer_norm(x, w, b, 1e-5, 1))
     yield of("autopar.layer_norm_dx", (g, x, mean, rstd, w), lambda: ops.layer_norm_dx(g, x, mean, rstd, w, 1))

@@ -83,10 +83,8 @@ def _counted(
     program: ParallelProgram, body: Callable[[Session, ByteCounter], T], limit_bytes: float | None = None
 ) -> list[T]:
     """Run `body` on every rank, a thread each with its own counter, from the start of the session on."""
-    weights, modules = (
-        program.weights(),
-        replace(program.in_process, compiler="none"),
-    )  # a compiler's buffers are not seen
+    weights = program.weights()
+    modules = replace(program.in_process, compiler="none", cuda_graphs=False)  # a compiler's buffers are not seen
 
     def rank(comm: Comm) -> T:
         counter = ByteCounter(limit_bytes, f"rank {comm.rank}")

@@ -59,6 +59,11 @@ def report(program: Compiled) -> str:
             f"what is between messages is compiled by {program.options.compiler} when the program starts; predictions are "
             "for the program as it is written"
         )
+    if program.options.cuda_graphs:
+        lines.append(
+            "on a GPU forward and backward are captured as a CUDA graph where they can be, which the program says when it "
+            "starts; predictions are for the program as it is written"
+        )
     if plan.order:
         lines.append(
             f"causal sequences in zigzag order of {2 * plan.order} chunks: each of {plan.order} blocks has one from the "

@@ -106,7 +106,7 @@ def _direct(comm: Comm, shard: Tensor, steps: tuple[Step, ...], out: Tensor | No
     if dim == 0 and len(steps) == 1:
         full = out if out is not None else shard.new_empty(full_shape)
         handle = comm.start_all_gather_into(full.view(n, *shard.shape), shard, axes, site=site)
-        return lambda: handle.wait() is not None and full  # type: ignore[return-value]
+        return handle.then(lambda _: full).wait
     chunks = comm.start_all_gather_into(shard.new_empty(n, *shard.shape), shard, axes, site=site)
     if len(steps) == 1 and out is not None:
         return lambda: _write_joined(out, chunks.wait(), dim)

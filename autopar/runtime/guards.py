@@ -8,12 +8,14 @@ each rank on its own part; the rank that finds a violation raises, and the other
 (threads at once; processes when torchrun, or their own collective that names the dead rank, ends them).
 
 Of tensors in host memory a violation is raised on the spot. Of tensors on a GPU it is written down by kernels beside the
-step and read at the step's end, so that the host does not wait in the middle.
+step and read at the step's end, so that the host does not wait in the middle. What a captured step (cuda_graphs.py) finds is
+written down for whoever plays it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +47,8 @@ class InputLike:
 
 Say = Callable[[int, tuple[int, ...]], str]
 """The message for a value and its place in the tensor."""
+Report = tuple[Tensor, tuple[int, ...], Say]
+"""What `violation` made of a tensor of this shape, and the message."""
 
 
 class Guards:
@@ -52,6 +56,28 @@ class Guards:
 
     def __init__(self) -> None:
         self._late: list[tuple[torch.cuda.Event, Tensor, tuple[int, ...], Say]] = []
+        self._unread: list[Report] | None = None
+
+    @contextmanager
+    def unread(self) -> Iterator[list[Report]]:
+        """Inside, what guards of computed values find is not looked at: `look` does, whenever it was computed."""
+        reports: list[Report] = []
+        self._unread = reports
+        try:
+            yield reports
+        finally:
+            self._unread = None
+
+    def look(self, reports: Sequence[Report]) -> None:
+        """Raises GuardError for what was found, of a tensor on a GPU at the end of the step."""
+        for report, shape, say in reports:
+            if report.device.type == "cpu":
+                _raise_reported(report, shape, say)
+                continue
+            host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(report, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._late.append((event, host, shape, say))
 
     def check_batch(self, batch: Sequence[Tensor], inputs: Sequence[InputLike], ranges: Sequence[InputRange]) -> None:
         """Raises RuntimeProgramError for another number of tensors, GuardError for other shapes, dtypes and integers than
@@ -108,7 +134,7 @@ class Guards:
             where = f" at {list(place)}" if place else ""
             return f"{what}: the value {value}{where} is out of range; {source or 'the program'} takes {allowed}"
 
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and self._unread is None:
             least, most = torch.aminmax(x)
             if low <= int(least) and int(most) < high:
                 return
@@ -118,14 +144,11 @@ class Guards:
         self._raise_where(bad, x, say)
 
     def _raise_where(self, bad: Tensor, x: Tensor, say: Say) -> None:
-        report, shape = violation(bad, x), tuple(x.shape)
-        if report.device.type == "cpu":
-            _raise_reported(report, shape, say)
-            return
-        host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(report, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._late.append((event, host, shape, say))
+        report = violation(bad, x), tuple(x.shape), say
+        if self._unread is None:
+            self.look([report])
+        else:
+            self._unread.append(report)
 
 
 def violation(bad: Tensor, x: Tensor) -> Tensor:

@@ -143,6 +143,7 @@ def load(
         buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
         pad=manifest.pad_values,
         compiler=compiler,
+        cuda_graphs=manifest.cuda_graphs,
     )
     source = weights or manifest.weights_folder
     if source is not None:

@@ -109,6 +109,7 @@ _MANIFEST = record(
         "state_names": table(_NAME, listed(_NAME)),
         "constants": optional(path_inside),
         "compiler": choice(COMPILERS),
+        "cuda_graphs": flag(),
         "placement": optional(listed(integer(0, MOST_RANKS))),
         "save_every": optional(integer(1, 1 << 53)),
         "worlds": listed(integer(1, MOST_RANKS), most=MOST_WORLDS),
@@ -145,6 +146,7 @@ class Manifest:
     home: Path | None = None
     save_every: int | None = None
     compiler: str = "none"
+    cuda_graphs: bool = False
     worlds: tuple[int, ...] = ()
     machines: Machines | None = None
 
@@ -215,6 +217,7 @@ class Manifest:
             constants=raw.get("constants"),
             save_every=raw.get("save_every"),
             compiler=raw.get("compiler", "none"),
+            cuda_graphs=raw.get("cuda_graphs", False),
             worlds=tuple(raw.get("worlds", ())),
             machines=Machines.of(raw["machines"]) if raw.get("machines") else None,
         )

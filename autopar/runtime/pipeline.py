@@ -22,7 +22,7 @@ from .comm import Comm
 from .errors import RuntimeProgramError
 from .order import Slot, plan_order
 from .recorder import Recorder, spanned
-from .stage import Stage
+from .stage import Inputs, Stage
 from .tables import Pipeline
 
 Place = tuple[int, int]
@@ -82,17 +82,17 @@ class Executor:
         self._outputs: dict[int, list[list[Any]]] = {}
 
     @torch.no_grad()
-    def run(self, batch: Sequence[Tensor]) -> dict[int, list[list[Any]]]:
-        """One step's actions on a global batch: stage -> per microbatch its outputs (a loss may be a Handle)."""
+    def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
+        """One step's actions: stage -> per microbatch its outputs (a loss may be a Handle)."""
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
-        self._prepared = {index: self._prepare(stage, batch) for index, stage in self.stages.items()}
+        self._prepared = {index: self._prepare(stage, inputs) for index, stage in self.stages.items()}
         self._exchange([], self._steps[0].receive if self._steps else [])
         for k, step in enumerate(self._steps):
             following = self._steps[k + 1].receive if k + 1 < len(self._steps) else []
             self.comm.at(step.stage.rt.step + 1, step.name)
             try:
                 with spanned(self.recorder, step.name):
-                    self._exchange(self._act(step, batch), following)
+                    self._exchange(self._act(step, inputs), following)
             except Exception as error:
                 error.add_note(f"in action {step.name} of group {self.group}, {self.comm.describe_rank()}")
                 raise
@@ -110,17 +110,17 @@ class Executor:
 
     # ---- one action
 
-    def _act(self, step: _Step, batch: Sequence[Tensor]) -> list[Message]:
+    def _act(self, step: _Step, inputs: Inputs) -> list[Message]:
         """Run an action; the messages that take its results to other ranks."""
         stage, microbatch = step.stage, step.microbatch
         rt, module, place = stage.rt, stage.module, (stage.index, microbatch)
         received = [self._take((number, microbatch)) for number in step.need]
         rt.microbatch = microbatch
         if step.kind == "F":
-            inputs = stage.inputs(batch, microbatch)
-            rt.inputs = frozenset(t.untyped_storage()._cdata for t in inputs)
+            own = inputs(stage, microbatch)
+            rt.inputs = frozenset(t.untyped_storage()._cdata for t in own)
             prepared = list(self._prepared[stage.index])
-            outputs, sent, left = module.forward(rt, inputs, received, prepared)
+            outputs, sent, left = module.forward(rt, own, received, prepared)
             self._outputs[stage.index][microbatch] = self._wanted(stage, outputs)
         elif step.kind == "B":
             sent, left = module.backward(rt, self._states.pop(place), received)
@@ -186,7 +186,7 @@ class Executor:
 
     # ---- before the actions
 
-    def _prepare(self, stage: Stage, batch: Sequence[Tensor]) -> list[Tensor]:
+    def _prepare(self, stage: Stage, inputs: Inputs) -> list[Tensor]:
         """What every forward of the step must know of the whole batch: the sum of its microbatches' terms, or the maximum."""
         prepare = getattr(stage.module, "prepare", None)
         if prepare is None:
@@ -194,7 +194,7 @@ class Executor:
         rows = []
         for microbatch in range(self.microbatches):
             stage.rt.microbatch = microbatch
-            rows.append(prepare(stage.rt, stage.inputs(batch, microbatch)))
+            rows.append(prepare(stage.rt, inputs(stage, microbatch)))
         return [
             put_together(values, how)
             for values, how in zip(zip(*rows, strict=True), stage.module.PREPARED, strict=True)

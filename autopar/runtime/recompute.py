@@ -25,7 +25,7 @@ from .errors import RankError
 from .guards import Guards
 from .pipeline import Executor
 from .session import Session
-from .stage import Stage
+from .stage import Stage, inputs_of
 from .turned import ONE_STAGE, Turned
 
 Sums = Mapping[str, int]
@@ -133,7 +133,7 @@ def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Su
     stage.rt.grads = noted = _Noted()  # type: ignore[assignment]
     with repeatable(turned.device):
         executor = Executor(pipeline, turned, {index: stage}, turned.in_order)
-        for outputs in executor.run(batch)[index]:
+        for outputs in executor.run(inputs_of(batch))[index]:
             for value in outputs:
                 if isinstance(value, Handle):
                     value.wait()

@@ -18,8 +18,8 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -158,9 +158,9 @@ def runs(stored: StoredTensor, slices: Sequence[slice]) -> Iterator[tuple[int, i
         yield stored.start + outer + slices[inner].start * strides[inner], length
 
 
-def _fill(file: BinaryIO, room: memoryview) -> None:
+def _fill(file: FileIO, room: memoryview) -> None:
     while room:
-        count = file.readinto(room)  # type: ignore[attr-defined]
+        count = file.readinto(room)
         if not count:
             raise SchemaError("the file ends inside a tensor; was it changed while it was read?")
         room = room[count:]

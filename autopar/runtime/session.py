@@ -1,8 +1,8 @@
 """A program with its state: weights in, training steps, forwards and full tensors out (checkpoints: state.py).
 
 One optimizer step: take the form of the batch's bucket (shapes.py, forms.py), run the group's row of actions over the
-microbatches (pipeline.py), finish the gradients, bring
-those of shared parameters to their owners, update this rank's optimizer shards of all its stages (update.py), gather
+microbatches (pipeline.py), finish the gradients, bring those of shared parameters to their owners (which may all be one
+CUDA graph: cuda_graphs.py), update this rank's optimizer shards of all its stages (update.py), gather
 the new shards back into storage, and tell everyone the loss. A program without pipeline is one stage on all ranks, with
 a row like `F0.0 B0.0 F1.0 B1.0`.
 """
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from .buffer_copies import BufferCopies
 from .calls import Handle
 from .clipping import counts
 from .comm import Comm
+from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .errors import RuntimeProgramError
 from .forms import Form
 from .guards import Guards
@@ -32,12 +35,21 @@ from .pipeline import Executor, put_together
 from .rank import Rank
 from .recorder import Recorder, recorded, spanned
 from .shapes import PadValues, Shapes
-from .stage import SliceReader
+from .stage import Inputs, SliceReader, inputs_of
 from .state import State
 from .tables import Modules, Pipeline
 from .tiers import Tiers
 from .update import Updater
 from .update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, OptimizerFactory, UpdateRule, as_rule
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What forward and backward leave on a rank. borrowed: gradients that somebody else may hold too."""
+
+    grads: dict[str, Tensor]
+    loss: Handle[Tensor]
+    borrowed: frozenset[str]
 
 
 class Session(State):
@@ -57,12 +69,13 @@ class Session(State):
         buckets: Sequence[tuple[Any, Modules]] = (),
         pad: PadValues | None = None,
         compiler: str = "none",
+        cuda_graphs: bool = False,
     ) -> None:
         """pipeline: the module of pipeline.py; stages: the stage modules by index (all, or a function that imports
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
         every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
         pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
-        compiler: "inductor" runs what computes between messages compiled by it."""
+        compiler: "inductor" runs what computes between messages compiled by it; cuda_graphs: capture steps where they can be."""
         rule = as_rule(update)
         self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
         self.comm = comm
@@ -98,6 +111,11 @@ class Session(State):
             )
         self.parts = self._parts(tiers)
         self.buffer_copies: BufferCopies | None = None
+        self.step_graph: StepGraph[_Computed] | None = None
+        if cuda_graphs and comm.device.type != "cuda":
+            say_why(f"they run on a device of kind {comm.device.type!r}")
+        elif cuda_graphs:
+            self.capture_steps(partial(CudaCapture, comm.device))
 
     @property
     def rts(self) -> list[Rank]:
@@ -155,6 +173,16 @@ class Session(State):
         self.updater.skip_not_finite = True
         self.buffer_copies = BufferCopies(b for rt in self.rts for b in rt.buffers.values())
 
+    def capture_steps(self, make_capture: Callable[[], Capture]) -> None:
+        """From now on forward and backward are captured once and played; where they cannot be, a warning says why."""
+        own, tiers = self.forms[0], any(rt.in_tier for rt in self.rts)
+        ranks, scaled = self.comm.world_size, self.updater.scaler is not None
+        if why := why_not(self.training, ranks, len(self.forms), scaled, tiers, self.pipeline.compiler):
+            say_why(why)
+            return
+        microbatches = own.pipeline.microbatches
+        self.step_graph = StepGraph(partial(self._compute, own), own.stages, microbatches, make_capture)
+
     @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches.
@@ -170,17 +198,16 @@ class Session(State):
             stage.rt.grads.forget()
         if self.buffer_copies is not None:
             self.buffer_copies.take()
-        form, outputs = self._run(batch)
-        self.comm.at(self.rt.step + 1, "gradients")
-        with spanned(self.recorder, "gradients"):
-            gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
-            form.shared.earn(gradients)
-        self.grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
-        loss = self._start_loss(form, outputs)
-        borrowed = {name for stage in form.stages.values() for name in stage.rt.grads.borrowed}
+        form, batch = self._begin(batch)
+        if self.step_graph is None or self.recorder is not None:
+            computed = self._compute(form, inputs_of(batch))
+        else:
+            computed = self.step_graph(batch)
+        self.grads = dict(computed.grads)
+        loss = computed.loss
         self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
-            updated = self.updater.step(self.grads, loss, borrowed)
+            updated = self.updater.step(self.grads, loss, computed.borrowed)
         if updated:
             with spanned(self.recorder, "parameters"):
                 for wait in [stage.start_regather() for stage in self.stages.values()]:
@@ -192,14 +219,15 @@ class Session(State):
             if self.buffer_copies is not None:
                 self.buffer_copies.put_back()
         self._end_step()
-        return loss.wait()
+        return loss.wait() if self.step_graph is None else loss.wait().clone()
 
     @recorded
     def forward(self, batch: Sequence[Tensor], *, local: bool = False) -> list[Tensor | None]:
         """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere)."""
         if self.training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
-        form, runs = self._run(batch)
+        form, batch = self._begin(batch)
+        runs = form.executor.run(inputs_of(batch))
         results: list[Tensor | None] = []
         for index, info in form.pipeline.outputs():
             output: Tensor | None = None
@@ -215,8 +243,8 @@ class Session(State):
         self._end_step(advance=False)
         return results
 
-    def _run(self, batch: Sequence[Tensor]) -> tuple[Form, dict[int, list[list[Any]]]]:
-        """The actions of a step: the form that is for the batch, and what the outputs of its stages are."""
+    def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
+        """Before the actions of a step: the form that is for the batch, and the batch as it takes it."""
         place, batch = self.shapes.of(batch)
         form = self.forms[place]
         self.guards.check_batch(batch, form.pipeline.inputs, form.pipeline.ranges)
@@ -224,7 +252,18 @@ class Session(State):
             stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
         self._last = form
         form.shared.before_step()
-        return form, form.executor.run(batch)
+        return form, batch
+
+    def _compute(self, form: Form, inputs: Inputs) -> _Computed:
+        """Forward and backward of a step, up to reduced gradients and the loss of the whole batch."""
+        outputs = form.executor.run(inputs)
+        self.comm.at(self.rt.step + 1, "gradients")
+        with spanned(self.recorder, "gradients"):
+            gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
+            form.shared.earn(gradients)
+        grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
+        borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
+        return _Computed(grads, self._start_loss(form, outputs), borrowed)
 
     def _end_step(self, advance: bool = True) -> None:
         self._last.executor.finish()

@@ -194,3 +194,12 @@ class Stage:
             (*whole[:dim], slice(whole[dim].start + m * size, whole[dim].stop + m * size), *whole[dim + 1 :])
             for m in range(pipeline.microbatches)
         ]
+
+
+Inputs = Callable[[Stage, int], list[Tensor]]
+"""A stage's part of a microbatch's leaves."""
+
+
+def inputs_of(batch: Sequence[Tensor]) -> Inputs:
+    """Parts of a global batch."""
+    return lambda stage, microbatch: stage.inputs(batch, microbatch)

@@ -8,14 +8,22 @@ times seconds fit in devices * busiest, and latency is at least every path of se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import ceil, floor, inf
 
 from ortools.sat.python import cp_model
 
-from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, evaluate
+from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, SegmentOption, evaluate
+
+Weight = Callable[[SegmentOption], int]
 
 UNITS = 10**8
 """Integer units in the time of the whole model; bytes are counted whole, upwards."""
+
+
+def _resting_and_held(option: SegmentOption, waiting: float) -> int:
+    return _whole(option.resting_bytes + waiting * option.held_bytes)
 
 
 def _whole(value: float) -> int:
@@ -47,11 +55,11 @@ class GroupingModel:
                 self._memory(pairs, problem.limit_bytes)
             self._time(pairs)
 
-    def _sum(self, s: int, g: int, weight):  # type: ignore[no-untyped-def]
+    def _sum(self, s: int, g: int, weight: Weight) -> cp_model.LinearExpr | int:
         options = self.problem.segments[s]
         return sum(weight(o) * self.x[s, g, i] for i, o in enumerate(options) if (s, g, i) in self.x)
 
-    def _all(self, g: int, weight):  # type: ignore[no-untyped-def]
+    def _all(self, g: int, weight: Weight) -> cp_model.LinearExpr | int:
         return sum(self._sum(s, g, weight) for s in range(len(self.problem.segments)))
 
     def _group(self) -> None:
@@ -121,7 +129,9 @@ class GroupingModel:
                 model.add(start[g] >= start[h] + time[h] + handed).only_enforce_if(z)
         model.minimize(latency + (problem.microbatches - 1) * busiest + step)
 
-    def _memory(self, pairs: dict[tuple[int, int], list[tuple[int, cp_model.IntVar]]], limit: float | None):  # type: ignore[no-untyped-def]
+    def _memory(
+        self, pairs: dict[tuple[int, int], list[tuple[int, cp_model.IntVar]]], limit: float | None
+    ) -> cp_model.IntVar:
         """Bytes of each group by how many groups come after it; limit None: at most what is returned."""
         model, problem, G = self.model, self.problem, self.G
         largest = max(
@@ -144,8 +154,7 @@ class GroupingModel:
                 here = model.new_bool_var(f"after{g}_{k}")
                 model.add(after[g] == k).only_enforce_if(here)
                 model.add(after[g] != k).only_enforce_if(here.negated())
-                waiting = problem.waiting(k)
-                used = self._all(g, lambda o, w=waiting: _whole(o.resting_bytes + w * o.held_bytes))
+                used = self._all(g, partial(_resting_and_held, waiting=problem.waiting(k)))
                 model.add(used + peak <= bound).only_enforce_if(here)
         return bound
 

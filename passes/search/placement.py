@@ -19,6 +19,7 @@ from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import Account
 from autopar.passes.place import Traffic, Tree, mesh_traffic, place
+from autopar.passes.place.traffic import Shape
 from autopar.plan import Plan
 
 GAIN = 0.01
@@ -80,9 +81,10 @@ def _collectives(lowered: LoweredProgram, counted: Account) -> Iterator[Pairs]:
             else:
                 passes = 2 if c.kind == "all_reduce" else 1
                 rings[c.axis] = rings.get(c.axis, 0.0) + c.times * passes * c.nbytes * (size - 1) / size
-        for weights, shape in ((rings, "ring"), (pairs, "all")):
+        traffic_by_shape: tuple[tuple[dict[str, float], Shape], ...] = ((rings, "ring"), (pairs, "all"))
+        for weights, shape in traffic_by_shape:
             if weights:
-                traffic = mesh_traffic(mesh.sizes, weights, dict.fromkeys(mesh.names, shape))  # type: ignore[arg-type]
+                traffic = mesh_traffic(mesh.sizes, weights, dict.fromkeys(mesh.names, shape))
                 yield traffic.first + mesh.offset, traffic.second + mesh.offset, traffic.weight
 
 

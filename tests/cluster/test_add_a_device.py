@@ -13,6 +13,7 @@ from autopar import ClusterSpec
 from autopar.cluster.device import load_data
 from autopar.errors import ClusterError
 from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 FIGURES: dict[str, Any] = {
     "peak_flops": {"float32": 60e12, "bfloat16": 500e12},
@@ -26,7 +27,7 @@ ZOO = BY_NAME["mlp"]
 
 
 def compiled(cluster: ClusterSpec) -> autopar.ParallelProgram:
-    return autopar.compile(ZOO.make(), cluster, ZOO.batch(), loss_fn=ZOO.loss_fn, optimizer=ZOO.optimizer)
+    return compiled_zoo(ZOO, cluster)
 
 
 def assert_right(program: autopar.ParallelProgram) -> None:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.passes.memory.probe import MetaComm
 from autopar.runtime.devices import Device
+from autopar.runtime.step_record import StepRecord, difference
 from autopar.runtime.tables import world_mesh
 from tests.gpu.fake_cuda import A100, H100, fake_cuda
+from tests.proof.precise import without_dropout
 from tests.zoo.models import ADAMW, BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 NAMES = ("gpt2", "llama", "bert", "vit", "resnet", "t5")
 
@@ -37,17 +41,37 @@ class Calls(TorchDispatchMode):
 
 
 @functools.cache
-def compiled(name: str, ranks: int, precision: str | None) -> autopar.Program:
+def compiled(name: str, ranks: int, precision: str | None, model: nn.Module | None = None) -> autopar.Program:
     zoo = BY_NAME[name]
     options = autopar.Options(precision=precision, pp=1, microbatches=1, coupled="per-microbatch", guards=False)
-    return autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.homogeneous(devices=ranks, device="h100"),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=ADAMW,  # torch has no fake form of the fused SGD
-        options=options,
-    )
+    cluster = autopar.ClusterSpec.homogeneous(devices=ranks, device="h100")
+    model = zoo.make() if model is None else model
+    return compiled_zoo(zoo, cluster, model=model, optimizer=ADAMW, options=options)  # torch cannot fake the fused SGD
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_records_of_steps_on_fake_gpus_are_equal_and_hold_nothing_that_a_graph_cannot(
+    name: str, precision: str | None
+) -> None:
+    """So far as calls say: that a GPU captures their kernels is for a GPU to show."""
+    zoo = BY_NAME[name]
+    program = compiled(name, 1, precision, without_dropout(zoo.make()))
+    with fake_cuda(H100):
+        comm = MetaComm(world_mesh(program.in_process.pipeline), 0, "cuda")
+        session = program.in_process.session(comm, program.request.update, program.options.seed)
+        batch = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in program.leaves(zoo.batch())]
+        session.train_step(batch)
+        parts = {(stage.index, 0): stage.inputs(batch, 0) for stage in session.stages.values()}
+        at_rest = [*session.rt.params.values(), *session.rt.buffers.values(), *itertools.chain(*parts.values())]
+        records = [StepRecord(at_rest, [vars(stage.module) for stage in session.stages.values()]) for _ in range(2)]
+        for record in records:
+            with record:
+                session._compute(session.forms[0], lambda stage, microbatch: list(parts[stage.index, microbatch]))
+    assert len(records[0].calls) > 100
+    assert [record.refused for record in records] == ["", ""]
+    assert difference(records[0].calls, records[1].calls) == ""
 
 
 def fake_step(

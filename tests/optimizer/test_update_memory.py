@@ -14,6 +14,7 @@ from autopar.runtime.update_rule import UpdateRule
 from tests.optimizer.test_optimizers import groups, muon_and_adam
 from tests.proof.test_memory_measured import NUMBERS, PLANS, WIDE, assert_kept
 from tests.zoo.models import ADAMW
+from tests.zoo.programs import compiled_zoo
 
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
 ZOO = WIDE[0]
@@ -30,14 +31,7 @@ RULES = {
 
 
 def compiled(rule, plan, microbatches):
-    return autopar.compile(
-        ZOO.make(),
-        autopar.ClusterSpec.local(2),
-        ZOO.batch(),
-        loss_fn=ZOO.loss_fn,
-        optimizer=rule,
-        options=replace(PLANS[plan], microbatches=microbatches),
-    )
+    return compiled_zoo(ZOO, 2, optimizer=rule, options=replace(PLANS[plan], microbatches=microbatches))
 
 
 @pytest.mark.few(2)

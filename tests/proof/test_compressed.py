@@ -15,6 +15,7 @@ from autopar.ir.lowered import StoredParameter
 from autopar.runtime.compression import CODECS
 from tests.proof.test_memory_measured import WIDE, assert_kept
 from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 FASTER = 0.1
 SGD = functools.partial(torch.optim.SGD, lr=FASTER)
@@ -89,14 +90,7 @@ def test_compression_pays_where_links_are_slow_and_costs_where_they_are_fast() -
         cluster = autopar.ClusterSpec.local(4)
         levels = tuple(replace(level, bandwidth_Bps=bandwidth) for level in cluster.levels)
         options = autopar.Options(strategy="dp", gradient_compression=name)
-        program = autopar.compile(
-            zoo.make(),
-            replace(cluster, levels=levels),
-            zoo.batch(),
-            loss_fn=zoo.loss_fn,
-            optimizer=SGD,
-            options=options,
-        )
+        program = compiled_zoo(zoo, replace(cluster, levels=levels), optimizer=SGD, options=options)
         return program.predicted.step_time_s
 
     slow, fast = ([step_s(b, name) for name in (None, "bf16", "int8")] for b in (1e7, 1e11))
@@ -109,14 +103,7 @@ def test_compression_pays_where_links_are_slow_and_costs_where_they_are_fast() -
 def test_programs_hold_what_was_predicted(name: str, strategy: str) -> None:
     zoo = WIDE[0]
     options = autopar.Options(strategy=strategy, gradient_compression=name, microbatches=2)
-    program = autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.local(2),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=options,
-    )
+    program = compiled_zoo(zoo, 2, options=options)
     assert_kept(program, zoo.batch(1))
     kept = program.account.stages[0].memory.resting.get("unsent gradients", 0.0)
     assert kept == (sum(p.type.nbytes for p in trained(program)) if name == "int8" else 0.0)
@@ -161,9 +148,7 @@ def test_training_goes_as_without(name: str) -> None:
     def losses(compression: str | None) -> list[float]:
         torch.manual_seed(0)
         options = autopar.Options(strategy="zero1", gradient_compression=compression)
-        program = autopar.compile(
-            zoo.make(), autopar.ClusterSpec.local(2), zoo.batch(), loss_fn=zoo.loss_fn, optimizer=SGD, options=options
-        )
+        program = compiled_zoo(zoo, 2, optimizer=SGD, options=options)
         return [loss.item() for loss in program.run([zoo.batch()], 60).losses]
 
     plain, low = losses(None), losses(name)

@@ -18,6 +18,7 @@ from autopar.proof.measure import measure_peak
 from tests.passes.recompute.recomputed import with_policy, with_random_recompute
 from tests.zoo import others, transformers
 from tests.zoo.models import ADAMW, BY_NAME, MODELS, ZooModel, ids, images, token_loss
+from tests.zoo.programs import compiled_zoo
 
 OVER, UNDER = 0.05, 0.02
 NUMBERS = 256
@@ -59,14 +60,7 @@ def compiled(zoo: ZooModel, plan: str, ranks: int, microbatches: int, precision:
     options = dataclasses.replace(PLANS[plan], microbatches=microbatches, precision=precision, coupled="per-microbatch")
     if options.mesh is not None:
         options = dataclasses.replace(options, mesh={"dp": ranks // 2, "tp": 2})
-    return autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.local(ranks),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=options,
-    )
+    return compiled_zoo(zoo, ranks, options=options)
 
 
 def assert_kept(program: autopar.Program, batch: object) -> None:

@@ -23,6 +23,7 @@ from autopar.proof.verify import verify
 from tests.proof.test_memory_measured import NUMBERS, OVER, PLANS, UNDER, WIDE
 from tests.zoo import transformers
 from tests.zoo.models import BY_NAME, ZooModel, ids
+from tests.zoo.programs import compiled_zoo
 
 KINDS = ("optimizer", "activations", "parameters", "all")
 GPT = dataclasses.replace(
@@ -40,14 +41,7 @@ def compiled(
     options = dataclasses.replace(
         PLANS[plan], microbatches=microbatches, offload=offload, coupled="per-microbatch", **more
     )
-    return autopar.compile(
-        zoo.make(),
-        cluster or autopar.ClusterSpec.local(ranks).with_tiers(),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=options,
-    )
+    return compiled_zoo(zoo, cluster or autopar.ClusterSpec.local(ranks).with_tiers(), options=options)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -23,6 +23,7 @@ from tests.proof import test_processes as processes
 from tests.proof.precise import emitted, without_dropout
 from tests.proof.test_memory_measured import PLANS, WIDE, assert_kept
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
+from tests.zoo.programs import compiled_zoo
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 RUNS = ("dp", "zero3", "megatron", "1f1b")
@@ -38,14 +39,7 @@ def compiled(
         options = dataclasses.replace(options, mesh={"dp": ranks // 2, "tp": 2})
     if ranks == 1:
         options = autopar.Options(precision=precision, microbatches=microbatches, coupled="per-microbatch")
-    return autopar.compile(
-        without_dropout(zoo.make()),
-        autopar.ClusterSpec.local(ranks),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=options,
-    )
+    return compiled_zoo(zoo, ranks, model=without_dropout(zoo.make()), options=options)
 
 
 def line_program(ranks: int, microbatches: int = 1, precision: str | None = "bf16") -> autopar.Program:
@@ -82,14 +76,7 @@ ADDENDS = torch.tensor([[256.0], [1.0], [1.0], [1.0]])
 @pytest.mark.few(3)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_every_model_equals_the_eager_one_when_nothing_rounds(zoo: ZooModel) -> None:
-    program = autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.local(2),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=autopar.Options(precision="bf16"),
-    )
+    program = compiled_zoo(zoo, 2, options=autopar.Options(precision="bf16"))
     result = autopar.verify(program, zoo.make(), zoo.batch())
     assert result.ok, max(result.errors.items(), key=lambda e: e[1])
     assert result.max_error <= 1e-9
@@ -313,9 +300,7 @@ def test_a_cluster_must_have_the_dtype_everywhere() -> None:
     nodes = [{"count": 1, "device": d, "devices_per_node": 1} for d in ("v100", "h100")]
     cluster = autopar.ClusterSpec.from_dict({"nodes": nodes})
     with pytest.raises(autopar.InputError, match=r"v100 has no bfloat16.*float64, float32, float16.*precision='fp16'"):
-        autopar.compile(
-            zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, options=autopar.Options(precision="bf16")
-        )
+        compiled_zoo(zoo, cluster, options=autopar.Options(precision="bf16"))
 
 
 def test_an_unknown_precision_is_refused() -> None:
@@ -328,17 +313,10 @@ def test_a_plan_knows_its_precision() -> None:
     program = compiled(zoo)
     assert program.plan.precision == "bf16"
     assert autopar.Plan.from_dict(program.plan.to_dict()) == program.plan
-    arguments = {"loss_fn": zoo.loss_fn, "optimizer": zoo.optimizer, "plan": program.plan}
-    again = autopar.compile(zoo.make(), autopar.ClusterSpec.local(2), zoo.batch(), **arguments)
+    again = compiled_zoo(zoo, 2, plan=program.plan)
     assert again.sources == program.sources
     with pytest.raises(autopar.PlanError, match="precision='bf16', Options ask for precision='fp16'"):
-        autopar.compile(
-            zoo.make(),
-            autopar.ClusterSpec.local(2),
-            zoo.batch(),
-            options=autopar.Options(precision="fp16"),
-            **arguments,
-        )
+        compiled_zoo(zoo, 2, options=autopar.Options(precision="fp16"), plan=program.plan)
 
 
 def test_the_report_and_the_emitted_files_say_it(tmp_path: Any) -> None:

@@ -11,7 +11,8 @@ import torch
 from autopar.runtime import checkpoint
 from autopar.runtime.run_directory import RunDirectory
 
-from .test_faults import DATA, RANKS, nursery, out, staged  # noqa: F401
+from .staged import run as run_ranks
+from .test_faults import DATA, RANKS, out, staged  # noqa: F401
 
 HARM = """
 import errno, shutil, subprocess
@@ -117,10 +118,10 @@ def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def wanted(nursery, out, tmp_path_factory) -> dict[str, torch.Tensor]:  # noqa: F811
+def wanted(out, tmp_path_factory) -> dict[str, torch.Tensor]:  # noqa: F811
     folder = tmp_path_factory.mktemp("wanted")
     own = ["--run-dir", folder / "run", *ARGUMENTS, "--data", f"{out / 'data.py'}:nothing"]
-    codes, said = nursery.run(out, own, RANKS, folder / "log")
+    codes, said = run_ranks(out, own, RANKS, folder / "log")
     assert codes == [0] * RANKS, said
     return tensors(folder / "run", STEPS)
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from autopar import runtime
 from autopar.cli.doctor import conclusion, read_flights
 from autopar.runtime import checkpoint
 from autopar.runtime.run_directory import RunDirectory
 
 from . import stages
-from .staged import Nursery
-from .test_launch import PIPELINE, STAGE
+from .staged import run as run_ranks
+from .test_launch import PIPELINE, RUN, STAGE
 
 RANKS, STEPS, SAVE_EVERY, HANG_S = 4, 55, 20, 4.0
 DATA = """import os, signal, sys, time
@@ -180,15 +180,10 @@ class Ended:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("faults")
+    (out / "autopar_runtime").symlink_to(Path(runtime.__file__).parent)
+    (out / "run.py").write_text(RUN)
     (out / "programs").mkdir()
     for name in ("__init__.py", "stages.py"):
         shutil.copy(Path(__file__).with_name(name), out / "programs" / name)
@@ -211,11 +206,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def staged(nursery: Nursery, out: Path, tmp_path: Path):
+def staged(out: Path, tmp_path: Path):
     def stage(fault: str, *more: str) -> Ended:
         run = tmp_path / "run"
         own = ["--run-dir", run, "--steps", STEPS, "--save-every", SAVE_EVERY, "--hang", HANG_S, "--timeout", 300]
-        codes, said = nursery.run(out, [*own, "--data", f"{out / 'data.py'}:{fault}", *more], RANKS, tmp_path / "log")
+        codes, said = run_ranks(out, [*own, "--data", f"{out / 'data.py'}:{fault}", *more], RANKS, tmp_path / "log")
         return Ended(codes, said, run)
 
     return stage

@@ -27,6 +27,7 @@ from autopar.runtime import Session, inductor, ops
 from autopar.runtime.convolutions import join_backward
 from autopar.runtime.tiles import whole
 from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 needs_a_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 not_compiled = pytest.mark.filterwarnings("error::autopar.runtime.inductor.CompilerWarning")
@@ -143,13 +144,7 @@ def test_a_compiled_step_is_that_of_the_text(
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "resnet", "audio", "moe"])
 def test_compiled_models_stay_within_the_rounding_of_float32(name: str) -> None:
     zoo = BY_NAME[name]
-    program = autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.local(1),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=functools.partial(torch.optim.SGD, lr=1e-2),
-    )
+    program = compiled_zoo(zoo, 1, optimizer=functools.partial(torch.optim.SGD, lr=1e-2))
     assert_as_written(program, [zoo.batch(seed=seed) for seed in range(STEPS)], 1e-4)
 
 

@@ -14,12 +14,13 @@ from autopar.runtime.comm import Comm
 from autopar.runtime.errors import RankError
 from autopar.runtime.recompute import cheapest_axis, recompute, sums_of, why_not
 from autopar.runtime.threads import run_threads
+from tests.zoo.programs import compiled_zoo
 
 from ..zoo.models import BY_NAME
 from . import pipelines, stages
 from .scenarios import session_of
-from .staged import Nursery
-from .test_faults import DATA, RANKS, nursery, out  # noqa: F401
+from .staged import run as run_ranks
+from .test_faults import DATA, RANKS, out  # noqa: F401
 
 MACHINES = [f"m{rank}" for rank in range(8)]
 
@@ -150,8 +151,7 @@ def test_all_models_under_random_plans_compute_the_same_everywhere(name: str):
 def assert_recomputed(name: str, seeds: range) -> None:
     """In the dtypes of the model, dropout and all."""
     zoo = BY_NAME[name]
-    cluster = autopar.ClusterSpec.local(4)
-    program = autopar.compile(zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer)
+    program = compiled_zoo(zoo, 4)
     batch = program.leaves(zoo.batch(seed=1))
 
     def body(session: Any) -> None:
@@ -181,11 +181,11 @@ def miscomputing():
 
 
 @pytest.mark.timeout(200)
-def test_a_run_whose_device_computes_wrongly_ends_by_name(nursery: Nursery, out: Path, tmp_path: Path):  # noqa: F811
+def test_a_run_whose_device_computes_wrongly_ends_by_name(out: Path, tmp_path: Path):  # noqa: F811
     """Two replicas of two ranks: nobody can tell which of the two."""
     (out / "data.py").write_text(DATA + MISCOMPUTING)
     own = ["--run-dir", tmp_path / "run", "--steps", 30, "--recompute", 5, "--timeout", 100]
-    codes, said = nursery.run(out, [*own, "--data", f"{out / 'data.py'}:miscomputing"], RANKS, tmp_path / "log")
+    codes, said = run_ranks(out, [*own, "--data", f"{out / 'data.py'}:miscomputing"], RANKS, tmp_path / "log")
     assert any(codes)
     assert "step 10: one of ranks 0 (" in said
     assert "computed other gradients (w2) than the other from the same data and parameters" in said

@@ -15,6 +15,7 @@ import autopar
 from autopar.runtime import inductor
 from autopar.runtime.regions import cut
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
+from tests.zoo.programs import compiled_zoo
 
 HEAD = "def block_forward(rt, call, w, v, x):\n"
 ONE = """
@@ -153,8 +154,7 @@ def assert_the_same_bits(zoo: ZooModel, program: autopar.ParallelProgram) -> Non
 
 
 def compiled(zoo: ZooModel, ranks: int) -> autopar.ParallelProgram:
-    cluster = autopar.ClusterSpec.local(ranks)
-    return autopar.compile(zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer)
+    return compiled_zoo(zoo, ranks)
 
 
 @pytest.mark.few(2)

@@ -9,7 +9,8 @@ import pytest
 
 from autopar.cli.doctor import conclusion, read_flights
 
-from .test_faults import DATA, RANKS, nursery, out  # noqa: F401
+from .staged import run as run_ranks
+from .test_faults import DATA, RANKS, out  # noqa: F401
 
 LIMIT_S = 60.0
 TIMED = """
@@ -36,11 +37,11 @@ timed_stopped, timed_looping, timed_left_out, timed_other_later = map(timed, (st
         ("other_later", (2,), "rank 2 (", 20.0),
     ],
 )
-def test_a_fault_is_named_within_the_default_limit(nursery, out, tmp_path, fault, culprits, said, limit_s):  # noqa: F811
+def test_a_fault_is_named_within_the_default_limit(out, tmp_path, fault, culprits, said, limit_s):  # noqa: F811
     (out / "data.py").write_text(DATA + TIMED)
     run, began = tmp_path / "run", out / "began"
     argv = ["--run-dir", run, "--steps", 90, "--timeout", 600, "--data", f"{out / 'data.py'}:timed_{fault}"]
-    codes, text = nursery.run(out, list(map(str, argv)), RANKS, tmp_path / "log")
+    codes, text = run_ranks(out, argv, RANKS, tmp_path / "log")
     assert any(codes)
     assert said in text
     assert conclusion(read_flights(run)).culprits == culprits

@@ -138,6 +138,7 @@ def _become(request: dict[str, Any], streams: list[int], path: list[str], execut
     os.environ.update(request["environment"])
     random.seed()
     sys.executable = executable
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(os.path.dirname(executable), "bytecode")
     status = 1
     try:
         status = _run(list(request["arguments"]), path)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from tests.zoo.eager import loss_of
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
+from tests.zoo.programs import compiled_zoo
 
 TOLERANCE = 1e-9
 RANDOM_PLANS_IN_CI = 4
@@ -25,7 +26,7 @@ def compiled(name: str, ranks: int, training: bool = True, plan: autopar.Plan | 
     cluster = autopar.ClusterSpec.local(ranks)
     if not training:
         return autopar.compile(zoo.make().eval(), cluster, zoo.inference_batch(), plan=plan)
-    return autopar.compile(zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, plan=plan)
+    return compiled_zoo(zoo, cluster, plan=plan)
 
 
 def assert_equal_to_one_device(zoo: ZooModel, program: autopar.Program, training: bool = True) -> None:
@@ -88,9 +89,7 @@ def check_random_plan(zoo: ZooModel, ranks: int, seed: int, training: bool = Tru
     plan = autopar.random_plan(compiled(zoo.name, ranks, training), seed)
     cluster = autopar.ClusterSpec.local(ranks)
     if training:
-        program = autopar.compile(
-            zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, plan=plan
-        )
+        program = compiled_zoo(zoo, cluster, plan=plan)
     else:
         program = autopar.compile(zoo.make().eval(), cluster, zoo.inference_batch(), plan=plan)
     assert_equal_to_one_device(zoo, program, training)

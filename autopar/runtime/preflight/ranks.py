@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from ipaddress import ip_address
 
 from .facts import Facts
@@ -49,7 +50,7 @@ def roll_call(
 def socket_interfaces(facts: Sequence[Facts], _: Expected) -> Iterator[Finding]:
     """Interfaces that the environment names exist, are up and have an address."""
     for variable in sorted({name for one in facts for name in one.named}):
-        for (names, problem), ranks in alike(facts, lambda one, v=variable: _interface_problem(one, v)):  # type: ignore[misc]
+        for (names, problem), ranks in alike(facts, partial(_interface_problem, variable=variable)):
             if problem:
                 have = ", ".join(i.name for i in ranks[0].interfaces if i.up and i.address) or "none"
                 yield Finding(
@@ -128,10 +129,14 @@ _MISSING: tuple[tuple[Callable[[Facts], tuple[str, ...]], str], ...] = (
 )
 
 
+def _version(one: Facts, name: str) -> str:
+    return one.versions.get(name, "none")
+
+
 def versions(facts: Sequence[Facts], _: Expected) -> Iterator[Finding]:
     """All ranks run the same Python, torch, CUDA and NCCL."""
     for name in sorted({name for one in facts for name in one.versions}):
-        kinds = alike(facts, lambda one, n=name: one.versions.get(n, "none"))  # type: ignore[misc]
+        kinds = alike(facts, partial(_version, name=name))
         for version, ranks in kinds[1:]:
             yield Finding(
                 "another version",

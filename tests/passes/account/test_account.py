@@ -36,6 +36,7 @@ from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.evaluate import evaluate
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import on_ranks
+from tests.zoo.programs import compiled_zoo
 
 every_model = pytest.mark.parametrize("zoo", MODELS, ids=str)
 
@@ -105,14 +106,7 @@ def test_on_one_rank_the_account_is_the_solvers_bill(zoo: ZooModel, m: int) -> N
 
 
 def close_to_the_bill(zoo: ZooModel, mesh: dict[str, int]) -> None:
-    program = autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.local(4),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=autopar.Options(mesh=mesh, overlap=False),
-    )
+    program = compiled_zoo(zoo, 4, options=autopar.Options(mesh=mesh, overlap=False))
     assert program.account.step_time_s - unseen_s(program) == pytest.approx(solver_s(program), rel=1e-2)
     assert of_tied_gradients_s(program) == 0 or "tied" in zoo.tags
 

@@ -25,6 +25,7 @@ from autopar.passes.rules.recomputation import recomputation
 from tests.passes.recompute.recomputed import llama_on, with_random_recompute
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.pipelined import assert_right, on_ranks
+from tests.zoo.programs import compiled_zoo
 
 every_model = pytest.mark.parametrize("zoo", MODELS, ids=str)
 SLACK = 1e-5
@@ -90,14 +91,7 @@ def test_the_curve_is_the_lower_hull_of_all_choices(seed: int) -> None:
 @functools.cache
 def trained(name: str) -> ParallelProgram:
     zoo = BY_NAME[name]
-    return autopar.compile(
-        zoo.make(),
-        autopar.ClusterSpec.local(4),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=autopar.Options(pp=1),
-    )
+    return compiled_zoo(zoo, 4, options=autopar.Options(pp=1))
 
 
 def problems(name: str) -> Iterator[tuple[str, RecomputeProblem]]:

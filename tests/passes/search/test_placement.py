@@ -19,6 +19,7 @@ from autopar.passes.place import placement_cost
 from autopar.passes.search.placement import GAIN, placed, placement_gain, program_traffic
 from autopar.runtime.launch import Manifest
 from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -109,14 +110,7 @@ def test_a_plan_whose_inner_axis_speaks_most_stays_in_order() -> None:
 
 def test_traffic_of_a_pipeline_counts_what_crosses_between_stages() -> None:
     zoo = BY_NAME["gpt2"]
-    program = autopar.compile(
-        zoo.make(),
-        two_nodes(),
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=Options(pp=2, microbatches=2, schedule="1f1b"),
-    )
+    program = compiled_zoo(zoo, two_nodes(), options=Options(pp=2, microbatches=2, schedule="1f1b"))
     traffic = program_traffic(program.lowered, program.account, 8)
     first = {program.group_of(r): r for r in reversed(range(8))}
     across = {

@@ -9,6 +9,7 @@ from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, RECOMPUTE_POLICIES, OffloadKind, RecomputePolicy
 from tests.proof.test_offload import assert_kept
 from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 ZOO = BY_NAME["llama"]
 ATTENTION = RecomputePolicy("attention", again=frozenset({"attention"}))
@@ -17,9 +18,7 @@ WEIGHTS = OffloadKind("weights", moves=frozenset({"parameters"}))
 
 def compiled(cluster: autopar.ClusterSpec, **options: str) -> autopar.ParallelProgram:
     wanted = autopar.Options(pp=1, microbatches=2, strategy="zero3", **options)
-    return autopar.compile(
-        ZOO.make(), cluster, ZOO.batch(), loss_fn=ZOO.loss_fn, optimizer=ZOO.optimizer, options=wanted
-    )
+    return compiled_zoo(ZOO, cluster, options=wanted)
 
 
 def assert_right(program: autopar.ParallelProgram) -> None:

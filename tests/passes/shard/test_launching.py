@@ -9,19 +9,13 @@ from autopar.passes.price.pricer import Pricers
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.launching import host_is_slower
 from tests.zoo.models import MODELS, ZooModel
+from tests.zoo.programs import compiled_zoo
 
 SMALL = [zoo for zoo in MODELS if zoo.name in ("mlp", "gpt2", "bert")]
 
 
 def compiled(zoo: ZooModel, cluster: autopar.ClusterSpec) -> autopar.ParallelProgram:
-    return autopar.compile(
-        zoo.make(),
-        cluster,
-        zoo.batch(),
-        loss_fn=zoo.loss_fn,
-        optimizer=zoo.optimizer,
-        options=autopar.Options(mesh={"dp": cluster.size}),
-    )
+    return compiled_zoo(zoo, cluster, options=autopar.Options(mesh={"dp": cluster.size}))
 
 
 @pytest.mark.parametrize("zoo", SMALL, ids=str)
@@ -42,12 +36,6 @@ def test_a_host_that_launches_nothing_is_never_slower() -> None:
 
 def test_nothing_is_sent_to_save_what_does_not_show() -> None:
     """Small blocks on 8 ranks: one message a gradient bucket, and none between ops."""
-    program = autopar.compile(
-        SMALL[0].make(),
-        autopar.ClusterSpec.preset("dgx-h100"),
-        SMALL[0].batch(),
-        loss_fn=SMALL[0].loss_fn,
-        optimizer=SMALL[0].optimizer,
-    )
+    program = compiled_zoo(SMALL[0], autopar.ClusterSpec.preset("dgx-h100"))
     assert program.pp == 1
     assert not [c for c in program.account.collectives if not c.what.startswith(("gradient", "regather", "loss"))]

@@ -15,6 +15,7 @@ from autopar import ClusterSpec, Options, ParallelProgram
 from autopar.runtime.losses import chunk_rows
 from benchmarks.models import Llama, LlamaShape
 from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
 from tests.zoo.test_zoo import assert_equal_to_one_device
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -25,10 +26,7 @@ WEIGHTS = ("gradient", "regather", "gather", "loss")
 def of_zoo(name: str, dp: int, tp: int, strategy: str = "megatron") -> ParallelProgram:
     zoo = BY_NAME[name]
     options = Options(strategy=strategy, mesh={"dp": dp, "tp": tp}, recompute="none")
-    cluster = ClusterSpec.local(dp * tp)
-    return autopar.compile(
-        zoo.make(), cluster, zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, options=options
-    )
+    return compiled_zoo(zoo, dp * tp, options=options)
 
 
 def activations_sent(program: ParallelProgram, nbytes: float, axis: str = "tp") -> Counter[str]:

@@ -15,6 +15,7 @@ from autopar.passes.price.pricer import Pricers
 from autopar.passes.shard.evaluate import evaluate
 from tests.optimizer.test_optimizers import muon_and_adam
 from tests.zoo.models import BY_NAME
+from tests.zoo.programs import compiled_zoo
 
 
 def momentum_and_adam(named_parameters):
@@ -52,9 +53,7 @@ def test_solver_and_account_count_the_same_bytes_of_state(factory):
     """On random plans, where some parameters are sharded and others are not: a mean over the model would be wrong."""
     zoo = BY_NAME["mlp" if factory is muon_and_adam else "gpt2"]
     options = autopar.Options(mesh={"dp": 2}, strategy="dp", pp=1, microbatches=1)
-    program = autopar.compile(
-        zoo.make(), autopar.ClusterSpec.local(2), zoo.batch(), loss_fn=zoo.loss_fn, optimizer=factory, options=options
-    )
+    program = compiled_zoo(zoo, 2, optimizer=factory, options=options)
     assert {program.setting.optimizer.ratio(name) for name in program.ir.trained} == {1.0, 2.0}
     for seed in range(4):
         solver, account = state_bytes(program.with_plan(autopar.random_plan(program, seed, pp=1)))

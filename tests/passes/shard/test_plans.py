@@ -15,6 +15,7 @@ from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.shard.evaluate import evaluate
 from tests.passes.shard.unfolded import unfolded_cost
 from tests.zoo.models import MODELS
+from tests.zoo.programs import compiled_zoo
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 BY_NAME = {m.name: m for m in MODELS}
@@ -24,9 +25,7 @@ BY_NAME = {m.name: m for m in MODELS}
 def compiled(name: str, ranks: int = 4, mesh: tuple[tuple[str, int], ...] | None = None) -> ParallelProgram:
     zoo = BY_NAME[name]
     options = Options(mesh=dict(mesh) if mesh else None)
-    return autopar.compile(
-        zoo.make(), ClusterSpec.local(ranks), zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, options=options
-    )
+    return compiled_zoo(zoo, ranks, options=options)
 
 
 @pytest.mark.few(2)
@@ -88,9 +87,7 @@ def test_plan_survives_a_file_and_replays_to_the_same_program(tmp_path: Path) ->
     plan = Plan.load(tmp_path / "plan.json")
     assert plan == program.plan
     zoo = BY_NAME["gpt2"]
-    again = autopar.compile(
-        zoo.make(), ClusterSpec.local(4), zoo.batch(), loss_fn=zoo.loss_fn, optimizer=zoo.optimizer, plan=plan
-    )
+    again = compiled_zoo(zoo, 4, plan=plan)
     assert again.source(0) == program.source(0)
     assert again.predicted.step_time_s == pytest.approx(program.predicted.step_time_s)
 
