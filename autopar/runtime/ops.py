@@ -79,7 +79,12 @@ def _as_product(equation: str) -> _Product | None:
     left, out = equation.split("->")
     first, second = left.split(",")
     batch = len(out) - 2
-    if batch < 0 or len(first) != len(out) or len(second) != len(out) or not first[:batch] == second[:batch] == out[:batch]:
+    if (
+        batch < 0
+        or len(first) != len(out)
+        or len(second) != len(out)
+        or not first[:batch] == second[:batch] == out[:batch]
+    ):
         return None
     first, second, out = first[batch:], second[batch:], out[batch:]
     if len({*first} & {*second}) != 1 or {*first} & {*second} & {*out}:
