@@ -77,7 +77,7 @@ class Options:
     overlap: let lines of a block run while messages of others travel, where that is faster and fits. False: every message is
         waited for where it starts, but those of parameters and gradients.
     compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
-        torch's inductor when the program starts. Memory is promised for the program as it is written.
+        torch's inductor, at the end of the first step. Memory is promised for the program as it is written.
     gradient_compression: how gradients travel while they are reduced over ranks: None, as they are; "bf16", rounded to half the
         bytes of float32 and added in float32; "int8", a quarter of the bytes, with a scale for every 256 elements and error
         feedback: what rounding loses is kept on the rank, one float32 per element, and sent with the next step's gradient.

@@ -92,7 +92,8 @@ class Printer:
     def _op(self, line: Compute) -> str:
         function = _carrier(line)
         if function:
-            return self._call(function, line.op, line.kwargs)[:-1] + f", {self._told(line)})"
+            told = self._told(line)
+            return self._call(function, line.op, line.kwargs)[:-1] + (f", {told})" if told else ")")
         if line.op.startswith(("autopar.", "autopar_ops.")):
             return self._own(line)
         if line.op.startswith(("aten.", "prims.")):
@@ -196,9 +197,9 @@ def _without_last_defaults(
 
 
 def _carrier(line: Compute) -> str:
-    """The function of the runtime that sends an op's messages, where it is not the op's own."""
-    definition = find(line.op) if line.carried else None
-    return definition.carrier if definition is not None else ""
+    """The function of the runtime that sends an op's messages, where it is not the op's own, or that stands for torch's."""
+    definition = find(line.op)
+    return definition.carrier if definition is not None and (line.carried or definition.always_carried) else ""
 
 
 def home_of(line: Compute) -> str:

@@ -6,6 +6,7 @@ import types
 
 from autopar.runtime import (
     attention,
+    batch_norm,
     experts,
     images,
     losses,
@@ -21,6 +22,7 @@ from autopar.runtime import (
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
+    "batch_norm": batch_norm,
     "experts": experts,
     "images": images,
     "losses": losses,

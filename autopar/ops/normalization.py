@@ -1,7 +1,6 @@
-"""Norms: RMS and layer norm as ops; batch, group and instance norm as sums over the whole batch.
+"""Norms: RMS and layer norm as ops; group norm as sums, and instance norm as a group norm (batch norm: `batch_norm.py`).
 
-A sharded sum is a partial sum, a sharded mean is nothing: so means are written as sum · 1/n, and a batch norm has the
-statistics of the whole batch on every rank.
+A sharded sum is a partial sum, a sharded mean is nothing: so means are written as sum · 1/n.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch.autograd import Function
 
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.rule import Labels, Rule
+from autopar.ops.batch_norm import normed_by
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import define, named, register
@@ -22,13 +22,7 @@ from autopar.runtime import ops as local
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-define(
-    *named(
-        "layer_norm rms_norm group_norm batch_norm instance_norm native_layer_norm native_group_norm "
-        "_native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training"
-    ),
-    precision="norm",
-)
+define(*named("layer_norm rms_norm group_norm instance_norm native_layer_norm native_group_norm"), precision="norm")
 
 
 def _norm(call: OpCall) -> tuple[Maker, Labels, Labels, Labels]:
@@ -204,79 +198,6 @@ def _channel(t: Tensor, like: Tensor) -> Tensor:
     return t.reshape([1, -1, *([1] * (like.ndim - 2))])
 
 
-@lifts(aten._native_batch_norm_legit_functional.default)
-def _batch_norm_functional(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    if not training:
-        return _batch_norm_eval(x, weight, bias, mean, var, eps), None, None, mean, var
-    y, batch_mean, batch_var, count = _normalise(x, weight, bias, eps)
-    unbiased = batch_var.detach() * (count / max(count - 1, 1))
-    new_mean = batch_mean.detach() * momentum + mean * (1 - momentum)
-    new_var = unbiased * momentum + var * (1 - momentum)
-    return y, None, None, new_mean, new_var
-
-
-def _normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Batch statistics in two passes over the whole batch, then scale and shift."""
-    dtype, x = x.dtype, _wide(x)
-    dims = [0, *range(2, x.ndim)]
-    count = x.numel() // x.shape[1]
-    mean = x.sum(dims) / count
-    centered = x - _channel(mean, x)
-    var = (centered * centered).sum(dims) / count
-    y = centered * _channel((var + eps).rsqrt(), x)
-    y = y * _channel(weight, x) if weight is not None else y
-    return (y + _channel(bias, x) if bias is not None else y).to(dtype), mean, var, count
-
-
-def _batch_norm_eval(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-) -> Tensor:
-    scale = (var + eps).rsqrt()
-    scale = scale * weight if weight is not None else scale
-    y = (_wide(x) - _channel(mean, x)) * _channel(scale, x)
-    return (y + _channel(bias, x) if bias is not None else y).to(x.dtype)
-
-
-@lifts(aten._native_batch_norm_legit_no_training.default)
-def _batch_norm_no_training(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
-) -> tuple[Any, ...]:
-    return _batch_norm_eval(x, weight, bias, mean, var, eps), None, None
-
-
-@lifts(aten._native_batch_norm_legit.no_stats)
-def _batch_norm_no_stats(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
-) -> tuple[Any, ...]:
-    return _normalise(x, weight, bias, eps)[0], None, None
-
-
-@lifts(aten.batch_norm.default)
-def _batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn: bool,
-) -> Tensor:
-    if training or mean is None or var is None:
-        return _normalise(x, weight, bias, eps)[0]
-    return _batch_norm_eval(x, weight, bias, mean, var, eps)
-
-
 @lifts(aten.group_norm.default)
 def _group_norm(
     x: Tensor,
@@ -310,5 +231,5 @@ def _instance_norm(
     cudnn: bool,
 ) -> Tensor:
     if not use_input_stats and mean is not None and var is not None:
-        return _batch_norm_eval(x, weight, bias, mean, var, eps)
+        return normed_by(x, weight, bias, mean, var, eps)
     return _group_norm(x, x.shape[1], weight, bias, eps)

@@ -16,7 +16,7 @@ define(
     *named("max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d"),
     precision="follow",
 )
-define("aten.max_pool2d_with_indices", result_names=("pooled", "argmax"))
+define("aten.max_pool2d_with_indices", result_names=("pooled", "argmax"), always_carried=True)
 
 
 def _rank(call: OpCall) -> int:

@@ -166,6 +166,7 @@ class OpDef:
     Messages of its own (the carried choices of its rule):
         sends(sending): what it sends along the axis.
         carrier: the function of the runtime that does it, told the axis by the keyword `along`. "": that of the op itself.
+        always_carried: that function also does it where nothing is sent, as it knows of better kernels than torch takes.
     The order of a sequence (`autopar.passes.order`), where factors are in order that the op may not be sharded along:
         joined(call): groups of factors of which all are in order if one is.
         ordered(call, order, held): its arguments where the factors `held` of these groups are in this order. None: it cannot.
@@ -213,6 +214,7 @@ class OpDef:
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)
     carrier: str = ""
+    always_carried: bool = False
     joined: Callable[[OpCall], tuple[tuple[str, ...], ...]] | None = field(default=None, compare=False)
     ordered: Callable[[OpCall, int, frozenset[str]], dict[str, Any] | None] | None = field(default=None, compare=False)
     free: bool = False

@@ -14,6 +14,7 @@ keys and values of the axis' ranks come one block after the other (`rings`), que
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -55,12 +56,6 @@ class _Scores:
         """What the rows see of the keys of a rank."""
         before = sum(run.size for block in self.keys[:rank] for run in block)
         return list(pieces(self.rows, self.keys[rank], self.causal, before))
-
-    def only_piece(self) -> Piece | None:
-        """The piece that is all rows and all keys, which needs no merging."""
-        pieces = self.pieces(0) if len(self.keys) == 1 else []
-        size = (sum(run.size for run in self.rows), self.key_count)
-        return pieces[0] if [(piece.rows.size, piece.keys.size) for piece in pieces] == [size] else None
 
     @property
     def key_count(self) -> int:
@@ -130,10 +125,12 @@ def attention(
     """
     turned = _turned(q, k, order, along)
     q, k, v, mask = turned.back(q), turned.keys_back(k), turned.keys_back(v), turned.mask_back(mask)
-    scores = _scores(q, k, mask, p, causal, scale, order - turned.rows, offset, key, shape, offsets, along)
-    if (only := scores.only_piece()) is not None:
-        out, lse = scores.apply(kernels.attend, only, (q,), (k, v))
+    order, offsets = order - turned.rows, offsets or (0, 0, offset, 0)
+    if along is None and (only := _only_piece(q.shape[2], k.shape[2], causal, order, offsets[2])) is not None:
+        place = (*offsets[:2], only.rows.start, 0)
+        out, lse = kernels.attend(q, k, v, mask, p, only.triangle, scale, key, shape, place)
         return turned.forth(out), turned.forth(lse)
+    scores = _scores(q, k, mask, p, causal, scale, order, key, shape, offsets, along)
     merged, heads, blocks = _Merged(q, v), *_in_turns(scores, k, v, along)
 
     def visit(turn: int, rank: int, keys: Tensor, values: Tensor) -> None:
@@ -168,10 +165,12 @@ def attention_grad(
     g, q, out, lse = map(turned.back, (g, q, out, lse))
     k, v = map(turned.keys_back, (k, v))
     mask = turned.mask_back(mask)
-    scores = _scores(q, k, mask, p, causal, scale, order - turned.rows, offset, key, shape, offsets, along)
-    if (only := scores.only_piece()) is not None:
-        dq, dk, dv = scores.apply(kernels.attend_grad, only, (g, q), (k, v), (out, lse))
+    order, offsets = order - turned.rows, offsets or (0, 0, offset, 0)
+    if along is None and (only := _only_piece(q.shape[2], k.shape[2], causal, order, offsets[2])) is not None:
+        place = (*offsets[:2], only.rows.start, 0)
+        dq, dk, dv = kernels.attend_grad(g, q, k, v, mask, out, lse, p, only.triangle, scale, key, shape, place)
         return turned.forth(dq), turned.keys_forth(dk), turned.keys_forth(dv)
+    scores = _scores(q, k, mask, p, causal, scale, order, key, shape, offsets, along)
     dq = torch.zeros(q.shape, dtype=softmax_dtype(q), device=q.device)
     heads, blocks = _in_turns(scores, k, v, along)
 
@@ -211,7 +210,8 @@ def attention_mask_grad(
     g, q, out, lse = map(turned.back, (g, q, out, lse))
     k, v = map(turned.keys_back, (k, v))
     turned_mask = turned.mask_back(mask)
-    scores = _scores(q, k, turned_mask, p, causal, scale, order - turned.rows, offset, key, shape, offsets, along)
+    offsets = offsets or (0, 0, offset, 0)
+    scores = _scores(q, k, turned_mask, p, causal, scale, order - turned.rows, key, shape, offsets, along)
     dmask = torch.zeros((*q.shape[:3], scores.key_count), dtype=softmax_dtype(q), device=q.device)
     heads, blocks = _in_turns(scores, k, v, along)
 
@@ -269,6 +269,14 @@ def _turned(q: Tensor, k: Tensor, order: int, along: Along | None) -> Turned:
     return Turned(0, 0) if along is not None else Turned(order if q.shape[2] == k.shape[2] else 0, order)
 
 
+@functools.cache
+def _only_piece(rows: int, keys: int, causal: bool, order: int, start: int) -> Piece | None:
+    """The piece that is so many rows, from a place in an order of the sequence on, and all keys, which needs no merging. Every
+    call of a step asks for the same, and looking takes longer than a small block's scores."""
+    seen = list(pieces(runs(start, start + rows, keys, order), runs(0, keys, keys, 0), causal))
+    return seen[0] if [(piece.rows.size, piece.keys.size) for piece in seen] == [(rows, keys)] else None
+
+
 def _scores(
     q: Tensor,
     k: Tensor,
@@ -277,15 +285,13 @@ def _scores(
     causal: bool,
     scale: float,
     order: int,
-    offset: int,
     key: int,
     shape: tuple[int, ...] | None,
-    offsets: tuple[int, ...] | None,
+    offsets: tuple[int, ...],
     along: Along | None,
 ) -> _Scores:
-    """This rank's rows from `offset` on in an order of the sequence, and the ranks' blocks of keys in it. Keys that are all here
-    are in their natural order."""
-    offsets = offsets or (0, 0, offset, 0)
+    """This rank's rows from offsets[2] on in an order of the sequence, and the ranks' blocks of keys in it. Keys that are all
+    here are in their natural order."""
     ranks, size = 1 if along is None else along.size, k.shape[2]
     rows = runs(offsets[2], offsets[2] + q.shape[2], ranks * size, order)
     order_of_keys = 0 if along is None else order

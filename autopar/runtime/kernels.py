@@ -12,6 +12,8 @@ GPUs have the plain formula too.
     attention with dropout, or in float64 on a GPU    plain   plain
     RMS norm                                          plain   fused
     gradients of the weight of a norm                 torch   fused (plain on a CPU where x has 16 bits)
+    statistics of batch norm                          sums    torch's
+    channels of an image, for places of maxima        last    as they lie
     Adam, AdamW, SGD                                  torch's   torch's fused (`optimizer_forms`)
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +33,7 @@ _NEWEST = (12, 1)
 _PREFER_CUDNN = ((9, 0), (10, 0), (10, 3))
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What a choice of a kernel for attention goes by. head, value: sizes of a head of queries and of values. mask: its dtype
     (None: there is none). keys: more than one, none at all."""
 
@@ -98,6 +99,11 @@ def has_fused_norm(device: Device) -> bool:
 def has_norm_dw(device: Device, same_dtype: bool) -> bool:
     """Whether the gradient of a norm's weight is one kernel. same_dtype: statistics have the dtype of x, as a CPU's wants."""
     return has_fused_norm(device) or (device.type == "cpu" and same_dtype)
+
+
+def has_pool_of_planes(device: Device) -> bool:
+    """Whether maxima over windows are found fast where every channel is a plane of its own."""
+    return device.type != "cpu"
 
 
 def has_fused_update(device_type: str) -> bool:

@@ -20,7 +20,7 @@ from .devices import device_of
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
 from .kernels import has_fused_norm, has_norm_dw
-from .tiles import LOG2_E, row_tiles
+from .tiles import LOG2_E, is_one_tile, row_tiles
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -177,6 +177,8 @@ def _layer_norm_backward(
 
 def sumexp(x: Tensor, m: Tensor, dim: int) -> Tensor:
     """sum over `dim` of exp(x - m); m, the maximum of the whole dim, has `dim` removed."""
+    if is_one_tile(x):
+        return _exp_less(x, m.unsqueeze(dim)).sum(dim).to(m.dtype)
     total = torch.empty_like(m)
     rows, of_rows, out = x.movedim(dim, -1), m.unsqueeze(-1), total.unsqueeze(-1)
     for tile in row_tiles(rows):
@@ -190,58 +192,77 @@ def _exp_less(x: Tensor, m: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.sub(x.to(wide), m.to(wide), out=out).mul_(LOG2_E).exp2_()
 
 
-def pick(x: Tensor, index: Tensor, dim: int, offset: int = 0) -> Tensor:
-    """x[..., index, ...] along `dim`, 0 where the index lies outside this block; index has `dim` removed."""
-    local = index - offset
-    inside = (local >= 0) & (local < x.shape[dim])
-    value = x.gather(dim, local.where(inside, torch.zeros_like(local)).unsqueeze(dim)).squeeze(dim)
-    return value.where(inside, torch.zeros_like(value))
-
-
-def pick_grad(g: Tensor, index: Tensor, dim: int, size: int, offset: int = 0) -> Tensor:
-    """Backward of `pick`: g placed at `index` of a dim of `size` numbers, zeros elsewhere."""
+def _places(index: Tensor, size: int, offset: int | None) -> tuple[Tensor, Tensor | None]:
+    """Where in a block of `size`, which starts at `offset` of its dim, an index points to, 0 outside; and whether it is inside.
+    None: the block is the whole dim, and all of the index is inside."""
+    if offset is None:
+        return index, None
     local = index - offset
     inside = (local >= 0) & (local < size)
+    return local.where(inside, torch.zeros_like(local)), inside
+
+
+def _only(x: Tensor, inside: Tensor | None) -> Tensor:
+    """x, 0 where its index lies outside the block."""
+    return x if inside is None else x.where(inside, torch.zeros_like(x))
+
+
+def pick(x: Tensor, index: Tensor, dim: int, offset: int | None = None) -> Tensor:
+    """x[..., index, ...] along `dim`, 0 where the index lies outside this block; index has `dim` removed."""
+    places, inside = _places(index, x.shape[dim], offset)
+    return _only(x.gather(dim, places.unsqueeze(dim)).squeeze(dim), inside)
+
+
+def pick_grad(g: Tensor, index: Tensor, dim: int, size: int, offset: int | None = None) -> Tensor:
+    """Backward of `pick`: g placed at `index` of a dim of `size` numbers, zeros elsewhere."""
+    places, inside = _places(index, size, offset)
     shape = list(g.shape)
     shape.insert(dim, size)
-    return g.new_zeros(shape).scatter_(
-        dim,
-        local.where(inside, torch.zeros_like(local)).unsqueeze(dim),
-        g.where(inside, torch.zeros_like(g)).unsqueeze(dim),
-    )
+    return g.new_zeros(shape).scatter_(dim, places.unsqueeze(dim), _only(g, inside).unsqueeze(dim))
 
 
-def cross_entropy_grad(x: Tensor, lse: Tensor, index: Tensor, g: Tensor, dim: int, offset: int = 0) -> Tensor:
+def cross_entropy_grad(x: Tensor, lse: Tensor, index: Tensor, g: Tensor, dim: int, offset: int | None = None) -> Tensor:
     """d/dx of (lse - x[index]) · g:  (softmax(x) - onehot(index)) · g."""
     return softmax_less_onehot(x, lse, index, g, g, dim, offset)
 
 
 def smoothed_cross_entropy_grad(
-    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_all: Tensor, dim: int, offset: int = 0
+    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_all: Tensor, dim: int, offset: int | None = None
 ) -> Tensor:
     """d/dx of (lse - x[index]) · g + lse · g_all:  softmax(x) · (g + g_all) - onehot(index) · g."""
     return softmax_less_onehot(x, lse, index, g + g_all, g, dim, offset)
 
 
 def softmax_less_onehot(
-    x: Tensor, lse: Tensor, index: Tensor, g: Tensor, g_index: Tensor, dim: int, offset: int, out: Tensor | None = None
+    x: Tensor,
+    lse: Tensor,
+    index: Tensor,
+    g: Tensor,
+    g_index: Tensor,
+    dim: int,
+    offset: int | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """softmax(x) · g - onehot(index) · g_index, rounded once; out: where it is written, which may be x."""
-    local = index - offset
-    inside = (local >= 0) & (local < x.shape[dim])
-    places = local.where(inside, torch.zeros_like(local)).unsqueeze(-1)
-    less = g_index.neg().where(inside, torch.zeros_like(g_index)).unsqueeze(-1)
+    places, inside = _places(index, x.shape[dim], offset)
+    rows = [row.unsqueeze(dim) for row in (lse, g, places, _only(g_index.neg(), inside))]
     dx = torch.empty_like(x) if out is None else out
-    rows, made = x.movedim(dim, -1), dx.movedim(dim, -1)
-    of_rows, scale = lse.unsqueeze(-1), g.unsqueeze(-1)
-    in_place = x.dtype == norm_dtype(x)
-    for tile in row_tiles(rows):
-        part = made[tile]
-        e = _exp_less(rows[tile], of_rows[tile], out=part if in_place else None).mul_(scale[tile])
-        e.scatter_add_(-1, places[tile], less[tile].to(e.dtype))
-        if not in_place:
-            part.copy_(e)
+    if is_one_tile(x):
+        _write_softmax_less(dx, x, dim, *rows)
+        return dx
+    x, made, *rows = (t.movedim(dim, -1) for t in (x, dx, *rows))
+    for tile in row_tiles(x):
+        _write_softmax_less(made[tile], x[tile], -1, *(row[tile] for row in rows))
     return dx
+
+
+def _write_softmax_less(out: Tensor, x: Tensor, dim: int, lse: Tensor, g: Tensor, places: Tensor, less: Tensor) -> None:
+    """out = exp(x - lse) · g, with `less` added at `places` of `dim`; out may be x."""
+    in_place = x.dtype == norm_dtype(x)
+    e = _exp_less(x, lse, out if in_place else None).mul_(g)
+    e.scatter_add_(dim, places, less.to(e.dtype))
+    if not in_place:
+        out.copy_(e)
 
 
 # --- embedding --------------------------------------------------------------------------------------------------------

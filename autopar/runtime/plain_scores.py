@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +33,7 @@ def softmax_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in HALF else q.dtype
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """What the scores of a block are beside queries and keys.
 
     key, shape, offsets: dropout draws by the place of the block in all scores (None: the block is all).

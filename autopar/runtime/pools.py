@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 from .along import Along
+from .devices import device_of
 from .halos import Window, all_extended, all_overlapped, dims_of, wanted_shape, whole_shape, without
 from .images import conv_window
+from .kernels import has_pool_of_planes
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
+_CHANNELS = 16
+"""Fewer do not fill a CPU's vectors."""
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -84,6 +88,14 @@ def _moved(
     return position
 
 
+def _max_pool2d(x: Tensor, *pool: Any) -> tuple[Tensor, Tensor]:
+    """torch's. On a CPU its kernel is vectorized along channels, if these lie together: 2.5 times as fast, with the copies."""
+    if x.ndim < 4 or x.shape[1] < _CHANNELS or has_pool_of_planes(device_of(x)):
+        return aten.max_pool2d_with_indices(x, *pool)
+    y, index = aten.max_pool2d_with_indices(x.contiguous(memory_format=torch.channels_last), *pool)
+    return y.contiguous(), index.contiguous()
+
+
 def _max_pool(
     op: Any,
     rank: int,
@@ -100,6 +112,8 @@ def _max_pool(
     lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     rows = all_extended(x, pool.windows, pool.dims, lowest)
     y, index = op(rows, pool.kernel, pool.stride, pool.padding, pool.dilation, ceil_mode)
+    if not pool.dims:
+        return y, index
     return y, _moved(index, rows.shape, pool.starts(), whole_shape(x.shape, pool.dims), pool.spatial, pool.dilation)
 
 
@@ -206,7 +220,7 @@ def _in_whole(index: Tensor, x: Tensor, dims: dict[int, Along], spatial: range, 
     return _moved(index, before, moves, after, spatial, [1] * len(spatial))
 
 
-max_pool2d_with_indices = partial(_max_pool, aten.max_pool2d_with_indices, 2)
+max_pool2d_with_indices = partial(_max_pool, _max_pool2d, 2)
 max_pool3d_with_indices = partial(_max_pool, aten.max_pool3d_with_indices, 3)
 max_pool2d_with_indices_backward = partial(_max_pool_backward, aten.max_pool2d_with_indices_backward, 2)
 max_pool3d_with_indices_backward = partial(_max_pool_backward, aten.max_pool3d_with_indices_backward, 3)

@@ -24,7 +24,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-MODULES = ("aten", "torch", "attention", "images", "moves", "ops", "pools", "scans", "selection", "softmax", "zigzag")
+MODULES = (
+    *("aten", "torch", "attention", "batch_norm", "images", "moves", "ops", "pools", "scans", "selection", "softmax"),
+    "zigzag",
+)
 """Names of the file whose functions compute with tensors alone. Not among them: experts (what they do depends on the data),
 losses (in chunks, in place), recurrent layers (one kernel), and the user's own ops (anything)."""
 METHODS = ("reshape", "permute", "expand", "sum", "to")

@@ -25,6 +25,7 @@ from .comm import Comm
 from .errors import RuntimeProgramError
 from .forms import Form
 from .guards import Guards
+from .inductor import compile_met
 from .layout import TensorInfo, gather_full, local_shape
 from .parts import Parts
 from .pipeline import Executor, put_together
@@ -230,6 +231,7 @@ class Session(State):
         self.guards.end_step()
         self._last.shared.spread_buffers()
         self.comm.release()
+        compile_met(region for stage in self._last.stages.values() for region in stage.regions)
         for rt in self.rts:
             rt.step += advance
 

@@ -19,7 +19,7 @@ from .errors import RuntimeProgramError
 from .gather import Gather, start_gathers
 from .grads import GradStore
 from .guards import Guards
-from .inductor import compiled_stage
+from .inductor import CompiledRegion, compiled_stage
 from .layout import TensorInfo, local_shape, local_slices, refinement
 from .rank import Rank
 from .tables import Pipeline, StageTables
@@ -69,9 +69,9 @@ class Stage:
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
             guards=guards,
         )
-        self.module = (
-            tables.module if pipeline.compiler == "none" else compiled_stage(tables.module, self.rt, self.index)
-        )
+        self.module, self.regions = tables.module, list[CompiledRegion]()
+        if pipeline.compiler != "none":
+            self.module, self.regions = compiled_stage(tables.module, self.rt, self.index)
         self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
         self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
         if pipeline.training and owner is None:

@@ -54,6 +54,11 @@ def tiles(shape: Sequence[int], elements: int, device: torch.device | None) -> I
     yield from itertools.islice(_cuts(shape, sizes), 2 if on_meta else None)
 
 
+def is_one_tile(x: torch.Tensor) -> bool:
+    """Whether a tensor is no larger than a tile: steps over parts of it would cost calls alone."""
+    return x.numel() <= tile_elements(x.device)
+
+
 def row_tiles(x: torch.Tensor) -> Iterator[tuple[slice, ...]]:
     """Tiles of a tensor whose last dim stays whole."""
     width = max(x.shape[-1], 1)

@@ -22,7 +22,7 @@ from typing import Any
 from autopar.errors import CoupledError, InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.ir.rule import Rule
+from autopar.ir.rule import Rule, factors_of
 from autopar.ir.spec import Spec
 from autopar.options import MEGATRON
 from autopar.passes.batch.dims import batch_dims, batch_factors
@@ -126,8 +126,9 @@ def _alike_along(axis: str, storage: Spec, optimizer: Spec) -> bool:
 
 
 def _data_choices(rule: Rule, batch: Collection[str], ranks: int) -> frozenset[str]:
-    """What axes of so many ranks may choose that take the batch: its factors, where they divide; else what splits no operand
-    (factors that only results have, as constants do, partial sums that pass), or nothing."""
-    dividing = frozenset(f for f in rule.shardable if f in batch and rule.factors[f].size % ranks == 0)
+    """What axes of so many ranks may choose that take the batch: its factors, also with messages, where they divide; else what
+    splits no operand (factors that only results have, as constants do, partial sums that pass), or nothing."""
+    taking = (c for c in (*rule.shardable, *rule.carries) if set(factors_of(c)) <= set(batch))
+    dividing = frozenset(c for c in taking if all(rule.factors[f].size % ranks == 0 for f in factors_of(c)))
     free = (c for c in rule.choices() if c not in rule.carries)
     return dividing or frozenset(c for c in free if c not in rule.contracted or c in batch)

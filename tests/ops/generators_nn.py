@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.ops import attention, contraction, embedding, grouped, integers, normalization, recurrence
+from autopar.ops import attention, batch_norm, contraction, embedding, grouped, integers, normalization, recurrence
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, aten, call, makes, overload
 
@@ -131,6 +131,18 @@ def _norm(draw: Draw, name: str) -> Case:
     if name == "autopar.layer_norm_dx":
         return call(normalization.layer_norm_dx, g, x, mean, rstd, w, ndim)
     return call(normalization.norm_dw, g, x, draw.pick(mean, None), rstd, ndim)
+
+
+@makes("autopar.batch_norm", "autopar.batch_norm_eval", "autopar.batch_norm_backward")
+def _batch_norm(draw: Draw, name: str) -> Case:
+    x = draw.f(draw.pick(2, 4, 6), draw.size(), *(draw.pick(1, 4, 6) for _ in range(draw.pick(0, 1, 2))))
+    w, b = (draw.pick(None, draw.f(x.shape[1])) for _ in range(2))
+    if name == "autopar.batch_norm":
+        return call(batch_norm.batch_norm, x, w, b, 1e-5)
+    mean, var = draw.f(x.shape[1]), draw.positive(x.shape[1])
+    if name == "autopar.batch_norm_eval":
+        return call(batch_norm.batch_norm_eval, x, w, b, mean, var, 1e-5)
+    return call(batch_norm.batch_norm_backward, draw.f(*x.shape), x, w, mean, var, 1e-5, draw.pick(True, True, False))
 
 
 @makes("autopar.embedding", "autopar.embedding_grad")

@@ -349,3 +349,26 @@ def test_cross_entropy_of_rows_of_many_tiles(dim: int, dtype: torch.dtype) -> No
     grad = ops.cross_entropy_grad(x, lse, index, g, dim)
     assert grad.dtype == dtype
     torch.testing.assert_close(grad.to(wide.dtype), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("offsets", [[None], [0, 5]])
+def test_cross_entropy_of_one_tile(dim: int, dtype: torch.dtype, offsets: list[int | None]) -> None:
+    """Rows that fit into a tile, their class dim whole or in blocks that are told where they start: autograd's numbers."""
+    shape = [4, 6, 3]
+    shape[dim] = 10
+    rows = [n for i, n in enumerate(shape) if i != dim]
+    x, g, index = (f(*shape).detach() * 40).to(dtype), f(*rows).detach().to(dtype), torch.randint(0, 10, rows)
+    whole = x.clone().requires_grad_()
+    loss = whole.logsumexp(dim) - whole.gather(dim, index.unsqueeze(dim)).squeeze(dim)
+    top, blocks = x.amax(dim), list(zip(x.chunk(len(offsets), dim), offsets, strict=True))
+    total, picked = torch.zeros_like(top), torch.zeros_like(top)
+    for block, offset in blocks:
+        total += ops.sumexp(block, top, dim)
+        picked += ops.pick(block, index, dim, offset)
+    lse = total.log() + top
+    grad = torch.cat([ops.cross_entropy_grad(block, lse, index, g, dim, offset) for block, offset in blocks], dim)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(lse - picked, loss.detach(), rtol=tolerance, atol=tolerance * 100)
+    torch.testing.assert_close(grad, *torch.autograd.grad(loss, whole, g), rtol=tolerance, atol=tolerance * 10)

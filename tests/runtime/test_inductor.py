@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,14 @@ def trained(program: autopar.ParallelProgram, compiler: str, batches: list[Any])
     return modules.run(program.weights(), program.request.update, program.options.seed, body)[0]
 
 
+def met(where: str, function: Callable[..., Any], *tensors: Tensor) -> inductor.CompiledRegion:
+    """A region that was called with tensors, and compiled then."""
+    region = inductor.CompiledRegion(where, function, None)
+    region(None, *tensors)
+    inductor.compile_met([region])
+    return region
+
+
 def assert_as_written(program: autopar.ParallelProgram, batches: list[Any], tolerance: float) -> None:
     written, own = (trained(program, compiler, batches) for compiler in inductor.COMPILERS)
     for name, value in written.items():
@@ -114,13 +123,13 @@ def test_a_compiled_step_is_that_of_the_text(
     mesh: tuple[tuple[str, int], ...], strategy: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[str] = []
-    compile_region = inductor.CompiledRegion._compile
+    start = inductor.CompiledRegion.start
 
-    def counted(self: inductor.CompiledRegion, tensors: Any) -> Any:
+    def counted(self: inductor.CompiledRegion, form: inductor.Form) -> Callable[[], None]:
         compiled.append(f"rank {self.rt.comm.rank}, {self.where}")
-        return compile_region(self, tensors)
+        return start(self, form)
 
-    monkeypatch.setattr(inductor.CompiledRegion, "_compile", counted)
+    monkeypatch.setattr(inductor.CompiledRegion, "start", counted)
     program = small(mesh, strategy, microbatches)
     assert_as_written(program, [batch(seed) for seed in range(STEPS)], 1e-9)
     assert any("layers_forward" in where for where in compiled)
@@ -145,6 +154,27 @@ def test_compiled_models_stay_within_the_rounding_of_float32(name: str) -> None:
 
 
 @needs_a_compiler
+@not_compiled
+def test_all_that_a_step_met_is_compiled_at_its_end() -> None:
+    program = small((("dp", 1),), "auto", 2)
+    called: list[str] = []
+
+    def body(session: Session) -> None:
+        regions = session.stages[0].regions
+        for region in regions:
+            written = region.function
+            region.function = lambda *given, w=written, where=region.where: called.append(where) or w(*given)
+        session.train_step(program.leaves(batch(0)))
+        assert regions
+        assert all(region.compiled and not region.met for region in regions)
+        called.clear()
+        session.train_step(program.leaves(batch(1)))
+        assert not called
+
+    program.in_process.run(program.weights(), program.request.update, program.options.seed, body)
+
+
+@needs_a_compiler
 def test_what_is_fresh_in_the_text_is_fresh_when_compiled() -> None:
     def results(rt: Any, x: Tensor) -> tuple[Tensor, ...]:
         doubled = x * 2
@@ -156,7 +186,7 @@ def test_what_is_fresh_in_the_text_is_fresh_when_compiled() -> None:
         return [places.index(place) for place in places]
 
     x = torch.randn(8, 8)
-    region = inductor.CompiledRegion("results", results, None)
+    region = met("results", results, x)
     own, written = region(None, x), results(None, x)
     assert not region.given_up
     assert storages((x, *own)) == storages((x, *written))
@@ -167,14 +197,14 @@ def test_what_cannot_be_compiled_says_so_once_and_runs() -> None:
     def depends_on_the_data(rt: Any, x: Tensor) -> tuple[Tensor]:
         return (x[: int(x.sum())],)
 
-    region = inductor.CompiledRegion("up_forward of stage 0 (stage_0.py, line 7; up: x)", depends_on_the_data, None)
     said = r"up_forward of stage 0 \(stage_0.py, line 7; up: x\) is not compiled, it runs as it is written: \w+: .+"
     with pytest.warns(inductor.CompilerWarning, match=said):
-        (first,) = region(None, torch.ones(3))
+        region = met("up_forward of stage 0 (stage_0.py, line 7; up: x)", depends_on_the_data, torch.ones(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (second,) = region(None, torch.ones(3))
-    assert first.shape == second.shape == (3,)
+        (again,) = region(None, torch.ones(3))
+        inductor.compile_met([region])
+    assert again.shape == (3,)
 
 
 def test_a_number_that_may_change_is_never_a_constant() -> None:
@@ -246,8 +276,11 @@ def test_a_saved_program_runs_with_either_compiler(tmp_path: Path) -> None:
 
 REGION = """
 import torch
-from autopar.runtime.inductor import CompiledRegion
+from autopar.runtime.inductor import CompiledRegion, compile_met
 region = CompiledRegion("doubled", lambda rt, x: ((x * 2).sum(0) + 1, x.sin()), None)
+region(None, torch.ones(37, 16))
+compile_met([region])
+assert region.compiled
 print(region(None, torch.ones(37, 16))[0].sum().item(), region.given_up)
 """
 
