@@ -8,10 +8,10 @@ gives, or several pieces that were merged, is what the backward of any can be gi
 hidden here:
 
     plain       the plain formula, for everything (`plain_scores`)
-    cpu         torch's flash attention on CPUs: masks at the size of the scores, key heads repeated
-    flash       GPU, 16 bits, no mask: several query heads to a key head as they are
+    cpu         torch's flash attention on CPUs: masks at the size of the scores, several query heads to a key head as they are
+    flash       GPU, 16 bits, no mask: key heads as on CPUs
     cudnn       the same; log-sum-exp (batch, heads, query, 1)
-    efficient   GPU: log-sum-exp in rows of whole 32, infinite beyond the last; masks and key heads as on CPUs
+    efficient   GPU: log-sum-exp in rows of whole 32, infinite beyond the last; masks as on CPUs, key heads repeated
 
 On a GPU heads are padded to whole 16 bytes. What a kernel needs inside is no tensor that anybody sees: where tensors have no
 data, and are asked what they need, one of its size is there while the kernel is (`_inside`). The sizes are those of
@@ -48,21 +48,18 @@ class Kernel(Protocol):
 
 class _Cpu:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-        keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
         bias = _bias(config.mask, q, k)
         return aten._scaled_dot_product_flash_attention_for_cpu(
-            q, keys, values, 0.0, config.causal, attn_mask=bias, scale=config.scale
+            q, k, v, 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
 
     def attend_grad(
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, config: Config
     ) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = _repeated(k, q.shape[1]), _repeated(v, q.shape[1])
         bias = _bias(config.mask, q, k)
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, keys, values, out, lse, 0.0, config.causal, attn_mask=bias, scale=config.scale
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            g, q, k, v, out, lse, 0.0, config.causal, attn_mask=bias, scale=config.scale
         )
-        return dq, _sum_groups(dk, k.shape[1]), _sum_groups(dv, v.shape[1])
 
 
 class _Flash:

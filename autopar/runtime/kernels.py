@@ -11,7 +11,7 @@ GPUs have the plain formula too.
     attention, 16 bits                                cpu     flash; cudnn on sm90 and sm100; efficient under a mask
     attention with dropout, or in float64 on a GPU    plain   plain
     RMS norm                                          plain   fused
-    gradients of the weight of a norm                 plain   fused
+    gradients of the weight of a norm                 torch   fused (plain on a CPU where x has 16 bits)
     statistics of batch norm                          sums    torch's
     channels of an image, for places of maxima        last    as they lie
     Adam, AdamW, SGD                                  torch's   torch's fused (`optimizer_forms`)
@@ -94,6 +94,11 @@ _ATTENTION: tuple[tuple[str, Callable[[AttentionCall, Device], bool]], ...] = (
 def has_fused_norm(device: Device) -> bool:
     """Whether norms are one kernel forward, and one for each gradient."""
     return device.type == "cuda"
+
+
+def has_norm_dw(device: Device, same_dtype: bool) -> bool:
+    """Whether the gradient of a norm's weight is one kernel. same_dtype: statistics have the dtype of x, as a CPU's wants."""
+    return has_fused_norm(device) or (device.type == "cpu" and same_dtype)
 
 
 def has_pool_of_planes(device: Device) -> bool:

@@ -7,6 +7,9 @@ it holds (embedding, loss, dropout, causal attention), the caller passes `offset
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -16,7 +19,7 @@ from .ctc import ctc_grad as ctc_grad
 from .devices import device_of
 from .grouped import grouped_mm as grouped_mm
 from .grouped import grouped_mm_dw as grouped_mm_dw
-from .kernels import has_fused_norm
+from .kernels import has_fused_norm, has_norm_dw
 from .tiles import LOG2_E, is_one_tile, row_tiles
 
 Tensor = torch.Tensor
@@ -44,19 +47,56 @@ def linear_dw(g: Tensor, x: Tensor) -> Tensor:
 
 
 def einsum(equation: str, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Two-operand contraction; the bias, (y,), is added to the last dim. One of matrices is a product of them as they lie:
-    torch.einsum takes batches of one, and lays the result out as the operands come."""
+    """Two-operand contraction; the bias, (y,), is added to the last dim. One of matrices, or of batches of them, is a product
+    of them as they lie: torch.einsum takes batches of one, copies what is transposed, and lays the result out as they come."""
+    product = _as_product(equation)
+    if product is None:
+        y = torch.einsum(equation, a, b)
+        return y if bias is None else y + bias
+    if product.swapped:
+        a, b = b, a
+    a, b = a.mT if product.first_turned else a, b.mT if product.second_turned else b
+    if not product.batch:
+        return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    left, right = _one_batch(a), _one_batch(b)
+    y = torch.bmm(left, right) if bias is None else torch.baddbmm(bias, left, right)
+    return y.view(*a.shape[:-2], *y.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Product:
+    """An equation as a matrix product: dims of the batch, whether operands change places, whose matrices are transposed then."""
+
+    batch: int
+    swapped: bool
+    first_turned: bool
+    second_turned: bool
+
+
+@functools.cache
+def _as_product(equation: str) -> _Product | None:
+    """How an equation is a product of matrices whose batch, if there is one, comes first everywhere; None: it is not."""
     left, out = equation.split("->")
     first, second = left.split(",")
-    shared = set(first) & set(second)
-    if len(first) != 2 or len(second) != 2 or len(shared) != 1 or len(out) != 2 or shared & set(out):
-        product = torch.einsum(equation, a, b)
-        return product if bias is None else product + bias
-    if out[0] in second:
-        first, a, second, b = second, b, first, a
-    a = a if first[0] == out[0] else a.t()
-    b = b if second[1] == out[1] else b.t()
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    batch = len(out) - 2
+    if (
+        batch < 0
+        or len(first) != len(out)
+        or len(second) != len(out)
+        or not first[:batch] == second[:batch] == out[:batch]
+    ):
+        return None
+    first, second, out = first[batch:], second[batch:], out[batch:]
+    if len({*first} & {*second}) != 1 or {*first} & {*second} & {*out}:
+        return None
+    swapped = out[0] in second
+    first, second = (second, first) if swapped else (first, second)
+    return _Product(batch, swapped, first[0] != out[0], second[1] != out[1])
+
+
+def _one_batch(x: Tensor) -> Tensor:
+    """(batch, rows, columns); where it must be copied the inner one of rows and columns stays the inner one."""
+    return x.mT.flatten(0, -3).mT if x.stride(-2) < x.stride(-1) else x.flatten(0, -3)
 
 
 # --- normalisation ----------------------------------------------------------------------------------------------------
@@ -99,12 +139,13 @@ def norm_dtype(x: Tensor) -> torch.dtype:
 
 def norm_dw(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) -> Tensor:
     """Gradient of the norm's weight: sum over the leading dims of g · (x - mean) · rstd."""
-    if _fused(x):
-        shape = x.shape[x.ndim - ndim :]
+    device, shape = device_of(x), x.shape[x.ndim - ndim :]
+    if x.numel() > 0 and has_norm_dw(device, x.dtype == rstd.dtype):
         w = x.new_empty(1).expand(shape)  # kernels look at its shape alone
-        if mean is None:
+        if mean is None and has_fused_norm(device):
             return aten._fused_rms_norm_backward(g, x, shape, rstd, w, [False, True])[1]
-        return aten.native_layer_norm_backward(g, x, shape, mean, rstd, w, None, [False, True, False])[1]
+        mean = torch.zeros_like(rstd) if mean is None else mean
+        return _layer_norm_backward(g, x, mean, rstd, w, ndim, [False, True, False])[1]
     hat = (x - mean) * rstd if mean is not None else x * rstd
     lead = list(range(x.ndim - ndim))
     product = hat.mul_(g)
@@ -118,8 +159,17 @@ def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: 
 
 
 def layer_norm_dx(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
-    shape = list(x.shape[x.ndim - ndim :])
-    return aten.native_layer_norm_backward(g.contiguous(), x, shape, mean, rstd, w, None, [True, False, False])[0]
+    return _layer_norm_backward(g, x, mean, rstd, w, ndim, [True, False, False])[0]
+
+
+def _layer_norm_backward(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, ndim: int, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """torch's kernel, which takes statistics for dense, whatever their strides are."""
+    shape = x.shape[x.ndim - ndim :]
+    return aten.native_layer_norm_backward(
+        g.contiguous(), x, shape, mean.contiguous(), rstd.contiguous(), w, None, wanted
+    )
 
 
 # --- loss over a (possibly sharded) vocabulary -----------------------------------------------------------------------------
@@ -231,12 +281,13 @@ def embedding(w: Tensor, index: Tensor, offset: int | None = None) -> Tensor:
 def embedding_grad(g: Tensor, index: Tensor, rows: int, padding: int, offset: int | None = None) -> Tensor:
     """Gradient of the table: (rows, h); the row `padding` (-1: none) gets nothing."""
     flat, where = g.reshape(-1, g.shape[-1]), index.reshape(-1)
-    keep = where != padding
-    if offset is not None:
-        where = where - offset
-        keep = keep & (where >= 0) & (where < rows)
-    where = where.where(keep, torch.zeros_like(where))
-    flat = flat.masked_fill(~keep.unsqueeze(-1), 0)
+    if padding >= 0 or offset is not None:
+        keep = where != padding
+        if offset is not None:
+            where = where - offset
+            keep = keep & (where >= 0) & (where < rows)
+        where = where.where(keep, torch.zeros_like(where))
+        flat = flat.masked_fill(~keep.unsqueeze(-1), 0)
     if g.dtype in (torch.bfloat16, torch.float16):  # a row is the sum of many: summed in float32
         return g.new_zeros(rows, g.shape[-1], dtype=torch.float32).index_add_(0, where, flat.float()).to(g.dtype)
     return g.new_zeros(rows, g.shape[-1]).index_add_(0, where, flat)

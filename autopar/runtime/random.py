@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -55,37 +56,63 @@ def positions(
     return index.expand(local)
 
 
+class _Block(NamedTuple):
+    """A block of a tensor: its sizes, those of the tensor, and where it starts."""
+
+    local: tuple[int, ...]
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of as many elements, all dims but the last as one."""
+        return x.view(math.prod(self.local[:-1]), self.local[-1])
+
+
+def _merged(local: Sequence[int], shape: Sequence[int] | None, offsets: Sequence[int] | None, lanes: int = 1) -> _Block:
+    """A block in as few dims as number its elements alike, at least one.
+
+    A dim that it has whole joins the one before it, the last dim where hashes of so many lanes end with it.
+    """
+    block = [(1, 1, 0)]
+    last = len(local) - 1
+    for dim, row in enumerate(zip(local, shape or local, offsets or (0,) * len(local), strict=True)):
+        n, size, start = row
+        if (n == size and (dim < last or size % lanes == 0)) or block[-1] == (1, 1, 0):
+            rows, of_rows, before = block.pop()
+            row = (rows * n, of_rows * size, before * size + start)
+        block.append(row)
+    return _Block(*(tuple(numbers) for numbers in zip(*block, strict=True)))
+
+
 def _hashes(
-    local: Sequence[int],
-    key: int,
-    shape: Sequence[int],
-    offsets: Sequence[int],
-    device: torch.device | None,
-    lanes: int = 1,
+    block: _Block, key: int, device: torch.device | None, lanes: int = 1
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Rows and columns of a block of at least one dim, as a matrix, and integers for them, int64 or `lanes` of a hash each.
+    """Rows and columns of a block as a matrix, and integers for them, int64 or `lanes` of a hash each.
 
     The integers are good until the next ones are asked for, and may be overwritten.
     """
+    local, shape, offsets = block
     first, after = offsets[-1] // lanes, -(-(offsets[-1] + local[-1]) // lanes)
-    words_a_row = -(-shape[-1] // lanes)
-    rows = positions(local[:-1], shape[:-1], offsets[:-1], device).reshape(-1, 1) * _signed(words_a_row * _GOLDEN)
-    rows = rows + _signed(key)
-    words = torch.arange(first, after, dtype=torch.int64, device=device) * _GOLDEN
     made = tile_elements(device) // _LANES
-    room = torch.empty(2, min(made, len(rows) * len(words)), dtype=torch.int64, device=device)
-    for some, wide in tiles((len(rows), len(words)), made, device):
+    rows = torch.full((1, 1), _signed(key), dtype=torch.int64, device=device)
+    if len(local) > 1:
+        words_a_row = -(-shape[-1] // lanes)
+        places = positions(local[:-1], shape[:-1], offsets[:-1], device).reshape(-1, 1)
+        rows = places * _signed(words_a_row * _GOLDEN) + rows
+    room: list[torch.Tensor] = []
+    for some, wide in tiles((len(rows), after - first), made, device):
         size = (some.stop - some.start, wide.stop - wide.start)
-        x, shifted = (half[: size[0] * size[1]].view(size) for half in room)
-        torch.add(rows[some], words[wide], out=x)
+        room = room or [torch.empty(size, dtype=torch.int64, device=device) for _ in range(2)]
+        x, shifted = room if room[0].shape == size else [half.view(-1)[: math.prod(size)].view(size) for half in room]
+        words = torch.arange(first + wide.start, first + wide.stop, out=shifted.view(-1)[: size[1]]).mul_(_GOLDEN)
+        torch.add(rows[some], words, out=x)
         x.bitwise_xor_(torch.bitwise_right_shift(x, 30, out=shifted)).mul_(_MIX1)
         x.bitwise_xor_(torch.bitwise_right_shift(x, 27, out=shifted)).mul_(_MIX2)
         x.bitwise_xor_(torch.bitwise_right_shift(x, 31, out=shifted).bitwise_and_(0x1FFFFFFFF))
-        begin = (first + wide.start) * lanes
-        columns = slice(max(begin - offsets[-1], 0), min(begin + size[1] * lanes - offsets[-1], local[-1]))
         numbers = x if lanes == 1 else x.view(torch.int16)
-        skipped = columns.start + offsets[-1] - begin
-        yield some, columns, numbers[:, skipped : skipped + columns.stop - columns.start]
+        begin = (first + wide.start) * lanes - offsets[-1]
+        columns = slice(max(begin, 0), min(begin + size[1] * lanes, local[-1]))
+        yield some, columns, numbers[:, columns.start - begin : columns.stop - begin]
 
 
 def uniform(
@@ -102,9 +129,10 @@ def uniform(
     """
     digits = _DIGITS.get(dtype, 53)
     out = torch.empty((*local,), dtype=dtype, device=device)
-    for rows, columns, bits in _hashes(*_with_dims(local, key, shape, offsets), device):
+    block = _merged(local, shape, offsets)
+    for rows, columns, bits in _hashes(block, key, device):
         numbers = bits.bitwise_right_shift_(64 - digits).to(torch.float64 if digits > 24 else torch.float32)
-        _matrix(out)[rows, columns].copy_(numbers.mul_(2.0**-digits).add_(0.5))
+        block.matrix(out)[rows, columns].copy_(numbers.mul_(2.0**-digits).add_(0.5))
     return out
 
 
@@ -138,23 +166,11 @@ def keep_mask(
     lanes, bits = (_LANES, 16) if coarse else (1, 64)
     least = round(p * 2**bits) - 2 ** (bits - 1) - 1
     out = torch.empty((*local,), dtype=dtype, device=device)
-    for rows, columns, numbers in _hashes(*_with_dims(local, key, shape, offsets), device, lanes=lanes):
-        tile = _matrix(out)[rows, columns]
+    block = _merged(local, shape, offsets, lanes)
+    for rows, columns, numbers in _hashes(block, key, device, lanes):
+        tile = block.matrix(out)[rows, columns]
         if dtype in (torch.float32, torch.float64):
             tile.copy_(numbers).gt_(least)
         else:  # comparisons are vectorized where numbers are compared in their own dtype, which must hold 16 bits
             tile.copy_(numbers.float().gt_(least))
     return out
-
-
-def _with_dims(
-    local: Sequence[int], key: int, shape: Sequence[int] | None, offsets: Sequence[int] | None
-) -> tuple[Sequence[int], int, Sequence[int], Sequence[int]]:
-    """(local, key, shape, offsets), a number as a row of one."""
-    if not local:
-        return (1,), key, (1,), (0,)
-    return local, key, shape or local, offsets or (0,) * len(local)
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    return x.view(-1, x.shape[-1] if x.ndim else 1)

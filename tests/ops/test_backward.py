@@ -34,7 +34,44 @@ def test_an_einsum_of_matrices_is_a_product_as_they_lie(equation: str, bias: boo
     torch.testing.assert_close(product, expected if c is None else expected + c, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("equation", ["bxk,bky->bxy", "xk,x->k", "xk,kx->xk", "xk,y->xky"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "equation", [f"ab{a},ab{b}->ab{out}" for a in ("xk", "kx") for b in ("yk", "ky") for out in ("xy", "yx")]
+)
+def test_an_einsum_of_batches_of_matrices_is_a_product(equation: str, turned: bool, bias: bool) -> None:
+    """turned: of heads that lie beside each other, so that batch and rows cannot be one dim without a copy."""
+    sizes = {"a": 2, "b": 3, "x": 4, "y": 5, "k": 6}
+    first, second, out = (tuple(sizes[c] for c in term) for term in equation.replace("->", ",").split(","))
+    a, b, c = f(*first), f(*second), f(out[-1]) if bias else None
+    if turned:
+        a, b = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, b))
+    product = ops.einsum(equation, a, b, c)
+    assert product.is_contiguous()
+    expected = torch.einsum(equation, a, b)
+    torch.testing.assert_close(product, expected if c is None else expected + c, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("centered", [True, False])
+def test_gradients_of_norms_whose_statistics_do_not_lie_one_after_another(centered: bool, ndim: int) -> None:
+    """Of part of the rows, as where a rank has a slice of what forward kept."""
+    x, g, w = f(3, 8, 2, 5).detach(), f(3, 8, 2, 5).detach(), f(*(2, 5)[2 - ndim :]).detach()
+    _, mean, rstd = ops.layer_norm(x, w, None, 1e-5, ndim)
+    _, rstd = (None, rstd) if centered else ops.rms_norm(x, w, 1e-5, ndim)
+    x, g, mean, rstd = (t[:, 2:6] for t in (x, g, mean, rstd))
+    assert not rstd.is_contiguous()
+    hat = (x - mean) * rstd if centered else x * rstd
+    dw = ops.norm_dw(g, x, mean if centered else None, rstd, ndim)
+    torch.testing.assert_close(dw, (hat * g).sum(list(range(4 - ndim))), rtol=1e-12, atol=1e-12)
+    if centered:
+        over = list(range(4 - ndim, 4))
+        gw = g * w
+        expected = rstd * (gw - gw.mean(over, keepdim=True) - hat * (gw * hat).mean(over, keepdim=True))
+        torch.testing.assert_close(ops.layer_norm_dx(g, x, mean, rstd, w, ndim), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("equation", ["xk,x->k", "xk,kx->xk", "xk,y->xky", "xbk,bky->bxy"])
 def test_other_einsums_are_torchs_own(equation: str) -> None:
     sizes = {"x": 3, "y": 4, "k": 5, "b": 2}
     first, second, out = (tuple(sizes[c] for c in term) for term in equation.replace("->", ",").split(","))

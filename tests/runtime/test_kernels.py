@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime.devices import CPU, LEAST_CUDA, Device, device_of, standing_for
-from autopar.runtime.kernels import AttentionCall, attention_kernels, has_fused_norm, has_pool_of_planes
+from autopar.runtime.kernels import AttentionCall, attention_kernels, has_fused_norm, has_norm_dw, has_pool_of_planes
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 V100, A100, RTX3090, H100, B200, RTX5090 = (
@@ -75,6 +75,8 @@ def test_an_architecture_names_a_kind_of_device() -> None:
     names = ("", "sm80", "sm90", "sm103", "gfx942")
     assert [Device.of_architecture(name) for name in names] == [CPU, A100, H100, Device("cuda", (10, 3)), MI300X]
     assert [has_fused_norm(device) for device in (CPU, H100, MI300X)] == [False, True, False]
+    assert [has_norm_dw(device, same_dtype=True) for device in (CPU, H100, MI300X)] == [True, True, False]
+    assert [has_norm_dw(device, same_dtype=False) for device in (CPU, H100, MI300X)] == [False, True, False]
     assert [has_pool_of_planes(device) for device in (CPU, H100, MI300X)] == [False, True, True]
 
 
