@@ -34,7 +34,7 @@ def test_lines_read_in_the_order_of_their_arguments() -> None:
 def test_every_kind_of_line_has_a_name_of_its_own() -> None:
     plain = [kind for kind in kinds() if kind not in (ir.Compute, ir.Convert, ir.Start, ir.GoOn, ir.Wait)]
     names = [ir.label(object.__new__(kind)) for kind in plain]
-    assert len(plain) == len(set(names)) == 14
+    assert len(plain) == len(set(names)) == 16
     assert ir.label(ir.Compute("autopar.linear")) == "autopar.linear"
     assert ir.label(ir.Convert("x", Step("all_reduce", "dp"))) == "comm.all_reduce"
     sums, op = ir.Convert("x", Step("all_reduce", "dp")), ir.Compute("autopar.experts")
