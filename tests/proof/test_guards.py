@@ -103,4 +103,5 @@ def test_guards_can_be_left_out(model: Words) -> None:
     )
     assert "rt.guards" not in "".join(program.sources)
     assert "source=" not in program.pipeline
-    assert program.run([with_value(1, -1)]).losses
+    with pytest.raises(RuntimeError, match="index -1 is out of bounds"):  # of torch's kernel, on a CPU
+        program.run([with_value(1, -1)])
