@@ -139,13 +139,15 @@ def strategy_of(line: Compute, plan: TemplatePlan, pricer: Pricer) -> tuple[Stra
 
 
 def op_seconds(plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook) -> Callable[[Compute], float]:
-    """Seconds of the work of a template's ops; casts that lowering adds have none."""
+    """Seconds of the work of a template's ops; casts that lowering adds have none. A piece takes its share of the block's at
+    least: alone it might fit into a cache, but it comes from where the block lies."""
 
     def op_s(line: Compute) -> float:
         call = template.op_calls.get(line.node)
         if call is None:
             return 0.0
-        strategy, prices = strategy_of(line, plan, pricer)
-        return prices.op_s(call, rules.rule(call), strategy)
+        rule, (strategy, prices) = rules.rule(call), strategy_of(line, plan, pricer)
+        share_s = 0.0 if line.piece is None else pricer.op_s(call, rule, plan.strategies[line.node]) / line.piece[1]
+        return max(share_s, prices.op_s(call, rule, strategy))
 
     return op_s

@@ -1,0 +1,72 @@
+"""Whether the search cuts blocks in pieces where messages hide so, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar.ir.lines import Compute, Cut, Line, Start
+from autopar.passes.price.link_clock import op_seconds, strategy_of
+from autopar.passes.price.pricer import PIECE, Pricer
+from autopar.proof.verify import verify
+from tests.zoo.models import ADAMW, token_loss
+from tests.zoo.transformers import Llama
+
+BATCH = (torch.arange(8 * 64).reshape(8, 64) % 64,) * 2
+
+
+def cluster_at(bandwidth_Bps: float) -> autopar.ClusterSpec:
+    local = autopar.ClusterSpec.local(2)
+    return replace(local, levels=(replace(local.levels[0], bandwidth_Bps=bandwidth_Bps, latency_s=1e-5),))
+
+
+def compiled(cluster: autopar.ClusterSpec, overlap: bool = True) -> autopar.Program:
+    options = autopar.Options(
+        mesh={"dp": 1, "tp": 2}, strategy="megatron", microbatches=1, recompute="none", overlap=overlap
+    )
+    return autopar.compile(wide_llama(), cluster, BATCH, loss_fn=token_loss, optimizer=ADAMW, options=options)
+
+
+def wide_llama() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Llama(seq=64, d_model=256, layers=2)
+
+
+def lines(program: autopar.Program) -> list[Line]:
+    return [line for s in program.lowered.stages for t in s.templates.values() for f in t.functions for line in f.lines]
+
+
+def test_blocks_are_in_pieces_where_messages_take_long() -> None:
+    program, plain = compiled(cluster_at(2e8)), compiled(cluster_at(2e8), overlap=False)
+    assert any(t.pieces > 1 for t in program.plan.stages[0].templates.values())
+    assert any(isinstance(line, Cut) for line in lines(program))
+    assert any(isinstance(line, Start) for line in lines(program))
+    assert program.account.step_time_s < 0.9 * plain.account.step_time_s
+    assert verify(program, wide_llama(), BATCH).ok
+
+
+def test_blocks_stay_whole_where_nothing_is_sent_or_messages_take_no_time() -> None:
+    program = compiled(cluster_at(1e14))
+    assert not any(isinstance(line, Cut) for line in lines(program))
+
+
+def test_a_piece_is_no_cheaper_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where measured passes over what fits into a cache take next to nothing."""
+    program, price = compiled(cluster_at(2e8)), Pricer.op_s
+    free = lambda self, *args: 0.0 if PIECE in self.mesh.names else price(self, *args)  # noqa: E731
+    monkeypatch.setattr(Pricer, "op_s", free)
+    stage, planned = program.lowered.stages[0], program.plan.stages[0].templates
+    pricer = Pricer(program.cluster, stage.mesh)
+    pieces = 0
+    for name, template in stage.templates.items():
+        op_s = op_seconds(planned[name], program.ir.templates[name], pricer, program.rules)
+        for line in (line for f in template.functions for line in f.lines if isinstance(line, Compute) and line.piece):
+            assert line.piece is not None
+            pieces += 1
+            assert strategy_of(line, planned[name], pricer)[1].mesh.names[-1] == PIECE
+            whole_s = op_s(replace(line, piece=None))
+            assert line.piece[1] * op_s(line) == pytest.approx(whole_s)
+    assert pieces
