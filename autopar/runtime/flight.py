@@ -39,6 +39,8 @@ APART_S = 2.5
 RANKS_A_SECOND = 100
 """Beats that the store is given, and asked for, in a second."""
 COLUMNS = "started", "step", "action", "number", "group", "members", "what", "waited", "ended", "turn", "place", "hash"
+STOPPING_S = 5.0
+"""An answer of the store takes less, unless the machine that holds it is gone."""
 FLIGHT = "flight"
 """The folder of a run for what its ranks write when they end."""
 STRAYS, HANGS = "strays", "hangs"
@@ -68,6 +70,7 @@ class Flight:
         self._beats = 0
         self._main = threading.get_ident()
         self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._heard_at = 0.0
         self._step_began = time.monotonic()
 
@@ -205,11 +208,14 @@ class Flight:
         limits_s, self._heard_at = (limit_s, first_limit_s), time.monotonic()
         for body, of in ((self._watch, (own,)), (self._guard, ())):
             arguments = (*of, folder, limits_s, interval_s, end)
-            threading.Thread(target=body, args=arguments, name="autopar beat", daemon=True).start()
+            self._threads.append(threading.Thread(target=body, args=arguments, name="autopar beat", daemon=True))
+            self._threads[-1].start()
 
     def stop(self) -> None:
-        """The run is over: no more beats."""
+        """The run is over: no more beats. A thread that asks the store while the interpreter ends would abort the process."""
         self._ended.set()
+        for thread in self._threads:
+            thread.join(STOPPING_S)
 
     def _watch(
         self,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from autopar.runtime.diagnosis import Beat, diagnose
 from autopar.runtime.flight import KEPT, Flight
@@ -130,3 +133,27 @@ def test_a_rank_that_is_excused_is_not_blamed():
     with flight.excused("saving step 4"):
         assert flight.beat().excuse == "saving step 4"
     assert flight.beat().excuse == ""
+
+
+class SlowStore:
+    """Of one process, whose answers take a while."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        time.sleep(0.2)
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def test_nothing_asks_the_store_once_a_run_is_over(tmp_path):
+    flight = Flight(0, 1)
+    flight.watch(SlowStore(), tmp_path, 60.0, 60.0, pytest.fail)
+    flight.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "autopar beat"]
