@@ -40,12 +40,12 @@ BUCKETED = ("all_reduce", "reduce_scatter")
 @dataclass(frozen=True)
 class BucketSizes:
     """Bytes: when a bucket is full; when the first one of a step is, so that messages start early; from where on a value is
-    scattered where it lies; when a late one is full at the earliest, as ranks that share cores pay for every message; and of all
-    that a step sends, where that is known."""
+    scattered where it lies; when a late one is full at the earliest, as ranks that share cores pay for every message, more than
+    for copying what fills less; and of all that a step sends, where that is known."""
 
     full: int = 25 * MIB
     first: int = MIB
-    direct: int = MIB
+    direct: int = 8 * MIB
     least: int = 8 * MIB
     step: int | None = None
 

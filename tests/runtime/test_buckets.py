@@ -7,6 +7,7 @@ import torch
 
 from autopar.runtime import GradEntry, GradStore, run_threads
 from autopar.runtime.buckets import Buckets, BucketSizes, bytes_in_buckets
+from autopar.runtime.comm import Step
 
 from . import stages
 from .scenarios import train
@@ -16,7 +17,9 @@ LOSS_BYTES = 8
 SIZES = {"a": 2, "b": 4}
 
 
-def sent_bytes(count: int, elements: int, sizes: BucketSizes, owned: bool = False) -> list[int]:
+def sent_bytes(
+    count: int, elements: int, sizes: BucketSizes, owned: bool = False, step: Step = ALL_REDUCE
+) -> list[int]:
     """Bytes of the messages that so many equal float32 gradients leave in, in their order."""
     messages: list[int] = []
 
@@ -24,7 +27,7 @@ def sent_bytes(count: int, elements: int, sizes: BucketSizes, owned: bool = Fals
         launch = comm._start
         if comm.rank == 0:
             comm._start = lambda call: messages.append(call.inp.numel() * 4) or launch(call)
-        store = GradStore(comm, {f"g{i}": GradEntry(1, (ALL_REDUCE,)) for i in range(count)}, sizes=sizes)
+        store = GradStore(comm, {f"g{i}": GradEntry(1, (step,)) for i in range(count)}, sizes=sizes)
         for i in range(count):
             store.add(f"g{i}", torch.ones(elements), owned)
         assert all(grad.unique().tolist() == [2.0] for grad in store.finish().values())
@@ -55,6 +58,14 @@ def test_without_a_known_step_buckets_are_full():
 def test_a_gradient_as_large_as_a_bucket_of_its_time_travels_alone():
     sizes = BucketSizes(full=1 << 20, first=512, least=512, step=4 * 1024)
     assert sent_bytes(4, 256, sizes, owned=True) == [1024, 2048, 1024]
+
+
+def test_a_gradient_that_fills_a_late_bucket_is_scattered_alone_and_no_smaller_one():
+    sizes = BucketSizes(full=1 << 20, first=256, direct=1024, least=1024)
+    scatter = ("reduce_scatter", "a", 0)
+    assert sent_bytes(2, 256, sizes, step=scatter) == [1024, 1024]
+    assert sent_bytes(4, 128, sizes, step=scatter) == [512, 3 * 512]
+    assert BucketSizes.direct == BucketSizes.least
 
 
 @pytest.mark.parametrize(

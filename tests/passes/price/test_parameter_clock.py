@@ -93,9 +93,11 @@ def test_a_bucket_that_is_full_hides_behind_the_rest_of_backward() -> None:
 
 
 def test_a_large_gradient_is_scattered_at_once() -> None:
-    scattered = [of_mib(name, 2, ON_DP, SCATTER) for name in ("a", "b")]
-    one = staged([], [back(0), gradient("a"), gradient("b"), back(1)], *scattered)
-    assert shown_parameters(one, LONG, pricer()).reduce_s == pytest.approx(0.0, abs=1e-8)
+    scattered = [of_mib(name, mib, ON_DP, SCATTER) for name, mib in (("a", 2), ("b", 1), ("c", 8))]
+    one = staged([], [back(0), *map(gradient, "abc"), back(1)], *scattered)
+    assert shown_parameters(one, LONG, pricer()).reduce_s == pytest.approx(A_MIB_S), (
+        "b waits for its bucket, c for none"
+    )
 
 
 def test_a_gradient_is_sent_after_its_last_contribution() -> None:
