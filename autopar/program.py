@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ from autopar.passes.batch.microbatches import Captured
 from autopar.passes.check.lines import check_program
 from autopar.passes.order.ordered import in_order
 from autopar.passes.price.by_node import by_node
+from autopar.passes.search.stages.limits import asks_for_pipeline, leaves_stages_open
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
@@ -104,21 +106,33 @@ class ParallelProgram(Compiled):
 
         The directory is a program: who runs it runs its code. What autopar wrote there before is replaced; where a file of
         anybody else is in the way nothing is touched. candidates: so many plans of other shapes that are predicted to come
-        next are written beside it, for `autopar-tune` to measure. also: other numbers of ranks (of the same machines), or
-        clusters, that the program is compiled for and written beside it: `run.py` takes the plan for the number of ranks that it
-        finds itself with, and steps are the same under each. Raises EmitError, InputError, and what `compile` raises where there
-        is no plan for one of them.
+        next are written beside it, for `autopar-tune` to measure; one with stages is among those to choose from. also: other
+        numbers of ranks (of the same machines), or clusters, that the program is compiled for and written beside it: `run.py`
+        takes the plan for the number of ranks that it finds itself with, and steps are the same under each. Raises EmitError,
+        InputError, and what `compile` raises where there is no plan for one of them.
         """
         if not isinstance(directory, str | Path) or not str(directory) or "\0" in str(directory):
             raise EmitError(f"save takes the path of a directory, not {shown(directory)}")
         if not is_integer(candidates, 0, MOST_CANDIDATES):
             raise InputError(f"save: candidates is a whole number from 0 to {MOST_CANDIDATES}, not {shown(candidates)}")
-        others = worth_measuring(self.plan, self.alternatives, candidates)
+        others = worth_measuring(
+            self.plan, [*self.alternatives, *(self._in_two_stages() if candidates else ())], candidates
+        )
         beside = [self.with_plan(other.plan)._contents for other in others]
         worlds = [self._on_cluster(cluster) for cluster in self._clusters(also)]
         for text in no_faster({one.cluster.size: one.predicted.step_time_s for one in (self, *worlds)}):
             warnings.warn(f"save(also=…): {text}", stacklevel=3)
         return write_directory(self._contents, Path(directory), beside, [world._contents for world in worlds])
+
+    def _in_two_stages(self) -> Iterator[Alternative]:
+        """The best plan in two stages, where no plan that is kept has stages: a search rules pipelines out by estimates that
+        may err by more than what they lack."""
+        options, plans = self.options, (self.plan, *(other.plan for other in self.alternatives))
+        searched = self.request.plan is None and leaves_stages_open(options, self.cluster.size)
+        if searched and not asks_for_pipeline(options) and all(len(plan.stages) == 1 for plan in plans):
+            with suppress(AutoparError):  # there may be no place to cut, or no room
+                other = self.compile_again(replace(self.request, options=replace(options, pp=2)))
+                yield Alternative(f"{other.plan.origin} {other.plan.show_meshes()}", other.plan, other.predicted)
 
     def _clusters(self, also: Sequence[int | ClusterSpec | str | Path]) -> list[ClusterSpec]:
         """The clusters that `save` is told of. Raises InputError, ClusterError."""

@@ -23,7 +23,7 @@ from autopar.passes.search.one_mesh.by_strategy import search_strategies
 from autopar.passes.search.one_mesh.short_memory import search_short_memory
 from autopar.passes.search.stages.branches import search_branches
 from autopar.passes.search.stages.laid_out import search_laid_out
-from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options
+from autopar.passes.search.stages.limits import asks_for_pipeline, check_pipeline_options, leaves_stages_open
 from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
@@ -90,7 +90,7 @@ def _kinds(task: Task, batch: int) -> Iterator[Kind]:
             yield [(task, candidate) for candidate in candidates]
 
     yield "plans on one mesh", strategies
-    stages = _stages_allowed(task)
+    stages = leaves_stages_open(task.options, task.cluster.size)
     pipelines_first = stages and task.cluster.size > MANY_RANKS and _wants_microbatches(task)
     lean: Kind = (
         "plans on one mesh with microbatches, recompute and offload",
@@ -130,12 +130,6 @@ def _left_out(plans: RankedPlans, kinds: tuple[str, ...]) -> RankedPlans:
     (task, best), *others = plans
     solution = replace(best.solution, bound=min(best.solution.bound, least_step_s(task)))
     return [(task, replace(best, solution=solution, left_out=kinds)), *others]
-
-
-def _stages_allowed(task: Task) -> bool:
-    """Whether the options leave it to the search how many stages there are."""
-    options = task.options
-    return task.cluster.size > 1 and options.pp != 1 and options.strategy == "auto" and options.mesh is None
 
 
 def _best_s(rankings: dict[str, RankedPlans]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_candidates_are_plans_of_other_shapes(program, saved):
     assert plans[0] == program.plan
     assert len({shape_of(plan) for plan in plans}) == 3
     assert not (saved / "candidates/1/weights").exists()
+
+
+def stages_of(out: Path) -> set[int]:
+    """How many stages the plans have that were written."""
+    return {len(autopar.Plan.load(path).stages) for path in out.glob("**/plan.json")}
+
+
+def test_a_pipeline_that_the_search_ruled_out_is_a_candidate(program, tmp_path: Path):
+    assert all(len(other.plan.stages) == 1 for other in program.alternatives)
+    assert stages_of(program.save(tmp_path / "all", candidates=8)) == {1, 2}
+    assert stages_of(program.save(tmp_path / "none")) == {1}
+    one_mesh = replace(program.options, pp=1)
+    without = program.compile_again(replace(program.request, options=one_mesh))
+    assert stages_of(without.save(tmp_path / "one mesh", candidates=8)) == {1}
 
 
 def test_the_candidate_that_is_named_runs_with_the_weights_of_the_directory(program, tmp_path: Path):

@@ -25,6 +25,11 @@ def asks_for_pipeline(options: Options) -> bool:
     return options.stage_boundaries is not None or (options.pp or 1) > 1 or (options.chunks or 1) > 1
 
 
+def leaves_stages_open(options: Options, ranks: int) -> bool:
+    """Whether the options leave it to the search how many stages there are."""
+    return ranks > 1 and options.pp != 1 and options.strategy == "auto" and options.mesh is None
+
+
 def check_pipeline_options(task: Task) -> None:
     """Raises InputError for more stages than there are places to cut, unknown schedules and boundaries."""
     options = task.options
