@@ -20,6 +20,8 @@ from autopar.plan import OVERLAPS, Plan
 
 LEAST_SENT = 0.05
 """Share of a step that messages take at least where it is cut in pieces for them."""
+LEAST_WON = 0.02
+"""Share of a step that pieces win at least: they are more and smaller ops, of which prices know less."""
 
 
 def overlapped(plans: RankedPlans) -> RankedPlans:
@@ -61,11 +63,12 @@ def with_pieces(task: Task, candidate: PricedPlan) -> PricedPlan:
         return candidate
     plan = overlapping(candidate.plan, OVERLAPS[-1])
     lowered = outline(task.program, plan, task.pricers, task.rules, split, task.parameter_kind)
+    to_beat_s = (1 - LEAST_WON) * counted.step_time_s
     for pieces in PIECES:
         smaller = in_pieces(plan, pieces, task.program, lowered, task.rules)
         costs = under(task.stage_costs(smaller, split), counted.table)
-        if costs.step_time_s < account_of(candidate).step_time_s and not _groups_short(task, costs, smaller):
-            candidate = replace(candidate, plan=smaller, lowered=None, account=costs)
+        if costs.step_time_s < to_beat_s and not _groups_short(task, costs, smaller):
+            candidate, to_beat_s = replace(candidate, plan=smaller, lowered=None, account=costs), costs.step_time_s
     return candidate
 
 

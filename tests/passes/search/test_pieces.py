@@ -11,6 +11,7 @@ import autopar
 from autopar.ir.lines import Compute, Cut, Line, Start
 from autopar.passes.price.link_clock import op_seconds, strategy_of
 from autopar.passes.price.pricer import PIECE, Pricer
+from autopar.passes.search import overlap
 from autopar.proof.verify import verify
 from tests.zoo.models import ADAMW, token_loss
 from tests.zoo.transformers import Llama
@@ -23,9 +24,9 @@ def cluster_at(bandwidth_Bps: float) -> autopar.ClusterSpec:
     return replace(local, levels=(replace(local.levels[0], bandwidth_Bps=bandwidth_Bps, latency_s=1e-5),))
 
 
-def compiled(cluster: autopar.ClusterSpec, overlap: bool = True) -> autopar.Program:
+def compiled(cluster: autopar.ClusterSpec, beside: bool = True) -> autopar.Program:
     options = autopar.Options(
-        mesh={"dp": 1, "tp": 2}, strategy="megatron", microbatches=1, recompute="none", overlap=overlap
+        mesh={"dp": 1, "tp": 2}, strategy="megatron", microbatches=1, recompute="none", overlap=beside
     )
     return autopar.compile(wide_llama(), cluster, BATCH, loss_fn=token_loss, optimizer=ADAMW, options=options)
 
@@ -40,7 +41,7 @@ def lines(program: autopar.Program) -> list[Line]:
 
 
 def test_blocks_are_in_pieces_where_messages_take_long() -> None:
-    program, plain = compiled(cluster_at(2e8)), compiled(cluster_at(2e8), overlap=False)
+    program, plain = compiled(cluster_at(2e8)), compiled(cluster_at(2e8), beside=False)
     assert any(t.pieces > 1 for t in program.plan.stages[0].templates.values())
     assert any(isinstance(line, Cut) for line in lines(program))
     assert any(isinstance(line, Start) for line in lines(program))
@@ -51,6 +52,12 @@ def test_blocks_are_in_pieces_where_messages_take_long() -> None:
 def test_blocks_stay_whole_where_nothing_is_sent_or_messages_take_no_time() -> None:
     program = compiled(cluster_at(1e14))
     assert not any(isinstance(line, Cut) for line in lines(program))
+
+
+def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(isinstance(line, Cut) for line in lines(compiled(cluster_at(7e8))))
+    monkeypatch.setattr(overlap, "LEAST_WON", 0.0)
+    assert any(isinstance(line, Cut) for line in lines(compiled(cluster_at(7e8))))
 
 
 def test_a_piece_is_no_cheaper_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
