@@ -79,6 +79,17 @@ def norm_dw(call: OpCall) -> Rule:
 
 
 @graph_op(
+    "norm_dwb(Tensor g, Tensor x, Tensor mean, Tensor rstd, int ndim) -> (Tensor, Tensor)",
+    local.norm_dwb,
+    lambda g, x, mean, rstd, ndim: (x.new_empty(x.shape[x.ndim - ndim :]), x.new_empty(x.shape[x.ndim - ndim :])),
+    result_names=("norm_dw", "norm_db"),
+)
+def norm_dwb(call: OpCall) -> Rule:
+    """Gradients of the weight and the bias of a layer norm."""
+    return _rule(call, "w", "b")
+
+
+@graph_op(
     "layer_norm(Tensor x, Tensor? w, Tensor? b, float eps, int ndim) -> (Tensor, Tensor, Tensor)",
     local.layer_norm,
     lambda x, w, b, eps, ndim: (empty_like(x), _lead_ones(x, ndim), _lead_ones(x, ndim)),
@@ -153,6 +164,8 @@ class LayerNorm(Function):
         need = ctx.needs_input_grad
         lead = list(range(x.ndim - ctx.ndim))
         dx = layer_norm_dx(g, x, mean, rstd, w, ctx.ndim) if need[0] else None
+        if need[1] and need[2]:
+            return dx, *norm_dwb(g, x, mean, rstd, ctx.ndim), None, None
         dw = norm_dw(g, x, mean, rstd, ctx.ndim) if need[1] else None
         db = (g.sum(lead) if lead else g) if need[2] else None
         return dx, dw, db, None, None

@@ -152,6 +152,15 @@ def norm_dw(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) 
     return (product.sum(lead) if lead else product).to(x.dtype)
 
 
+def norm_dwb(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
+    """Gradients of a layer norm's weight and bias, which one pass makes where a kernel does."""
+    if x.numel() > 0 and has_norm_dw(device_of(x), x.dtype == rstd.dtype):
+        w = x.new_empty(1).expand(x.shape[x.ndim - ndim :])
+        return _layer_norm_backward(g, x, mean, rstd, w, ndim, [False, True, True])[1:]
+    lead = list(range(x.ndim - ndim))
+    return norm_dw(g, x, mean, rstd, ndim), g.sum(lead) if lead else g.clone()
+
+
 def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (y, mean, rstd); the statistics keep the normalised dims as 1."""
     y, mean, rstd = torch.native_layer_norm(x, x.shape[x.ndim - ndim :], w, b, eps)
@@ -168,7 +177,7 @@ def _layer_norm_backward(
     """torch's kernel, which takes statistics for dense, whatever their strides are."""
     shape = x.shape[x.ndim - ndim :]
     return aten.native_layer_norm_backward(
-        g.contiguous(), x, shape, mean.contiguous(), rstd.contiguous(), w, None, wanted
+        g.contiguous(), x, shape, mean.contiguous(), rstd.contiguous(), w, w if wanted[2] else None, wanted
     )
 
 

@@ -114,7 +114,9 @@ def _grouped(draw: Draw, name: str) -> Case:
 # --- norms, embedding ----------------------------------------------------------------------------------------------
 
 
-@makes("autopar.rms_norm", "autopar.rms_norm_dx", "autopar.layer_norm", "autopar.layer_norm_dx", "autopar.norm_dw")
+@makes(
+    *(f"autopar.{name}" for name in ("rms_norm", "rms_norm_dx", "layer_norm", "layer_norm_dx", "norm_dw", "norm_dwb"))
+)
 def _norm(draw: Draw, name: str) -> Case:
     x = draw.f(*draw.shape(1, 3))
     ndim = draw.pick(1, min(2, x.ndim))
@@ -130,6 +132,8 @@ def _norm(draw: Draw, name: str) -> Case:
         return call(normalization.rms_norm_dx, g, x, rstd, w, ndim)
     if name == "autopar.layer_norm_dx":
         return call(normalization.layer_norm_dx, g, x, mean, rstd, w, ndim)
+    if name == "autopar.norm_dwb":
+        return call(normalization.norm_dwb, g, x, mean, rstd, ndim)
     return call(normalization.norm_dw, g, x, draw.pick(mean, None), rstd, ndim)
 
 

@@ -69,6 +69,8 @@ def test_gradients_of_norms_whose_statistics_do_not_lie_one_after_another(center
         gw = g * w
         expected = rstd * (gw - gw.mean(over, keepdim=True) - hat * (gw * hat).mean(over, keepdim=True))
         torch.testing.assert_close(ops.layer_norm_dx(g, x, mean, rstd, w, ndim), expected, rtol=1e-12, atol=1e-12)
+        both, lead = ops.norm_dwb(g, x, mean, rstd, ndim), list(range(4 - ndim))
+        torch.testing.assert_close(both, ((hat * g).sum(lead), g.sum(lead)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("equation", ["xk,x->k", "xk,kx->xk", "xk,y->xky", "xbk,bky->bxy"])
