@@ -102,7 +102,9 @@ def passes(rows: int) -> Iterator[Timed]:
     yield of("autopar.rms_norm", (x, w), lambda: ops.rms_norm(x, w, 1e-5, 1))
     yield of("autopar.rms_norm_dx", (g, x, rstd, w), lambda: ops.rms_norm_dx(g, x, rstd, w, 1))
     yield of("autopar.norm_dw", (g, x, mean, rstd), lambda: ops.norm_dw(g, x, mean, rstd, 1))
-    yield of("autopar.norm_dwb", (g, x, mean, rstd), lambda: ops.norm_dwb(g, x, mean, rstd, 1))
+    yield of(
+        "autopar.layer_norm_backward", (g, x, mean, rstd, w), lambda: ops.layer_norm_backward(g, x, mean, rstd, w, 1)
+    )
     yield of("autopar.dropout", (x,), lambda: ops.dropout(x, 0.1, key))
     yield of("autopar.embedding", (places,), lambda: ops.embedding(table, places))
     yield of("autopar.embedding_grad", (g, rows_read), lambda: ops.embedding_grad(g, rows_read, rows, -1))

@@ -6,6 +6,7 @@ are einsums again. The rule of an einsum is its equation.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from torch.autograd import Function
 
 from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule, parse_rule
-from autopar.ops.dialect import graph_op, lifts
+from autopar.ops.dialect import empty_like, graph_op, lifts
+from autopar.ops.labels import Maker
 from autopar.ops.registry import Gemm, define, named, register
 from autopar.runtime import ops as local
 
@@ -79,6 +81,21 @@ def linear_dw(call: OpCall) -> Rule:
     return parse_rule(f"{lead} o, {lead} i -> o i", call.shapes, call.out_shapes)
 
 
+@graph_op("contiguous_batch(Tensor x) -> Tensor", local.contiguous_batch, empty_like)
+def contiguous_batch(call: OpCall) -> Rule:
+    """A copy whose matrices lie one after another; every dim shards."""
+    make = Maker()
+    labels = make.dims(call.shapes[0])
+    return make.rule([labels], [labels], [{0}])
+
+
+def _for_two(equation: str, x: Tensor) -> Tensor:
+    """An operand of two products of batches, copied for both where each would make a copy of its own."""
+    batch = [(n, stride) for n, stride in zip(x.shape[:-2], x.stride(), strict=False) if n > 1]
+    one_after_another = all(outer == n * inner for (_, outer), (n, inner) in itertools.pairwise(batch))
+    return x if one_after_another or not local.is_batched_product(equation) else contiguous_batch(x)
+
+
 def _einsum_shape(equation: str, a: Tensor, b: Tensor) -> Tensor:
     left, out = equation.split("->")
     sizes = {c: n for term, t in zip(left.split(","), (a, b), strict=True) for c, n in zip(term, t.shape, strict=True)}
@@ -135,6 +152,8 @@ class Einsum(Function):
 
     @staticmethod
     def forward(ctx: Any, equation: str, a: Tensor, b: Tensor) -> Tensor:
+        a = _for_two(equation, a) if ctx.needs_input_grad[2] else a
+        b = _for_two(equation, b) if ctx.needs_input_grad[1] else b
         ctx.save_for_backward(a, b)
         ctx.equation = equation
         return einsum(equation, a, b)
@@ -144,6 +163,7 @@ class Einsum(Function):
         a, b = ctx.saved_tensors
         left, out = ctx.equation.split("->")
         la, lb = left.split(",")
+        g = _for_two(ctx.equation, g) if all(ctx.needs_input_grad[1:]) else g
         da = einsum(f"{out},{lb}->{la}", g, conjugate(b)) if ctx.needs_input_grad[1] else None
         db = einsum(f"{out},{la}->{lb}", g, conjugate(a)) if ctx.needs_input_grad[2] else None
         return None, da, db
@@ -252,3 +272,4 @@ define(
     *named("mm bmm dot mv"),
     linear=lambda call: [{0}, {1}],
 )
+define("autopar.contiguous_batch", linear=lambda call: [{0}], precision="pass")

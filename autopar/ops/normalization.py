@@ -79,17 +79,6 @@ def norm_dw(call: OpCall) -> Rule:
 
 
 @graph_op(
-    "norm_dwb(Tensor g, Tensor x, Tensor mean, Tensor rstd, int ndim) -> (Tensor, Tensor)",
-    local.norm_dwb,
-    lambda g, x, mean, rstd, ndim: (x.new_empty(x.shape[x.ndim - ndim :]), x.new_empty(x.shape[x.ndim - ndim :])),
-    result_names=("norm_dw", "norm_db"),
-)
-def norm_dwb(call: OpCall) -> Rule:
-    """Gradients of the weight and the bias of a layer norm."""
-    return _rule(call, "w", "b")
-
-
-@graph_op(
     "layer_norm(Tensor x, Tensor? w, Tensor? b, float eps, int ndim) -> (Tensor, Tensor, Tensor)",
     local.layer_norm,
     lambda x, w, b, eps, ndim: (empty_like(x), _lead_ones(x, ndim), _lead_ones(x, ndim)),
@@ -108,6 +97,17 @@ def layer_norm(call: OpCall) -> Rule:
 def layer_norm_dx(call: OpCall) -> Rule:
     """Gradient of the input."""
     return _rule(call, "x")
+
+
+@graph_op(
+    "layer_norm_backward(Tensor g, Tensor x, Tensor mean, Tensor rstd, Tensor w, int ndim) -> (Tensor, Tensor, Tensor)",
+    local.layer_norm_backward,
+    lambda g, x, mean, rstd, w, ndim: (empty_like(x), empty_like(w), empty_like(w)),
+    result_names=("layer_norm_dx", "norm_dw", "norm_db"),
+)
+def layer_norm_backward(call: OpCall) -> Rule:
+    """Gradients of the input, the weight and the bias."""
+    return _rule(call, "x", "w", "b")
 
 
 @register("aten._weight_norm_interface", "aten._weight_norm_interface_backward")
@@ -163,9 +163,9 @@ class LayerNorm(Function):
         x, w, mean, rstd = ctx.saved_tensors
         need = ctx.needs_input_grad
         lead = list(range(x.ndim - ctx.ndim))
+        if all(need[:3]):
+            return *layer_norm_backward(g, x, mean, rstd, w, ctx.ndim), None, None
         dx = layer_norm_dx(g, x, mean, rstd, w, ctx.ndim) if need[0] else None
-        if need[1] and need[2]:
-            return dx, *norm_dwb(g, x, mean, rstd, ctx.ndim), None, None
         dw = norm_dw(g, x, mean, rstd, ctx.ndim) if need[1] else None
         db = (g.sum(lead) if lead else g) if need[2] else None
         return dx, dw, db, None, None

@@ -94,9 +94,23 @@ def _as_product(equation: str) -> _Product | None:
     return _Product(batch, swapped, first[0] != out[0], second[1] != out[1])
 
 
+def is_batched_product(equation: str) -> bool:
+    """Whether an equation is a product of batches of matrices, dims of the batch first."""
+    product = _as_product(equation)
+    return product is not None and product.batch > 0
+
+
 def _one_batch(x: Tensor) -> Tensor:
     """(batch, rows, columns); where it must be copied the inner one of rows and columns stays the inner one."""
     return x.mT.flatten(0, -3).mT if x.stride(-2) < x.stride(-1) else x.flatten(0, -3)
+
+
+def contiguous_batch(x: Tensor) -> Tensor:
+    """A copy of x (*batch, rows, columns) as products of batches read it, its matrices one after another; the inner one of rows
+    and columns stays the inner one."""
+    if x.stride(-2) < x.stride(-1):
+        return x.mT.clone(memory_format=torch.contiguous_format).mT
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 # --- normalisation ----------------------------------------------------------------------------------------------------
@@ -152,15 +166,6 @@ def norm_dw(g: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, ndim: int) 
     return (product.sum(lead) if lead else product).to(x.dtype)
 
 
-def norm_dwb(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, ndim: int) -> tuple[Tensor, Tensor]:
-    """Gradients of a layer norm's weight and bias, which one pass makes where a kernel does."""
-    if x.numel() > 0 and has_norm_dw(device_of(x), x.dtype == rstd.dtype):
-        w = x.new_empty(1).expand(x.shape[x.ndim - ndim :])
-        return _layer_norm_backward(g, x, mean, rstd, w, ndim, [False, True, True])[1:]
-    lead = list(range(x.ndim - ndim))
-    return norm_dw(g, x, mean, rstd, ndim), g.sum(lead) if lead else g.clone()
-
-
 def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (y, mean, rstd); the statistics keep the normalised dims as 1."""
     y, mean, rstd = torch.native_layer_norm(x, x.shape[x.ndim - ndim :], w, b, eps)
@@ -169,6 +174,13 @@ def layer_norm(x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, ndim: 
 
 def layer_norm_dx(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor | None, ndim: int) -> Tensor:
     return _layer_norm_backward(g, x, mean, rstd, w, ndim, [True, False, False])[0]
+
+
+def layer_norm_backward(
+    g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, w: Tensor, ndim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, of the weight and of the bias."""
+    return _layer_norm_backward(g, x, mean, rstd, w, ndim, [True, True, True])
 
 
 def _layer_norm_backward(

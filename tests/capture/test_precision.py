@@ -98,7 +98,7 @@ def test_products_and_activations_are_low_norms_and_losses_are_not() -> None:
         "aten.gelu_backward.default",
     ):
         assert ops[op] == {BF16}, op
-    for op in ("autopar.layer_norm", "autopar.layer_norm_dx", "autopar.norm_dwb", "autopar.cross_entropy_grad"):
+    for op in ("autopar.layer_norm", "autopar.layer_norm_backward", "autopar.cross_entropy_grad"):
         assert ops[op] == {F32}, op
 
 

@@ -63,7 +63,8 @@ def test_fused_norms_equal_the_formula_on_a_cpu(dtype: torch.dtype) -> None:
         y, rstd = ops.rms_norm(x, w, 1e-5, 1)
         z, mean, rstd2 = ops.layer_norm(x, w, w, 1e-5, 1)
         of_rms = ops.rms_norm_dx(g, x, rstd, w, 1), ops.norm_dw(g, x, None, rstd, 1)
-        of_layer = ops.layer_norm_dx(g, x, mean, rstd2, w, 1), *ops.norm_dwb(g, x, mean, rstd2, 1)
+        of_layer = ops.layer_norm_dx(g, x, mean, rstd2, w, 1), ops.norm_dw(g, x, mean, rstd2, 1)
+        of_layer += ops.layer_norm_backward(g, x, mean, rstd2, w, 1)
         return [y, rstd, z, mean, rstd2, *of_rms, *of_layer]
 
     found = norms(*(one.to(one_gpu.DEVICE) for one in (x, g, w)))

@@ -38,6 +38,12 @@ def _einsum(draw: Draw, _: str) -> Case:
     return call(contraction.einsum, f"{left},{right}->{out}", a, b)
 
 
+@makes("autopar.contiguous_batch")
+def _contiguous_batch(draw: Draw, _: str) -> Case:
+    x = draw.f(*draw.shape(2, 4))
+    return call(contraction.contiguous_batch, x.mT.contiguous().mT if draw.pick(False, True) else x)
+
+
 @makes("aten.mm", "aten.bmm")
 def _mm(draw: Draw, name: str) -> Case:
     lead = [draw.size()] if name == "aten.bmm" else []
@@ -115,7 +121,10 @@ def _grouped(draw: Draw, name: str) -> Case:
 
 
 @makes(
-    *(f"autopar.{name}" for name in ("rms_norm", "rms_norm_dx", "layer_norm", "layer_norm_dx", "norm_dw", "norm_dwb"))
+    *(
+        f"autopar.{name}"
+        for name in ("rms_norm", "rms_norm_dx", "layer_norm", "layer_norm_dx", "layer_norm_backward", "norm_dw")
+    )
 )
 def _norm(draw: Draw, name: str) -> Case:
     x = draw.f(*draw.shape(1, 3))
@@ -132,8 +141,8 @@ def _norm(draw: Draw, name: str) -> Case:
         return call(normalization.rms_norm_dx, g, x, rstd, w, ndim)
     if name == "autopar.layer_norm_dx":
         return call(normalization.layer_norm_dx, g, x, mean, rstd, w, ndim)
-    if name == "autopar.norm_dwb":
-        return call(normalization.norm_dwb, g, x, mean, rstd, ndim)
+    if name == "autopar.layer_norm_backward":
+        return call(normalization.layer_norm_backward, g, x, mean, rstd, draw.f(*own), ndim)
     return call(normalization.norm_dw, g, x, draw.pick(mean, None), rstd, ndim)
 
 

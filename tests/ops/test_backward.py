@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.capture.fake import faked
+from autopar.ir.program import op_name
 from autopar.ops.dialect import LIFT
 from autopar.runtime import ops
+from tests.ops.traced import run, traced
 
 from .gradients import assert_equal_gradients, f
 
@@ -52,6 +56,42 @@ def test_an_einsum_of_batches_of_matrices_is_a_product(equation: str, turned: bo
     torch.testing.assert_close(product, expected if c is None else expected + c, rtol=1e-12, atol=1e-12)
 
 
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(batch, tokens, heads, width) each -> (batch, tokens, heads, width)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "learned", "copies"), [(3, 3, 4), (1, 3, 0), (3, 1, 2)], ids=["heads", "one head", "queries alone"]
+)
+def test_what_two_products_of_heads_read_is_copied_once(heads: int, learned: int, copies: int) -> None:
+    """Queries, keys, values and the gradient of what they give; where only queries are learned: keys and values, of which
+    each gradient of a product is read by one."""
+    tensors = [f(2, 5, heads, 4).detach().requires_grad_(i < learned) for i in range(3)]
+    with faked(nn.Module(), FakeTensorMode()):
+        template = traced(by_hand, tensors)
+    assert [op_name(node.target) for node in template.ops].count("autopar.contiguous_batch") == copies
+    tangent = f(2, 5, heads, 4).detach()
+    expected = by_hand(*tensors)
+    values = run(template, [x.detach() for x in tensors], [tangent])
+    torch.testing.assert_close(values[template.outputs[0]], expected.detach(), rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad(expected, tensors[:learned], tangent)
+    for name, gradient in zip(template.input_grads, gradients, strict=False):
+        assert name is not None
+        torch.testing.assert_close(values[name], gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_a_contiguous_batch_is_a_copy_whose_inner_dim_stays() -> None:
+    x = f(2, 5, 3, 4).detach().transpose(1, 2)
+    for one in (x, x.mT):
+        copy = ops.contiguous_batch(one)
+        assert torch.equal(copy, one)
+        assert copy.data_ptr() != one.data_ptr()
+        assert copy.flatten(0, 1).data_ptr() == copy.data_ptr()
+        assert (copy.stride(-2) < copy.stride(-1)) == (one.stride(-2) < one.stride(-1))
+
+
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("centered", [True, False])
 def test_gradients_of_norms_whose_statistics_do_not_lie_one_after_another(centered: bool, ndim: int) -> None:
@@ -69,8 +109,8 @@ def test_gradients_of_norms_whose_statistics_do_not_lie_one_after_another(center
         gw = g * w
         expected = rstd * (gw - gw.mean(over, keepdim=True) - hat * (gw * hat).mean(over, keepdim=True))
         torch.testing.assert_close(ops.layer_norm_dx(g, x, mean, rstd, w, ndim), expected, rtol=1e-12, atol=1e-12)
-        both, lead = ops.norm_dwb(g, x, mean, rstd, ndim), list(range(4 - ndim))
-        torch.testing.assert_close(both, ((hat * g).sum(lead), g.sum(lead)), rtol=1e-12, atol=1e-12)
+        every, lead = ops.layer_norm_backward(g, x, mean, rstd, w, ndim), list(range(4 - ndim))
+        torch.testing.assert_close(every, (expected, (hat * g).sum(lead), g.sum(lead)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("equation", ["xk,x->k", "xk,kx->xk", "xk,y->xky", "xbk,bky->bxy"])
