@@ -35,6 +35,19 @@ def distances(call: OpCall) -> Rule:
     return make.rule([(*lead, p, ()), (*lead, r, ())], [(*lead, p, r)])
 
 
+@register("aten._cdist_backward")
+def distances_backward(call: OpCall) -> Rule:
+    """Gradient of the first: each of its elements sums over the rows of the second, and looks at that element of them alone."""
+    make = Maker()
+    a, b = call.operand("x1").shape, call.operand("x2").shape
+    if a[:-2] != b[:-2]:
+        return leading(call, 0)
+    lead: Labels = tuple(make.add(f"b{i}", n) for i, n in enumerate(a[:-2]))
+    p, r, d = make.add("p", a[-2]), make.add("r", b[-2]), make.add("d", a[-1])
+    pairs = (*lead, p, r)
+    return make.rule([pairs, (*lead, p, d), (*lead, r, d), pairs], [(*lead, p, d)])
+
+
 @register("aten.linalg_solve_triangular")
 def solve_triangular(call: OpCall) -> Rule:
     """Batch dims pass; so do right-hand sides (columns of B, or rows when X A = B)."""

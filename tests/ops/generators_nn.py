@@ -250,6 +250,14 @@ def _distances(draw: Draw, name: str) -> Case:
     return call(overload(name), a, b, *((2.0, None) if name == "aten._cdist_forward" else ()))
 
 
+@makes("aten._cdist_backward")
+def _distances_backward(draw: Draw, _: str) -> Case:
+    lead = draw.shape(1, 2) if draw.pick(True, False) else []
+    p, r, power = draw.size(), draw.size(), draw.pick(1.0, 2.0, 3.0)
+    a, b = draw.f(*lead, p, 3), draw.f(*lead, r, 3)
+    return call(aten._cdist_backward.default, draw.f(*lead, p, r), a, b, power, torch.cdist(a, b, p=power))
+
+
 @makes("aten._weight_norm_interface", "aten._weight_norm_interface_backward")
 def _weight_norm(draw: Draw, name: str) -> Case:
     v = draw.f(*draw.shape(2, 3))

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.call import OpCall
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import op_call
 from autopar.ir.rule import Rule
+from autopar.ops import discover as discovery
 from autopar.ops.discover import discover
 from autopar.passes.rules.book import RuleBook
 from tests.ops.execution import MESHES, Case, as_node, check_strategy
@@ -219,6 +221,33 @@ def test_a_rule_by_experiment_is_kept_and_named_and_an_op_without_one_warns_once
         book.rule(op_call(odd))
     assert list(book.discovered) == ["strange.swish_pair.default"]
     assert book.unknown == ["strange.noise.default"]
+
+
+@strange("trusting(Tensor x, Tensor y) -> Tensor")
+def trusting(x: Tensor, y: Tensor) -> Tensor:
+    """x * y, where y is taken to be as large as x, as kernels do that check nothing."""
+    assert y.untyped_storage().nbytes() >= x.numel() * y.element_size(), "would read memory of others"
+    return x * torch.as_strided(y, x.shape, x.stride())
+
+
+@pytest.mark.parametrize("of", [f, lambda *shape: torch.ones(shape, dtype=torch.int64)], ids=["floats", "integers"])
+def test_a_kernel_that_reads_past_a_part_meets_what_gives_it_away(
+    of: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every hypothesis runs without an error, those too that cut one operand alone."""
+    failed: list[Exception] = []
+    run_call = discovery.run_call
+
+    def watched(call: OpCall, tensors: list[Tensor]) -> list[Tensor | None]:
+        try:
+            return run_call(call, tensors)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    monkeypatch.setattr(discovery, "run_call", watched)
+    assert str(rule_found(Case(trusting, (of(4, 4), of(4, 4)), {}))) == "f0 f1, f0 f1 -> f0 f1"
+    assert failed == []
 
 
 class Strange(nn.Module):
