@@ -248,20 +248,21 @@ class Loss(torch.nn.Module):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("length", "kv_heads", "causal", "order"),
+    ("length", "kv_heads", "causal", "order", "most"),
     [
-        (512, 4, True, 0),
-        (512, 2, False, 0),
-        (16384, 4, True, 0),
-        (16384, 2, False, 0),
-        (512, 4, True, 4),
-        (16384, 2, True, 4),
+        (512, 4, True, 0, 0.9),
+        (512, 2, False, 0, 0.95),
+        (16384, 4, True, 0, 0.65),
+        (16384, 2, False, 0, 0.75),
+        (512, 4, True, 4, 0.9),
+        (16384, 2, True, 4, 0.65),
     ],
 )
 def test_a_layer_holds_what_was_predicted_and_less_in_a_ring(
-    length: int, kv_heads: int, causal: bool, order: int
+    length: int, kv_heads: int, causal: bool, order: int, most: float
 ) -> None:
-    """Under causal masks the last rank has most to do; the promise is about it. Long blocks go round in turns."""
+    """Under causal masks the last rank has most to do; the promise is about it. Long blocks go round in turns. most: of what
+    whole keys hold; kernels without a mask read keys of two heads as they are, so there is less to save."""
     batch = torch.randn(1, length, 64)
     options = autopar.Options(mesh={"cp": 4}, pp=1, order=order)
     program = autopar.compile(Loss(causal, kv_heads), autopar.ClusterSpec.local(4), (batch,), options=options)
@@ -271,4 +272,4 @@ def test_a_layer_holds_what_was_predicted_and_less_in_a_ring(
         predicted, measured = form.account.peaks[0], max(measure_peak(form, (batch,), steps=1))
         assert 0.98 * measured - 256 <= predicted <= 1.05 * measured + 256, choice
         peaks.append(measured)
-    assert peaks[1] < (0.65 if length > 512 else 0.9) * peaks[0]
+    assert peaks[1] < most * peaks[0]
