@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -31,14 +32,14 @@ class OptimizerState:
 
     elements: of state per element of a parameter, over the whole model. elements_of: for parameters where it differs from
     that. element_bytes: of one of them. scratch: elements that an update needs for a moment, per element of the parameter
-    it updates and per element of the one before. is_fused: on a GPU one kernel updates all parameters, without scratch.
-    whole: names of parameters that are updated as whole tensors. group_of: which group of the optimizer a parameter is in,
-    where there are several.
+    it updates, of the one before and of every earlier one (what updates in lists holds that of all at once). is_fused: on a
+    GPU one kernel updates all parameters, without scratch. whole: names of parameters that are updated as whole tensors.
+    group_of: which group of the optimizer a parameter is in, where there are several.
     """
 
     elements: float = 0.0
     element_bytes: int = 0
-    scratch: tuple[float, float] = (0.0, 0.0)
+    scratch: tuple[float, float, float] = (0.0, 0.0, 0.0)
     is_fused: bool = False
     whole: frozenset[str] = frozenset()
     elements_of: Mapping[str, float] = field(default_factory=dict)
@@ -62,10 +63,14 @@ class OptimizerState:
     def scratch_bytes(self, shards: Sequence[float], device: Device = CPU) -> float:
         """The most bytes that updating shards of so many bytes, one after another, needs beside their state. On a GPU they are
         updated together."""
-        own, before = self.scratch
+        own, before, earlier = self.scratch
         if has_fused_update(device.type):
             return 0.0 if self.is_fused else own * sum(shards)
-        return max((own * a + before * b for a, b in zip(shards, [0.0, *shards], strict=False)), default=0.0)
+        held = [0.0, 0.0, *accumulate(shards)]  # up to two before each
+        return max(
+            (own * a + before * (b - c) + earlier * c for a, b, c in zip(shards, held[1:], held, strict=False)),
+            default=0.0,
+        )
 
 
 @dataclass(frozen=True)

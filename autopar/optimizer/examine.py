@@ -160,9 +160,9 @@ def _groups(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str
     return {name: place[id(p)] for name, p in parameters.items() if id(p) in place} if len(groups) > 1 else {}
 
 
-def _scratch(factory: Any, sizes: Shapes) -> tuple[float, float]:
-    """Elements of scratch memory that a step needs for one parameter, and how many more for a second one like it."""
-    largest = sorted((n for n, s in sizes.items() if s), key=lambda n: (-len(sizes[n]), -math.prod(sizes[n])))[:2]
+def _scratch(factory: Any, sizes: Shapes) -> tuple[float, float, float]:
+    """Elements of scratch memory that a step needs for one parameter, and how many more for a second and a third one like it."""
+    largest = sorted((n for n, s in sizes.items() if s), key=lambda n: (-len(sizes[n]), -math.prod(sizes[n])))[:3]
     scratch_by_count = []
     for count in range(1, len(largest) + 1):
         chosen = {name: nn.Parameter(torch.zeros(_square(len(sizes[name])))) for name in largest[:count]}
@@ -176,8 +176,10 @@ def _scratch(factory: Any, sizes: Shapes) -> tuple[float, float]:
             for optimizer in optimizers:
                 optimizer.step()
         scratch_by_count.append(float(counter.peak // (4 * ELEMENTS)))  # whole tensors: numbers count for nothing
-    alone = scratch_by_count[0] if scratch_by_count else 0.0
-    return alone, max(scratch_by_count[-1] - alone, 0.0) if len(scratch_by_count) > 1 else 0.0
+    while len(scratch_by_count) < 3:
+        scratch_by_count.append(scratch_by_count[-1] if scratch_by_count else 0.0)
+    alone, two, three = scratch_by_count
+    return alone, max(two - alone, 0.0), max(three - two, 0.0)
 
 
 def _square(ndim: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ bytes (scaled to the budget).
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -18,12 +18,15 @@ from ortools.math_opt.core.python import solver
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.python.result import parse_solve_result
 from ortools.math_opt.python.solve import StatusNotOk
+from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
 
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import Reduced, assigned
 
 CLOSE = 1e-4
 """Relative distance to the bound at which an assignment will do where the LP is not whole."""
+_ONE_THREAD = HighsOptionsProto(int_options={"threads": 1}, string_options={"parallel": "off"})
+"""HiGHS keeps its threads from one answer to the next: a process forked from this one would wait for them for ever."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ def _solved(model: _Model, params: mathopt.SolveParameters) -> _Solved | None:
             model.proto,
             mathopt.SolverType.HIGHS.value,
             mathopt.StreamableSolverInitArguments().to_proto(),
-            params.to_proto(),
+            replace(params, highs=_ONE_THREAD).to_proto(),
             mathopt.ModelSolveParameters().to_proto(),
             None,
             mathopt.CallbackRegistration().to_proto(),

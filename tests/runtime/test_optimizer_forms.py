@@ -58,7 +58,7 @@ def test_a_checkpoint_does_not_carry_the_form() -> None:
 
 
 def test_a_fused_update_needs_no_scratch_and_another_one_that_of_all_parameters() -> None:
-    fused, other = OptimizerState(scratch=(2.0, 1.0), is_fused=True), OptimizerState(scratch=(2.0, 1.0))
+    fused, other = OptimizerState(scratch=(2.0, 1.0, 0.0), is_fused=True), OptimizerState(scratch=(2.0, 1.0, 0.0))
     shards = [10.0, 4.0, 7.0]
     assert fused.scratch_bytes(shards, H100) == 0
     assert other.scratch_bytes(shards, H100) == 42

@@ -29,6 +29,8 @@ from autopar.passes.search.one_mesh.within_memory import joint_on
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.workers import Workers
 from autopar.passes.shard.meshes import candidate_meshes
+from autopar.passes.shard.solve import Solution, solve
+from tests.passes.shard.test_solver import random_graph
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other processes are forked on Linux alone")
 
@@ -86,6 +88,24 @@ def test_answers_stand_in_the_order_of_their_items(count: int, forked: list[int]
 
 def test_processes_share_the_work() -> None:
     assert len({process for _, process in answers(slowly, 2, 16)}) == 2
+
+
+@pytest.mark.timeout(120)
+def test_processes_solve_where_this_one_has_solved_before() -> None:
+    """What a solver keeps for its next answer, threads say, may not be missing there."""
+    graph = random_graph(1, nodes=12, states=4, density=0.6)
+    budget = 0.4 * sum(float(m.min() + m.max()) for m in graph.memory)
+
+    def cost(_: int) -> tuple[float, int]:
+        time.sleep(0.02)
+        solution = solve(graph, budget)
+        assert isinstance(solution, Solution)
+        return solution.cost, os.getpid()
+
+    alone, _ = cost(0)
+    found = answers(cost, 2)
+    assert {one for one, _ in found} == {alone}
+    assert len({process for _, process in found}) == 2
 
 
 def test_one_process_answers_only_what_is_asked_for() -> None:

@@ -71,6 +71,11 @@ def test_parameters_that_share_a_variable_have_the_average_of_their_states():
 
 
 def test_scratch_is_the_most_that_an_update_and_the_one_before_it_need():
-    state = OptimizerState(scratch=(2.0, 1.0))
+    state = OptimizerState(scratch=(2.0, 1.0, 0.0))
     assert state.scratch_bytes([10, 4, 7]) == max(2 * 10, 2 * 4 + 10, 2 * 7 + 4)
     assert state.scratch_bytes([]) == 0.0
+
+
+def test_scratch_of_what_updates_in_lists_is_that_of_all():
+    state = OptimizerState(scratch=(3.0, 1.0, 1.0))
+    assert state.scratch_bytes([10, 4, 7, 2]) == max(3 * 10, 3 * 4 + 10, 3 * 7 + 4 + 10, 3 * 2 + 7 + 4 + 10)
