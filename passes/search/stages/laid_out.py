@@ -7,10 +7,13 @@ are given. What is left is chosen as for any pipeline: microbatches, how values 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from autopar.ir.actions import StageGraph
 from autopar.ir.mesh import Mesh
-from autopar.passes.search.layout import Layout
+from autopar.passes.rules.structure import parameter_groups
+from autopar.passes.search.layout import Layout, Place
+from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.stages.cuts import CutSearch
 from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import device_kinds
@@ -18,7 +21,7 @@ from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ran
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.stage import evaluate
-from autopar.plan import StagePlan
+from autopar.plan import ParameterPlan, StagePlan
 
 MOST_TRIED = 3
 """Numbers of microbatches that become plans at most."""
@@ -29,15 +32,18 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
     task, search = submeshes.task, CutSearch(submeshes, best_s)
     meshes, groups = _meshes(task, layout), groups_of(layout.stages)
     chunks = max(map(len, groups))
+    planned = _planned_by(submeshes, layout)
 
     def draft(M: int, share: float, policy: str | None) -> Draft | None:
-        plans = submeshes.within(M, dict.fromkeys(meshes), share, policy)
-        place = {plan.mesh: i for i, plan in enumerate(plans)}
-        if any(mesh not in place for mesh in meshes):
+        of_stages = [one.within(M, (mesh,), share, policy) for one, mesh in zip(planned, meshes, strict=True)]
+        if not all(of_stages):
             return None
+        plans = [*{id(plan): plan for (plan,) in of_stages}.values()]
+        place = {id(plan): i for i, plan in enumerate(plans)}
         own = submeshes.tasks.at(M)
         problem = search.stage_problem(own, M, plans, share, chunks)
-        pieces = [(*calls, place[mesh]) for calls, mesh in zip(layout.ranges(own.program), meshes, strict=True)]
+        ranges = layout.ranges(own.program)
+        pieces = [(*calls, place[id(plan)]) for calls, (plan,) in zip(ranges, of_stages, strict=True)]
         return Draft(own, M, chunks, shape_of(groups), evaluate(problem, pieces, groups), tuple(plans))
 
     def exact(rough: Draft, share: float, policy: str | None) -> Draft | None:
@@ -50,6 +56,27 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
         if plan is not None and (best is None or plan.cost_s < best.cost_s):
             best_s, best = plan.cost_s, plan
             yield ranked([plan])
+
+
+def _planned_by(submeshes: SubmeshPlans, layout: Layout) -> list[SubmeshPlans]:
+    """What plans each stage's submesh: one for all, or, of stages on such meshes that store in several ways what a program on
+    one mesh stores alike (layers of a kind, or a tied parameter), one for each."""
+    groups = parameter_groups(submeshes.task.program).values()
+    first_of = {name: group.names[0] for group in groups for name in group.names}
+    ways: dict[tuple[Any, str], set[ParameterPlan]] = {}
+    for stage in layout.stages:
+        for name, parameter in stage.parameters.items():
+            ways.setdefault((stage.mesh.axes, first_of[name]), set()).add(parameter)
+    several = {axes for (axes, _), different in ways.items() if len(different) > 1}
+
+    def of_one(stage: StagePlan, places: tuple[Place, ...]) -> SubmeshPlans:
+        task = submeshes.task.changed(layout=Layout((stage,), (places,)))
+        return SubmeshPlans(TasksByCount(task, submeshes.tasks.batch))
+
+    return [
+        of_one(stage, places) if stage.mesh.axes in several else submeshes
+        for stage, places in zip(layout.stages, layout.places, strict=True)
+    ]
 
 
 def groups_of(stages: Sequence[StagePlan]) -> tuple[tuple[int, ...], ...]:
