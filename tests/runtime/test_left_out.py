@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -160,13 +162,21 @@ def torchruns(out: Path, folder: Path, port: int, *arguments: str) -> tuple[dict
                 started[name] = subprocess.Popen(
                     [*launcher, *own], stdout=log, stderr=log, env=environment | {"AUTOPAR_MACHINE": name}
                 )
-            time.sleep(0.2)
+            _wait_for(port)  # the first one has the store, which ends with it
         codes = {name: process.wait(240) for name, process in started.items()}
     finally:
         for process in started.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
     return codes, {name: (folder / f"{name}.log").read_text() for name in started}
+
+
+def _wait_for(port: int) -> None:
+    """Until somebody listens there, and so much longer that who starts now is not the first in anything."""
+    for _ in range(600):
+        time.sleep(0.2)
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
 
 
 @pytest.fixture
