@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -66,11 +65,11 @@ class OptimizerState:
         own, before, earlier = self.scratch
         if has_fused_update(device.type):
             return 0.0 if self.is_fused else own * sum(shards)
-        held = [0.0, 0.0, *accumulate(shards)]  # up to two before each
-        return max(
-            (own * a + before * (b - c) + earlier * c for a, b, c in zip(shards, held[1:], held, strict=False)),
-            default=0.0,
-        )
+        most = last = others = 0.0
+        for shard in shards:
+            most = max(most, own * shard + before * last + earlier * others)
+            last, others = shard, others + last
+        return most
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def linear_dw(call: OpCall) -> Rule:
     return parse_rule(f"{lead} o, {lead} i -> o i", call.shapes, call.out_shapes)
 
 
-@graph_op("contiguous_batch(Tensor x) -> Tensor", local.contiguous_batch, empty_like)
+@graph_op("contiguous_batch(Tensor x) -> Tensor", local.contiguous_batch, empty_like, precision="pass")
 def contiguous_batch(call: OpCall) -> Rule:
     """A copy whose matrices lie one after another; every dim shards."""
     make = Maker()
@@ -272,4 +272,3 @@ define(
     *named("mm bmm dot mv"),
     linear=lambda call: [{0}, {1}],
 )
-define("autopar.contiguous_batch", linear=lambda call: [{0}], precision="pass")
