@@ -31,14 +31,13 @@ from autopar.passes.batch.microbatches import Captured
 from autopar.passes.check.lines import check_program
 from autopar.passes.order.ordered import in_order
 from autopar.passes.price.by_node import by_node
-from autopar.passes.search.stages.limits import asks_for_pipeline, leaves_stages_open
 from autopar.passes.search.task import Task
 from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
 from autopar.report.beside import Profile, beside_text
-from autopar.report.candidates import worth_measuring
+from autopar.report.candidates import ruled_out_stages, worth_measuring
 from autopar.report.words import no_faster
 from autopar.request import Request, as_cluster
 from autopar.runtime.errors import GuardError
@@ -125,13 +124,11 @@ class ParallelProgram(Compiled):
         return write_directory(self._contents, Path(directory), beside, [world._contents for world in worlds])
 
     def _in_two_stages(self) -> Iterator[Alternative]:
-        """The best plan in two stages, where no plan that is kept has stages: a search rules pipelines out by estimates that
-        may err by more than what they lack."""
-        options, plans = self.options, (self.plan, *(other.plan for other in self.alternatives))
-        searched = self.request.plan is None and leaves_stages_open(options, self.cluster.size)
-        if searched and not asks_for_pipeline(options) and all(len(plan.stages) == 1 for plan in plans):
+        """The best plan in two stages, where a search ruled stages out."""
+        plans = (self.plan, *(other.plan for other in self.alternatives))
+        if self.request.plan is None and ruled_out_stages(self.options, self.cluster.size, plans):
             with suppress(AutoparError):  # there may be no place to cut, or no room
-                other = self.compile_again(replace(self.request, options=replace(options, pp=2)))
+                other = self.compile_again(replace(self.request, options=replace(self.options, pp=2)))
                 yield Alternative(f"{other.plan.origin} {other.plan.show_meshes()}", other.plan, other.predicted)
 
     def _clusters(self, also: Sequence[int | ClusterSpec | str | Path]) -> list[ClusterSpec]:

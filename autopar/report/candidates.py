@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.compiled import Alternative
+from autopar.options import Options
+from autopar.passes.search.stages.limits import asks_for_pipeline, leaves_stages_open
 from autopar.plan import Plan
 
 Shape = tuple[object, ...]
@@ -23,6 +25,13 @@ def shape_of(plan: Plan) -> Shape:
         any(any(p.storage.dims) for p in stored),
         any(any(p.optimizer.dims) for p in stored),
     )
+
+
+def ruled_out_stages(options: Options, ranks: int, plans: Iterable[Plan]) -> bool:
+    """Whether a search that was free to choose stages kept no plan that has some: it rules pipelines out by estimates that may
+    err by more than what they lack."""
+    is_free = leaves_stages_open(options, ranks) and not asks_for_pipeline(options)
+    return is_free and all(len(plan.stages) == 1 for plan in plans)
 
 
 def worth_measuring(plan: Plan, others: Sequence[Alternative], count: int) -> Iterator[Alternative]:
