@@ -29,6 +29,7 @@ from autopar.runtime.schema import (
     Schema,
     SchemaError,
     choice,
+    flag,
     identifier,
     integer,
     listed,
@@ -62,6 +63,7 @@ class TemplatePlan:
     overlap: which lines run while messages travel, a name of OVERLAPS (`autopar.passes.lower.overlap`).
     pieces: into how many pieces of the batch blocks are cut, so that messages of one travel while another is computed with; cut:
     the inputs and the gradients of outputs that are, each with its dim (`autopar.passes.lower.pieces`).
+    insists: overlap and pieces are as said also where they are not estimated to be faster.
     """
 
     strategies: dict[str, Strategy]
@@ -72,6 +74,7 @@ class TemplatePlan:
     overlap: str = ""
     pieces: int = 1
     cut: tuple[tuple[str, int], ...] = ()
+    insists: bool = False
 
     def given(self, value: str) -> Spec:
         """In which spec a placeholder is given to the template. Raises KeyError."""
@@ -266,6 +269,7 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
                 **({"offload": list(t.offload), "offload_tier": t.offload_tier} if t.offload else {}),
                 **({"overlap": t.overlap} if t.overlap else {}),
                 **({"pieces": t.pieces, "cut": dict(t.cut)} if t.pieces > 1 else {}),
+                **({"insists": True} if t.insists else {}),
             }
             for name, t in stage.templates.items()
         },
@@ -308,6 +312,7 @@ _TEMPLATE = record(
         "overlap": choice(OVERLAPS),
         "pieces": integer(1, MOST_PIECES),
         "cut": table(text(), integer(0)),
+        "insists": flag(),
     },
 )
 _STAGE = record(
@@ -380,6 +385,7 @@ def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
             t.get("overlap", ""),
             t.get("pieces", 1),
             tuple(t.get("cut", {}).items()),
+            t.get("insists", False),
         )
         for name, t in read["templates"].items()
     }

@@ -9,8 +9,10 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.passes.lower.cut import cut, cut_points
-from autopar.passes.price.pricer import Pricer
+from autopar.passes.lower.pipeline import lower
+from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.schedule import SCHEDULES
+from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.plans import stage_plan
 from autopar.passes.shard.problem import Problem
@@ -18,12 +20,15 @@ from autopar.plan import OVERLAPS, Plan
 from autopar.program import ParallelProgram
 
 
-def random_plan(program: ParallelProgram, seed: int, pp: int | None = None, schedule: str | None = None) -> Plan:
+def random_plan(
+    program: ParallelProgram, seed: int, pp: int | None = None, schedule: str | None = None, pieces: int | None = None
+) -> Plan:
     """Random stages on random groups of the program's ranks, and in each stage a random mesh and random states.
 
     Stages are cut anywhere, groups may be of unequal size, every group may run two stages, and the schedule is any that
-    fits. pp forces the number of groups (as far as the model can be cut), schedule its name; schedules of several stages
-    per group get two. Raises PlanError where a forced schedule has too few places to cut.
+    fits. Half of the plans have blocks in pieces, and insist on these and on the lines that run beside messages. pp forces the
+    number of groups (as far as the model can be cut), schedule its name, pieces their number; schedules of several stages per
+    group get two. Raises PlanError where a forced schedule has too few places to cut.
     """
     rng = random.Random(seed)
     ir, ranks, m = program.ir, program.cluster.size, program.plan.microbatches
@@ -58,7 +63,23 @@ def random_plan(program: ParallelProgram, seed: int, pp: int | None = None, sche
     if not ir.training:
         name = "none" if groups == 1 else "forward"
     plan = Plan(ir.fingerprint, program.cluster.fingerprint(), ranks, tuple(stages), m, name, f"random {seed}")
-    return replace(plan, order=program.plan.order, gradient_compression=program.plan.gradient_compression)
+    plan = replace(plan, order=program.plan.order, gradient_compression=program.plan.gradient_compression)
+    count = random.Random(f"pieces {seed}").choice((1, 1, *PIECES)) if pieces is None else pieces
+    return plan if count == 1 else insisting(_in_pieces(program, plan, count))
+
+
+def insisting(plan: Plan) -> Plan:
+    """The plan with its overlap and pieces also where they are not estimated to be faster."""
+    stages = (
+        replace(stage, templates={name: replace(t, insists=True) for name, t in stage.templates.items()})
+        for stage in plan.stages
+    )
+    return replace(plan, stages=tuple(stages))
+
+
+def _in_pieces(program: ParallelProgram, plan: Plan, count: int) -> Plan:
+    lowered = lower(program.ir, plan, Pricers(program.cluster), program.rules)
+    return in_pieces(plan, count, program.ir, lowered, program.rules)
 
 
 def random_choice(graph: FactorGraph, rng: random.Random) -> list[int]:

@@ -7,7 +7,7 @@ becomes several.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from autopar.ir.types import TensorType
 from autopar.ops.registry import Block, Offset, find
 from autopar.passes.batch.dims import Dims, Part, result_values
 from autopar.passes.batch.early import with_early_calls
-from autopar.passes.batch.states import Batched, Share, State
+from autopar.passes.batch.states import Batched, OperandShare, ResultShare, Share, State
 from autopar.passes.rules.book import RuleBook
 
 _AXIS = "mb"
@@ -116,6 +116,7 @@ class _Divide:
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
         self.shared: dict[tuple[str, str], fx.Node] = {}
+        self.taken = set(template.nodes)
 
     def template(self) -> Template:
         whole = self.whole
@@ -123,23 +124,34 @@ class _Divide:
             if node.op == "output":
                 break
             self.copied[node] = self._copy(node)
-        given = {s.operand: self._given(whole.nodes[str(s.operand)]) for s in self.shares if not s.node}
-        output = whole.graph.output_node()
-        self.graph.output(fx.map_arg(output.args[0], lambda n: given.get(n.name, self.copied[n])))
-        renamed = {value: node.name for value, node in given.items()}
+        outputs = self._results("outputs", whole.outputs)
+        input_grads = self._results("input_grads", whole.input_grads)
+        param_grads = self._results("param_grads", whole.param_grads)
+        self.graph.output(tuple(node for node in (*outputs, *input_grads, *param_grads) if node is not None))
         return replace(
             whole,
             graph=self.graph,
-            outputs=tuple(renamed.get(o, o) for o in whole.outputs),
-            input_grads=tuple(renamed.get(g, g) if g is not None else None for g in whole.input_grads),
-            param_grads=tuple(renamed.get(g, g) if g is not None else None for g in whole.param_grads),
+            outputs=tuple(node.name for node in outputs if node is not None),
+            input_grads=tuple(node and node.name for node in input_grads),
+            param_grads=tuple(node and node.name for node in param_grads),
         )
+
+    def _results(
+        self, results: Literal["outputs", "input_grads", "param_grads"], values: Sequence[str | None]
+    ) -> list[fx.Node | None]:
+        """What the template gives out at each place: a value, or this microbatch's share of it."""
+        nodes: list[fx.Node | None] = []
+        for slot, value in enumerate(values):
+            node = None if value is None else self.whole.nodes[value]
+            is_share = ResultShare(results, slot) in self.shares
+            nodes.append(node and (self._share(node, node.meta.get("phase", "B")) if is_share else self.copied[node]))
+        return nodes
 
     def _copy(self, node: fx.Node) -> fx.Node:
         operands = [self.copied[n] for n in operand_nodes(node)] if node.op == "call_function" else []
         changes: dict[str, Any] = {}
         for share in self.shares:
-            if share.node == node.name and isinstance(share.operand, int):
+            if isinstance(share, OperandShare) and share.node == node.name and isinstance(share.operand, int):
                 operands[share.operand] = self._share(operand_nodes(node)[share.operand], node.meta["phase"])
         if node.op == "call_function" and not is_getitem(node):
             changes = self._local(node)
@@ -166,7 +178,7 @@ class _Divide:
         scalars = {
             s.operand: call[s.operand] / self.parts
             for s in self.shares
-            if s.node == node.name and isinstance(s.operand, str)
+            if isinstance(s, OperandShare) and s.node == node.name and isinstance(s.operand, str)
         }
         factor = self.factors.get(node.name)
         definition = find(call.op)
@@ -178,16 +190,13 @@ class _Divide:
             raise CoupledError(f"{op_name(node.target)} at {node.meta['source']} must know where in the batch it is")
         return scalars | {name: value for name, value in changes.items() if name in known}
 
-    def _given(self, node: fx.Node) -> fx.Node:
-        """The share of a value that the template gives out."""
-        return self._share(node, node.meta.get("phase", "B"))
-
     def _share(self, node: fx.Node, phase: str) -> fx.Node:
         """1/M of a whole value."""
         key = node.name, phase
         if key not in self.shared:
             new = self.graph.call_function(torch.ops.aten.div.Scalar, (self.copied[node], self.parts))
-            new.name = f"{node.name}_share" if phase == "F" else f"{node.name}_share_{phase.lower()}"
+            new.name = _fresh(f"{node.name}_share" if phase == "F" else f"{node.name}_share_{phase.lower()}", self.taken)
+            self.taken.add(new.name)
             new.meta = {"type": self._type(node), "phase": phase, "source": node.meta.get("source", "")}
             self.shared[key] = new
         return self.shared[key]

@@ -39,12 +39,24 @@ OF_GRADIENT: dict[State, State] = {"shard": "shard", "whole": "sum", "sum": "who
 
 
 @dataclass(frozen=True)
-class Share:
-    """A whole value of which each microbatch adds its part to a sum: operand `operand` of an op, or its scalar argument of
-    that name; where `node` is empty, the value called `operand` as the template gives it out."""
+class OperandShare:
+    """A whole value of which each microbatch adds its part to a sum: operand `operand` of op `node`, or the op's scalar
+    argument of that name."""
 
     node: str
     operand: int | str
+
+
+@dataclass(frozen=True)
+class ResultShare:
+    """A whole value of which a call gives out each microbatch's part: entry `slot` of the template's `results`. Other entries
+    that name the same value stay whole."""
+
+    results: Literal["outputs", "input_grads", "param_grads"]
+    slot: int
+
+
+Share = OperandShare | ResultShare
 
 
 @dataclass(frozen=True)
@@ -118,8 +130,9 @@ class _Pass:
         outputs = tuple(map(self.of, program.outputs))
         loss = program.loss
         if loss is not None and loss.kind == "call" and outputs[0] == "whole":
-            value = program.template_of(program.calls[loss.index]).outputs[loss.output]
-            own = shares[loss.index] | {Share("", value)}
+            if loss in program.outputs[1:] or any(loss in call.inputs for call in program.calls):
+                raise CoupledError("the loss depends on parameters alone, and is read elsewhere in the step")
+            own = shares[loss.index] | {ResultShare("outputs", loss.output)}
             shares = (*shares[: loss.index], own, *shares[loss.index + 1 :])
             outputs = ("sum", *outputs[1:])
         if program.training and outputs[0] != "sum":
@@ -179,18 +192,18 @@ class _CallPass:
                 self.plain[tangent] = False
         for node in late:
             self._op(node)
-        for value, grad in zip(template.inputs, template.input_grads, strict=True):
-            self._gradient(grad, OF_GRADIENT[self.states[value]])
-        for grad in template.param_grads:
-            self._gradient(grad, "sum")
+        for slot, (value, grad) in enumerate(zip(template.inputs, template.input_grads, strict=True)):
+            self._gradient(ResultShare("input_grads", slot), grad, OF_GRADIENT[self.states[value]])
+        for slot, grad in enumerate(template.param_grads):
+            self._gradient(ResultShare("param_grads", slot), grad, "sum")
 
-    def _gradient(self, grad: str | None, wanted: State) -> None:
-        """What the call gives out as a gradient, as that of such a value must be."""
+    def _gradient(self, place: ResultShare, grad: str | None, wanted: State) -> None:
+        """What the call gives out as a gradient at a place, as that of such a value must be."""
         if grad is None or self.states[grad] == wanted:
             return
         if (self.states[grad], wanted) != ("whole", "sum"):
             self._couples(f"has a gradient {grad} that is {self.states[grad]} where it should be {wanted}")
-        self.shares.add(Share("", grad))
+        self.shares.add(place)
 
     def _op(self, node: fx.Node) -> None:
         call = self.template.op_calls[node.name]
@@ -273,11 +286,11 @@ class _CallPass:
                     self._must_be_known(node, rest)
                 shared = group - terms
                 if all(call.operands[k].is_float for k in shared):
-                    self.shares |= {Share(node.name, k) for k in shared}
+                    self.shares |= {OperandShare(node.name, k) for k in shared}
                     return ["sum"] * len(call.results)
         scalar = _affine(call)
         if scalar is not None:
-            self.shares.add(Share(node.name, scalar))
+            self.shares.add(OperandShare(node.name, scalar))
             return ["sum"] * len(call.results)
         self._must_be_known(node, [reads[k] for k in terms])
         return ["whole"] * len(call.results)

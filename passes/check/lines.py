@@ -95,9 +95,10 @@ def _same(where: str, names: tuple[str, ...], kept: dict[str, Typed], read: dict
 
 
 def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed]) -> dict[str, Typed]:
-    """`typed`, at first what is known of the arguments, with every value that the lines make. A conversion that is started is
-    waited for once."""
+    """`typed`, at first what is known of the arguments, with every value that the lines make. A name is given once, to an
+    argument or by one line; a conversion that is started is waited for once."""
     coming: dict[str, Line] = {}
+    given = {*function.args, *typed}
     for line in function.lines:
         for name in line.reads():
             if name not in typed and not isinstance(
@@ -115,6 +116,9 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, 
                 del coming[handle]
         derived = _derive(line, mesh, rules, typed, function.name)
         for i, out in enumerate(line.outs):
+            if out in given:
+                raise CheckError(f"{function.name}: {label(line)} makes {out}, which there is already (from {line.source})")
+            given |= {out} - {"_"}
             type_ = line.types[i] if i < len(line.types) else None
             spec = line.specs[i] if i < len(line.specs) else None
             if derived is not None and spec is not None and derived[i] != spec:
@@ -127,6 +131,9 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, 
                 typed[out] = (type_, spec)
     if coming:
         raise CheckError(f"{function.name}: {', '.join(coming)} is started and not waited for")
+    missing = [name for name in function.returns if name is not None and name not in given]
+    if missing:
+        raise CheckError(f"{function.name} gives out {missing[0]}, which nothing makes")
     return typed
 
 

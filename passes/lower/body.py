@@ -128,6 +128,20 @@ class Body:
             return None, None
         return self.held[value] if value in self.held else self.hub(value, "B", "")
 
+    def cuts(self, arguments: Iterable[str]) -> dict[str, int]:
+        """Arguments, by local name, that hold a value which the plan cuts in pieces, each with its dim. Raises PlanError for a
+        dim that the value does not have."""
+        dims, cuts = dict(self.planned.plan.cut), dict[str, int]()
+        described = {*arguments}
+        for key, (local, _) in self.held.items():
+            value = self.planned.value_of(key)
+            if local in described and value in dims:
+                rank = len(self.template.type_of(value).shape)
+                if dims[value] >= rank:
+                    raise PlanError(f"the plan cuts {self.template.name}.{value}, of {rank} dims, along dim {dims[value]}")
+                cuts[local] = dims[value]
+        return cuts
+
     def successor(self) -> tuple[Body, tuple[str, ...]]:
         """A body that goes on with what this one holds, as arguments of the same names; and these names."""
         following = Body(self.planned)

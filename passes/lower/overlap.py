@@ -20,7 +20,7 @@ other lines change places the plan says (`TemplatePlan.overlap`), as what is put
     any        what no message needs is put off until there is time for it, if need be to the end; of the other lines those go
                first after which least is to be computed until a message sets out
 
-A function that this does not make faster stays as it is.
+A function that this does not make faster stays as it is, unless the plan insists.
 """
 
 from __future__ import annotations
@@ -35,25 +35,28 @@ from autopar.ir.steps import LOCAL_KINDS
 from autopar.passes.lower.names import Names
 from autopar.passes.price.link_clock import LinkClock, function_seconds, run_line
 from autopar.passes.price.pricer import Pricer
+from autopar.plan import TemplatePlan
 
 RunLine = Callable[[LinkClock, Line], None]
 """A line passes on a clock."""
 
 
-def overlapped(function: Function, overlap: str, pricer: Pricer, op_s: Callable[[Compute], float]) -> Function:
-    """The function with lines run while messages travel, as far as a plan says and where it is faster. op_s: seconds of an
-    op's own work."""
+def overlapped(
+    function: Function, plan: TemplatePlan, pricer: Pricer, op_s: Callable[[Compute], float]
+) -> Function:
+    """The function with lines run while messages travel, as far as its template's plan says and where it is faster, or where the
+    plan insists. op_s: seconds of an op's own work."""
     sizes, held = pricer.mesh.sizes, function.local_bytes(pricer.mesh)
     messages = [i for i, line in enumerate(function.lines) if sends(line, sizes)]
-    if not overlap or not messages:
+    if not plan.overlap or not messages:
         return function
 
     def run(clock: LinkClock, line: Line) -> None:
         run_line(clock, line, held, pricer, op_s)
 
-    order = _Order(function, messages, overlap, LinkClock(pricer.least_exposed), run)
+    order = _Order(function, messages, plan.overlap, LinkClock(pricer.least_exposed), run)
     moved = replace(function, lines=tuple(_joined([*order.lines()])))
-    return min(function, moved, key=lambda one: function_seconds(one, pricer, op_s))
+    return moved if plan.insists else min(function, moved, key=lambda one: function_seconds(one, pricer, op_s))
 
 
 def sends(line: Line, sizes: dict[str, int]) -> bool:

@@ -56,10 +56,15 @@ class _Split:
 
 
 def in_pieces(
-    function: Function, planned: PlannedTemplate, given: Mapping[str, Parts], keeps: frozenset[str] = frozenset()
+    function: Function,
+    planned: PlannedTemplate,
+    starts: Mapping[str, int],
+    given: Mapping[str, Parts],
+    keeps: frozenset[str] = frozenset(),
 ) -> tuple[Function, dict[str, Parts]]:
-    """The function, and those of the values `keeps` that it has in pieces alone. given: values that it is given so."""
-    made = _Pieces(function, planned, given)
+    """The function, and those of the values `keeps` that it has in pieces alone. starts: arguments that may be cut, each with
+    its dim; given: values that it is given in pieces."""
+    made = _Pieces(function, planned, starts, given)
     for line in function.lines:
         made.take(line)
     for name in function.returns:
@@ -76,7 +81,9 @@ class _Pieces:
     """The lines so far. whole: names that there are; parts: values in pieces; segment: the lines of every piece since the last
     message, which go piece by piece."""
 
-    def __init__(self, function: Function, planned: PlannedTemplate, given: Mapping[str, Parts]) -> None:
+    def __init__(
+        self, function: Function, planned: PlannedTemplate, starts: Mapping[str, int], given: Mapping[str, Parts]
+    ) -> None:
         self.planned, self.mesh, self.count = planned, planned.pricer.mesh, planned.plan.pieces
         self.wider = planned.pricer.of_pieces(self.count).mesh
         self.lines: list[Line] = []
@@ -84,13 +91,14 @@ class _Pieces:
         self.pending: set[str] = set()
         self.types = dict(function.arg_types)
         self.names = Names()
-        for name in (*function.args, *function.arg_types, *(out for line in function.lines for out in line.outs)):
+        own = (*function.args, *function.arg_types, *(out for line in function.lines for out in line.outs))
+        for name in (*own, *(piece for parts in given.values() for piece in parts.names)):
             self.names.take(name)
         self.parts: dict[str, Parts] = {}
         for name, parts in given.items():
             self._in_parts(name, parts)
         self.whole = {*function.args, *function.arg_types} - given.keys()
-        self.starts = {name: dim for name, dim in planned.plan.cut if name in self.whole}
+        self.starts = starts
 
     def take(self, line: Line) -> None:
         """The next line of the function."""

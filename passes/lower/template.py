@@ -58,11 +58,13 @@ def lower_template(
     template: Template, plan: TemplatePlan, pricer: Pricer, rules: RuleBook, backward: bool, split: bool = False
 ) -> LoweredTemplate:
     """Forward and backward functions of a template under its plan. split: B and W apart; these, and values that rest in a memory
-    tier, are not in pieces, nor is a template that is no faster so. Raises PlanError."""
-    whole = _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
+    tier, are not in pieces, nor is a template that is no faster so, unless the plan insists. Raises PlanError."""
     if plan.pieces == 1 or split or plan.offload:
-        return whole
+        return _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
     pieces = _lowered(PlannedTemplate(template, plan, pricer, rules), backward, split)
+    if plan.insists:
+        return pieces
+    whole = _lowered(PlannedTemplate(template, replace(plan, pieces=1), pricer, rules), backward, split)
     op_s = op_seconds(plan, template, pricer, rules)
     return min(whole, pieces, key=lambda one: sum(function_seconds(f, pricer, op_s) for f in one.functions))
 
@@ -114,19 +116,23 @@ def _forward(planned: PlannedTemplate, keeps: bool) -> _Front:
     outputs = [body.held[o] for o in template.outputs]
     saved = tuple((key, *body.hub(key, "F", "")) for key in planned.recomputation.kept.values()) if keeps else ()
     function = body.function(f"{template.name}_forward", args, (name for name, _ in outputs), ())
-    function, parts = _finished(function, planned, {}, frozenset(name for _, name, _ in saved))
+    function, parts = _finished(function, planned, body.cuts(args), {}, frozenset(name for _, name, _ in saved))
     return _Front(function, tuple(spec for _, spec in outputs), saved, parts)
 
 
 def _finished(
-    function: Function, planned: PlannedTemplate, given: Mapping[str, Parts], keeps: frozenset[str] = frozenset()
+    function: Function,
+    planned: PlannedTemplate,
+    starts: Mapping[str, int],
+    given: Mapping[str, Parts],
+    keeps: frozenset[str] = frozenset(),
 ) -> tuple[Function, dict[str, Parts]]:
     """The function in pieces and with lines run while messages travel, as the plan says; and what of `keeps` is in pieces alone.
-    given: values that come so."""
+    starts: arguments that may be cut, each with its dim; given: values that come in pieces."""
     parts: dict[str, Parts] = {}
     if planned.plan.pieces > 1:
-        function, parts = in_pieces(function, planned, given, keeps)
-    return overlapped(function, planned.plan.overlap, planned.pricer, planned.op_s), parts
+        function, parts = in_pieces(function, planned, starts, given, keeps)
+    return overlapped(function, planned.plan, planned.pricer, planned.op_s), parts
 
 
 def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, ...], split: bool) -> _Back:
@@ -153,7 +159,7 @@ def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, .
     saved = [name for _, name, _ in front.saved]
     function = body.function(f"{template.name}_backward", args, (name for name, _ in returned), saved)
     return _Back(
-        _finished(function, planned, front.parts)[0],
+        _finished(function, planned, body.cuts([*saved, *args]), front.parts)[0],
         tuple(spec for _, spec in input_grads),
         tuple(spec for _, spec in param_grads),
         again_params,
@@ -204,7 +210,7 @@ def _weights(planned: PlannedTemplate, body: Body) -> tuple[Function, tuple[str,
     read = {name for line in following.lines for name in line.reads()} | {name for name, _ in param_grads}
     later = tuple(dict.fromkeys(name for name in names if name in read))
     function = following.function(f"{template.name}_weights", later, (name for name, _ in param_grads), ())
-    return _finished(function, planned, {})[0], later, param_grads
+    return _finished(function, planned, {}, {})[0], later, param_grads
 
 
 def _make_again_ahead(planned: PlannedTemplate, body: Body) -> None:

@@ -16,7 +16,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import Step
 from autopar.passes.lower.overlap import overlapped
 from autopar.passes.search.overlap import overlapping
-from autopar.plan import OVERLAPS
+from autopar.plan import OVERLAPS, TemplatePlan
 from autopar.proof.measure import measure_peak
 from autopar.runtime.comm import Comm
 from autopar.runtime.threads import run_threads
@@ -38,10 +38,11 @@ def sums(value: str, out: str) -> Convert:
     return Convert(value, Step("all_reduce", "tp"), value, outs=(out,), types=(ROWS,), specs=(WHOLE,))
 
 
-def in_order(lines: list[Line], overlap: str, seconds: Mapping[str, float]) -> list[str]:
+def in_order(lines: list[Line], overlap: str, seconds: Mapping[str, float], insists: bool = False) -> list[str]:
     """What is made and started, in turn. seconds: of ops that take as long as so many messages."""
     function = Function("f", ("g", "x"), tuple(lines), (lines[-1].outs[0],), {"g": (ROWS, WHOLE), "x": (ROWS, WHOLE)})
-    result = overlapped(function, overlap, pricer(), lambda line: MESSAGE_S * seconds.get(line.outs[0], 0.0))
+    plan = TemplatePlan({}, {}, overlap=overlap, insists=insists)
+    result = overlapped(function, plan, pricer(), lambda line: MESSAGE_S * seconds.get(line.outs[0], 0.0))
     assert (result.args, result.returns, result.arg_types) == (function.args, function.returns, function.arg_types)
     return [f"start {line.line.outs[0]}" if isinstance(line, Start) else line.outs[0] for line in result.lines]
 
@@ -63,6 +64,11 @@ def test_lines_that_stay_in_place_run_beside_messages_that_they_do_not_need() ->
 def test_a_function_that_does_not_become_faster_stays_as_it_is() -> None:
     assert in_order(BACKWARD, "any", {"dw": 0.0, "dx": 1.0}) == ["dw", "dx", "dx_sum", "y"]
     assert in_order(BACKWARD, "", {"dw": 1.0}) == ["dw", "dx", "dx_sum", "y"]
+
+
+def test_a_plan_that_insists_moves_lines_also_where_that_is_slower() -> None:
+    moved = in_order(BACKWARD, "any", {"dw": 0.0, "dx": 1.0}, insists=True)
+    assert moved == ["dx", "start dx_sum", "dw", "dx_sum", "y"]
 
 
 def test_lines_that_no_message_needs_wait_for_the_next_message_or_for_any() -> None:

@@ -16,7 +16,7 @@ from autopar.passes.search.overlap import overlapping
 from autopar.passes.search.pieces import in_pieces
 from autopar.plan import GIVEN, Plan
 from autopar.proof.measure import measure_peak
-from autopar.proof.random_plans import random_plan
+from autopar.proof.random_plans import insisting, random_plan
 from autopar.proof.verify import verify
 from tests.passes.lower.test_overlap import slow_cluster
 from tests.zoo.models import ADAMW, token_loss
@@ -44,13 +44,7 @@ def whole(kind: str, strategy: str = "megatron", **mesh: int) -> autopar.Program
 def pieces_of(program: autopar.Program, count: int, plan: Plan | None = None) -> autopar.Program:
     """The program in pieces, whether they are predicted to be faster or not."""
     moved = program.with_plan(overlapping(plan or program.plan, "any"))
-    return program.with_plan(in_pieces(moved.plan, count, moved.ir, moved.lowered, program.rules))
-
-
-@pytest.fixture(autouse=True)
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates are in pieces also where that is slower."""
-    monkeypatch.setattr("autopar.passes.lower.template.function_seconds", lambda f, *_: -sum(_cuts(f)))
+    return program.with_plan(insisting(in_pieces(moved.plan, count, moved.ir, moved.lowered, program.rules)))
 
 
 def _cuts(function: Function) -> list[bool]:
@@ -73,7 +67,7 @@ def test_pieces_compute_what_eager_does(kind: str, count: int) -> None:
 def test_random_plans_in_pieces_compute_what_eager_does(seed: int) -> None:
     kind = ("llama", "moe", "gpt2")[seed % 3]
     program = whole(kind, "auto", dp=2, tp=2)
-    in_two = pieces_of(program, 2, random_plan(program, seed, pp=1 if seed % 2 else None))
+    in_two = pieces_of(program, 2, random_plan(program, seed, pp=1 if seed % 2 else None, pieces=1))
     assert verify(in_two, model_of(kind), batch()).ok
 
 
