@@ -89,15 +89,17 @@ def shrunken(program: ParallelProgram) -> ParallelProgram:
 
 
 def _batches(program: ParallelProgram) -> Iterator[int]:
-    """Smaller batches to try: in every microbatch a sample per rank, which most plans can divide, then fewer."""
+    """Smaller batches to try: in every microbatch a sample per rank, which most plans can divide, then fewer; so many times more
+    where blocks are cut in pieces, which they would not be otherwise."""
     whole, ranks, shards = _samples(program), 1, 1
+    pieces = math.lcm(*(t.pieces for stage in program.plan.stages for t in stage.templates.values()))
     for stage in program.stages:
         ranks = math.lcm(ranks, stage.mesh.size)
         for row in stage.inputs:
             if row.batch_dim is not None:
                 shards = math.lcm(shards, stage.mesh.product(row.spec.dims[row.batch_dim]))
     for per_microbatch in dict.fromkeys((ranks, 2 * ranks, 2 * shards, 4 * shards)):
-        batch = per_microbatch * program.plan.microbatches
+        batch = per_microbatch * pieces * program.plan.microbatches
         if batch < whole and whole % batch == 0:
             yield batch
 

@@ -195,7 +195,9 @@ class _Divide:
         key = node.name, phase
         if key not in self.shared:
             new = self.graph.call_function(torch.ops.aten.div.Scalar, (self.copied[node], self.parts))
-            new.name = _fresh(f"{node.name}_share" if phase == "F" else f"{node.name}_share_{phase.lower()}", self.taken)
+            new.name = _fresh(
+                f"{node.name}_share" if phase == "F" else f"{node.name}_share_{phase.lower()}", self.taken
+            )
             self.taken.add(new.name)
             new.meta = {"type": self._type(node), "phase": phase, "source": node.meta.get("source", "")}
             self.shared[key] = new

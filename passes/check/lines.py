@@ -22,10 +22,9 @@ from autopar.ir.rule import Carried, Rule
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
 from autopar.ops.registry import AlongAxis, find
+from autopar.passes.check.calls import Typed, check_calls
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.schedule.proof import check_table
-
-Typed = tuple[TensorType, Spec]
 
 
 def check_program(lowered: LoweredProgram, rules: RuleBook) -> None:
@@ -67,8 +66,10 @@ def _check_template(template: LoweredTemplate, mesh: Mesh, rules: RuleBook) -> N
 
 def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
     """The functions that a stage's actions run, what leaves them, and how its parameters rest."""
+    typed_by_function: dict[str, dict[str, Typed]] = {}
     for function in stage.functions:
         typed = _function(function, stage.mesh, rules, dict(function.arg_types))
+        typed_by_function[function.name] = typed
         ends: dict[str, tuple[Row | Port, ...]] = {
             "forward": (*stage.outputs, *stage.sent),
             "backward": stage.gradients_sent,
@@ -77,6 +78,7 @@ def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
         for name, port in zip(function.returns, leaving, strict=False):
             if name is not None and typed[name] != (port.type, port.spec):
                 raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {port.spec}")
+    check_calls(stage, typed_by_function)
     for p in stage.parameters.values():
         for fine, coarse in zip(p.optimizer.dims, p.storage.dims, strict=True):
             if fine[: len(coarse)] != coarse:
@@ -99,12 +101,13 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, 
     argument or by one line; a conversion that is started is waited for once."""
     coming: dict[str, Line] = {}
     given = {*function.args, *typed}
+    handles = {line.outs[0] for line in function.lines if isinstance(line, ir.Start)}
     for line in function.lines:
         for name in line.reads():
-            if name not in typed and not isinstance(
-                line, (ir.TemplateCall, ir.ParkSaved, ir.FetchSaved, ir.AwaitSaved, ir.GoOn, ir.Wait)
-            ):
+            if name not in given:
                 raise CheckError(f"{function.name}: {label(line)} reads {name} before it is made")
+            if name in handles and not isinstance(line, (ir.GoOn, ir.Wait)):
+                raise CheckError(f"{function.name}: {label(line)} reads {name}, a message that is coming")
         match line:
             case ir.Start(line=started):
                 coming[line.outs[0]] = started
@@ -117,7 +120,9 @@ def _function(function: Function, mesh: Mesh, rules: RuleBook, typed: dict[str, 
         derived = _derive(line, mesh, rules, typed, function.name)
         for i, out in enumerate(line.outs):
             if out in given:
-                raise CheckError(f"{function.name}: {label(line)} makes {out}, which there is already (from {line.source})")
+                raise CheckError(
+                    f"{function.name}: {label(line)} makes {out}, which there is already (from {line.source})"
+                )
             given |= {out} - {"_"}
             type_ = line.types[i] if i < len(line.types) else None
             spec = line.specs[i] if i < len(line.specs) else None

@@ -138,7 +138,9 @@ class Body:
             if local in described and value in dims:
                 rank = len(self.template.type_of(value).shape)
                 if dims[value] >= rank:
-                    raise PlanError(f"the plan cuts {self.template.name}.{value}, of {rank} dims, along dim {dims[value]}")
+                    raise PlanError(
+                        f"the plan cuts {self.template.name}.{value}, of {rank} dims, along dim {dims[value]}"
+                    )
                 cuts[local] = dims[value]
         return cuts
 

@@ -41,9 +41,7 @@ RunLine = Callable[[LinkClock, Line], None]
 """A line passes on a clock."""
 
 
-def overlapped(
-    function: Function, plan: TemplatePlan, pricer: Pricer, op_s: Callable[[Compute], float]
-) -> Function:
+def overlapped(function: Function, plan: TemplatePlan, pricer: Pricer, op_s: Callable[[Compute], float]) -> Function:
     """The function with lines run while messages travel, as far as its template's plan says and where it is faster, or where the
     plan insists. op_s: seconds of an op's own work."""
     sizes, held = pricer.mesh.sizes, function.local_bytes(pricer.mesh)

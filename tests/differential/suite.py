@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from tests.differential import layers, losses
+from tests.differential import layers, losses, terms
 from tests.differential.cases import Case
 from tests.differential.eager import LR, MOMENTUM, STEPS, difference, trained
 
@@ -43,7 +43,7 @@ class Outcome:
 
 def all_cases() -> list[Case]:
     """Every case, under a name of its own."""
-    cases = [*losses.cases(), *layers.cases()]
+    cases = [*losses.cases(), *terms.cases(), *layers.cases()]
     assert len({case.name for case in cases}) == len(cases)
     return cases
 

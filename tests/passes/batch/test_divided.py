@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import autopar
 from autopar.ir.program import Program
 from autopar.passes.batch import captured as module
 from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.batch.states import batched
 from tests.capture.equal import SGD
 from tests.zoo.models import MODELS, ZooModel
 from tests.zoo.pipelined import captured
@@ -218,3 +220,43 @@ def test_microbatches_of_their_own_are_captured_too(captured_batches: list[int])
     assert captured_batches == [8, 4]
     of(nn.Linear(6, 6), 8, microbatches=2, coupled="per-microbatch")
     assert captured_batches == [8, 4, 8], "what does not couple needs no word"
+
+
+class Sum(nn.Module):
+    """The loss of the samples, and a penalty that gets the same gradient as it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.a(x), target) + self.a.weight.pow(2).sum()
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_share_is_of_the_slot_that_gives_it_not_of_the_value(parts: int) -> None:
+    batch = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    whole = of(Sum(), 8, None, lambda _: batch)
+    joins = {name for name, t in whole.ir.templates.items() if len(t.input_grads) == 2 and len(set(t.input_grads)) == 1}
+    assert joins, "one gradient is given to both terms"
+    divided = part(whole, parts)
+    for name in joins:
+        samples, penalty = divided.templates[name].input_grads
+        assert samples != penalty
+    program = of(model := Sum(), 8, None, lambda _: batch, microbatches=parts)
+    assert autopar.verify(program, model, batch).ok
+
+
+def test_a_loss_of_parameters_alone_that_is_read_elsewhere_has_no_microbatches() -> None:
+    class Alone(Sum):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return self.a.weight.pow(2).sum()
+
+    batch = torch.randn(8, 6), torch.randint(0, 4, (8,))
+    program = of(model := Alone(), 8, None, lambda _: batch, microbatches=2)
+    assert autopar.verify(program, model, batch).ok
+    ir = program.ir
+    assert ir.loss is not None
+    again = replace(Microbatches(program.captured, program.rules).program, outputs=(*ir.outputs, ir.outputs[0]))
+    with pytest.raises(autopar.CoupledError, match="read elsewhere"):
+        batched(again, program.rules)

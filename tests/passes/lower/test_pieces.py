@@ -118,3 +118,42 @@ def test_sums_of_pieces_are_in_the_order_of_the_pieces() -> None:
     sums = [line for line in lines(program) if isinstance(line, Join) and line.dim is None]
     assert sums
     assert all(len(line.pieces) == 2 for line in sums)
+
+
+class Padded(torch.nn.Module):
+    """Encoder layers under a mask of padding: values that forward has whole and backward cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder, self.head = (
+            torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+            torch.nn.Linear(16, 1),
+        )
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.head(self.encoder(x, src_key_padding_mask=padding))[..., 0] - y).pow(2).mean()
+
+
+def padded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    padding = torch.zeros(8, 6, dtype=torch.bool)
+    padding[:, 4:] = True
+    return torch.randn(8, 6, 16), padding, torch.randn(8, 6)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 4}, {"dp": 2, "tp": 2}])
+def test_pieces_keep_off_the_names_that_forward_left_on_the_tape(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, batch = Padded(), padded()
+    options = autopar.Options(mesh=mesh, recompute="none", overlap=False)
+    program = autopar.compile(model, slow_cluster(), batch, optimizer=ADAMW, options=options)
+    for count in (2, 4):
+        assert verify(pieces_of(program, count), model, batch).ok
+
+
+def test_a_plan_that_cuts_along_a_dim_that_is_not_there_is_refused() -> None:
+    program = pieces_of(whole("llama", dp=1, tp=4), 2)
+    stage = program.plan.stages[0]
+    wrong = {n: replace(t, cut=tuple((value, 7) for value, _ in t.cut)) for n, t in stage.templates.items()}
+    with pytest.raises(autopar.PlanError, match="along dim 7"):
+        program.with_plan(replace(program.plan, stages=(replace(stage, templates=wrong),)))
