@@ -7,9 +7,8 @@ becomes several.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, count
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch import fx
 from autopar.errors import CoupledError, InputError
 from autopar.ir.call import OpCall, schema_arguments
 from autopar.ir.mesh import Mesh
+from autopar.ir.names import fresh_name
 from autopar.ir.program import (
     Call,
     Join,
@@ -62,7 +62,7 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
         own_early = i if any(c == i for c, _ in batch.early) else None
         key = call.template, (batch.shares[i], own_early)
         if key not in variants:
-            name = variants[key] = _fresh(call.template, templates)
+            name = variants[key] = fresh_name(call.template, templates)
             divide = _Divide(program.template_of(call), batch, microbatches, batch.shares[i], rules)
             templates[name] = replace(divide.template(), name=name)
         calls.append(replace(call, template=variants[key]))
@@ -78,11 +78,6 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
     hangs = Microbatched(outputs, buffers, reductions)
     parts = replace(program, templates=templates, calls=tuple(calls), inputs=inputs, microbatched=hangs)
     return with_early_calls(parts, list(batch.early))
-
-
-def _fresh(stem: str, taken: Iterable[str]) -> str:
-    names = set(taken)
-    return next(n for n in chain([stem], (f"{stem}_v{k}" for k in count(2))) if n not in names)
 
 
 def _join(program: Program, batch: Batched, k: int, state: State) -> Join:
@@ -195,7 +190,7 @@ class _Divide:
         key = node.name, phase
         if key not in self.shared:
             new = self.graph.call_function(torch.ops.aten.div.Scalar, (self.copied[node], self.parts))
-            new.name = _fresh(
+            new.name = fresh_name(
                 f"{node.name}_share" if phase == "F" else f"{node.name}_share_{phase.lower()}", self.taken
             )
             self.taken.add(new.name)

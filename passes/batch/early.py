@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from autopar.ir.names import fresh_name
 from autopar.ir.program import Call, Program, Template, ValueRef, operand_values, resolve
 
 Place = tuple[int, str]
@@ -133,7 +134,7 @@ def _given(template: Template, values: list[str]) -> Template:
         if node.op == "output":
             for value in {o for o in template.outputs if o in values}:  # an output needs a producer of its own
                 again = graph.call_function(torch.ops.aten.clone.default, (fresh[value],))
-                again.meta = dict(fresh[value].meta)
+                again.name, again.meta = fresh_name(f"{value}_again", template.nodes), dict(fresh[value].meta)
                 given_out[value] = again.name
                 made[template.nodes[value]] = again
         if node.name in values:
@@ -143,8 +144,7 @@ def _given(template: Template, values: list[str]) -> Template:
             copied.name, copied.meta = node.name, dict(node.meta)
         if i == last_placeholder:
             for value in values:
-                name = f"{value}_whole"
-                given = graph.placeholder(name)
+                given = graph.placeholder(fresh_name(f"{value}_whole", template.nodes))
                 given.meta = {"type": template.type_of(value), "phase": "F", "source": ""}
                 fresh[value] = given
     graph.eliminate_dead_code()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import PlanError
+from autopar.ir.names import fresh_name
 from autopar.ir.program import Boundary, Call, Crossing, Program, ValueRef
 
 Range = tuple[int, int]
@@ -116,7 +117,8 @@ def _crossings(program: Program, stage_of: dict[int, int]) -> list[Crossing]:
         place = (
             f"{ref.index}" if outputs.count(stem) == 1 else f"{ref.index}_{ref.output}"
         )  # one value may be given out twice
-        crossings.append(Crossing(f"{stem}_{place}_to_{target}", ref, stage_of[ref.index], target, gradient))
+        name = fresh_name(f"{stem}_{place}_to_{target}", {c.name for c in crossings})
+        crossings.append(Crossing(name, ref, stage_of[ref.index], target, gradient))
     return crossings
 
 

@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import fx
 
+from autopar.ir.names import fresh_name
 from autopar.ir.program import Template, is_getitem, operand_values, set_argument
 from autopar.ir.rule import Labels, Rule
 from autopar.ir.types import TensorType
@@ -60,6 +61,7 @@ class _Rewrite:
         self.graph = fx.Graph()
         self.forms: dict[tuple[str, Form, str], fx.Node] = {}
         self.reordered: list[Reordered] = []
+        self.taken = set(template.nodes)
 
     def template(self) -> Template:
         whole = self.whole
@@ -121,9 +123,9 @@ class _Rewrite:
                     return self.forms[value, one, made_in]
         source = next(self.forms[value, other, p] for p in _PHASES[phase] if (value, other, p) in self.forms)
         made = reordered(self.graph, source, places, self.order, back=form == "natural")
-        made.name = f"{value}_{'natural' if form == 'natural' else 'ordered'}" + (
-            "" if phase == "F" else f"_{phase.lower()}"
-        )
+        stem = f"{value}_{'natural' if form == 'natural' else 'ordered'}"
+        made.name = fresh_name(stem if phase == "F" else f"{stem}_{phase.lower()}", self.taken)
+        self.taken.add(made.name)
         for node in _between(source, made):
             node.meta |= {"phase": phase, "source": source.meta.get("source", "")}
         self.forms[value, form, phase] = made
