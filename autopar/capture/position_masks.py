@@ -145,8 +145,9 @@ def _allowed(mask: Known, queries: int, keys: int) -> Allowed | None:
     """A mask whose values are known as intervals, if they are intervals, the same for all that stands before the queries."""
     if not isinstance(mask, Tensor):
         return mask
-    table = mask[(0,) * max(mask.ndim - 2, 0)].expand(queries, keys)
-    if mask.dtype is not torch.bool or not torch.equal(mask, table.expand_as(mask)):
+    stretched = mask.expand(*mask.shape[:-2], queries, keys)
+    table = stretched[(0,) * (stretched.ndim - 2)]
+    if mask.dtype is not torch.bool or not torch.equal(stretched, table.expand_as(stretched)):
         return None
     count = table.sum(1)
     first = torch.where(count > 0, table.int().argmax(1), 0)
