@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from autopar.runtime.errors import RankError
 from autopar.runtime.flight import Flight
 from autopar.runtime.left_out import FAILED, SLOW, Failure, begin_start, failures, leave_out, note, too_few, unwanted
 from autopar.runtime.run_directory import RunDirectory
+from autopar.runtime.spares import AGAIN
+from autopar.runtime.staying import Run
 
 from .test_launch import emitted  # noqa: F401
 from .test_staying import final
@@ -76,6 +79,35 @@ def test_a_machine_is_unwanted_after_so_many_failures_in_a_day():
     assert unwanted([*failed("a", at=-90000.0), *failed("a", "a")], 3, False, 2000.0) == {}
     assert list(unwanted(failed("b", kind=SLOW), 3, True, 2000.0)) == ["b"]
     assert unwanted(failed("b", kind=SLOW), 1, False, 2000.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("tellings", "excluded"),
+    [
+        ("s f s f s", []),
+        ("s s", ["bad"]),
+        ("s f s s", ["bad"]),
+        ("s o s o s", []),  # in between another one was
+        ("f f f f", []),
+        ("s s s s s s", ["bad"]),  # once is enough
+    ],
+)
+def test_only_a_machine_that_is_slow_so_often_in_a_row_leaves(tellings, excluded, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    asked = []
+    run = types.SimpleNamespace(
+        _slow={},
+        directory=types.SimpleNamespace(root=tmp_path),
+        arguments=argparse.Namespace(exclude_slow=2),
+        comm=types.SimpleNamespace(world_size=4),
+        manifest=types.SimpleNamespace(worlds={2: "two"}),
+        machines=["good", "good", "bad", "other"],
+        stop=types.SimpleNamespace(ask=lambda step, why: asked.append(why)),
+    )
+    for step, telling in enumerate(tellings.split()):
+        Run._leave_out_slow(run, step, {"s": {"bad"}, "f": set(), "o": {"other"}}[telling], "slow: rank 2")
+    assert [(one.machine, one.kind) for one in failures(tmp_path)] == [(machine, SLOW) for machine in excluded]
+    assert asked == [AGAIN] * len(excluded)
 
 
 def test_a_machine_is_only_left_out_where_a_program_is_left():

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from autopar.runtime import run_threads
+from autopar.runtime import checkpoint, run_threads
 from autopar.runtime.scaling import Scaler
 from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
 
@@ -101,6 +101,37 @@ def test_the_scale_moves_as_that_of_torch():
         theirs.update()
         ours.update(overflow)
         assert ours.scale == theirs.get_scale()
+
+
+@pytest.mark.parametrize("saved_after", [1, 2, 3, 5])
+def test_a_run_that_goes_on_inside_a_growth_interval_scales_as_one_that_was_not_broken(saved_after, tmp_path):
+    """Grows after three steps without overflow, so what is counted of them is part of what is saved."""
+    rule = UpdateRule(stages.adamw, loss_scaling=LossScaling(initial=2.0**10, interval=3))
+    program, batches = stages.mlp(2, 1), stages.batches(8)
+
+    def trained(session, steps):
+        scales = []
+        for batch in steps:
+            session.train_step(batch)
+            scales.append((session.updater.loss_scale, session.updater.scaler.growth_tracker))
+        return scales
+
+    def unbroken(comm):
+        session = session_of(program, comm, rule)
+        session.load_weights(stages.weights())
+        before = trained(session, batches[:saved_after])
+        checkpoint.save(tmp_path, session)
+        return before + trained(session, batches[saved_after:])
+
+    def goes_on(comm):
+        session = session_of(program, comm, rule)
+        checkpoint.load(tmp_path, session)
+        return trained(session, batches[saved_after:])
+
+    want = run_threads(2, program.mesh, unbroken, timeout_s=30)[0]
+    assert [scale for scale, _ in want] == [2.0**10] * 2 + [2.0**11] * 3 + [2.0**12] * 3
+    for got in run_threads(2, program.mesh, goes_on, timeout_s=30):
+        assert got == want[saved_after:]
 
 
 def test_without_loss_scaling_and_clipping_a_step_has_no_message_more():

@@ -206,6 +206,23 @@ def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_pat
 
 
 @pytest.mark.timeout(100)
+def test_a_run_goes_on_with_the_seed_that_it_was_started_with(out, tmp_path):
+    """The seed draws batches where there is no data."""
+
+    def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+        return torchrun(2, out / "run.py", "--run-dir", tmp_path / name, "--timeout", "20", *more)
+
+    assert run("whole", "--seed", "7", "--steps", str(STEPS)).returncode == 0
+    assert run("broken", "--seed", "7", "--steps", "5").returncode == 0
+    done = run("broken", "--seed", "8", "--steps", str(STEPS))
+    assert done.returncode == 1
+    assert "was started with --seed 7, not 8" in done.stderr
+    assert run("broken", "--steps", str(STEPS)).returncode == 0
+    assert same(tmp_path / "broken", final(tmp_path / "whole"))
+    assert RunDirectory(tmp_path / "broken").read(STEPS).seed == 7
+
+
+@pytest.mark.timeout(100)
 def test_what_cannot_work_is_refused_before_training(out, tmp_path):
     (tmp_path / "file").write_text("")
     done = torchrun(2, *command(out, tmp_path / "file"))
