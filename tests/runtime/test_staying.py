@@ -10,16 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopar.runtime import checkpoint
-from autopar.runtime.run_directory import RunDirectory
+from autopar.runtime import Comm, RuntimeProgramError, checkpoint, run_threads, staying
+from autopar.runtime.arguments import parser
+from autopar.runtime.run_directory import RunDirectory, StepRecord, file_facts
 from tests.warm import TORCHRUN, python, torchrun
 
+from . import stages
+from .scenarios import session_of
 from .test_launch import emitted  # noqa: F401
 
 STEPS, SAVE_EVERY = 24, 4
@@ -205,21 +209,39 @@ def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_pat
     assert same(tmp_path / "run", wanted)
 
 
-@pytest.mark.timeout(100)
-def test_a_run_goes_on_with_the_seed_that_it_was_started_with(out, tmp_path):
-    """The seed draws batches where there is no data."""
+def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypatch):
+    """It draws the batches, where there is no data, and what the model draws."""
+    program = stages.mlp(1, 1)
+    shown = types.SimpleNamespace(seed=5, save_every=1, plan_hash="a plan", worlds={}, inputs=program.pipeline.INPUTS)
+    monkeypatch.setattr(staying, "Stop", lambda *_: None)  # its signals are the process's
+    monkeypatch.setattr(staying, "Metrics", lambda *_: None)
+    monkeypatch.setattr(staying, "Saver", lambda _, session, seed, *__: types.SimpleNamespace(seed=seed, saved=None))
 
-    def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
-        return torchrun(2, out / "run.py", "--run-dir", tmp_path / name, "--timeout", "20", *more)
+    def started(comm: Comm, *more: str) -> staying.Run:
+        session = session_of(program, comm)
+        session.load_weights(stages.weights())
+        own = types.SimpleNamespace(session=session, manifest=shown, resume=lambda step: checkpoint.load(step, session))
+        return staying.Run(own, parser().parse_args(["--run-dir", str(tmp_path), *more]), None)
 
-    assert run("whole", "--seed", "7", "--steps", str(STEPS)).returncode == 0
-    assert run("broken", "--seed", "7", "--steps", "5").returncode == 0
-    done = run("broken", "--seed", "8", "--steps", str(STEPS))
-    assert done.returncode == 1
-    assert "was started with --seed 7, not 8" in done.stderr
-    assert run("broken", "--steps", str(STEPS)).returncode == 0
-    assert same(tmp_path / "broken", final(tmp_path / "whole"))
-    assert RunDirectory(tmp_path / "broken").read(STEPS).seed == 7
+    def save(run: staying.Run) -> None:
+        folder = run.directory.partial(1)
+        checkpoint.save(folder, run.session)
+        files = {path.name: file_facts(path) for path in folder.iterdir()}
+        run.directory.complete(StepRecord(1, 3, run.saver.seed, 1, "a plan", files))
+
+    def body(comm: Comm) -> None:
+        first = started(comm, "--seed", "7")
+        batches = [next(first.batches) for _ in range(4)]
+        first.session.train_step(batches[0])
+        save(first)
+        with pytest.raises(RuntimeProgramError, match="was started with --seed 7, not 8"):
+            started(comm, "--seed", "8")
+        for again in (started(comm), started(comm, "--seed", "7")):
+            assert (again.seed, again.saver.seed, again.session.rt.seed) == (7, 7, 7)
+            assert (again.session.rt.step, again.position) == (1, 3)
+            assert all(map(torch.equal, next(again.batches), batches[3]))
+
+    run_threads(1, program.mesh, body, timeout_s=30)
 
 
 @pytest.mark.timeout(100)
