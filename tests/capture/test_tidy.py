@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import autopar
 from autopar.capture.build import capture_program
+from autopar.capture.export import Exported
 from autopar.capture.position_masks import known_values, without_position_masks
+from autopar.capture.tidy import tidied
 from autopar.ir.program import Program
 from autopar.proof.verify import verify
 
@@ -73,6 +76,30 @@ SOMETHING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", SOMETHING)
 def test_what_computes_something_stays(name: str) -> None:
     assert sorted(ops(SOMETHING[name])) != PLAIN
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("last", FLOATS)
+@pytest.mark.parametrize("between", FLOATS)
+@pytest.mark.parametrize("first", FLOATS)
+def test_of_two_casts_one_is_left_only_where_no_number_is_rounded_twice(
+    first: torch.dtype, between: torch.dtype, last: torch.dtype
+) -> None:
+    """Numbers beside the middle of two that the last dtype has: rounded in between, they go the other way, or over the edge."""
+    ulp = torch.finfo(last).eps
+    values = [1 + ulp / 2 * (1 + sign * 2.0**-power) for sign in (1, -1) for power in range(2, 40)]
+    x = torch.tensor([*values, 1e5, 1e39, 1e-9, 1e-42, -0.0], dtype=torch.float64).to(first)
+    cast = torch.ops.aten.to.dtype
+    module = make_fx(lambda x: cast(cast(x, between), last), tracing_mode="fake", pre_dispatch=True)(x)
+    want = module(x)
+    kinds = {node.name: ("input", 0) for node in module.graph.nodes if node.op == "placeholder"}
+    tidied(Exported(module.graph, kinds, {}, (), None, None, ("x",), False, {}, frozenset(), {}, ()))
+    module.recompile()
+    got = module(x)
+    assert got.dtype == want.dtype
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_of_two_empty_operands_the_rest_is_concatenated() -> None:

@@ -171,7 +171,7 @@ def test_a_plan_is_replayed_under_another_promise() -> None:
     wider = replace(options, expert_imbalance=4.0)
     plan, cluster = carrying(program, "ep"), autopar.ClusterSpec.local(4)
     other = autopar.compile(model, cluster, batch, optimizer=SGD, options=wider, plan=plan)
-    assert other.predicted.peak_bytes >= program.with_plan(plan).predicted.peak_bytes
+    assert other.predicted.peak_bytes > program.with_plan(plan).predicted.peak_bytes
     assert autopar.verify(other, model, batch).max_error <= 1e-9
 
 

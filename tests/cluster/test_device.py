@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import device_from_dict, device_names, device_preset, dtype_bytes, dtype_name
 from autopar.costmodel.calibrate import fit_device, fit_matmul
-from autopar.costmodel.calibrate_links import Sample, fit_line, fit_links, ring_factor
+from autopar.costmodel.calibrate_links import Sample, collective_lines, fit_line, fit_links, ring_factor
 from autopar.costmodel.compute import matmul_share, op_time_s
 from autopar.errors import ClusterError
 
@@ -69,6 +69,28 @@ def test_an_incomplete_device_is_named():
         device_from_dict({"preset": "h100", "memory_GB": 94})
     with pytest.raises(ClusterError, match="unknown device 'abacus'"):
         device_preset("abacus")
+
+
+def test_one_sample_that_was_disturbed_moves_no_constant():
+    """A process of somebody else's, while one product, attention, message was timed."""
+    rate, launch, base = 50e9, 2e-6, ClusterSpec.local(1).device(0)
+    products = [Sample("matmul", (n, n, n), "float32", launch + 2 * n**3 / rate) for n in (64, 128, 256, 512, 1024)]
+    shares = [
+        Sample("attention", (4, seq, 64), "float32", launch + 8 * seq**2 * 64 * (1 + 256 / seq) * 1.5 / (0.4 * rate))
+        for seq in (128, 256, 512, 1024, 2048)
+    ]
+    rest = [Sample("launch", (1,), "float32", launch), Sample("memory", (2**28,), "float32", 2**28 / 10e9)]
+
+    def slower(samples, which):
+        return [s._replace(seconds=s.seconds * (30 if n == which else 1)) for n, s in enumerate(samples)]
+
+    (quiet, _), (disturbed, _) = (fit_device([*products, *slower(shares, which), *rest], base) for which in (None, 2))
+    assert quiet["curve"]["attention"] == pytest.approx(0.4, rel=1e-2)
+    assert disturbed["curve"]["attention"] == pytest.approx(quiet["curve"]["attention"])
+    small = [Sample(kind, (1024, 2), "float32", 1e-4) for kind in ("all_reduce", "all_gather", "reduce_scatter")]
+    large = [s._replace(shape=(1 << 24, 2), seconds=1e-2) for s in small]
+    lines = collective_lines([*slower(small, 1), *large])
+    assert {kind: line[0] for kind, line in lines.items()} == {s.kind: (1.0, 1e-4) for s in small}
 
 
 def test_fits_recover_made_up_constants():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -93,3 +95,71 @@ def test_a_step_on_a_bad_batch_sends_nothing_and_leaves_the_session_usable() -> 
     for said, loss in run_threads(program.ranks, program.mesh, body):
         assert "the program was compiled for the global shape" in said[0]
         assert loss == pytest.approx(stages.reference(1)["losses"][0])
+
+
+class OnGpu(torch.Tensor):
+    """A report that a GPU has written down, for a host without one."""
+
+    device = torch.device("cuda")
+
+
+class Event:
+    """Of a device that has passed it when somebody has waited."""
+
+    def __init__(self) -> None:
+        self.recorded = self.passed = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+        self.passed = True
+
+
+def test_what_a_gpu_wrote_down_is_raised_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Event] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **given: empty(*size, **given))
+
+    def say(value: int, place: tuple[int, ...]) -> str:
+        assert [event.passed for event in events] == [
+            True,
+            True,
+            False,
+        ]  # what was found is read, what was not is not awaited
+        return f"{value} at {list(place)}"
+
+    def seen(*values: int) -> tuple[OnGpu, tuple[int, ...], Any]:
+        x = torch.tensor(values).reshape(-1, 2)
+        return violation(x > 5, x).as_subclass(OnGpu), tuple(x.shape), say
+
+    guards = Guards()
+    guards.look([seen(1, 2, 3, 4), seen(1, 2, 3, 7, 8, 0)])
+    guards.look([seen(9, 1)])
+    assert len(events) == 3
+    assert not any(event.passed for event in events)
+    with pytest.raises(GuardError, match=r"7 at \[1, 1\]"):
+        guards.end_step()
+    guards.end_step()  # of a step without any
+    guards.look([seen(1, 2)])
+    guards.end_step()
+    assert all(event.passed for event in events[3:])
+
+
+def test_what_is_not_to_be_looked_at_yet_is_raised_by_whoever_looks() -> None:
+    guards = Guards()
+    with guards.unread() as reports:
+        guards.in_range(ids(), 0, 5, "model.py:3")
+        guards.in_range(ids(3), 0, 10, "model.py:4")
+        guards.expect(torch.tensor(True), False, "model.py:5")
+    assert len(reports) == 3
+    for report, said in zip(reports, (r"value 5 at \[1, 1\]", None, r"model\.py:5"), strict=True):
+        if said is None:
+            guards.look([report])
+        else:
+            with pytest.raises(GuardError, match=said):
+                guards.look([report])
+    with pytest.raises(GuardError, match=r"model\.py:6"):
+        guards.in_range(ids(), 0, 5, "model.py:6")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from autopar.runtime.checkpoint_files import Block, RankFile
 from autopar.runtime.errors import CheckpointError
 from autopar.runtime.run_directory import COMPLETE, RunDirectory, StepRecord, file_facts
 
@@ -81,6 +85,78 @@ def test_every_damage_of_every_file_is_found(tmp_path: Path, name: str, damage: 
     assert name in problem()
     good = directory.read(5)
     assert directory.check(good, good.files) == ""
+
+
+def test_a_number_that_was_changed_in_the_record_of_a_step_is_found(tmp_path: Path):
+    """What is still JSON of the right form: another place in the data, another seed, another size or hash of a file."""
+    directory = RunDirectory(tmp_path)
+    directory.prepare(1000)
+    found = written(directory, 5)
+    path = directory.folder(5) / COMPLETE
+    content = path.read_text()
+    (sha, *_) = (facts["sha256"] for facts in found.files.values())
+    for before, after in (
+        ('"position": 10', '"position": 11'),
+        ('"seed": 7', '"seed": 8'),
+        ('"ranks": 2', '"ranks": 1'),
+        ('"a plan"', '"b plan"'),
+        ('"bytes": 301', '"bytes": 302'),
+        (sha, sha[1:] + sha[0]),
+    ):
+        changed = content.replace(before, after, 1)
+        assert json.loads(changed) != json.loads(content)
+        path.write_text(changed)
+        with pytest.raises(CheckpointError, match=r"step 5: .* is damaged"):
+            directory.read(5)
+    path.write_text(content)
+    assert directory.read(5) == found
+
+
+def test_a_step_gets_its_name_when_all_of_it_is_durable_and_older_ones_go_after_that(tmp_path: Path, monkeypatch):
+    directory = RunDirectory(tmp_path, keep=1)
+    directory.prepare(1000)
+    written(directory, 5)
+    partial, named, steps = directory.partial(6), directory.folder(6), directory.folder(6).parent
+    said: list[tuple[str, Path]] = []
+    fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
+
+    def synced(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == COMPLETE:
+            json.loads(path.read_text())  # all of it is written
+        said.append(("durable", path))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", lambda own, to: said.append(("named", to)) or rename(own, to))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: said.append(("gone", path)) or rmtree(path))
+    written(directory, 6)
+    assert said == [
+        ("durable", partial / COMPLETE),
+        ("durable", partial),
+        ("named", named),
+        ("durable", steps),
+        ("gone", directory.folder(5)),
+    ]
+
+
+def test_the_file_of_a_rank_is_durable_with_all_that_belongs_to_it(tmp_path: Path, monkeypatch):
+    index = MetadataIndex("w")
+    file = RankFile("__0_0.distcp", (Block(index, b"<", 3, b">"),), (MetadataIndex("text"),))
+    durable: list[tuple[str, int]] = []
+    fsync = os.fsync
+
+    def synced(handle: int) -> None:
+        durable.append((os.readlink(f"/proc/self/fd/{handle}"), os.fstat(handle).st_size))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    file.write(tmp_path, {"w": memoryview(b"abc")}, {"text": "some text"})
+    path = tmp_path / file.name
+    assert path.read_bytes().startswith(b"<abc>")
+    assert durable == [(str(path), path.stat().st_size)]
+    with pytest.raises(CheckpointError, match="w: 4 bytes on this rank, 3 were planned"):
+        file.write(tmp_path, {"w": memoryview(b"abcd")}, {"text": ""})
 
 
 def test_damaged_steps_are_set_aside_and_not_counted(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import torch
 
 from autopar.runtime import Comm, RuntimeProgramError, checkpoint, run_threads, staying
 from autopar.runtime.arguments import parser
+from autopar.runtime.batches import random_batches
 from autopar.runtime.run_directory import RunDirectory, StepRecord, file_facts
 from tests.warm import TORCHRUN, python, torchrun
 
@@ -231,7 +233,8 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
 
     def body(comm: Comm) -> None:
         first = started(comm, "--seed", "7")
-        batches = [next(first.batches) for _ in range(4)]
+        batches = list(itertools.islice(random_batches(shown.inputs, 7), 4))
+        assert all(map(torch.equal, next(first.batches), batches[0]))
         first.session.train_step(batches[0])
         save(first)
         with pytest.raises(RuntimeProgramError, match="was started with --seed 7, not 8"):

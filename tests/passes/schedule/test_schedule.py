@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from ortools.sat.python import cp_model
 from autopar.costmodel import simulate as sim
 from autopar.errors import PlanError
 from autopar.ir import tables
-from autopar.ir.actions import StageGraph, parse_row, show_row
+from autopar.ir.actions import Action, StageGraph, parse_row, show_row
 from autopar.passes.schedule import (
     SCHEDULES,
     ActionCosts,
@@ -22,8 +23,9 @@ from autopar.passes.schedule import (
     least_span_s,
     peak_bytes,
 )
-from autopar.passes.schedule.greedy import greedy
+from autopar.passes.schedule.greedy import Policy, greedy
 from autopar.passes.schedule.proof import check_table
+from autopar.passes.schedule.timed_pipeline import TimedPipeline
 from tests.passes.schedule.pipelines import ONE_STAGE, PAPER, chains, dags, graph_of
 
 chain = StageGraph.chain
@@ -325,3 +327,49 @@ def test_settings_that_are_given_up_would_not_have_been_finalists(p, m, memory, 
     table = build("zb-auto", graph, m, costs=costs, memory=memory)
     monkeypatch.setattr(automatic, "greedy", lambda pipeline, policy, longest_s=math.inf: greedy(pipeline, policy))
     assert build("zb-auto", graph, m, costs=costs, memory=memory) == table
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_that_is_under_way_is_kept_waiting_for_a_w(seed):
+    """The list scheduler's own tables, which the search repairs, with memory and flights without end. Without patience no F keeps
+    a B waiting either."""
+    draw = random.Random(seed)
+    graph, m = StageGraph.chain(draw.choice((2, 3, 4))), 6
+    costs = ActionCosts(
+        {(s, k): draw.uniform(0.5, 2.0) for s in range(graph.stages) for k in "FBW"}, draw.uniform(0, 1)
+    )
+    pipeline = TimedPipeline(graph, m, costs, MemoryRoom.microbatches(graph, 10 * m))
+    found = greedy(pipeline, Policy((m,) * graph.stages, patience_F=0.0, patience_W=0.0, idle=1.0))
+    assert found is not None
+    check_table(found.table, graph, m, split=True)
+    start, end = times(found.table, graph, costs)
+    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, found.table)):
+        if (before.kind, after.kind) in (("W", "F"), ("W", "B"), ("F", "B")):
+            read = reads(after, graph)
+            arrived = max((end[one] + (costs.comm_s if one.stage != after.stage else 0.0) for one in read), default=0.0)
+            under_way = all(start[one] < start[before] for one in read)
+            assert not under_way or arrived <= start[before] or start[after] <= arrived + 1e-9, (before, after)
+
+
+def reads(action, graph):
+    """What an F or B waits for."""
+    others = (graph.feeds if action.kind == "F" else graph.returns)[action.stage]
+    own = [Action("F", action.microbatch, action.stage)] if action.kind == "B" else []
+    return own + [Action(action.kind, action.microbatch, s) for s in others]
+
+
+def times(table, graph, costs):
+    """Start and end of every action, where each starts as soon as it can."""
+    start, end, free = {}, {}, [0.0] * len(table)
+    left = [list(row) for row in table]
+    while any(left):
+        for g, row in enumerate(left):
+            while row and all(one in end for one in reads(row[0], graph) if row[0].kind != "W"):
+                action = row.pop(0)
+                read = reads(action, graph) if action.kind != "W" else []
+                arrived = max(
+                    (end[one] + (costs.comm_s if one.stage != action.stage else 0.0) for one in read), default=0.0
+                )
+                start[action] = max(free[g], arrived)
+                free[g] = end[action] = start[action] + costs.seconds[action.stage, action.kind]
+    return start, end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from unittest import mock
 
 import numpy as np
@@ -16,11 +17,14 @@ from autopar.passes.shard.eliminate import eliminated, elimination_order, order_
 from autopar.passes.shard.graph import FactorGraph
 from autopar.passes.shard.messages import bound
 from autopar.passes.shard.polish import polished
-from autopar.passes.shard.reduce import reduce_graph, restore, start
-from autopar.passes.shard.solve import Shortage, Solution, better_within, greedy, priced, solve
+from autopar.passes.shard.reduce import copy_of, reduce_graph, restore, start
+from autopar.passes.shard.solve import Shortage, Solution, _prune, better_within, greedy, priced, solve
 
 
-def random_graph(seed: int, nodes: int = 6, states: int = 3, density: float = 0.5, ties: bool = False) -> FactorGraph:
+def random_graph(
+    seed: int, nodes: int = 6, states: int = 3, density: float = 0.5, ties: bool = False, close: bool = False
+) -> FactorGraph:
+    """close: bytes of states that differ by little."""
     rng = np.random.default_rng(seed)
 
     def numbers(*shape: int) -> np.ndarray:
@@ -29,7 +33,12 @@ def random_graph(seed: int, nodes: int = 6, states: int = 3, density: float = 0.
     graph = FactorGraph()
     for v in range(nodes):
         n = int(rng.integers(1, states + 1))
-        graph.add(("v", str(v)), list(range(n)), numbers(n), 1 + rng.integers(0, 5, n).astype(float))
+        graph.add(
+            ("v", str(v)),
+            list(range(n)),
+            numbers(n),
+            1 + (rng.random(n) / 5 if close else rng.integers(0, 5, n).astype(float)),
+        )
     for u, v in itertools.combinations(range(nodes), 2):
         if rng.random() < density:
             graph.connect(u, v, numbers(len(graph.states[u]), len(graph.states[v])))
@@ -111,9 +120,9 @@ def test_variables_are_kept_where_tables_would_be_larger(seed: int, widest: floa
             left[u] = (left[u] | around) - {u, v}
 
 
-@given(st.integers(0, 10_000), st.floats(0.0, 1.0))
-def test_memory_row_is_kept_and_the_optimum_under_it_is_found(seed: int, share: float) -> None:
-    graph = random_graph(seed)
+@given(st.integers(0, 10_000), st.floats(0.0, 1.0), st.booleans())
+def test_memory_row_is_kept_and_the_optimum_under_it_is_found(seed: int, share: float, close: bool) -> None:
+    graph = random_graph(seed, close=close)
     least = sum(float(m.min()) for m in graph.memory)
     most = sum(float(m.max()) for m in graph.memory)
     budget = least + share * (most - least)
@@ -145,6 +154,43 @@ def test_reduction_keeps_the_optimum(seed: int, ties: bool) -> None:
         for chosen in itertools.product(*(range(len(c)) for c in reduced.cost.values()))
     )
     assert best == pytest.approx(brute_force(graph, None), abs=1e-9)
+
+
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_reduction_keeps_the_optimum_within_every_amount_of_memory(seed: int, close: bool) -> None:
+    graph = random_graph(seed, nodes=4, close=close)
+    reduced = reduce_graph(start(graph), with_memory=True)
+
+    def best(choices: Iterable[list[int]]) -> list[tuple[float, float]]:
+        """(bytes, least cost within them), where more bytes cost less."""
+        found: list[tuple[float, float]] = []
+        for memory, value in sorted((graph.memory_of(choice), graph.value(choice)) for choice in choices):
+            if not found or value < found[-1][1] - 1e-9:
+                found.append((memory, value))
+        return found
+
+    left = [
+        restore(reduced, dict(zip(reduced.cost, chosen, strict=True)))
+        for chosen in itertools.product(*(range(len(c)) for c in reduced.cost.values()))
+    ]
+    every = list(map(list, itertools.product(*(range(len(s)) for s in graph.states))))
+    np.testing.assert_allclose(best(left), best(every), atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pruning_by_what_a_bound_leaves_keeps_the_optimum(seed: int) -> None:
+    """The bound of one round is far from the optimum, so that some state of the optimum takes up nearly all of the slack."""
+    graph = random_graph(seed, nodes=5, density=0.9)
+    optimum = brute_force(graph, None)
+    assert optimum is not None
+    r = start(graph)
+    with mock.patch.object(eliminate, "MOST", 0):
+        found = bound(r, 1, math.inf)
+    pruned = copy_of(r)
+    _prune(pruned, found, optimum - found.lower)
+    left = [pruned.alive[v] for v in range(len(graph.keys))]
+    assert min(graph.value(list(c)) for c in itertools.product(*left)) == pytest.approx(optimum, abs=1e-9)
 
 
 @given(st.integers(0, 10_000))
