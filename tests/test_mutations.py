@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.capture import canonical
+from autopar.capture import canonical, position_masks
 from autopar.codegen import stage
 from autopar.codegen.stage import rows
 from autopar.costmodel import collective, compute
@@ -67,6 +67,20 @@ class Speaking(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.embed(ids)), ids)
+
+
+class Later(nn.Module):
+    """(batch, 8 positions, 16) -> the loss of the last 4 positions, which read all up to their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.kv(x).chunk(2, -1)
+        allowed = torch.arange(8)[None, :] <= torch.arange(4, 8)[:, None]
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in (self.q(x[:, 4:]), k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).square().mean()
 
 
 def of(model: nn.Module, batch: Any, loss: Any = None, ranks: int = 2, **options: Any) -> autopar.Program:
@@ -135,6 +149,11 @@ def peak_bytes_are_those_held() -> None:
     assert 0.98 * measured - 256 <= program.predicted.peak_bytes <= 1.05 * measured + 256
 
 
+def attention_to_earlier_keys_equals_eager() -> None:
+    model, x = Later(), torch.randn(4, 8, 16)
+    assert autopar.verify(of(model, (x,)), model, (x,)).ok
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +209,15 @@ def dropped_logits(patch: Patch) -> None:
     patch.setattr(tape.Machine, "new", lambda self, nbytes: real(self, 0 if nbytes == logits else nbytes))
 
 
+def a_flag_for_a_triangle_at_the_end(patch: Patch) -> None:
+    """The flag is for as many keys as queries."""
+
+    def flagged(self: position_masks.Allowed, keys: int) -> bool:
+        return torch.equal(self.end, torch.arange(keys - len(self.end) + 1, keys + 1))
+
+    patch.setattr(position_masks.Allowed, "is_causal", flagged)
+
+
 FAULTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (dropped_all_reduce, equals_eager),
     (wrong_divisor_of_a_mean, equals_eager),
@@ -198,6 +226,7 @@ FAULTS: list[tuple[Callable[[Patch], None], Callable[[], None]]] = [
     (a_tenth_of_the_flops, a_large_product_takes_its_flops_at_peak),
     (a_quarter_of_attention, flops_are_torchs),
     (dropped_logits, peak_bytes_are_those_held),
+    (a_flag_for_a_triangle_at_the_end, attention_to_earlier_keys_equals_eager),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.counter import ByteCounter
 from autopar.runtime import GradEntry, GradStore, RuntimeProgramError, run_threads
 from autopar.runtime.buckets import BucketSizes
 
@@ -214,3 +215,98 @@ def test_gradients_are_reduced_once_per_step_however_many_microbatches(zero):
     assert (
         sum(numel for _, numel in two) <= sum(numel for _, numel in one) + 1
     )  # the loss of the second microbatch rides along
+
+
+def test_the_third_addend_is_where_compensation_begins():
+    """Half a unit of the last place, twice: lost where the sum is rounded after each."""
+    parts = [torch.full((4,), value) for value in (1.0, 2.0**-24, 2.0**-24)]
+    assert torch.equal(accumulated(parts, lambda k: True, False), torch.ones(4))
+    assert torch.equal(accumulated(parts, lambda k: True, True), torch.full((4,), 1 + 2.0**-23))
+
+
+def test_lent_gradients_are_summed_in_one_tensor_of_the_stores_own():
+    parts = [torch.full((1 << 12,), float(k)) for k in range(6)]
+
+    def body(comm):
+        store = GradStore(comm, {"w": GradEntry(1)}, len(parts))
+        with ByteCounter() as counter:
+            for part in parts:
+                store.add("w", part)
+            got = store.finish()["w"]
+        assert torch.equal(got, torch.full((1 << 12,), 15.0))
+        return counter.peak
+
+    assert run_threads(1, {"dp": 1}, body, timeout_s=30) == [4 << 12]
+
+
+def test_gradients_that_others_may_hold_are_told_and_those_of_a_step_alone():
+    """One tensor may be the gradient of two parameters: whoever scales it in place would do so twice."""
+    local, summed = GradEntry(1), GradEntry(1, (("all_reduce", ("a",)),))
+
+    def body(comm):
+        store = GradStore(comm, {"x": local, "y": local, "z": local, "sum": summed})
+        shared, told = torch.ones(3), []
+        for lent in (("x", "y"), ("z",), ()):
+            for name in ("x", "y", "z", "sum"):
+                store.add(name, shared if name in (*lent, "sum") else torch.ones(3), owned=name not in (*lent, "sum"))
+            store.finish()
+            told.append(set(store.borrowed))
+        return told
+
+    for told in run_threads(2, {"a": 2}, body, timeout_s=30):
+        assert told == [{"x", "y"}, {"z"}, set()]
+
+
+def test_a_sum_that_was_waited_for_stays_what_it_was():
+    def body(comm):
+        store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", ("a",)),))})
+        losses = []
+        for step in range(3):
+            handle = store.start_sum(torch.full((), step + 1.0), "a")
+            store.add("x", torch.ones(4), owned=True)
+            grads = store.finish()
+            losses.append(handle.wait())
+            for grad in grads.values():
+                grad.untyped_storage().fill_(0)  # what the update may do with the bucket
+        return [loss.item() for loss in losses]
+
+    for losses in run_threads(2, {"a": 2}, body, timeout_s=30):
+        assert losses == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        BucketSizes(),
+        BucketSizes(1, 1, 1, 1),
+        BucketSizes(1 << 30, 1 << 30, 1, 1 << 30),
+        BucketSizes(64, 64, 1 << 30, 1),
+    ],
+    ids=["default", "all direct", "scattered direct", "all packed"],
+)
+def test_lent_gradients_of_any_layout_stay_as_they_are_in_buckets_of_any_size(sizes):
+    """Nothing is reduced into a tensor of somebody else's, nor is its memory taken for what is packed later."""
+    steps = {
+        "summed": (("all_reduce", "a"),),
+        "front": (("reduce_scatter", "a", 0),),
+        "back": (("reduce_scatter", "a", -1),),
+    }
+    table = {f"{kind} {n}": GradEntry(1, way) for n in range(4) for kind, way in steps.items()}
+
+    def body(comm):
+        store = GradStore(comm, table, sizes=sizes)
+        lent = {name: torch.arange(36.0).view(6, 6) + 100 * n + comm.rank for n, name in enumerate(table)}
+        lent = {name: value.t() if name.endswith(("1", "3")) else value for name, value in lent.items()}
+        kept = {name: value.clone() for name, value in lent.items()}
+        for _ in range(2):
+            for name, value in lent.items():
+                store.add(name, value)
+            got = store.finish()
+            assert all(torch.equal(lent[name], kept[name]) for name in table)
+            for name in table:
+                whole = 2 * kept[name] + (1 - 2 * comm.rank)  # of both ranks
+                mine = slice(3 * comm.rank, 3 * comm.rank + 3)
+                want = {"summed": whole, "front": whole[mine], "back": whole[:, mine]}[name.split()[0]]
+                assert torch.equal(got[name], want), name
+
+    run_threads(2, {"a": 2}, body, timeout_s=30)
