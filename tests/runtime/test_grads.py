@@ -262,7 +262,7 @@ def test_a_sum_that_was_waited_for_stays_what_it_was():
         store = GradStore(comm, {"x": GradEntry(1, (("all_reduce", ("a",)),))})
         losses = []
         for step in range(3):
-            handle = store.start_sum(torch.full((), step + 1.0), "a")
+            handle = store.start_sum(torch.full((), step + 1.0), ("a",))
             store.add("x", torch.ones(4), owned=True)
             grads = store.finish()
             losses.append(handle.wait())
