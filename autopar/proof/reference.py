@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.capture.export import own_loss, split_inputs
+from autopar.capture.export import split_inputs
 from autopar.capture.promoted import cast
+from autopar.capture.scalar_outputs import own_loss
 from autopar.capture.trees import flatten
 from autopar.program import ParallelProgram
 from autopar.proof.casts import cast_model, map_tensors, promoted
