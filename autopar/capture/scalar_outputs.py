@@ -89,7 +89,7 @@ class NoLoss:
         else:
             how = "let it return a scalar, or pass loss_fn(output, *targets), such as torch.nn.functional.cross_entropy"
         return InputError(
-            f"{' and '.join(asked)}: that is for training, and there is no loss. A model is trained on the scalar that it returns "
+            f"{' and '.join(asked)}: that is for training, and there is no loss. A model is trained on the scalar it returns "
             f"or on `.loss` of what it returns; this one returned {self.returned}; {how}. To compile it for inference "
             f"leave {'that' if len(asked) == 1 else 'these'} out"
         )

@@ -17,7 +17,7 @@ from autopar.cli.plan import main
 
 X, Y = torch.randn(4, 8), torch.arange(4)
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-Pair = namedtuple("Pair", ["logits", "objective"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["logits", "objective"])
 
 
 @dataclass
