@@ -38,6 +38,7 @@ from .process import TorchComm
 from .recorder import Recorder
 from .session import Session
 from .spares import START_AGAIN, stand_by
+from .state_names import of_model, of_program
 from .tables import world_mesh
 from .worlds import manifest_for, started_ranks
 
@@ -76,11 +77,16 @@ class LoadedProgram:
         """Steps done so far, those of the checkpoint that was resumed included."""
         return self.session.rt.step
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.session.state_dict()
+    def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
+        """Parameters and buffers of this rank's stages (DTensors, on several ranks) under every name that the model's own state
+        dict has for them. optimizer: with step, optimizer state and buffers that are not persistent, which `load_state_dict`
+        needs; False: with no other names than the model's."""
+        state, names = self.session.state_dict(), self.manifest.state_names
+        return of_model(state, names) | (state if optimizer else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.session.load_state_dict(state)
+        """The inverse of `state_dict()`, for any plan. Raises CheckpointError where something is missing."""
+        self.session.load_state_dict(of_program(state, self.manifest.state_names))
 
     def save(self, directory: str | Path) -> None:
         from . import checkpoint  # its import takes most of a second
