@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from autopar.errors import CaptureError, InputError
+from autopar.runtime.origin import module_of
 
 Sharing = tuple[str, str, bool]
 """Names of two tensors over the same bytes; whether one of them is a parameter."""
@@ -68,10 +69,10 @@ def _check_global_hooks() -> None:
 def _check_module(path: str, module: nn.Module) -> None:
     place = f"module {path}" if path else "the model"
     for cls in type(module).__mro__:
-        foreign = cls.__module__.startswith(("torch.nn.parallel", "torch.distributed", "torch.jit", "torch._dynamo"))
+        foreign = module_of(cls).startswith(("torch.nn.parallel", "torch.distributed", "torch.jit", "torch._dynamo"))
         if foreign and cls.__name__ in _WRAPPERS:
             raise CaptureError(f"{place} is a {cls.__name__}; {_WRAPPERS[cls.__name__]}")
-    if type(module).__module__.startswith(
+    if module_of(type(module)).startswith(
         ("torch.ao.nn.quantized", "torch.nn.quantized", "torch.ao.nn.intrinsic.quant")
     ):
         raise CaptureError(f"{place} is a quantized {type(module).__name__}; compile the float model")

@@ -28,6 +28,7 @@ from autopar.capture.fake import fake_like, faked
 from autopar.capture.functional import check_writes, functional, traced_step
 from autopar.capture.known_blocks import known_forwards, prove
 from autopar.capture.named_constants import check_constants, named_by_content, same_constants
+from autopar.capture.nameless import classes_named
 from autopar.capture.reached import parameters_reached
 from autopar.capture.recorded import Recorded, compute_the_same
 from autopar.capture.scalar_outputs import NoLoss, own_loss
@@ -190,7 +191,7 @@ def export_step(
     """
     check_outside()
     export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
-    with known_forwards(model) as uses:
+    with classes_named(model), known_forwards(model) as uses:
         first = not as_example  # what a compiled model leaves out would become guards there
         try:
             with noted_questions(as_in_eager=first) as asked:

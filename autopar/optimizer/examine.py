@@ -24,6 +24,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import OptimizerState
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.optimizer_forms import is_fusible
+from autopar.runtime.origin import package_of
 from autopar.runtime.scheduler_steps import step_scheduler
 from autopar.runtime.update_rule import (
     REFUSED_OPTIMIZERS,
@@ -145,7 +146,7 @@ def _updated_alike(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.split(".")[0] == "torch"
+    return package_of(type(optimizer)) == "torch"
 
 
 def _state(
