@@ -43,6 +43,7 @@ from .tables import world_mesh
 from .worlds import manifest_for, started_ranks
 
 USAGE_ERROR = 2
+NO_DATA = "no --data: every batch is random numbers, which is good for trying the program out and for nothing else"
 
 
 class LoadedProgram:
@@ -208,6 +209,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             met=met,
         )
         _watch(program, arguments)
+        if not arguments.data and program.session.comm.rank == 0:
+            print(NO_DATA, flush=True)
         if arguments.run:
             from .staying import Run
 
@@ -232,7 +235,7 @@ def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
 
 
 def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
-    """Train (or infer) for `--steps` steps, rank 0 reporting. Raises RuntimeProgramError."""
+    """Train to step `--steps` (or infer so many batches), rank 0 reporting. Raises RuntimeProgramError."""
     if arguments.save and Path(arguments.save).exists() and not Path(arguments.save).is_dir():
         raise RuntimeProgramError(f"--save {arguments.save}: this is a file; give the name of a directory")
     session, manifest = program.session, program.manifest
@@ -243,7 +246,12 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         )
     if arguments.resume:
         program.resume(arguments.resume)
-    rank, first = session.comm.rank, session.rt.step
+    rank, first, last = session.comm.rank, session.rt.step, arguments.steps
+    if last < first:
+        raise RuntimeProgramError(
+            f"--resume {arguments.resume} is of step {first}, and --steps {last} are those of the whole run; give more than "
+            f"{first}"
+        )
     if arguments.data:
         batches: Iterator[Any] = user_batches(arguments.data, first)
     else:
@@ -254,9 +262,9 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         session.recorder = Recorder(session.comm.device)
     if rank == 0:
-        print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
-    metrics, line = Metrics(session, manifest, arguments), StepLine(first + arguments.steps)
-    for step in range(first + 1, first + arguments.steps + 1):
+        print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {last}")
+    metrics, line = Metrics(session, manifest, arguments), StepLine(last)
+    for step in range(first + 1, last + 1):
         metrics.begin()
         start = time.perf_counter()
         batch = next(batches)
