@@ -17,8 +17,8 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.core.python import solver
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.python.result import parse_solve_result
+from ortools.math_opt.python.solve import StatusNotOk
 from ortools.math_opt.solvers.highs_pb2 import HighsOptionsProto
-from pybind11_abseil.status import StatusCode, StatusNotOk
 
 from autopar.passes.shard.polish import polished
 from autopar.passes.shard.reduce import Reduced, assigned
@@ -27,7 +27,7 @@ CLOSE = 1e-4
 """Relative distance to the bound at which an assignment will do where the LP is not whole."""
 _ONE_THREAD = HighsOptionsProto(int_options={"threads": 1}, string_options={"parallel": "off"})
 """HiGHS keeps its threads from one answer to the next: a process forked from this one would wait for them for ever."""
-_GAVE_UP = StatusCode.INTERNAL
+_GAVE_UP = "INTERNAL"
 """MathOpt's code for an error that HiGHS met while it solved; a wrong model or parameter is INVALID_ARGUMENT."""
 
 
@@ -219,7 +219,7 @@ def _solved(model: _Model, params: mathopt.SolveParameters) -> _Solved | None:
             None,
         )
     except StatusNotOk as error:
-        if error.status.code() != _GAVE_UP:
+        if error.status.code().name != _GAVE_UP:
             raise
         return None
     x = np.zeros(model.first_edge)
