@@ -102,7 +102,7 @@ def test_models_that_no_trace_carries_are_refused_by_name(kind: str) -> None:
     ("x", "says"),
     [
         (torch.zeros(0, 8), "(0, 8) is empty along dim 0; pass a batch with samples"),
-        (torch.zeros(4, 0), "(4, 0) is empty along dim 1; a program computes for the sizes of its example: give one with entries"),
+        (torch.zeros(4, 0), "(4, 0) is empty along dim 1; a program computes for the sizes of its example: give one"),
         (X.to_sparse(), "sparse"),
         (torch.nested.nested_tensor([X[:2], X[:3]]), "nested"),
     ],
