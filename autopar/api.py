@@ -68,7 +68,8 @@ def compile(
 
     optimizer: factory such as `functools.partial(torch.optim.AdamW, lr=1e-3)`, called with the list of parameters, or, if
     its parameter is called `named_parameters`, with (name, parameter) pairs to make parameter groups of; it may return
-    several optimizers. scheduler: factory of a torch.optim.lr_scheduler over an optimizer, stepped once per step.
+    several optimizers. scheduler: factory of a torch.optim.lr_scheduler over an optimizer, stepped once per step, with its
+    loss where `step` takes `metrics` (ReduceLROnPlateau).
     clip_grad_norm: the global norm (of all ranks and stages) that gradients are clipped to, ClipNorm for other norms;
     clip_grad_value: clamps them instead. loss_scaling: dynamic, as torch.amp.GradScaler does it; a step whose gradients
     overflow on any rank is skipped on all.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.capture.default_device import with_cpu_as_default
-from autopar.capture.saved_names import saved_names
+from autopar.capture.saved_names import saved_names, saved_state
 from autopar.capture.trees import check_like, rebuild
 from autopar.cluster import ClusterSpec, resized
 from autopar.codegen.directory import BucketContents, Contents, write_directory
@@ -54,13 +54,14 @@ MOST_CANDIDATES = 16
 
 @dataclass(frozen=True)
 class RunResult:
-    """Losses per step (training) or outputs per batch (inference), the final full state, and what was recorded, if that was
-    asked for."""
+    """Losses per step (training) or outputs per batch (inference), the final full state by the program's names, and what was
+    recorded, if that was asked for. saved: the state as the model's own state dict has it."""
 
     losses: tuple[torch.Tensor, ...]
     outputs: tuple[Any, ...]
     state: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
     profile: Profile | None = field(repr=False, default=None)
+    saved: dict[str, Any] = field(repr=False, default_factory=dict)
 
     def _items(self) -> tuple[Any, ...]:
         return self.losses or self.outputs
@@ -74,9 +75,9 @@ class RunResult:
     def __getitem__(self, index: Any) -> Any:
         return self._items()[index]
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Full parameters and buffers after the run."""
-        return self.state
+    def state_dict(self) -> dict[str, Any]:
+        """Full parameters and buffers after training, with exactly the names that the model's own state dict has."""
+        return self.saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,6 +281,7 @@ class ParallelProgram(Compiled):
             tuple(rebuild(structure, o) for o in outputs),
             state,
             Profile(tuple(done for *_, done in ranks)) if profile else None,
+            saved_state(self.model, state) if self.training else {},
         )
 
     def on_ranks(self, body: Callable[[Session], T]) -> list[T]:

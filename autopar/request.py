@@ -49,6 +49,22 @@ class Request:
         """Samples of the global batch."""
         return batch_size(self.inputs, self.options.batch_dims)
 
+    @property
+    def asked_of_training(self) -> tuple[str, ...]:
+        """What is asked for that means nothing in inference, as it was written."""
+        rule, options = self.update, self.options
+        given = {
+            "optimizer=": rule.optimizer,
+            "scheduler=": rule.scheduler,
+            "clip_grad_norm=": rule.clip_norm,
+            "clip_grad_value=": rule.clip_value,
+            "loss_scaling=": rule.loss_scaling,
+            "Options.compensated_sums": rule.compensated or None,
+            "Options.gradient_compression": options.gradient_compression,
+            "Options.recompute": None if options.recompute in ("auto", "none") else options.recompute,
+        }
+        return tuple(name for name, value in given.items() if value is not None)
+
     def replaying(self, plan: Plan) -> Request:
         """The same request, to be met by this plan. Raises PlanError where it asks for something else, InputError where
         batch or devices do not allow it."""

@@ -40,6 +40,7 @@ ORDER = """
     passes.memory
     passes.check
     passes.account
+    passes.solvers
     passes.shard passes.recompute passes.stage passes.branch passes.place
     passes.search
     compiled

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from autopar.errors import CaptureError, InputError
+from autopar.runtime.origin import module_of
 
 Sharing = tuple[str, str, bool]
 """Names of two tensors over the same bytes; whether one of them is a parameter."""
@@ -52,9 +53,14 @@ def check_inputs(leaves: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         if what is not None:
             raise InputError(f"input {name or 0} is {what}; pass a dense tensor (to_dense, or padded with a mask)")
         if not leaf.numel():
-            raise InputError(
-                f"input {name or 0} of shape {tuple(leaf.shape)} is empty; pass a batch with samples in it"
+            dim = tuple(leaf.shape).index(0)
+            instead = (
+                "pass a batch with samples in it"
+                if dim == 0
+                else "a program computes for the sizes of its example: give one with entries there, or call forward without this "
+                "input (wrap the model in a module that makes it, if it needs one)"
             )
+            raise InputError(f"input {name or 0} of shape {tuple(leaf.shape)} is empty along dim {dim}; {instead}")
 
 
 def _check_global_hooks() -> None:
@@ -68,10 +74,10 @@ def _check_global_hooks() -> None:
 def _check_module(path: str, module: nn.Module) -> None:
     place = f"module {path}" if path else "the model"
     for cls in type(module).__mro__:
-        foreign = cls.__module__.startswith(("torch.nn.parallel", "torch.distributed", "torch.jit", "torch._dynamo"))
+        foreign = module_of(cls).startswith(("torch.nn.parallel", "torch.distributed", "torch.jit", "torch._dynamo"))
         if foreign and cls.__name__ in _WRAPPERS:
             raise CaptureError(f"{place} is a {cls.__name__}; {_WRAPPERS[cls.__name__]}")
-    if type(module).__module__.startswith(
+    if module_of(type(module)).startswith(
         ("torch.ao.nn.quantized", "torch.nn.quantized", "torch.ao.nn.intrinsic.quant")
     ):
         raise CaptureError(f"{place} is a quantized {type(module).__name__}; compile the float model")
@@ -96,7 +102,10 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             f"{name} is {what}; a program holds dense tensors: convert it, or pass the model before it became so"
         )
     if not tensor.numel() and isinstance(tensor, nn.Parameter):
-        raise CaptureError(f"the parameter {name} of shape {tuple(tensor.shape)} has no elements; remove it")
+        raise CaptureError(
+            f"the parameter {name} of shape {tuple(tensor.shape)} has no elements, so nothing of it is trained or stored; "
+            "build the model without it where its size is 0 (register_parameter(name, None))"
+        )
     if isinstance(tensor, nn.Parameter) and any(
         n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)
     ):

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from autopar.capture.explain import refusal
 
 _MADE = (
     torch.full,
@@ -32,6 +35,7 @@ _ASKED: dict[Any, Callable[[Tensor], Any]] = {
     Tensor.__index__: int,
     Tensor.item: Tensor.item,
 }
+_REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
 UNKNOWN = object()
 
 
@@ -53,16 +57,46 @@ class Constants:
 
     def answer(self, func: Any, args: Any) -> Any:
         """The value that Python asks for, if it is one of a constant; else UNKNOWN."""
-        how = self._made.get(id(args[0])) if func in _ASKED and args else None
-        if how is None:
+        value = self._value(args[0]) if func in _ASKED and args else None
+        if value is None:
             return UNKNOWN
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return _ASKED[func](value)
+
+    def _value(self, tensor: Any) -> Tensor | None:
+        """A constant on a real tensor; None for what is none, or is drawn."""
+        how = self._made.get(id(tensor))
+        if how is None:
+            return None
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
             state = torch.get_rng_state()
             value = _computed(how, {})
-            if not torch.equal(state, torch.get_rng_state()):
-                torch.set_rng_state(state)
-                return UNKNOWN
-            return _ASKED[func](value)
+            if torch.equal(state, torch.get_rng_state()):
+                return value
+            torch.set_rng_state(state)
+            return None
+
+    def with_output_size(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The named arguments of a call, with how many rows `repeat_interleave` gives where repeats are a constant. Raises
+        CaptureError where only data says."""
+        if func not in _REPEATS or kwargs.get("output_size") is not None:
+            return kwargs
+        names = ("repeats",) if len(args) + len(kwargs.keys() - {"output_size"}) == 1 else ("input", "repeats", "dim")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        repeats, x, dim = given.get("repeats", given.get("input")), given.get("input"), given.get("dim")
+        if not isinstance(repeats, Tensor):
+            return kwargs
+        value = self._value(repeats) if isinstance(repeats, FakeTensor) else repeats
+        if value is None:
+            raise refusal(
+                "repeats rows as often as a tensor says (repeat_interleave), and how many there are then depends on the data",
+                "pass output_size=, their number, to which the repeats must always add up",
+            )
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            rows = int(value.sum())
+        if value.numel() == 1 and isinstance(x, Tensor) and x is not repeats:
+            rows *= x.numel() if dim is None else x.shape[dim]
+        return {**kwargs, "output_size": rows}
 
     def see(self, func: Any, args: Any, kwargs: Any, result: Any, writes: bool) -> None:
         """Note what a call of torch computes of constants alone, and forget what it writes to."""

@@ -28,8 +28,10 @@ from autopar.capture.fake import fake_like, faked
 from autopar.capture.functional import check_writes, functional, traced_step
 from autopar.capture.known_blocks import known_forwards, prove
 from autopar.capture.named_constants import check_constants, named_by_content, same_constants
+from autopar.capture.nameless import classes_named
 from autopar.capture.reached import parameters_reached
 from autopar.capture.recorded import Recorded, compute_the_same
+from autopar.capture.scalar_outputs import NoLoss, own_loss
 from autopar.capture.state import Change, State, state_of
 from autopar.capture.trees import flatten, rebuild
 from autopar.capture.watch import memory_of, watched
@@ -40,7 +42,8 @@ from autopar.ops.integers import expect
 @dataclass(frozen=True, eq=False)
 class Exported:
     """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index). known_blocks: modules that were
-    traced by another forward than their own, in words."""
+    traced by another forward than their own, in words. no_loss: what it returned, where it is for
+    inference."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -55,6 +58,7 @@ class Exported:
     parameter_names: dict[str, str]
     output_names: tuple[str, ...]
     known_blocks: tuple[str, ...] = ()
+    no_loss: NoLoss | None = None
 
 
 class _Step(nn.Module):
@@ -107,7 +111,7 @@ class _Step(nn.Module):
             tensors, _, structure = flatten(out)
             if not tensors:
                 raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
-            self._note({"training": False, "structure": structure})
+            self._note({"training": False, "structure": structure, "no_loss": NoLoss.of(out)})
             return tuple(tensors), watch.held
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
@@ -166,13 +170,6 @@ def split_inputs(value: Any, targets: int, model: nn.Module) -> tuple[tuple[Any,
     return tuple(value[:cut]), {}, tuple(value[cut:])
 
 
-def own_loss(out: Any) -> torch.Tensor | None:
-    if isinstance(out, torch.Tensor):
-        return out if out.ndim == 0 and out.is_floating_point() else None
-    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
-    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-
-
 def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
@@ -194,7 +191,7 @@ def export_step(
     """
     check_outside()
     export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
-    with known_forwards(model) as uses:
+    with classes_named(model), known_forwards(model) as uses:
         first = not as_example  # what a compiled model leaves out would become guards there
         try:
             with noted_questions(as_in_eager=first) as asked:
@@ -286,6 +283,7 @@ def _export_step(
         frozenset(_strip(n) for n in eager),
         {_strip(k): _strip(v) for k, v in first.items()},
         tuple(n.name for n in outputs if guards or n.name not in conditions),
+        no_loss=seen.get("no_loss"),
     )
 
 

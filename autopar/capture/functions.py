@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.capture.explain import current_user_line
 from autopar.errors import CaptureError
+from autopar.runtime.origin import name_of, package_of
 
 _LIBRARY = torch.library.Library("autopar_user", "DEF")
 _LIBRARY.define("function(int key, Tensor[] tensors) -> Tensor[]")
@@ -36,7 +37,7 @@ class _Record:
 
     @property
     def name(self) -> str:
-        return f"the custom autograd.Function {self.cls.__module__}.{self.cls.__qualname__}"
+        return f"the custom autograd.Function {name_of(self.cls)}"
 
     def call(self, tensors: list[torch.Tensor]) -> Any:
         """The real `apply`. Raises CaptureError when it cannot be traced."""
@@ -98,11 +99,11 @@ def recording() -> Iterator[list[str]]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
             return _checkpointed(without_gradient, *args)
-        if cls.__module__.split(".")[0] in ("torch", "autopar"):
+        if package_of(cls) in ("torch", "autopar"):
             return _ORIGINAL.__func__(cls, *args, **kwargs)
         if kwargs or any(isinstance(a, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in a) for a in args):
             raise CaptureError(
-                f"the custom autograd.Function {cls.__module__}.{cls.__qualname__} takes keyword arguments or lists of "
+                f"the custom autograd.Function {name_of(cls)} takes keyword arguments or lists of "
                 "tensors, which cannot be kept with its backward; pass each tensor as one positional argument"
             )
         tensors: list[torch.Tensor] = []

@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.capture.trees import flatten
 from autopar.errors import InputError
+from autopar.runtime.origin import package_of
 
 LossFunction = Callable[..., torch.Tensor]
 MANY = 1 << 30
@@ -76,7 +77,7 @@ def _target_counts(loss_fn: LossFunction) -> tuple[int, int]:
         return 1, 1
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)
-    by_torch = str(getattr(function, "__module__", "")).split(".")[0] == "torch"
+    by_torch = package_of(function) == "torch"
     most = required if by_torch else len(positional)
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         most = MANY + 1

@@ -26,6 +26,7 @@ from autopar.capture.equal_forwards import Forward, Given, Integers, largest_dif
 from autopar.capture.explain import first_line
 from autopar.capture.trees import flatten
 from autopar.errors import CaptureError, InputError
+from autopar.runtime.origin import name_of
 
 TOLERANCE = 1e-9
 
@@ -55,8 +56,7 @@ class Use:
     @property
     def what(self) -> str:
         """Module class and function, in words."""
-        cls, forward = type(self.module), self.known.forward
-        return f"{cls.__module__}.{cls.__qualname__} by {forward.__module__}.{forward.__qualname__}"
+        return f"{name_of(type(self.module))} by {name_of(self.known.forward)}"
 
 
 _KNOWN: list[Known] = []

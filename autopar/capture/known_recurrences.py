@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from autopar.capture.known_blocks import below, forward_class, know
 from autopar.capture.known_transformers import instead, known
 from autopar.ops.scan import linear_scan
+from autopar.runtime.origin import module_of
 
 Function = Callable[..., Any]
 
@@ -38,7 +39,7 @@ def know_by_function(name: str, function: Function, passed_on: Sequence[str]) ->
         own = _own_forward(module)
         return (
             isinstance(own, types.FunctionType)
-            and own.__module__.startswith("transformers.models.")
+            and module_of(own).startswith("transformers.models.")
             and name in own.__code__.co_names
             and name in own.__globals__
         )

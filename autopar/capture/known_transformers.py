@@ -23,6 +23,7 @@ from autopar.capture.expert_gates import gate_of
 from autopar.capture.known_blocks import below, forward_class, know
 from autopar.ops.experts import experts
 from autopar.ops.grouped import grouped_mm
+from autopar.runtime.origin import module_of, name_of
 
 Expert = Callable[[Tensor, Tensor], Tensor]
 """(rows (…, k), which expert each takes) → (…, n)."""
@@ -52,7 +53,7 @@ def is_decorated(module: nn.Module) -> bool:
     """Whether its class has weights of all experts as 3-dimensional parameters, as that decorator asks for."""
     facts = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts", "_apply_gate")
     return (
-        type(module).__module__.startswith("transformers.models.")
+        module_of(type(module)).startswith("transformers.models.")
         and all(hasattr(module, fact) for fact in facts)
         and not getattr(module, "_is_expert_parallel", False)
     )
@@ -126,8 +127,7 @@ def known(
     """Register a forward for the class `transformers.models.NAME`."""
 
     def matches(module: nn.Module) -> bool:
-        cls = forward_class(module)
-        return f"{cls.__module__}.{cls.__qualname__}" == f"transformers.models.{name}"
+        return name_of(forward_class(module)) == f"transformers.models.{name}"
 
     def add(forward: Callable[..., Any]) -> Callable[..., Any]:
         know(matches, forward, integers, passed_on, steps)

@@ -91,6 +91,26 @@ def _instance_norm(func: Any, hold: Hold) -> Callable[..., Tensor]:
     return run
 
 
+def cumulative(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of torch's batch norms: without a momentum the running statistics are means over all batches so far, and the
+    number of these is no number in Python, but the buffer that counts them."""
+
+    def run(self: Any, input: Tensor) -> Tensor:
+        if self.momentum is not None or not (self.training and self.track_running_stats):
+            return forward(self, input)
+        self._check_input_dim(input)
+        self.num_batches_tracked.add_(1)
+        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        y = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)  # these become the batch's
+        with torch.no_grad():
+            share = 1.0 / self.num_batches_tracked.to(mean.dtype)
+            for running, now in ((self.running_mean, mean), (self.running_var, var)):
+                running.mul_(1 - share).add_(now * share)
+        return y
+
+    return run
+
+
 _REWRITTEN: dict[Any, Callable[[Any, Hold], Callable[..., Tensor]]] = {
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,

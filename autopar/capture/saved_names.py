@@ -9,8 +9,11 @@ What has no name there (such buffers, tensors that forward captured) is in no fi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
+
+from autopar.runtime.state_names import of_model
 
 
 def saved_names(model: nn.Module, held: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -35,3 +38,13 @@ def saved_names(model: nn.Module, held: Iterable[str]) -> dict[str, tuple[str, .
         also = by_tensor.get(id(named[name]), []) if name in named else []
         names[name] = tuple(sorted(also, key=lambda one: (one in copies, one != name)))
     return names
+
+
+def saved_state(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A program's full state as the model's own state dict has it, names in its order; what modules add there that is no tensor
+    (`get_extra_state`) is theirs."""
+    now = of_model(state, saved_names(model, state))
+    before = model.state_dict(keep_vars=True)
+    return {
+        name: now.get(name, value) for name, value in before.items() if name in now or not isinstance(value, Tensor)
+    }

@@ -20,6 +20,7 @@ from torch import nn
 
 from autopar.capture import places
 from autopar.capture.places import Place
+from autopar.runtime.origin import package_of
 
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autopar", "passes", "costmodel", "codegen"}
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules")
@@ -125,7 +126,7 @@ class _Finder:
         elif isinstance(value, functools.partial):
             self.visit(name, value.func)
             self.visit(name, (*value.args, *value.keywords.values()))
-        elif _package(type(value).__module__) not in _FOREIGN and hasattr(value, "__dict__"):
+        elif package_of(type(value)) not in _FOREIGN and hasattr(value, "__dict__"):
             self.state.places.append(places.attributes(name, value, vars(value)))
             self._class(type(value))
             for key, item in list(vars(value).items()):
@@ -134,7 +135,7 @@ class _Finder:
     def _class(self, cls: type) -> None:
         """Values that instances of the user's classes share, and what their methods name."""
         for base in cls.__mro__:
-            if _package(base.__module__) in _FOREIGN or id(base) in self.seen:
+            if package_of(base) in _FOREIGN or id(base) in self.seen:
                 continue
             self.seen[id(base)] = base
             self.state.places.append(places.class_values(base))
@@ -151,7 +152,7 @@ class _Finder:
         function = getattr(value, "__func__", value)
         if not isinstance(function, types.FunctionType) or id(function) in self.seen:
             return
-        package = _package(function.__module__ or "")
+        package = package_of(function)
         if package in _FOREIGN:
             return
         self.seen[id(function)] = function
@@ -163,7 +164,7 @@ class _Finder:
         self.state.places.append(places.names_in(function.__module__ or "", scope, named))
         for name in named:
             item = scope.get(name)
-            if isinstance(item, types.FunctionType) and _package(item.__module__ or "") != package:
+            if isinstance(item, types.FunctionType) and package_of(item) != package:
                 continue
             if isinstance(item, types.ModuleType):
                 self._file(item, named, package)
@@ -173,7 +174,7 @@ class _Finder:
     def _file(self, file: types.ModuleType, named: list[str], package: str) -> None:
         """What a function names in another file of its package."""
         held = [n for n in named if n in vars(file) and not callable(vars(file)[n])]
-        if held and _package(file.__name__) == package:
+        if held and file.__name__.partition(".")[0] == package:
             self.state.places.append(places.names_in(file.__name__, vars(file), held))
             for name in held:
                 self.visit(name, vars(file)[name])
@@ -192,7 +193,3 @@ def names_of(code: types.CodeType) -> list[str]:
     """Names of globals and attributes in a function's code and in functions that it defines."""
     nested = [n for c in code.co_consts if isinstance(c, types.CodeType) for n in names_of(c)]
     return list(dict.fromkeys((*code.co_names, *nested)))
-
-
-def _package(name: str) -> str:
-    return name.partition(".")[0]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook
 
@@ -26,7 +27,7 @@ from autopar.capture.constants import UNKNOWN, Constants
 from autopar.capture.decisions import Condition, asked_at
 from autopar.capture.drawn import Drawn
 from autopar.capture.explain import refusal
-from autopar.capture.rewritten import rewritten
+from autopar.capture.rewritten import cumulative, rewritten
 from autopar.capture.selected import selected
 from autopar.errors import CaptureError
 
@@ -143,6 +144,8 @@ class _Watch(TorchFunctionMode):
             return truth
         if self.owned is not None and (value := self.constants.answer(func, args)) is not UNKNOWN:
             return value
+        if self.owned is not None:
+            kwargs = self.constants.with_output_size(func, args, kwargs)
         writes = _writes(func, kwargs)
         func, args, kwargs = rewritten(func, args, kwargs, self.hold)
         result = func(*args, **kwargs)
@@ -321,6 +324,7 @@ def _patched(in_inference: list[CaptureError]) -> Iterator[None]:
     patches.append(
         mock.patch.object(nn.TransformerEncoder, "forward", _padded(nn.TransformerEncoder.forward, in_inference))
     )
+    patches.append(mock.patch.object(_BatchNorm, "forward", cumulative(_BatchNorm.forward)))
     for patch in patches:
         patch.start()
     try:

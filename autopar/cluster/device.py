@@ -17,7 +17,7 @@ from typing import Any
 
 from autopar.cluster.checks import RATE, SECONDS, check_fields, checked, name_text
 from autopar.cluster.kernels import KernelTimes, kernels_from_dict
-from autopar.cluster.tiers import Tier, tiers_from_dict
+from autopar.cluster.tiers import Tier, fastest_first, tiers_from_dict
 from autopar.errors import ClusterError
 from autopar.runtime.devices import LEAST_CUDA, Device
 from autopar.runtime.schema import (
@@ -151,6 +151,7 @@ class DeviceSpec:
         check_fields(_FIGURES, self, what)
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise ClusterError(f"device {self.name}: a memory tier is given twice")
+        object.__setattr__(self, "tiers", fastest_first(self.tiers))
         key = (
             self.name,
             tuple(sorted(self.peak_flops.items())),

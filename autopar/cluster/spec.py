@@ -129,8 +129,7 @@ class ClusterSpec:
         """The same cluster with memory tiers on every rank: the given ones, else those usual for each device. Raises
         ClusterError."""
         checked(listed(where(lambda tier: isinstance(tier, Tier), "a Tier")), tiers, "with_tiers", "tiers")
-        ordered = tuple(sorted(tiers, key=lambda tier: tier.name))  # ddr before nvme
-        devices = tuple((n, replace(d, tiers=ordered or usual_tiers(d))) for n, d in self.devices)
+        devices = tuple((n, replace(d, tiers=tiers or usual_tiers(d))) for n, d in self.devices)
         return replace(self, devices=devices)
 
     @staticmethod

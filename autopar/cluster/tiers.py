@@ -11,7 +11,7 @@ are one memory (a CPU) nothing is hidden. The usual figures of machines, with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from autopar.errors import ClusterError, NoRoomError
 from autopar.runtime.schema import Schema, is_number, shown
 
 TIER_NAMES = ("ddr", "nvme")
-"""Fastest first."""
+"""Fastest first: the order in which a device has them, and in which they are filled."""
 _FIELDS: dict[str, Schema[float]] = {"capacity_bytes": RATE, "bandwidth_Bps": RATE, "latency_s": SECONDS}
 
 
@@ -45,6 +45,11 @@ class Tier:
     def to_dict(self) -> dict[str, float]:
         """Plain numbers for JSON."""
         return {what: getattr(self, what) for what in _FIELDS}
+
+
+def fastest_first(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
+    """The tiers in the order of TIER_NAMES."""
+    return tuple(sorted(tiers, key=lambda tier: TIER_NAMES.index(tier.name)))
 
 
 def exposed_s(transfer_s: float, compute_s: float) -> float:
@@ -121,7 +126,7 @@ def tiers_from_dict(data: Any, devices_per_node: int = 1) -> tuple[Tier, ...]:
     unknown = [name for name in data if name not in TIER_NAMES]
     if unknown:
         raise ClusterError(f"unknown memory tier {shown(unknown[0])}; tiers are {', '.join(TIER_NAMES)}")
-    return tuple(_tier(name, data[name], devices_per_node) for name in TIER_NAMES if name in data)
+    return fastest_first(_tier(name, row, devices_per_node) for name, row in data.items())
 
 
 _SCALES = {

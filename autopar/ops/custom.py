@@ -25,6 +25,7 @@ from autopar.errors import InputError
 from autopar.ir.call import OpCall, bind
 from autopar.ir.rule import Rule, parse_rule
 from autopar.ops.registry import define
+from autopar.runtime.schema import is_identifier
 
 Tensor = torch.Tensor
 Function = Callable[..., Tensor]
@@ -104,7 +105,14 @@ def register_op(
         return parse_rule(gradient_rule, call.shapes, call.out_shapes, sizes)
 
     def add(function: Function) -> Function:
-        name = function.__name__
+        name = getattr(function, "__name__", "")
+        if not is_identifier(name):
+            kind = (
+                f"a {type(function).__name__}"
+                if not name
+                else f"{name}, which is no name; define the function with def"
+            )
+            raise InputError(f"register_op takes a function with a name, not {kind}")
         parameters, tensors = _signature(function, rule, operands.count(",") + 1)
         if name in USER_FUNCTIONS:
             raise InputError(f"register_op: there is an op {name} already; rename the function")

@@ -11,6 +11,7 @@ other parameters cannot run on ranks that see some of them, and is refused.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from autopar.ir.program import Program
 from autopar.ir.setting import OptimizerState
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.optimizer_forms import is_fusible
+from autopar.runtime.origin import package_of
+from autopar.runtime.scheduler_steps import step_scheduler
 from autopar.runtime.update_rule import (
     REFUSED_OPTIMIZERS,
     WHOLE_TENSOR_OPTIMIZERS,
@@ -49,8 +52,6 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
         optimizers = make_optimizers(factory, list(parameters.items()))
         for optimizer in optimizers:
             _refuse(optimizer)
-        if rule.scheduler is not None:
-            _check_schedulers(rule.scheduler, optimizers)
         parameters = _with_gradients(parameters)
         optimizers = make_optimizers(factory, list(parameters.items()))
         alike = _updated_alike(optimizers)
@@ -59,6 +60,8 @@ def examine(rule: UpdateRule, program: Program, ranks: int) -> OptimizerState:
                 parameter.grad = None  # one of them tells the state of all
         for optimizer in optimizers:
             optimizer.step()
+        if rule.scheduler is not None:
+            _check_schedulers(rule.scheduler, optimizers)
         whole = _whole(factory, optimizers, parameters, shapes, ranks)
         scratch = _scratch(factory, sizes)
     except InputError:
@@ -118,6 +121,17 @@ def _check_schedulers(scheduler: Callable[[Any], Any], optimizers: Iterable[torc
         raise InputError(
             f"the scheduler factory must return a torch.optim.lr_scheduler, not {type(schedulers[0]).__name__}"
         )
+    for one in schedulers:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the scheduler was made after its optimizer's step
+                step_scheduler(one, lambda: 1.0)
+        except RuntimeProgramError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{type(one).__name__}.step fails after the first step of the optimizer: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _updated_alike(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.Parameter]:
@@ -132,7 +146,7 @@ def _updated_alike(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, nn.
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.split(".")[0] == "torch"
+    return package_of(type(optimizer)) == "torch"
 
 
 def _state(

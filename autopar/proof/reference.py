@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.capture.export import own_loss, split_inputs
+from autopar.capture.export import split_inputs
 from autopar.capture.promoted import cast
+from autopar.capture.scalar_outputs import own_loss
 from autopar.capture.trees import flatten
 from autopar.program import ParallelProgram
 from autopar.proof.casts import cast_model, map_tensors, promoted
 from autopar.proof.compare import nudged
+from autopar.runtime.scheduler_steps import step_scheduler
 from autopar.runtime.update_rule import Named, UpdateRule, make_optimizers
 
 
@@ -102,7 +103,7 @@ class EagerUpdate:
         for one in self.optimizers:
             one.step()
         for scheduler in self.schedulers:
-            scheduler.step(*((loss.item(),) if isinstance(scheduler, ReduceLROnPlateau) else ()))
+            step_scheduler(scheduler, loss.item)
 
 
 def microbatches(inputs: Any, parts: int, program: ParallelProgram) -> Iterator[Any]:

@@ -12,14 +12,18 @@ def parser() -> argparse.ArgumentParser:
     """What run.py takes."""
     made = argparse.ArgumentParser(prog="run.py", description="Run this program on the ranks torchrun started.")
     count = whole_number(0)
-    made.add_argument("--steps", type=count, default=10, help="optimizer steps (default: 10)")
-    made.add_argument("--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches; default: random")
+    made.add_argument(
+        "--steps", type=count, default=10, help="the run's last step, those before --resume counted (default: 10)"
+    )
+    made.add_argument(
+        "--data", help="MODULE:FUNCTION or FILE.py:FUNCTION giving global batches (default: random numbers, for a try)"
+    )
     made.add_argument("--weights", help="checkpoint or Hugging Face directory to start from, not the emitted weights")
     made.add_argument("--save", help="checkpoint directory to write at the end")
     made.add_argument("--save-every", type=count, default=0, help="also write it every so many steps")
     made.add_argument("--resume", help="checkpoint directory to continue from, of any mesh")
     made.add_argument(  # torchrun takes `--run` for an abbreviation of one of its own options, also behind the script
-        "--run-dir", "--run", dest="run", metavar="DIR", help="train to step --steps: save there, and go on from there"
+        "--run-dir", "--run", dest="run", metavar="DIR", help="save there, and go on from there"
     )
     made.add_argument(
         "--keep", type=whole_number(1), default=3, help="with --run-dir: saved steps that stay (default: 3)"

@@ -38,10 +38,12 @@ from .process import TorchComm
 from .recorder import Recorder
 from .session import Session
 from .spares import START_AGAIN, stand_by
+from .state_names import of_model, of_program
 from .tables import world_mesh
 from .worlds import manifest_for, started_ranks
 
 USAGE_ERROR = 2
+NO_DATA = "no --data: every batch is random numbers, which is good for trying the program out and for nothing else"
 
 
 class LoadedProgram:
@@ -76,11 +78,16 @@ class LoadedProgram:
         """Steps done so far, those of the checkpoint that was resumed included."""
         return self.session.rt.step
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.session.state_dict()
+    def state_dict(self, *, optimizer: bool = True) -> dict[str, Any]:
+        """Parameters and buffers of this rank's stages (DTensors, on several ranks) under every name that the model's own state
+        dict has for them. optimizer: with step, optimizer state and buffers that are not persistent, which `load_state_dict`
+        needs; False: with no other names than the model's."""
+        state, names = self.session.state_dict(), self.manifest.state_names
+        return of_model(state, names) | (state if optimizer else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.session.load_state_dict(state)
+        """The inverse of `state_dict()`, for any plan. Raises CheckpointError where something is missing."""
+        self.session.load_state_dict(of_program(state, self.manifest.state_names))
 
     def save(self, directory: str | Path) -> None:
         from . import checkpoint  # its import takes most of a second
@@ -202,6 +209,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             met=met,
         )
         _watch(program, arguments)
+        if not arguments.data and program.session.comm.rank == 0:
+            print(NO_DATA, flush=True)
         if arguments.run:
             from .staying import Run
 
@@ -226,7 +235,7 @@ def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
 
 
 def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
-    """Train (or infer) for `--steps` steps, rank 0 reporting. Raises RuntimeProgramError."""
+    """Train to step `--steps` (or infer so many batches), rank 0 reporting. Raises RuntimeProgramError."""
     if arguments.save and Path(arguments.save).exists() and not Path(arguments.save).is_dir():
         raise RuntimeProgramError(f"--save {arguments.save}: this is a file; give the name of a directory")
     session, manifest = program.session, program.manifest
@@ -237,7 +246,12 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         )
     if arguments.resume:
         program.resume(arguments.resume)
-    rank, first = session.comm.rank, session.rt.step
+    rank, first, last = session.comm.rank, session.rt.step, arguments.steps
+    if last < first:
+        raise RuntimeProgramError(
+            f"--resume {arguments.resume} is of step {first}, and --steps {last} are those of the whole run; give more than "
+            f"{first}"
+        )
     if arguments.data:
         batches: Iterator[Any] = user_batches(arguments.data, first)
     else:
@@ -248,9 +262,9 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         session.recorder = Recorder(session.comm.device)
     if rank == 0:
-        print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {first + arguments.steps}")
-    metrics, line = Metrics(session, manifest, arguments), StepLine(first + arguments.steps)
-    for step in range(first + 1, first + arguments.steps + 1):
+        print(f"{manifest.show()}, {session.comm.device.type}, steps {first + 1} to {last}")
+    metrics, line = Metrics(session, manifest, arguments), StepLine(last)
+    for step in range(first + 1, last + 1):
         metrics.begin()
         start = time.perf_counter()
         batch = next(batches)

@@ -30,6 +30,7 @@ from .forms import Form
 from .guards import Guards
 from .inductor import compile_met
 from .layout import TensorInfo, gather_full, local_shape
+from .origin import package_of
 from .parts import Parts
 from .pipeline import Executor, put_together
 from .rank import Rank
@@ -376,7 +377,7 @@ class Session(State):
                 f"{kind} needs whole tensors, but the plan shards {len(cut)} of them ({cut[0]}, …); use an elementwise "
                 "optimizer such as AdamW, or a plan with replicated parameters"
             )
-        if cut and type(optimizer).__module__.split(".")[0] != "torch":
+        if cut and package_of(type(optimizer)) != "torch":
             warnings.warn(f"{kind} runs on shards of parameters: correct only if it is elementwise", stacklevel=4)
 
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .calls import Handle
 from .clipping import clip_factor, count_not_finite, joined_norm, powered_norm
 from .comm import Comm
 from .optimizer_forms import choose_forms
 from .scaling import Scaler
+from .scheduler_steps import step_scheduler
 from .update_rule import UpdateRule, make_optimizers, norm_power, stand_in
 from .update_state import groups_text, plain_text, read_groups, read_scaling, read_schedulers, restore_groups
 
@@ -88,11 +88,13 @@ class Updater:
             return False
         self.step_in_parts(grads, [list(self.own)] if self.parts is None else self.parts)
         for scheduler in self.schedulers:
-            if isinstance(scheduler, ReduceLROnPlateau):
-                scheduler.step(loss.wait().item())
-            else:
-                scheduler.step()
+            step_scheduler(scheduler, lambda: self._agreed(loss))
         return True
+
+    def _agreed(self, loss: Handle[Tensor]) -> float:
+        """The loss as rank 0 has it: what is compared with a threshold must be the same number everywhere."""
+        told = loss.wait().detach().to(torch.float64).reshape(1)
+        return self.comm.broadcast(told, tuple(self.comm.mesh), site="loss for the scheduler").item()
 
     def step_in_parts(self, grads: Mapping[str, Tensor], parts: Iterable[Sequence[str]]) -> None:
         """The optimizers' step, over the parameters of one part after the other; gradients stay on the parameters."""

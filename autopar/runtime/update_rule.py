@@ -65,7 +65,7 @@ class LossScaling:
 class UpdateRule:
     """Everything between reduced gradients and updated parameters.
 
-    scheduler(optimizer) is stepped once after every step that was not skipped (ReduceLROnPlateau with the loss).
+    scheduler(optimizer) is stepped once after every step that was not skipped (with the loss, where it takes one).
     clip_value: gradients are clamped to ±clip_value. compensated: gradients of many microbatches are added with a
     compensation of what rounding loses (one more buffer per gradient while they are added).
     """

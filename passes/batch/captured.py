@@ -34,5 +34,8 @@ def capture(request: Request, pieces: int = 1) -> Captured:
 
 def in_microbatches(request: Request, rules: RuleBook) -> Microbatches:
     """The captured step by number of microbatches. Raises CaptureError, InputError."""
+    whole = capture(request)
+    if whole.exported.no_loss is not None and (asked := request.asked_of_training):
+        raise whole.exported.no_loss.error(asked)
     apart = functools.partial(capture, request) if request.options.coupled == "per-microbatch" else None
-    return Microbatches(capture(request), rules, apart)
+    return Microbatches(whole, rules, apart)

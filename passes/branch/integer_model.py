@@ -15,6 +15,7 @@ from math import ceil, floor, inf
 from ortools.sat.python import cp_model
 
 from autopar.passes.branch.grouping import BranchProblem, BranchSolution, SegmentGroup, SegmentOption, evaluate
+from autopar.passes.solvers.cp_sat import solved
 
 Weight = Callable[[SegmentOption], int]
 
@@ -174,7 +175,7 @@ class GroupingModel:
         solver.parameters.max_time_in_seconds = time_limit_s
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        status = solver.solve(self.model)
+        status = solved(solver, self.model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None, 0.0
         groups = []

@@ -14,6 +14,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from autopar.passes.place.traffic import Traffic, Tree
+from autopar.passes.solvers.cp_sat import solved
 
 
 def place_exactly(
@@ -57,7 +58,7 @@ def place_exactly(
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
-    status = solver.solve(model)
+    status = solved(solver, model)
     bound = exact_sum + (solver.best_objective_bound - 0.5 * len(terms)) / scale
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return start, bound

@@ -20,6 +20,7 @@ from ortools.graph.python import max_flow
 from ortools.sat.python import cp_model
 
 from autopar.passes.recompute.problem import RecomputeProblem
+from autopar.passes.solvers.cp_sat import solved
 
 _UNIT = 10**9  # all bytes, and all seconds, in the integers of the minimum cut
 _STEPS = 10**6  # the largest ratio between the prices of seconds and of bytes
@@ -153,7 +154,7 @@ def within(problem: RecomputeProblem, budget: float, time_limit_s: float = 10.0)
     solver.parameters.max_time_in_seconds = time_limit_s
     solver.parameters.num_workers = 1
     solver.parameters.linearization_level = 2  # its LP is nearly integral: a hundred times faster than without all rows
-    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if solved(solver, model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     return settle(problem, {i for i in range(len(remade)) if solver.value(remade[i])})
 

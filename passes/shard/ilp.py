@@ -27,6 +27,8 @@ CLOSE = 1e-4
 """Relative distance to the bound at which an assignment will do where the LP is not whole."""
 _ONE_THREAD = HighsOptionsProto(int_options={"threads": 1}, string_options={"parallel": "off"})
 """HiGHS keeps its threads from one answer to the next: a process forked from this one would wait for them for ever."""
+_GAVE_UP = "INTERNAL"
+"""MathOpt's code for an error that HiGHS met while it solved; a wrong model or parameter is INVALID_ARGUMENT."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ class _Solved:
 
 
 def _solved(model: _Model, params: mathopt.SolveParameters) -> _Solved | None:
-    """The solver's answer; None where it gives up for numerical reasons (it raises what its own binding cannot tell).
+    """The solver's answer; None where it gives up for numerical reasons. Raises StatusNotOk for a model or parameters that are
+    none.
 
     The model goes in as it is, and of what comes out only the x are read: MathOpt's Python would make an object of every
     variable and row, which takes longer than solving.
@@ -215,7 +218,9 @@ def _solved(model: _Model, params: mathopt.SolveParameters) -> _Solved | None:
             None,
             None,
         )
-    except (AttributeError, RuntimeError, StatusNotOk):
+    except StatusNotOk as error:
+        if error.status.code().name != _GAVE_UP:
+            raise
         return None
     x = np.zeros(model.first_edge)
     for i, solution in enumerate(answer.solutions):

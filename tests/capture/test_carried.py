@@ -72,7 +72,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "backslash": (lambda: _named("a\\b"), r"cannot be the name .* rename it"),
     "newline": (lambda: _named("a\nb"), r"cannot be the name .* rename it"),
     "sparse": (lambda: plain(w=nn.Parameter(torch.eye(4).to_sparse())), r"w is a sparse tensor"),
-    "empty": (lambda: plain(w=nn.Parameter(torch.zeros(0, 8))), r"w of shape \(0, 8\) has no elements"),
+    "empty": (
+        lambda: plain(w=nn.Parameter(torch.zeros(0, 8))),
+        r"w of shape \(0, 8\) has no elements, .* build the model without it",
+    ),
     "expanded": (lambda: plain(w=nn.Parameter(torch.zeros(1).expand(8))), r"w share memory \(it was expanded\)"),
     "shared memory": (_shared, r"first\.weight and last\.weight share memory.*tie them"),
     "buffer over a weight": (
@@ -98,11 +101,12 @@ def test_models_that_no_trace_carries_are_refused_by_name(kind: str) -> None:
 @pytest.mark.parametrize(
     ("x", "says"),
     [
-        (torch.zeros(0, 8), "is empty"),
+        (torch.zeros(0, 8), "(0, 8) is empty along dim 0; pass a batch with samples"),
+        (torch.zeros(4, 0), "(4, 0) is empty along dim 1; a program computes for the sizes of its example: give one"),
         (X.to_sparse(), "sparse"),
         (torch.nested.nested_tensor([X[:2], X[:3]]), "nested"),
     ],
-    ids=["empty", "sparse", "nested"],
+    ids=["no samples", "no columns", "sparse", "nested"],
 )
 def test_inputs_that_no_program_takes_are_refused_by_name(x: Tensor, says: str) -> None:
     assert says in refusal(plain(), (x,), kind=InputError)

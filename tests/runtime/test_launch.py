@@ -82,11 +82,23 @@ def test_run_trains_saves_and_resumes(emitted):
     first = torchrun(2, emitted / "run.py", "--steps", 2, "--data", data, "--save", emitted / "saved")
     assert first.returncode == 0, first.stderr
     assert losses(first.stdout) == pytest.approx(want[:2], abs=1e-6)
-    second = torchrun(2, emitted / "run.py", "--steps", 1, "--data", data, "--resume", emitted / "saved", "--check")
+    second = torchrun(2, emitted / "run.py", "--steps", 3, "--data", data, "--resume", emitted / "saved", "--check")
     assert second.returncode == 0, second.stderr
     assert losses(second.stdout) == pytest.approx(want[2:3], abs=1e-6)
-    assert "step 3" in second.stdout
+    assert "steps 3 to 3" in second.stdout
     assert "Warning" not in second.stderr
+    fewer = torchrun(2, emitted / "run.py", "--steps", 1, "--data", data, "--resume", emitted / "saved")
+    assert fewer.returncode == 1
+    assert "is of step 2, and --steps 1 are those of the whole run; give more than 2" in fewer.stderr
+
+
+def test_a_run_without_data_says_that_its_numbers_are_random(emitted, tmp_path):
+    for own in ([], ["--run-dir", tmp_path / "run"]):
+        done = torchrun(2, emitted / "run.py", "--steps", 1, *own)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("no --data: every batch is random numbers") == 1
+    with_data = torchrun(2, emitted / "run.py", "--steps", 1, "--data", f"{emitted / 'data.py'}:batches")
+    assert "random" not in with_data.stdout
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_error(emitted):
@@ -121,7 +133,7 @@ def test_run_trains_a_pipeline_and_resumes_it(emitted, tmp_path):
     assert first.returncode == 0, first.stderr
     assert losses(first.stdout) == pytest.approx(want[:2], abs=1e-6)
     assert "2 stages: dp=1 × tp=1 | dp=1 × tp=1, cpu, steps 1 to 2" in first.stdout
-    second = torchrun(2, out / "run.py", "--steps", 1, "--data", data, "--resume", out / "saved")
+    second = torchrun(2, out / "run.py", "--steps", 3, "--data", data, "--resume", out / "saved")
     assert second.returncode == 0, second.stderr
     assert losses(second.stdout) == pytest.approx(want[2:], abs=1e-6)
 

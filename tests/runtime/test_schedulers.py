@@ -26,6 +26,21 @@ def halving(step):
     return 0.5**step
 
 
+class OnLoss(lr.LRScheduler):
+    """The rate goes with the loss of the step."""
+
+    def __init__(self, optimizer, factors):
+        self.factors, self.low = factors, False
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [group["lr"] * self.factors[self.low] for group in self.optimizer.param_groups]
+
+    def step(self, epoch=None, loss=None):
+        self.low = loss is not None and loss < 1.5
+        super().step()
+
+
 SCHEDULERS = {
     "lambda": functools.partial(lr.LambdaLR, lr_lambda=halving),
     "multiplicative": functools.partial(lr.MultiplicativeLR, lr_lambda=lambda step: 0.9),
@@ -40,6 +55,8 @@ SCHEDULERS = {
     "one cycle": functools.partial(lr.OneCycleLR, max_lr=0.1, total_steps=10),
     "cyclic": functools.partial(lr.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=2, cycle_momentum=False),
     "sequential": warm_cosine,
+    "plateau": functools.partial(lr.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.2),
+    "own plateau": lambda o: OnLoss(o, (0.5, 0.9)),
     "chained": lambda o: lr.ChainedScheduler([lr.ConstantLR(o, 0.5, 2), lr.ExponentialLR(o, 0.9)]),
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autopar.runtime.update_rule import UpdateRule, make_optimizers
 
@@ -23,6 +24,8 @@ class Eager:
         if rule.loss_scaling is not None:
             given = rule.loss_scaling
             self.scaler = torch.amp.GradScaler("cpu", given.initial, given.growth, given.backoff, given.interval)
+        self.loss = 0.0
+        """Of the step, which the references set before they call `step`."""
         self.log: dict[str, list[float]] = {"norm": [], "scale": [], "lr": []}
 
     def zero_grad(self) -> None:
@@ -52,8 +55,13 @@ class Eager:
             one.step()
         if self.scaler is None or self.scaler.get_scale() >= before:
             for scheduler in self.schedulers:
-                scheduler.step()
+                scheduler.step(**self._told(scheduler))
         self.log["lr"].append(optimizer.param_groups[0]["lr"])
+
+    def _told(self, scheduler: Any) -> dict[str, float]:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            return {"metrics": self.loss}
+        return {"loss": self.loss} if type(scheduler).__name__ == "OnLoss" else {}
 
 
 def mlp_reference(steps: int, rule: UpdateRule) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What the solvers of several rooms share about OR-Tools."""
