@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .batches import random_batches, user_batches
 from .comparing import Told, checksum, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
-from .errors import CheckpointError, RankError, RuntimeProgramError
+from .errors import CheckpointError, RankError, RuntimeProgramError, TooManySkips
 from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
@@ -30,6 +30,7 @@ from .recompute import recompute, why_not
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
 from .session import Session
+from .skips import spoiled_text
 from .spares import AGAIN, DONE, START_AGAIN, tell_spares
 from .spikes import Losses
 from .stop import Stop
@@ -37,8 +38,6 @@ from .worlds import started_ranks
 
 MOST_REWINDS = 3
 """In a row, without a new saved step between them."""
-MOST_SKIPPED = 10
-"""Updates in a row; then a run ends, as it no longer learns."""
 MOST_FAILED_SAVES = 3
 """In a row; then a run ends, as it would lose more and more."""
 SAVE_EVERY = 100
@@ -129,13 +128,13 @@ class Run:
             for stage in form.stages.values():
                 stage.rt.seed = self.seed
         self.saver = Saver(self.directory, self.session, self.seed, self.manifest.plan_hash, arguments.timeout)
+        if arguments.on_nan == "skip":
+            self.session.skip_not_finite()
         self._take(found)
         self.stop = Stop(store)
         self.metrics, self.line = Metrics(self.session, self.manifest, arguments), StepLine(arguments.steps)
-        self.rewinds = self.failed_saves = self.skipped = self.skipped_in_a_row = 0
+        self.rewinds = self.failed_saves = self.skipped = 0
         self.losses = Losses(arguments.spike)
-        if arguments.on_nan == "skip":
-            self.session.skip_not_finite()
         self.session.updater.measure_norm = arguments.grad_norm
         self._tellings, self._tell_after = 0, 0
         self._slow: dict[str, int] = {}
@@ -190,13 +189,19 @@ class Run:
             self._compare(step, batch, bool(recheck) or not self._tellings)
         if self.arguments.recompute and step % self.arguments.recompute == 0:
             recompute(self.session, self.program.leaves(batch), step, self.machines)
-        loss = self.program(batch)
+        try:
+            loss = self.program(batch)
+        except TooManySkips as error:
+            raise TooManySkips(
+                f"{error}; the last saved step is {self.saver.saved}. Other batches do not mend it"
+            ) from None
         self._steps_told += 1
         self.position += 1
         value, updater = loss.item(), self.session.updater
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if updater.not_finite else 0
+        if updater.not_finite or updater.skips.in_a_row == 2:
+            self._name_spoiled(step, batch)
         if updater.not_finite:
-            self._skip(step, value, batch)
+            self._skip(step, value)
         elif not math.isfinite(value):
             self._not_finite(step, value, batch)
         elif (median := self.losses.spike(value)) is not None:
@@ -250,22 +255,11 @@ class Run:
                 )
                 self.stop.ask(step, AGAIN)
 
-    def _skip(self, step: int, loss: float, batch: Any) -> None:
-        """The update was left out, on all ranks. Raises RuntimeProgramError where that does not help."""
-        self._name_spoiled(step, batch)
+    def _skip(self, step: int, loss: float) -> None:
+        """The update was left out, on all ranks."""
         self.skipped += 1
-        what = (
-            f"the loss of step {step} is {loss}"
-            if not math.isfinite(loss)
-            else f"a gradient of step {step} is no number"
-        )
-        if self.skipped_in_a_row > MOST_SKIPPED:
-            raise RuntimeProgramError(
-                f"{what}, after {MOST_SKIPPED} updates in a row that were skipped for this; the last saved step is "
-                f"{self.saver.saved}. Other batches do not mend it"
-            )
         if self.comm.rank == 0:
-            print(f"{what}: its update is skipped, {self.skipped} so far", flush=True)
+            print(f"{spoiled_text(step, loss)}: its update is skipped, {self.skipped} so far", flush=True)
 
     def _not_finite(self, step: int, loss: float, batch: Any) -> None:
         """Stop, or go back. Nothing is saved of what came of it."""
