@@ -23,7 +23,7 @@ from tests.warm import TORCHRUN, python, torchrun
 from .test_launch import emitted  # noqa: F401
 
 STEPS, SAVE_EVERY = 24, 4
-DATA = """import os, resource, signal, time
+DATA = """import os, resource, shutil, signal, sys, time
 from pathlib import Path
 from programs import stages
 
@@ -55,6 +55,12 @@ def poisoned():
 
 def other():
     return batches(lambda n: [t + 1 for t in stages.batches(1)[0]] if os.environ["RANK"] == "1" else None)
+
+def deleted():
+    def harm(n):
+        if n == 6 and os.environ["RANK"] == "0":
+            shutil.rmtree(sys.argv[sys.argv.index("--run-dir") + 1])
+    return batches(harm)
 
 def full():
     def harm(n):
@@ -202,6 +208,20 @@ def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_pat
     assert "step 8 was not saved" in done.stderr
     assert "the last saved step is 4" in done.stderr
     assert RunDirectory(tmp_path / "run").steps() == [24, 20, 16]
+    assert same(tmp_path / "run", wanted)
+
+
+@pytest.mark.timeout(100)
+def test_a_run_directory_that_somebody_deletes_is_said_and_the_run_goes_on(out, wanted, tmp_path):
+    done = torchrun(2, *command(out, tmp_path / "run", "deleted", "--synchronous"))
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr.count(
+            f"{tmp_path / 'run' / 'steps' / '0000000004'} is gone; the run goes on, and saves there again"
+        )
+        == 1
+    )
+    assert done.stderr.count("metrics.jsonl: step 7: ") == 1
     assert same(tmp_path / "run", wanted)
 
 
