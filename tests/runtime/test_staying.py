@@ -23,7 +23,7 @@ from tests.warm import TORCHRUN, python, torchrun
 from .test_launch import emitted  # noqa: F401
 
 STEPS, SAVE_EVERY = 24, 4
-DATA = """import os, resource, shutil, signal, sys, time
+DATA = """import os, resource, signal, sys, time
 from pathlib import Path
 from programs import stages
 
@@ -59,7 +59,8 @@ def other():
 def deleted():
     def harm(n):
         if n == 6 and os.environ["RANK"] == "0":
-            shutil.rmtree(sys.argv[sys.argv.index("--run-dir") + 1])
+            run = sys.argv[sys.argv.index("--run-dir") + 1]
+            os.rename(run, run + "-gone")
     return batches(harm)
 
 def full():
@@ -221,7 +222,7 @@ def test_a_run_directory_that_somebody_deletes_is_said_and_the_run_goes_on(out, 
         )
         == 1
     )
-    assert done.stderr.count("metrics.jsonl: step 7: ") == 1
+    assert done.stderr.count("metrics.jsonl: step ") == 1
     assert same(tmp_path / "run", wanted)
 
 
