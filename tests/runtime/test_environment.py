@@ -71,6 +71,9 @@ def free_port():
         return str(one.getsockname()[1])
 
 
+ALONE, SECOND = {"WORLD_SIZE": "2", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "1"}
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("environment", "said"),
@@ -82,22 +85,13 @@ def free_port():
         pytest.param(
             {"WORLD_SIZE": "3", "RANK": "0"}, "error: this program was compiled for 2 ranks", marks=pytest.mark.slow
         ),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "no.such.invalid"},
-            "MASTER_ADDR 'no.such.invalid' is no name",
-        ),
-        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "free"}, "refuses: the machine is there, but nobody listens"),
+        ({**ALONE, "MASTER_ADDR": "no.such.invalid"}, "MASTER_ADDR 'no.such.invalid' is no name"),
+        ({**SECOND, "MASTER_PORT": "free"}, "refuses: the machine is there, but nobody listens"),
         pytest.param(
-            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "free"},
-            "rank 0: not all of 2 ranks came to 127.0.0.1:",
-            marks=pytest.mark.slow,
+            {**ALONE, "MASTER_PORT": "free"}, "rank 0: not all of 2 ranks came to 127.0.0.1:", marks=pytest.mark.slow
         ),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "taken"}, "is taken on this machine; set MASTER_PORT"),
-        pytest.param(
-            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "taken"},
-            "though somebody listens there",
-            marks=pytest.mark.slow,
-        ),
+        ({**ALONE, "MASTER_PORT": "taken"}, "is taken on this machine; set MASTER_PORT"),
+        pytest.param({**SECOND, "MASTER_PORT": "taken"}, "though somebody listens there", marks=pytest.mark.slow),
     ],
 )
 def test_a_launch_that_cannot_work_ends_with_one_line(emitted, environment, said):  # noqa: F811
