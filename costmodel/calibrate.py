@@ -27,9 +27,10 @@ from autopar.cluster.device import DeviceSpec, device_preset, preset_key
 from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
-from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels, middle
+from autopar.costmodel.host_kernels import Measured, as_measured, fit_kernels, measure_kernels, middle
 from autopar.runtime.hierarchical import KINDS
 from autopar.runtime.process import TorchComm
+from autopar.runtime.schema import listed
 
 SWEEPS = 3
 """Ops and collectives are measured so often, one after the other, and each takes the median: what the machine does meanwhile for
@@ -183,7 +184,7 @@ def measure_ranks(device: torch.device, quick: bool, groups: Sequence[Groups], s
     for sweep in range(SWEEPS):
         say(f"sweep {sweep + 1} of {SWEEPS}")
         if device.type == "cpu":
-            ops.append(of_ranks(whole.share(measure_kernels(quick, say, whole.barrier))))
+            ops.append(of_ranks(whole.share(measure_kernels(quick, say, whole.barrier), listed(as_measured))))
             late.append(late_share(whole, 8 if quick else 16))
         pairs = zip(groups, comms, strict=True)
         collectives.append([measure_collectives(comm, quick, say, one.kinds) for one, comm in pairs])

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from autopar.cluster.kernels import COPY, FILL, KernelTimes, Product
-from autopar.runtime import attention, experts, ops
+from autopar.runtime import attention, experts, ops, schema
 from autopar.runtime.heap import keep_freed_memory
 
 Tensor = torch.Tensor
@@ -56,6 +56,22 @@ class Measured(NamedTuple):
     flops: float
     dims: tuple[int, ...]
     seconds: float
+
+
+_MEASURED = schema.row(
+    schema.text(),
+    schema.text(),
+    schema.number(0),
+    schema.number(0),
+    schema.listed(schema.integer(0, schema.MOST_SIZE)),
+    schema.number(0),
+)
+
+
+def as_measured(value: object, path: str) -> Measured:
+    """A schema: one that another rank tells."""
+    kind, op, nbytes, flops, dims, seconds = _MEASURED(value, path)
+    return Measured(kind, op, nbytes, flops, tuple(dims), seconds)
 
 
 def passes(rows: int) -> Iterator[Timed]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
+from autopar.runtime.scaling import LEAST_SCALE
 from autopar.runtime.schema import is_integer, is_number, shown
 from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule, as_rule
 
@@ -76,8 +77,9 @@ def _check_scaling(scaling: Any) -> None:
         raise InputError(f"loss_scaling must be True or autopar.LossScaling(…), not {shown(scaling)}")
     numbers = all(map(_above_zero, (scaling.initial, scaling.growth, scaling.backoff, scaling.interval)))
     finite = numbers and max(scaling.initial, scaling.growth) <= torch.finfo(torch.float32).max
+    finite = finite and scaling.initial >= LEAST_SCALE
     whole = is_integer(scaling.interval, 1, 1 << 53)
     if not (finite and scaling.growth > 1 and 0 < scaling.backoff < 1 and whole):
         raise InputError(
-            f"{shown(scaling)}: initial must be a positive float32, growth > 1, 0 < backoff < 1, interval >= 1"
+            f"{shown(scaling)}: initial must be a float32 from 2**-24 on, growth > 1, 0 < backoff < 1, interval >= 1"
         )

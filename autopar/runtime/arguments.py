@@ -92,9 +92,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tensorboard", metavar="DIR", help="the same as scalars for TensorBoard")
     made.add_argument(
         "--prometheus",
-        metavar="PORT",
-        type=port,
-        help="the last step's over HTTP, of rank 0; anybody who reaches it may read",
+        metavar="[ADDRESS:]PORT",
+        type=address,
+        help="the last step's over HTTP, of rank 0, to this machine alone; 0.0.0.0:PORT: to anybody who reaches it",
     )
     made.add_argument(
         "--preflight", action="store_true", help="look at the machines, links and files in seconds, and do not run"
@@ -115,12 +115,13 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-def port(words: str) -> int:
-    """A type of arguments: a port, 0 for any free one."""
-    value = whole_number(0)(words)
+def address(words: str) -> tuple[str, int]:
+    """A type of arguments: an address of this machine, the loopback if there is none, and a port, 0 for any free one."""
+    host, _, port = words.rpartition(":")
+    value = whole_number(0)(port)
     if value > 65535:
-        raise argparse.ArgumentTypeError(f"{words} is no port; give a number up to 65535")
-    return value
+        raise argparse.ArgumentTypeError(f"{port} is no port; give a number up to 65535")
+    return host.strip("[]") or "127.0.0.1", value
 
 
 def at_least_zero(words: str) -> float:

@@ -24,7 +24,9 @@ from .dtensors import pack, unpack
 from .errors import CheckpointError
 from .layout import StateEntry
 from .process import TorchComm
+from .schema import paragraph
 from .session import Session
+from .telling import one_line
 
 Signature = tuple[tuple[int, ...], torch.dtype] | None
 Signatures = dict[str, Signature]
@@ -79,9 +81,15 @@ def load(directory: str | Path, session: Session) -> None:
         wanted[name] = entry
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
     if isinstance(session.comm, TorchComm):
-        target = {name: pack(entry) for name, entry in wanted.items()}
-        with named(directory):
-            dcp.load(target, storage_reader=reader, planner=DataPlanner())
+        target, problem = {name: pack(entry) for name, entry in wanted.items()}, ""
+        try:
+            with named(directory), _alone():  # every rank plans by itself what it reads, so torch has nothing to send
+                dcp.load(target, storage_reader=reader, planner=DataPlanner(), no_dist=True)
+        except CheckpointError as error:
+            problem = str(error)
+        problem = next(filter(None, (problem, *session.comm.share(one_line(problem), paragraph()))), "")
+        if problem:
+            raise CheckpointError(problem)
         values |= {name: unpack(target[name], entry) for name, entry in wanted.items()}
     else:
         for name, entry in wanted.items():

@@ -14,6 +14,7 @@ where everything lies, is made of both. The CRC-32 that torch.save puts behind n
 from __future__ import annotations
 
 import io
+import json
 import os
 import struct
 import warnings
@@ -26,14 +27,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from .errors import CheckpointError
+from .save_plans import places_rows, plan_text, read_places, read_plan
+from .telling import tell_all
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of an entry of a zip file: how long its name and its extra field are, which follow it."""
@@ -110,50 +112,22 @@ class Files:
 
 def plan_files(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Files:
     """Who writes what of a state of such tensors and values; all ranks of the group call it together, and nothing is written.
-    Raises what torch's planner does."""
-    planned = _Planned(dist.get_rank(group))
-    dcp.save(dict(state), storage_writer=planned, process_group=group)
-    return Files(planned.file, planned.metadata, planned.tensors)
-
-
-class _Planned(StorageWriter):
-    """Given to torch as what writes, it keeps what it is told to write."""
-
-    def __init__(self, rank: int) -> None:
-        self.file = RankFile(f"__{rank}_0.distcp", (), ())
-        self.metadata: Metadata | None = None
-        self.tensors: list[WriteResult] = []
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        blocks = tuple(
-            _block(item.index, item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
-            for item in plan.items
-            if item.tensor_data is not None
-        )
-        texts = tuple(item.index for item in plan.items if item.type == WriteItemType.BYTE_IO)
-        self.file = RankFile(self.file.name, blocks, texts)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(self.file.places())
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.metadata, self.tensors = metadata, [place for own in results for place in own]
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+    The group's ranks are on CPUs. Raises CheckpointError, and what torch's planner does."""
+    rank, planner = dist.get_rank(group), DefaultSavePlanner()
+    planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+    plans = [read_plan(told) for told in tell_all(plan_text(planner.create_local_plan()), group)]
+    everyone, metadata = planner.create_global_plan(plans)  # the same on every rank
+    items = everyone[rank].items
+    blocks = tuple(
+        _block(item.index, item.tensor_data.chunk.sizes, item.tensor_data.properties.dtype)
+        for item in items
+        if item.tensor_data is not None
+    )
+    texts = tuple(item.index for item in items if item.type == WriteItemType.BYTE_IO)
+    own = RankFile(f"__{rank}_0.distcp", blocks, texts)
+    told = tell_all(json.dumps(places_rows(own.places())), group)
+    places = [place for one in told for place in read_places(one)] if rank == 0 else []
+    return Files(own, metadata if rank == 0 else None, places)
 
 
 def _places(file: str, start: int, lengths: Iterable[tuple[MetadataIndex, int]]) -> list[WriteResult]:

@@ -50,6 +50,15 @@ def count_not_finite(values: Sequence[Tensor], device: torch.device) -> Tensor:
     return (~torch.stack(norms).isfinite()).sum().to(torch.float64).reshape(1)
 
 
+def both_nan(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """Where both tensors of a pair, none of them empty, have an entry that is no number: 1, else 0; float64, shape (pairs,)."""
+    found = []
+    for values in zip(*pairs, strict=True):
+        norms = torch._foreach_norm([torch.view_as_real(v) if v.is_complex() else v for v in values], math.inf)
+        found.append(torch.stack([norm.to(device, torch.float64) for norm in norms]).isnan())
+    return (found[0] & found[1]).double() if found else torch.zeros(0, dtype=torch.float64, device=device)
+
+
 def joined_norm(total: Tensor, norm_type: float) -> Tensor:
     """The norm of the whole from the reduced parts."""
     return total ** (1.0 / norm_power(norm_type)[1])

@@ -13,18 +13,22 @@ Who wants to know when messages start, are waited for and arrive watches (record
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .calls import Call, Handle, Message, Posted, Watcher
+from .datafile import parse_json
 from .errors import RuntimeProgramError
 from .hierarchical import TwoLevels
 from .mesh import Group, group_ranks, mesh_index, mesh_size
+from .schema import Schema, SchemaError, anything
 
+T = TypeVar("T")
 Axes = str | tuple[str, ...]
 Step = tuple[Any, ...]
 
@@ -307,9 +311,23 @@ class Comm(ABC):
         """A step is over: let go of the memory that messages have used."""
         return
 
+    def share(self, value: T, schema: Schema[T] = anything) -> list[T]:
+        """Every rank's small value, by rank: plain data (numbers, text, lists, tables by name, None), read as the schema has it.
+        All ranks of a Comm that is no part of a split call it. Raises RuntimeProgramError."""
+        everyone = list[T]()
+        for rank, told in enumerate(self._tell(json.dumps(value, allow_nan=False)), self.first_rank):
+            try:
+                everyone.append(schema(parse_json(told), ""))
+            except SchemaError as error:
+                raise RuntimeProgramError(
+                    f"rank {rank} tells the others what they do not understand ({error}); copy the directory of the program to "
+                    "every machine whole, and run one version of torch"
+                ) from error
+        return everyone
+
     @abstractmethod
-    def share(self, value: Any) -> list[Any]:
-        """Every rank's small Python value, by rank. All ranks of a Comm that is no part of a split call it."""
+    def _tell(self, text: str) -> list[str]:
+        """Every rank's text, by rank."""
 
     def run_step(self, x: Tensor, step: Step, site: str = "") -> Tensor:
         """One step of a resharding path: (kind, axes) or (kind, axes, dim)."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from . import schema
 from .message_order import odd_ones
 from .session import Session
 
@@ -42,6 +43,19 @@ class Told:
     @property
     def busy_s(self) -> float:
         return self.seconds - self.waited_s
+
+
+TOLD = schema.record(
+    {
+        "seconds": schema.number(-1e9, 1e9),
+        "waited_s": schema.number(-1e9, 1e9),
+        "host": schema.text(),
+        "program": schema.text(),
+        "copies": schema.table(schema.text(), schema.integer(0, 1 << 32)),
+    },
+    {"batch": schema.integer(0, 1 << 32)},
+)
+"""What is read of a rank that tells this."""
 
 
 def steps_to_next(step: int, steps: int, told: Sequence[Told]) -> int:

@@ -6,11 +6,14 @@ length; here each is refused, as is nesting deeper than the interpreter's stack.
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import stat
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
@@ -30,6 +33,16 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         raise SchemaError(f"the file has {status.st_size} bytes, at most {most_bytes} are read")
     with path.open("rb") as file:
         return file.read(most_bytes + 1)[:most_bytes]
+
+
+def open_lines(path: Path) -> io.FileIO:
+    """A file of lines, opened to write behind those that are there, each with one `write`; a last line that was not written
+    whole is ended, so that it takes no other with it. Raises OSError."""
+    file = io.FileIO(path, "ab")
+    with suppress(OSError), path.open("rb") as lines:  # a pipe, or a device, has no end
+        if lines.seek(0, os.SEEK_END) and lines.seek(-1, os.SEEK_END) >= 0 and lines.read(1) != b"\n":
+            file.write(b"\n")
+    return file
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:

@@ -23,6 +23,7 @@ from .comm import Comm
 from .errors import CheckpointError
 from .layout import SpecDims, StateEntry, gather_full, local_view
 from .process import TorchComm
+from .threads import ThreadComm
 
 
 def axis_order(mesh: Mapping[str, int], spec: SpecDims) -> tuple[str, ...]:
@@ -62,9 +63,9 @@ def pack(entry: StateEntry) -> Any:
 
 def merge(state: dict[str, Any], comm: Comm) -> dict[str, Any]:
     """Over threads, the values of all ranks' stages."""
-    if isinstance(comm, TorchComm):
+    if not isinstance(comm, ThreadComm):
         return state
-    return {name: value for part in reversed(comm.share(state)) for name, value in part.items()}
+    return {name: value for part in reversed(comm.hand_round(state)) for name, value in part.items()}
 
 
 def unpack(value: Any, entry: StateEntry) -> Any:

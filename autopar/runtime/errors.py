@@ -34,5 +34,9 @@ class RankError(RuntimeProgramError):
         self.ranks = tuple(ranks)
 
 
+class TooManySkips(RuntimeProgramError):
+    """The updates of too many steps in a row were left out. Every rank raises it, after the same step."""
+
+
 class CheckpointError(RuntimeProgramError):
     """A checkpoint does not fit the program that loads it."""

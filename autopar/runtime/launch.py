@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from .arguments import parser
 from .batches import leaves, module_of, random_batches, user_batches
+from .environment import LaunchError, started
 from .errors import RuntimeProgramError
 from .flight import FLIGHT, end_process
 from .heap import keep_freed_memory
@@ -289,18 +290,30 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
 
 
 def _pick_backend() -> str:
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return "nccl" if dist.is_nccl_available() and 0 < local <= torch.cuda.device_count() else "gloo"
+    return "nccl" if dist.is_nccl_available() and started().local_ranks <= torch.cuda.device_count() else "gloo"
 
 
 def _join(backend: str, timeout_s: float, manifest: Manifest, met: tuple[dist.Store, int] | None) -> dist.Store:
     """Make the default process group, of the program's ranks alone."""
     if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local, devices = started().local_rank, torch.cuda.device_count()
+        if local >= devices or not dist.is_nccl_available():
+            raise LaunchError(
+                f"--backend nccl: this machine has {devices} GPUs, and LOCAL_RANK is {local}; start at most a rank per GPU, or "
+                "leave --backend out"
+            )
+        torch.cuda.set_device(local)
     own, rank = met or joined(timeout_s)
     rank = manifest.placement[rank] if manifest.placement else rank
     groups, timeout = dist.PrefixStore("groups", own), timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout)
+    except RuntimeError as error:
+        name = backend.upper()
+        raise LaunchError(
+            f"rank {rank}: the ranks met, but {backend} cannot join them: {str(error).splitlines()[0][:300]}; set "
+            f"{name}_SOCKET_IFNAME to the interface that joins the machines, and see run.py --preflight"
+        ) from error
     return dist.PrefixStore("notes", own)
 
 

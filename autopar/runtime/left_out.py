@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from .datafile import open_lines, parse_json, read_bytes
 from .errors import RuntimeProgramError
 from .flight import FLIGHT, set_aside
 from .flight_files import conclusion, read_flights
@@ -59,8 +60,8 @@ def note(root: Path, failure: Failure) -> None:
     """Write it down. One rank calls this."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with (root / LEDGER).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(failure)) + "\n")
+        with open_lines(root / LEDGER) as file:
+            file.write((json.dumps(asdict(failure)) + "\n").encode())
     except OSError as error:
         print(f"{root / LEDGER}: {error.strerror or error}; not noted: {failure.why}", file=sys.stderr, flush=True)
 
@@ -69,10 +70,18 @@ def failures(root: Path) -> list[Failure]:
     """All that were written down; lines that are damaged are named and left out."""
     found = []
     path = root / LEDGER
-    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+    try:
+        lines = read_bytes(path).splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, SchemaError) as error:
+        said = getattr(error, "strerror", None) or error
+        print(f"{path}: {said}; no failure of a machine is counted", file=sys.stderr, flush=True)
+        return []
+    for place, line in enumerate(lines, 1):
         try:
-            found.append(Failure(**_FAILURE(json.loads(line), "")))
-        except (ValueError, SchemaError) as error:
+            found.append(Failure(**_FAILURE(parse_json(line.decode()), "")))
+        except ValueError as error:
             print(f"{path}:{place} is damaged ({error}) and not counted", file=sys.stderr, flush=True)
     return found
 

@@ -12,28 +12,84 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import socket
+import threading
 import time
 import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
+from .environment import LaunchError, Started, check_name, no_answer, place_text, started
 from .errors import CollectiveTimeout
 
 POLL_S = 0.02
+GRACE_S = 5.0
+"""Seconds beyond the limit that torch has to say itself what is wrong."""
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torch's rendezvous reads."""
 
 
 def joined(timeout_s: float) -> tuple[dist.Store, int]:
     """The store of this round's workers, and this one's rank among them, as torchrun counts (a worker that was not started by it
-    is alone). Raises CollectiveTimeout."""
-    timeout = timedelta(seconds=timeout_s)
-    os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("WORLD_SIZE", "1")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0" if os.environ["WORLD_SIZE"] == "1" else "29500")
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    store.set_timeout(timeout)
-    return dist.PrefixStore(meet(store, rank, world_size, timeout_s), store), rank
+    is alone). Raises LaunchError, CollectiveTimeout."""
+    own, timeout = started(), timedelta(seconds=timeout_s)
+    check_name(own.master)
+    for name, value in zip(_VARIABLES, (own.rank, own.ranks, own.master, own.port), strict=True):
+        os.environ[name] = str(value)
+    try:
+        store, rank, world_size = _rendezvous(timeout_s)
+        store.set_timeout(timeout)
+        return dist.PrefixStore(meet(store, rank, world_size, timeout_s), store), rank
+    except dist.DistError as error:
+        raise _cannot_meet(own, error, timeout_s) from None
+
+
+def _rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """What torch's gives, which waits for ever where somebody listens and says nothing. Raises dist.DistError."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))))
+        except dist.DistError as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, name="rendezvous", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_s + GRACE_S)
+    except queue.Empty:
+        raise dist.DistNetworkError(f"it has said nothing for {timeout_s + GRACE_S:g} s") from None
+    if isinstance(answer, dist.DistError):
+        raise answer
+    found: tuple[dist.Store, int, int] = answer
+    return found
+
+
+def _cannot_meet(own: Started, error: Exception, timeout_s: float) -> LaunchError:
+    """Why there is no store to meet in."""
+    place, first = place_text(own.master, own.port), str(error).splitlines()[0][:200]
+    if "EADDRINUSE" in first or "already in use" in first:
+        return LaunchError(
+            f"rank {own.rank}: port {own.port} is taken on this machine; set MASTER_PORT (torchrun --master-port) to a free one, "
+            "the same on every machine; ss -ltnp shows who has it"
+        )
+    if own.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return LaunchError(
+            f"rank 0: not all of {own.ranks} ranks came to {place} in {timeout_s:g} s (--timeout); see that the others were "
+            "started, and that MASTER_ADDR and MASTER_PORT are this machine's, the same everywhere"
+        )
+    try:
+        socket.create_connection((own.master, own.port), 5.0).close()
+    except OSError as problem:
+        evidence, remedy = no_answer(problem)
+        return LaunchError(f"rank {own.rank}: {place} {evidence}, for {timeout_s:g} s (--timeout); {remedy}")
+    return LaunchError(
+        f"rank {own.rank}: no store to meet in at {place}, though somebody listens there ({first}); does another program have "
+        "that port? Set MASTER_ADDR and MASTER_PORT to the first machine's, the same everywhere"
+    )
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import errno
 import json
+import math
+import os
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .datafile import open_lines
 from .errors import RuntimeProgramError
 from .manifest import Manifest
 from .process import TorchComm
 from .session import Session
+
+if TYPE_CHECKING:
+    from .prometheus import Prometheus
 
 BAR = 24
 """Characters."""
@@ -136,30 +141,59 @@ def sinks(arguments: argparse.Namespace) -> list[Sink]:
     found: list[Sink] = []
     path = arguments.metrics or (Path(arguments.run) / "metrics.jsonl" if arguments.run else None)
     if path is not None:
-        found.append(json_lines(Path(path)))
+        found.append(JsonLines(Path(path)))
     if arguments.tensorboard:
         found.append(tensorboard(arguments.tensorboard))
     if arguments.prometheus is not None:
-        found.append(Prometheus(arguments.prometheus).note)
+        from .prometheus import Prometheus  # asyncio takes a while to import
+
+        found.append(prometheus(Prometheus(*arguments.prometheus)))
     return found
 
 
-def json_lines(path: Path) -> Sink:
-    """A line of JSON for every step, behind those that are there. Raises RuntimeProgramError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", buffering=1, encoding="utf-8")
-    except OSError as error:
-        raise RuntimeProgramError(f"--metrics {path}: {error.strerror or error}; give another file") from error
+class JsonLines:
+    """A line of JSON for every step, behind those that are there; what is no number of JSON (NaN, infinities) is null, as what is
+    not known. A file that goes away is said, and made anew where its folder still is."""
 
-    def note(record: StepMetrics) -> None:
-        data = asdict(record)
+    def __init__(self, path: Path) -> None:
+        """Raises RuntimeProgramError where it cannot be had."""
+        self._path = path
+        self._said = False
         try:
-            file.write(json.dumps({n: None if v != v else v for n, v in data.items()}) + "\n")  # a NaN is no JSON
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_lines(path)
         except OSError as error:
-            print(f"--metrics {path}: {error.strerror or error}; the step is left out", file=sys.stderr, flush=True)
+            raise RuntimeProgramError(f"--metrics {path}: {error.strerror or error}; give another file") from error
 
-    return note
+    def __call__(self, record: StepMetrics) -> None:
+        """A step is done."""
+        known = {n: v if v is not None and math.isfinite(v) else None for n, v in asdict(record).items()}
+        line = (json.dumps(known, allow_nan=False) + "\n").encode()
+        try:
+            if not self._is_there():
+                self._say(record.step, "the file is gone; what comes is written anew")
+                self._file.close()
+                self._file = open_lines(self._path)
+            written = self._file.write(line)
+            if written < len(line):
+                self._file.write(b"\n")  # the line is torn
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._said = False
+        except (OSError, ValueError) as error:  # of a file that is closed: it could not be opened again
+            self._say(record.step, f"{getattr(error, 'strerror', None) or error}; steps are left out")
+
+    def _is_there(self) -> bool:
+        """Whether the name still is that of the file."""
+        try:
+            return not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _say(self, step: int, what: str) -> None:
+        """Once, until a step is written again."""
+        if not self._said:
+            print(f"--metrics {self._path}: step {step}: {what}", file=sys.stderr, flush=True)
+        self._said = True
 
 
 def tensorboard(folder: str) -> Sink:
@@ -181,37 +215,14 @@ def tensorboard(folder: str) -> Sink:
     return note
 
 
-class Prometheus:
-    """The last record over HTTP, in Prometheus' text format, at any path."""
+def prometheus(served: Prometheus) -> Sink:
+    """A step's numbers by name, as gauges."""
 
-    def __init__(self, port: int) -> None:
-        """port: 0 for any free one. Raises RuntimeProgramError where it is taken."""
-        self.text = b""
-        whole = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(whole.text)))
-                self.end_headers()
-                self.wfile.write(whole.text)
-
-            def log_message(self, format: str, *_: Any) -> None:
-                """Nothing: a run's output is its own."""
-
-        try:
-            self.server = ThreadingHTTPServer(("", port), Handler)
-        except (OSError, OverflowError) as error:
-            said = getattr(error, "strerror", None) or error
-            raise RuntimeProgramError(f"--prometheus {port}: {said}; give another port") from error
-        self.server.daemon_threads = True
-        threading.Thread(target=self.server.serve_forever, name="prometheus", daemon=True).start()
-
-    def note(self, record: StepMetrics) -> None:
-        """It is the last one now."""
+    def note(record: StepMetrics) -> None:
         rows = [(f"autopar_{name}", value) for name, value in record.known().items()]
-        self.text = "".join(f"# TYPE {name} gauge\n{name} {value!r}\n" for name, value in rows).encode()
+        served.text = "".join(f"# TYPE {name} gauge\n{name} {value!r}\n" for name, value in rows).encode()
+
+    return note
 
 
 # ---- what a person sees

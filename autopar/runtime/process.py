@@ -14,6 +14,7 @@ ranks of the group were doing.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +30,16 @@ from . import gloo
 from .buffers import BufferPool
 from .calls import Call, Message, Posted
 from .comm import Comm
+from .datafile import parse_json
 from .errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from .flight import Flight
 from .hierarchical import Courier, TwoLevels, phases
 from .mesh import Group, group_ranks, mesh_size
 from .notes import Notes
+from .schema import MOST_RANKS, integer, listed, paragraph, row
+from .telling import tell_all
 
+_CALL = row(paragraph(), listed(integer(0, MOST_RANKS)), paragraph())
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 MESSAGE_TAG = 1 << 28
 FAILED, TIMED_OUT = "failed in", "timed out in"
@@ -167,16 +172,15 @@ class TorchComm(Comm):
         for group, made in ((levels.inside, inside), (levels.between, between)):
             self._process_groups[frozenset(group.axes)] = made
 
-    def share(self, value: Any) -> list[Any]:
-        everyone: list[Any] = [None] * self.world_size
+    def _tell(self, text: str) -> list[str]:
         if self.world_size == 1:
-            return [value]
+            return [text]
         flight, what = self.flight, "values that all ranks tell each other"
         ranks = tuple(range(self.first_rank, self.first_rank + self.world_size))
         entry = flight.start(flight.started.get(what, -1) + 1, what, ranks, (what,), what.__str__)
         flight.wait(entry)
         try:
-            dist.all_gather_object(everyone, value, group=self._message_group)
+            everyone = tell_all(text, self._message_group, self.device)
         except RuntimeError as error:
             raise self.explain(error, what, None, 0) from error
         flight.end(entry)
@@ -335,9 +339,9 @@ class TorchComm(Comm):
         """Every member's description of the call, exchanged through its process group."""
         group = self._process_groups[frozenset(call.group.axes)]
         own = (str(call.signature()), list(call.group.ranks), call.describe())
-        everyone: list[Any] = [None] * call.group.size
-        dist.all_gather_object(everyone, own, group=group)
-        for rank, (signature, ranks, description) in zip(sorted(call.group.ranks), everyone, strict=True):
+        everyone = tell_all(json.dumps(own), group, self.device)
+        for rank, told in zip(sorted(call.group.ranks), everyone, strict=True):
+            signature, ranks, description = _CALL(parse_json(told), f"what rank {rank} calls")
             if signature != own[0] or ranks != own[1]:
                 raise CollectiveMismatch(
                     f"collective #{number} over {call.group}: rank {self.rank} calls {call.describe()}, "

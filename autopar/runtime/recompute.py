@@ -24,6 +24,7 @@ from .comparing import checksum
 from .errors import RankError
 from .guards import Guards
 from .pipeline import Executor
+from .schema import integer, listed, table, text
 from .session import Session
 from .stage import Stage, inputs_of
 from .turned import ONE_STAGE, Turned
@@ -90,7 +91,7 @@ def recompute(session: Session, batch: Sequence[Tensor], step: int, machines: Se
 def differing(comm: Comm, axis: str, runs: Sequence[Sums]) -> list[tuple[list[int], str]]:
     """Ranks of which most others that did the same say that they are wrong, or all of these, and the first gradient that differs.
     runs: this rank's sums in its own place, in the place before it, and so on."""
-    told = comm.share([dict(sums) for sums in runs])
+    told = comm.share([dict(sums) for sums in runs], listed(table(text(), integer(0, 1 << 32)), most=3))
     doers = [Turned(comm, axis, by).doers for by in range(len(runs))]
     found = []
     for place in range(comm.first_rank, comm.first_rank + comm.world_size):

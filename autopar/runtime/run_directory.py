@@ -31,7 +31,7 @@ COMPLETE = "complete.json"
 _DIGITS = 10
 _PIECE = 1 << 22
 _COUNT = integer(0, 1 << 53)
-_FILE = record({"bytes": integer(0, MOST_SIZE), "sha256": text(64)})
+FILE_FACTS = record({"bytes": integer(0, MOST_SIZE), "sha256": text(64)})
 _RECORD = record(
     {
         "step": _COUNT,
@@ -39,7 +39,7 @@ _RECORD = record(
         "seed": integer(-(1 << 63), (1 << 63) - 1),
         "ranks": integer(1, MOST_RANKS),
         "plan": text(),
-        "files": table(path_inside, _FILE),
+        "files": table(path_inside, FILE_FACTS),
     }
 )
 

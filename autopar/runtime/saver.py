@@ -14,6 +14,7 @@ pickled again (checkpoint_files.py), and what takes long (copying, writing, hash
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -27,16 +28,23 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .checkpoint_files import Files, plan_files
 from .checkpoint_reader import named
+from .datafile import parse_json, path_inside
 from .dtensors import pack
 from .errors import CheckpointError
 from .host_copy import HostCopy
 from .layout import StateEntry
 from .process import TorchComm
-from .run_directory import RunDirectory, StepRecord, file_facts
+from .run_directory import FILE_FACTS, RunDirectory, StepRecord, file_facts
+from .save_plans import PLACES, places_rows
+from .schema import SchemaError, flag, paragraph, record, table
 from .session import Session
+from .telling import one_line, tell_all
 
 Signature = dict[str, tuple[torch.Size, torch.dtype, torch.device] | None]
 """What files depend on: of tensors the local shape, dtype and device; None for values that are none."""
+
+
+_WRITTEN = record({"files": table(path_inside, FILE_FACTS), "texts": PLACES, "problem": paragraph()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Saver:
         """Plan files, and make room for what this rank writes, where the state of any rank is not as it was. Raises
         CheckpointError."""
         signature = {name: _signature(entry.value) for name, entry in entries.items()}
-        if not any(self.session.comm.share(signature != self._signature)):
+        if not any(self.session.comm.share(signature != self._signature, flag())):
             return
         with named(self.directory.root, "cannot be planned", "see what is wrong with it"):
             self._files = plan_files({name: pack(entry) for name, entry in entries.items()}, self._group)
@@ -115,14 +123,11 @@ class Saver:
         if flight is not None:
             flight.working = ""
         try:
-            everyone: list[Any] = [None] * self._ranks
-            dist.all_gather_object(everyone, written, group=self._group)
+            everyone = [_read_written(told) for told in tell_all(_written_text(written), self._group)]
             problem = next((one.problem for one in everyone if one.problem), "")
             if not problem and self._rank == 0:
                 problem = self._complete(found, everyone)
-            told = [problem]
-            dist.broadcast_object_list(told, src=0, group=self._group)
-            problem = told[0]
+            problem = tell_all(one_line(problem) if self._rank == 0 else "", self._group)[0]
         except RuntimeError as error:  # another rank is gone; its own error says why
             problem = f"rank {self._rank}: {str(error).splitlines()[0]}"
         if problem and self._rank == 0:
@@ -149,6 +154,22 @@ class Saver:
         except OSError as error:
             return f"{folder}: {error.strerror or error}"
         return ""
+
+
+def _written_text(written: _Written) -> str:
+    return json.dumps(
+        {"files": written.files, "texts": places_rows(written.texts), "problem": one_line(written.problem)}
+    )
+
+
+def _read_written(told: str) -> _Written:
+    """The inverse. Raises RuntimeProgramError."""
+    try:
+        return _Written(**_WRITTEN(parse_json(told), ""))
+    except SchemaError as error:
+        raise CheckpointError(
+            f"a rank tells what it wrote in other words than this one ({error}); do all ranks run the same versions?"
+        ) from error
 
 
 def _signature(value: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:

@@ -2,7 +2,8 @@
 
 Small gradients of fp16 values would be rounded to zero; the loss is multiplied by a large scale, gradients are divided
 by it after they are reduced. A scale that is too large shows as a gradient that is not finite: then all ranks skip the
-step and the scale shrinks. The numbers are those of torch.amp.GradScaler, its kernel included.
+step and the scale shrinks. The numbers are those of torch.amp.GradScaler, its kernel included, down to a floor, which it has
+none of: below 2^-24, the smallest fp16 number, backward of fp16 values would start from zero, and a scale of zero has no inverse.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from .update_rule import LossScaling
 
+LEAST_SCALE = 2.0**-24
+"""Under no scale that is smaller are fp16 gradients other than zero."""
+
 
 class Scaler:
     """The state of dynamic loss scaling, the same on every rank. growth_tracker: steps since the scale changed."""
 
     def __init__(self, choice: LossScaling) -> None:
         self.choice = choice
-        self.scale = _float32(choice.initial)
+        self.scale = max(_float32(choice.initial), LEAST_SCALE)
         self.growth_tracker = 0
 
     def unscale(self, grads: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -39,12 +43,16 @@ class Scaler:
     def update(self, overflow: bool) -> None:
         """After a step: shrink the scale where a gradient overflowed, let it grow after enough steps without."""
         if overflow:
-            self.scale, self.growth_tracker = _float32(self.scale * self.choice.backoff), 0
+            self.scale, self.growth_tracker = max(_float32(self.scale * self.choice.backoff), LEAST_SCALE), 0
             return
         self.growth_tracker += 1
         if self.growth_tracker == self.choice.interval:
             grown = _float32(self.scale * self.choice.growth)
             self.scale, self.growth_tracker = grown if grown < float("inf") else self.scale, 0
+
+    def restore(self, scale: float, growth_tracker: int) -> None:
+        """Go on from a checkpoint, which may have been written where scales had no floor."""
+        self.scale, self.growth_tracker = max(scale, LEAST_SCALE), growth_tracker
 
     def dump(self) -> str:
         return json.dumps({"scale": self.scale, "growth_tracker": self.growth_tracker})

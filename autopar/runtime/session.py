@@ -10,6 +10,7 @@ a row like `F0.0 B0.0 F1.0 B1.0`.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ class Session(State):
 
     @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches.
+        """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
 
         `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step. Without an optimizer
         nothing is updated.
@@ -220,6 +221,8 @@ class Session(State):
             if self.buffer_copies is not None:
                 self.buffer_copies.put_back()
         self._end_step()
+        if (said := self.updater.judge(self.rt.step, loss)) and self.comm.rank == 0:
+            print(said, file=sys.stderr, flush=True)
         return loss.wait() if self.step_graph is None else loss.wait().clone()
 
     @recorded
@@ -361,7 +364,7 @@ class Session(State):
 
         sizes = {name: p.numel() * p.element_size() for name, p in self.opt_params.items()}
         parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda name: self.grads[name], store)
-        self.updater.parts, self.updater.bring = parts.parts, parts.bring
+        self.updater.parts, self.updater.bring, self.updater.away = parts.parts, parts.bring, parts.values.keys()
         return parts
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ from .channels import Channel, exchange
 from .comm import Comm
 from .errors import RuntimeProgramError
 from .layout import TensorInfo
+from .schema import listed, text
 from .stage import Stage
 from .tables import Pipeline
 
@@ -82,7 +83,7 @@ class Shared:
         """Owners' buffers -> the other stages: those that steps write, or every one."""
         if self._unknown and not every:
             written = [name for name, before in self._before.items() if self._written(name, *before)]
-            names_written = {name for names in self._comm.share(written) for name in names}
+            names_written = {name for names in self._comm.share(written, listed(text())) for name in names}
             self.written = [route for route in self.buffers if route[0] in names_written]
             self._unknown, self._before = False, {}
         self._spread(self.buffers if every else self.written, "buffers")

@@ -22,7 +22,7 @@ from .shared import Shared
 from .stage import Stage
 from .tables import Pipeline
 from .unsent_state import prepare_unsent, unsent_entries
-from .update import Updater
+from .update import SKIPPED, Updater
 from .update_state import check_plain, step_number
 
 
@@ -50,10 +50,10 @@ class State:
 
         self.prepare_optimizer_state({name: _signature(value) for name, value in state.items()})
         entries = self.state_entries()
-        missing = [name for name in entries if name not in state]
+        missing = [name for name in entries if name not in (*state, SKIPPED)]
         if missing:
             raise CheckpointError(f"the state has no {', '.join(missing[:5])} ({len(missing)} missing)")
-        self.accept({name: unpack(state[name], entry) for name, entry in entries.items()})
+        self.accept({name: unpack(state.get(name, entry.value), entry) for name, entry in entries.items()})
 
     def state_entries(self) -> dict[str, StateEntry]:
         """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied."""

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import random_batches, user_batches
-from .comparing import Told, checksum, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
-from .errors import CheckpointError, RankError, RuntimeProgramError
+from .comparing import TOLD, Told, checksum, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
+from .errors import CheckpointError, RankError, RuntimeProgramError, TooManySkips
 from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
@@ -29,16 +30,17 @@ from .process import TorchComm
 from .recompute import recompute, why_not
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
+from .schema import MOST_SIZE, integer, listed, paragraph, text
 from .session import Session
+from .skips import spoiled_text
 from .spares import AGAIN, DONE, START_AGAIN, tell_spares
 from .spikes import Losses
 from .stop import Stop
+from .telling import one_line
 from .worlds import started_ranks
 
 MOST_REWINDS = 3
 """In a row, without a new saved step between them."""
-MOST_SKIPPED = 10
-"""Updates in a row; then a run ends, as it no longer learns."""
 MOST_FAILED_SAVES = 3
 """In a row; then a run ends, as it would lose more and more."""
 SAVE_EVERY = 100
@@ -52,7 +54,7 @@ def state_bytes(session: Session) -> int:
         for e in session.state_entries().values()
         if isinstance(e.value, Tensor)
     )
-    return sum(session.comm.share(own))
+    return sum(session.comm.share(own, integer(0, MOST_SIZE)))
 
 
 def last_good_step(directory: RunDirectory, session: Session) -> StepRecord | None:
@@ -61,7 +63,7 @@ def last_good_step(directory: RunDirectory, session: Session) -> StepRecord | No
     Raises CheckpointError where there are steps, and none is whole.
     """
     comm, problems, damaged = session.comm, list[str](), list[int]()
-    (steps, *_) = comm.share(directory.steps())
+    (steps, *_) = comm.share(directory.steps(), listed(integer(0, 1 << 53)))
     for step in steps:
         try:
             found = directory.read(step)
@@ -69,7 +71,7 @@ def last_good_step(directory: RunDirectory, session: Session) -> StepRecord | No
             problem = directory.check(found, names)
         except CheckpointError as error:
             found, problem = None, str(error)
-        problem = next((text for text in comm.share(problem) if text), "")
+        problem = next((text for text in comm.share(one_line(problem), paragraph()) if text), "")
         if not problem:
             if comm.rank == 0:
                 directory.set_aside(damaged)
@@ -108,7 +110,7 @@ class Run:
         self.manifest: Manifest = program.manifest
         self.arguments = arguments
         self.comm, self.store = self.session.comm, store
-        self.machines: list[str] = self.comm.share(machine_name())
+        self.machines: list[str] = self.comm.share(machine_name(), text())
         if isinstance(self.comm, TorchComm):
             self.comm.flight.machines = self.machines
         self.save_every = arguments.save_every or self.manifest.save_every or SAVE_EVERY
@@ -129,16 +131,17 @@ class Run:
             for stage in form.stages.values():
                 stage.rt.seed = self.seed
         self.saver = Saver(self.directory, self.session, self.seed, self.manifest.plan_hash, arguments.timeout)
+        if arguments.on_nan == "skip":
+            self.session.skip_not_finite()
         self._take(found)
         self.stop = Stop(store)
         self.metrics, self.line = Metrics(self.session, self.manifest, arguments), StepLine(arguments.steps)
-        self.rewinds = self.failed_saves = self.skipped = self.skipped_in_a_row = 0
+        self.rewinds = self.failed_saves = self.skipped = 0
         self.losses = Losses(arguments.spike)
-        if arguments.on_nan == "skip":
-            self.session.skip_not_finite()
         self.session.updater.measure_norm = arguments.grad_norm
         self._tellings, self._tell_after = 0, 0
         self._slow: dict[str, int] = {}
+        self._lost = set[Path]()
         self._said, self._settled = "", self.saver.saved
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0
 
@@ -190,13 +193,19 @@ class Run:
             self._compare(step, batch, bool(recheck) or not self._tellings)
         if self.arguments.recompute and step % self.arguments.recompute == 0:
             recompute(self.session, self.program.leaves(batch), step, self.machines)
-        loss = self.program(batch)
+        try:
+            loss = self.program(batch)
+        except TooManySkips as error:
+            raise TooManySkips(
+                f"{error}; the last saved step is {self.saver.saved}. Other batches do not mend it"
+            ) from None
         self._steps_told += 1
         self.position += 1
         value, updater = loss.item(), self.session.updater
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if updater.not_finite else 0
+        if updater.not_finite or updater.skips.in_a_row == 2:
+            self._name_spoiled(step, batch)
         if updater.not_finite:
-            self._skip(step, value, batch)
+            self._skip(step, value)
         elif not math.isfinite(value):
             self._not_finite(step, value, batch)
         elif (median := self.losses.spike(value)) is not None:
@@ -220,7 +229,7 @@ class Run:
             f"{self.manifest.plan_hash} {self.seed}",
             copies_of(self.session) if copies else {},
         )
-        everyone: list[Told] = self.comm.share(own)
+        everyone = [Told(**one) for one in self.comm.share(asdict(own), TOLD)]
         odd, problem = odd_text(step, everyone)
         if odd:
             raise RankError(problem, odd)
@@ -250,22 +259,11 @@ class Run:
                 )
                 self.stop.ask(step, AGAIN)
 
-    def _skip(self, step: int, loss: float, batch: Any) -> None:
-        """The update was left out, on all ranks. Raises RuntimeProgramError where that does not help."""
-        self._name_spoiled(step, batch)
+    def _skip(self, step: int, loss: float) -> None:
+        """The update was left out, on all ranks."""
         self.skipped += 1
-        what = (
-            f"the loss of step {step} is {loss}"
-            if not math.isfinite(loss)
-            else f"a gradient of step {step} is no number"
-        )
-        if self.skipped_in_a_row > MOST_SKIPPED:
-            raise RuntimeProgramError(
-                f"{what}, after {MOST_SKIPPED} updates in a row that were skipped for this; the last saved step is "
-                f"{self.saver.saved}. Other batches do not mend it"
-            )
         if self.comm.rank == 0:
-            print(f"{what}: its update is skipped, {self.skipped} so far", flush=True)
+            print(f"{spoiled_text(step, loss)}: its update is skipped, {self.skipped} so far", flush=True)
 
     def _not_finite(self, step: int, loss: float, batch: Any) -> None:
         """Stop, or go back. Nothing is saved of what came of it."""
@@ -283,7 +281,7 @@ class Run:
     def _name_spoiled(self, step: int, batch: Any) -> None:
         """Raises RankError where the batch or the parameters of a rank are why a loss is no number."""
         self._compare(step, batch, copies=False)
-        everyone = self.comm.share(not_finite(self.session))
+        everyone = self.comm.share(not_finite(self.session), listed(text()))
         ranks = [rank for rank, names in enumerate(everyone) if names]
         if ranks:
             said = "; ".join(f"rank {rank}: {', '.join(everyone[rank][:4])}" for rank in ranks[:4])
@@ -329,11 +327,20 @@ class Run:
             print(f"{problem}; the run goes on, the last saved step is {self.saver.saved}", file=sys.stderr, flush=True)
         self._said = problem
 
+    def _say_lost(self) -> None:
+        """Say once that somebody deleted what was saved."""
+        saved = self.saver.saved
+        folder = self.directory.root if saved is None else self.directory.folder(saved)
+        if self.comm.rank == 0 and folder not in self._lost and not folder.is_dir():
+            self._lost.add(folder)
+            print(f"{folder} is gone; the run goes on, and saves there again", file=sys.stderr, flush=True)
+
     def _settle(self) -> None:
         """Wait for the step that is being written, and count: every rank does at the same place. Raises CheckpointError where
         steps fail to be written again and again."""
         self.saver.finish()
         self._say_problem()
+        self._say_lost()
         self.failed_saves = self.failed_saves + 1 if self.saver.problem else 0
         if self.saver.saved != self._settled:
             self._settled, self.rewinds = self.saver.saved, 0
@@ -348,6 +355,6 @@ class Run:
                 action()
             except CheckpointError as error:
                 problem = str(error)
-        (problem, *_) = self.comm.share(problem)
+        (problem, *_) = self.comm.share(one_line(problem), paragraph())
         if problem:
             raise CheckpointError(problem)

@@ -163,7 +163,11 @@ class ThreadComm(Comm):
         name = f"{self._name}{tuple(mesh.items())} from {first_rank}"
         return ThreadComm(self.rank, mesh, self._world, first_rank, name) if inside else None
 
-    def share(self, value: Any) -> list[Any]:
+    def _tell(self, text: str) -> list[str]:
+        return self.hand_round(text)
+
+    def hand_round(self, value: Any) -> list[Any]:
+        """Every rank's value itself, by rank."""
         self._shares += 1
         with self._world.lock:
             box = self._world.shared.setdefault((self._name, self._shares), {})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from .calls import Call, Message, Posted
 from .comm import Comm, reduce_in_order
@@ -62,5 +61,5 @@ class Turned(Comm):
     def at(self, step: int, action: str) -> None:
         self._comm.at(step, action)
 
-    def share(self, value: Any) -> list[Any]:
-        return self._comm.share(value)
+    def _tell(self, text: str) -> list[str]:
+        return self._comm._tell(text)

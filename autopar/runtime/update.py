@@ -4,7 +4,8 @@
 
 Optimizers see shards: elementwise ones (SGD, Adam, …) compute exactly what they would on full tensors, and for others
 the plan keeps tensors whole. Every rank takes the same decisions from the same numbers, so a skipped step is skipped by
-all: one that overflows under loss scaling, and on request one whose loss or gradients are no numbers. The step may run in
+all: one that overflows under loss scaling, and on request one whose loss or gradients are no numbers; too many in a row end the
+run (skips.py). Where nobody skips, every tenth step sees whether parameters were spoilt by such gradients. The step may run in
 parts, a few parameters at a time with no gradient on the others, between which state can be brought in and taken away (`bring`).
 """
 
@@ -18,24 +19,31 @@ import torch
 from torch import Tensor, nn
 
 from .calls import Handle
-from .clipping import clip_factor, count_not_finite, joined_norm, powered_norm
+from .clipping import both_nan, clip_factor, count_not_finite, joined_norm, powered_norm
 from .comm import Comm
+from .errors import RuntimeProgramError
 from .optimizer_forms import choose_forms
 from .scaling import Scaler
 from .scheduler_steps import step_scheduler
+from .skips import Skips
 from .update_rule import UpdateRule, make_optimizers, norm_power, stand_in
 from .update_state import groups_text, plain_text, read_groups, read_scaling, read_schedulers, restore_groups
 
 Kind = tuple[int, torch.dtype]  # of a parameter: number of dims, dtype
 Bring = Callable[[Sequence[str]], AbstractContextManager[Any]]
+LOOK_EVERY = 10
+"""Steps from one look at gradients that nobody skips for to the next: two passes that read, and a message of 16 bytes."""
+SKIPPED = "optim_skipped"
 
 
 class Updater:
     """The optimizers of one rank with what surrounds them; every method is called by all ranks together.
 
-    parts: names that one `optimizer.step()` updates at a time (None: all at once), inside `bring(names)`. skip_not_finite,
+    parts: names that one `optimizer.step()` updates at a time (None: all at once), inside `bring(names)`; away: parameters that
+    rest in memory tiers. skip_not_finite,
     measure_norm: on request; set alike on all ranks. Set by a step: skipped, not_finite (it was skipped because the loss or a
-    gradient is no number), grad_norm.
+    gradient is no number), grad_norm, skips, spoiled (None, or where a parameter of any rank and its gradient are no numbers,
+    those of this rank).
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Updater:
         self.counted = frozenset(counted)
         self.parts: list[list[str]] | None = None
         self.bring: Bring = lambda names: nullcontext()
+        self.away: Collection[str] = ()
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         if rule.optimizer is not None and every:
             named = [(name, own[name] if name in own else stand_in(*kind, comm.device)) for name, kind in every.items()]
@@ -66,6 +75,9 @@ class Updater:
         self.not_finite = False
         self.skip_not_finite = False
         self.measure_norm = False
+        self.skips = Skips()
+        self.spoiled: list[str] | None = None
+        self._steps = 0
         self._taken_by = {id(p): one for one in self.optimizers for group in one.param_groups for p in group["params"]}
 
     @property
@@ -84,6 +96,7 @@ class Updater:
         if any(group.get("fused") for one in self.optimizers for group in one.param_groups):
             grads.update({name: grads[name].contiguous() for name in self.own})  # as parameters are: these go by places
         self.skipped = not self._prepare(grads, loss, borrowed)
+        self.skips.count(self.skipped, not self.not_finite)
         if self.skipped or not self.optimizers:
             return False
         self.step_in_parts(grads, [list(self.own)] if self.parts is None else self.parts)
@@ -95,6 +108,17 @@ class Updater:
         """The loss as rank 0 has it: what is compared with a threshold must be the same number everywhere."""
         told = loss.wait().detach().to(torch.float64).reshape(1)
         return self.comm.broadcast(told, tuple(self.comm.mesh), site="loss for the scheduler").item()
+
+    def judge(self, step: int, loss: Handle[Tensor]) -> str:
+        """What is to be said after a step whose update was left out, as those before it. Raises TooManySkips, and
+        RuntimeProgramError where parameters were spoilt."""
+        if self.spoiled is not None:
+            raise RuntimeProgramError(
+                f"step {step}: there are parameters with entries that are no numbers, and so are their gradients "
+                f"({', '.join(self.spoiled[:4]) or 'on other ranks'}); no later step trains them. Go back to a checkpoint and "
+                "look for what overflows or divides by zero there; --run-dir with --on-nan skip leaves such updates out"
+            )
+        return self.skips.judge(step, loss.wait().item(), self.loss_scale) if self.skips.in_a_row > 1 else ""
 
     def step_in_parts(self, grads: Mapping[str, Tensor], parts: Iterable[Sequence[str]]) -> None:
         """The optimizers' step, over the parameters of one part after the other; gradients stay on the parameters."""
@@ -118,8 +142,10 @@ class Updater:
         """Unscale and clip; False where the step is to be skipped, on all ranks alike."""
         clip, value, scaler, device = self.rule.clip_norm, self.rule.clip_value, self.scaler, self.comm.device
         norm_type = clip.norm_type if clip is not None else 2.0 if self.measure_norm else None
-        reduced = norm_type is not None or scaler is not None or self.skip_not_finite
-        self.not_finite = False
+        self._steps += 1
+        looked = scaler is None and not self.skip_not_finite and self._steps % LOOK_EVERY == 0
+        reduced = norm_type is not None or scaler is not None or self.skip_not_finite or looked
+        self.not_finite, self.spoiled = False, None
         if not reduced and value is None:
             return True
         changed = clip is not None or value is not None or scaler is not None
@@ -136,6 +162,12 @@ class Updater:
         if value is not None and own:
             torch._foreach_clamp_min_(own, -value)
             torch._foreach_clamp_max_(own, value)
+        names = (
+            [n for n in grads if n not in self.away and grads[n].numel() == self.own[n].numel() > 0] if looked else []
+        )
+        both = both_nan([(grads[name], self.own[name]) for name in names], device)
+        if looked:
+            not_finite = both.sum().reshape(1)
         kind, parts = "sum", [overflowed, not_finite]
         if norm_type is not None:
             kind = norm_power(norm_type)[0]
@@ -150,6 +182,8 @@ class Updater:
                 overflow = bool(total[0].item())
                 scaler.update(overflow)
             self.not_finite = self.skip_not_finite and bool(total[1].item())
+            if looked and total[1].item():
+                self.spoiled = [name for name, nan in zip(names, both.tolist(), strict=True) if nan]
             if self.not_finite or (scaler is not None and overflow):
                 return False
         if clip is not None and own:
@@ -186,6 +220,8 @@ class Updater:
             dumped["optim_schedulers"] = plain_text([one.state_dict() for one in self.schedulers])
         if self.scaler is not None:
             dumped["optim_scaling"] = self.scaler.dump()
+        if self.scaler is not None or self.skip_not_finite:
+            dumped[SKIPPED] = self.skips.dump()
         return dumped
 
     def restore(self, dumped: Mapping[str, str]) -> None:
@@ -194,9 +230,12 @@ class Updater:
         scheduled = "optim_schedulers" in dumped and self.schedulers
         states = read_schedulers(dumped["optim_schedulers"], self.schedulers) if scheduled else []
         scaling = read_scaling(dumped["optim_scaling"]) if "optim_scaling" in dumped else None
+        skipped = Skips.read(dumped[SKIPPED]) if SKIPPED in dumped else None
         for one, saved in zip(self.optimizers, groups or (), strict=groups is not None):
             restore_groups(one, saved)
         for scheduler, state in zip(self.schedulers, states, strict=bool(scheduled)):
             scheduler.load_state_dict(state)
         if scaling is not None and self.scaler is not None:
-            self.scaler.scale, self.scaler.growth_tracker = scaling
+            self.scaler.restore(*scaling)
+        if skipped is not None:
+            self.skips.in_a_row = skipped

@@ -52,8 +52,8 @@ class ClipNorm:
 @dataclass(frozen=True)
 class LossScaling:
     """Dynamic loss scaling as torch.amp.GradScaler does it: backward starts from `initial` instead of 1; a step in which
-    a gradient overflows on any rank is skipped on all and multiplies the scale by `backoff`, `interval` steps without
-    one by `growth`."""
+    a gradient overflows on any rank is skipped on all and multiplies the scale by `backoff` (down to 2**-24, which torch has
+    not), `interval` steps without one by `growth`. The 20th such step in a row ends the run."""
 
     initial: float = 65536.0
     growth: float = 2.0

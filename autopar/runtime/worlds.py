@@ -8,9 +8,9 @@ beyond it are spares. Elsewhere that would be ranks that were started by mistake
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from .environment import started
 from .errors import RuntimeProgramError
 from .manifest import Manifest
 
@@ -20,8 +20,8 @@ class WrongWorldSize(RuntimeProgramError):
 
 
 def started_ranks() -> int:
-    """How many ranks torchrun started; one where it did not."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """How many ranks torchrun started; one where it did not. Raises LaunchError."""
+    return started().ranks
 
 
 def manifest_for(directory: str | Path, ranks: int, found: str = "WORLD_SIZE is", *, spares: bool = False) -> Manifest:

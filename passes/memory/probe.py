@@ -104,7 +104,7 @@ class MetaComm(Comm):
     def _part(self, mesh: Any, first_rank: int, inside: bool) -> Any:
         raise NotImplementedError
 
-    def share(self, value: Any) -> Any:
+    def _tell(self, text: str) -> Any:
         raise NotImplementedError
 
 

@@ -156,7 +156,7 @@ def test_after_slurms_warning_ranks_save_and_the_job_is_queued_again(tmp_path):
 
 def test_a_pod_that_is_to_go_lets_its_ranks_save(tmp_path):
     process = begin("kubernetes", tmp_path, STAYS="1")
-    log_of(tmp_path, "--prometheus 9400")
+    log_of(tmp_path, "--prometheus 0.0.0.0:9400")
     process.terminate()
     assert process.wait(20) == 0
     assert "saved" in log_of(tmp_path)

@@ -178,7 +178,7 @@ class AloneComm(Comm):
     def _part(self, mesh: Any, first_rank: int, inside: bool) -> Any:
         raise NotImplementedError
 
-    def share(self, value: Any) -> Any:
+    def _tell(self, text: str) -> Any:
         raise NotImplementedError
 
 

@@ -252,7 +252,8 @@ def test_a_strategy_that_forbids_whole_tensors_is_refused(where):
         ({"clip_grad_norm": 1.0, "clip_grad_value": 1.0}, "choose one of clip_grad_norm and clip_grad_value"),
         ({"loss_scaling": 8.0}, "loss_scaling must be True or autopar.LossScaling"),
         ({"loss_scaling": autopar.LossScaling(backoff=2.0)}, "0 < backoff < 1"),
-        ({"loss_scaling": autopar.LossScaling(initial=1e39)}, "initial must be a positive float32"),
+        ({"loss_scaling": autopar.LossScaling(initial=1e39)}, r"initial must be a float32 from 2\*\*-24 on"),
+        ({"loss_scaling": autopar.LossScaling(initial=2.0**-25)}, r"initial must be a float32 from 2\*\*-24 on"),
     ],
 )
 def test_what_cannot_be_done_is_said_by_compile(given, words):

@@ -124,6 +124,22 @@ def test_a_damaged_line_is_named_and_not_counted(tmp_path, capfd):
     assert capfd.readouterr().err.count("is damaged") == 2
 
 
+@pytest.mark.parametrize("line", [b"\xff\xfe\x00", b"[" * 100000, b"9" * 5000, b'{"at": NaN}', b"\xe2\x80\xa8", b"null"])
+def test_bytes_that_are_no_line_of_a_failure_are_named_and_stop_no_start(tmp_path, capfd, line):
+    note(tmp_path, failed("a")[0])
+    with (tmp_path / "failures.jsonl").open("ab") as file:
+        file.write(line)  # and no end of the line
+    note(tmp_path, failed("c")[0])
+    assert [one.machine for one in failures(tmp_path)] == ["a", "c"]
+    assert capfd.readouterr().err.startswith(f"{tmp_path / 'failures.jsonl'}:2 is damaged (")
+
+
+def test_a_ledger_that_cannot_be_read_is_named_and_stops_no_start(tmp_path, capfd):
+    (tmp_path / "failures.jsonl").mkdir()
+    assert failures(tmp_path) == []
+    assert "no failure of a machine is counted" in capfd.readouterr().err
+
+
 def test_a_machines_name_is_one_word(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     assert left_out.machine_name() == "node7"

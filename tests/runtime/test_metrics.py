@@ -9,26 +9,34 @@ import io
 import json
 import math
 import shutil
+import socket
 import sys
+import threading
 import time
 import urllib.request
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from autopar.runtime.arguments import address
+from autopar.runtime.datafile import parse_json
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.machines import Machines
 from autopar.runtime.metrics import (
+    JsonLines,
     Metrics,
-    Prometheus,
     StepLine,
     StepMetrics,
-    json_lines,
     peak_seconds,
+    prometheus,
     sinks,
     tensorboard,
 )
+from autopar.runtime.prometheus import Prometheus
 from tests.warm import torchrun
 
 from .test_launch import emitted  # noqa: F401
@@ -37,7 +45,7 @@ RECORD = StepMetrics(7, 1e9, 0.5, 0.25, 4096.0, None, None, 1 << 20, 0.125)
 
 
 def test_a_step_is_a_line_of_json_and_what_is_not_known_is_null(tmp_path):
-    note = json_lines(tmp_path / "deep" / "metrics.jsonl")
+    note = JsonLines(tmp_path / "deep" / "metrics.jsonl")
     note(RECORD)
     note(StepMetrics(8, 1e9, math.nan, 0.25, None, None, 2.0, 1 << 20, None, 3.0))
     first, second = map(json.loads, (tmp_path / "deep" / "metrics.jsonl").read_text().splitlines())
@@ -48,26 +56,110 @@ def test_a_step_is_a_line_of_json_and_what_is_not_known_is_null(tmp_path):
 
 def test_lines_go_behind_those_of_the_run_before(tmp_path):
     for _ in range(2):
-        json_lines(tmp_path / "m.jsonl")(RECORD)
+        JsonLines(tmp_path / "m.jsonl")(RECORD)
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeProgramError, match=r"--metrics .*give another file"):
-        json_lines(tmp_path / "file" / "m.jsonl")
+        JsonLines(tmp_path / "file" / "m.jsonl")
 
 
-def test_the_last_record_is_served_for_prometheus():
-    served = Prometheus(0)
-    served.note(RECORD)
-    address = f"http://127.0.0.1:{served.server.server_address[1]}/metrics"
-    text = urllib.request.urlopen(address, timeout=5).read().decode()
+def test_a_lost_file_is_said_once_and_made_anew(tmp_path, capsys):
+    path = tmp_path / "run" / "m.jsonl"
+    note = JsonLines(path)
+    note(RECORD)
+    path.unlink()
+    note(RECORD)
+    note(RECORD)
+    assert len(path.read_text().splitlines()) == 2
+    shutil.rmtree(path.parent)
+    for _ in range(3):
+        note(RECORD)
+    path.parent.mkdir()
+    note(RECORD)
+    assert len(path.read_text().splitlines()) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all("the file is gone; what comes is written anew" in line for line in said)
+
+
+def test_a_line_that_was_torn_takes_no_other_with_it(tmp_path):
+    (tmp_path / "m.jsonl").write_bytes(b'{"step": 1')
+    JsonLines(tmp_path / "m.jsonl")(RECORD)
+    assert json.loads((tmp_path / "m.jsonl").read_text().splitlines()[1])["step"] == 7
+
+
+def test_a_full_disk_is_said_once(tmp_path, capsys):
+    note = JsonLines(Path("/dev/full"))
+    note(RECORD)
+    note(RECORD)
+    assert capsys.readouterr().err == "--metrics /dev/full: step 7: No space left on device; steps are left out\n"
+
+
+def test_what_is_no_number_of_json_is_null(tmp_path):
+    note = JsonLines(tmp_path / "m.jsonl")
+    for value in (math.inf, -math.inf, math.nan):
+        note(replace(RECORD, loss=value, grad_norm=value, mfu=value))
+    for line in (tmp_path / "m.jsonl").read_text().splitlines():
+        found = parse_json(line)
+        assert (found["loss"], found["grad_norm"], found["mfu"], found["step"]) == (None, None, None, 7)
+
+
+@pytest.fixture
+def served():
+    found = Prometheus("127.0.0.1", 0)
+    prometheus(found)(RECORD)
+    yield found
+    found.close()
+
+
+def got(served, path="/metrics"):
+    return urllib.request.urlopen(f"http://127.0.0.1:{served.port}{path}", timeout=20).read().decode()
+
+
+def test_the_last_record_is_served_for_prometheus(served):
+    text = got(served)
     assert "# TYPE autopar_loss gauge\nautopar_loss 0.5\n" in text
     assert "autopar_mfu" not in text
     with pytest.raises(RuntimeProgramError, match="give another port"):
-        Prometheus(served.server.server_address[1])
-    served.server.shutdown()
+        Prometheus("127.0.0.1", served.port)
+    with pytest.raises(RuntimeProgramError, match="give another port, or an address of this machine"):
+        Prometheus("203.0.113.9", 0)
+
+
+def test_the_port_is_this_machines_alone_unless_another_address_is_given():
+    assert address("9400") == ("127.0.0.1", 9400)
+    assert address("0.0.0.0:9400") == ("0.0.0.0", 9400)
+    assert address("[::1]:0") == ("::1", 0)
+    for words in ("65536", "x", "::1:70000", "host:"):
+        with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+            address(words)
+
+
+def test_visitors_who_say_nothing_take_no_threads_and_keep_nobody_out_for_long(served, monkeypatch):
+    monkeypatch.setattr("autopar.runtime.prometheus.REQUEST_S", 0.2)
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", served.port), timeout=5) for _ in range(200)]
+    idle[0].sendall(b"GET /")  # and no more
+    assert threading.active_count() == before
+    for one in idle:
+        with suppress(ConnectionResetError):
+            assert one.recv(1) == b""  # all of them are closed
+        one.close()
+    assert "autopar_loss" in got(served)
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [b"GET / " + b"x" * 40000, b"\xff\x00" * 900 + b"\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"]
+)
+def test_what_is_no_request_is_answered_with_nothing(served, request_bytes):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=5) as one:
+        one.sendall(request_bytes)
+        with suppress(ConnectionResetError):
+            assert b"autopar" not in one.recv(1 << 16)
+    assert "autopar_loss" in got(served)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
@@ -170,7 +262,9 @@ def test_a_run_writes_records_beside_its_steps(emitted, tmp_path):  # noqa: F811
 def test_a_record_costs_little(tmp_path):
     """Against steps that take 10 ms at least."""
     session = SimpleNamespace(comm=SimpleNamespace(rank=0, device=torch.device("cpu")), grad_norm=None)
-    asked = argparse.Namespace(metrics=str(tmp_path / "m.jsonl"), run=None, tensorboard=None, prometheus=0)
+    asked = argparse.Namespace(
+        metrics=str(tmp_path / "m.jsonl"), run=None, tensorboard=None, prometheus=("127.0.0.1", 0)
+    )
     metrics = Metrics(session, SimpleNamespace(machines=None, inputs=()), asked)  # type: ignore[arg-type]
     batch = [torch.zeros(4, 8, dtype=torch.int64)]
     began = time.process_time()

@@ -29,7 +29,7 @@ from .scenarios import session_of
 from .test_launch import emitted  # noqa: F401
 
 STEPS, SAVE_EVERY = 24, 4
-DATA = """import os, resource, signal, time
+DATA = """import os, resource, signal, sys, time
 from pathlib import Path
 from programs import stages
 
@@ -61,6 +61,13 @@ def poisoned():
 
 def other():
     return batches(lambda n: [t + 1 for t in stages.batches(1)[0]] if os.environ["RANK"] == "1" else None)
+
+def deleted():
+    def harm(n):
+        if n == 6 and os.environ["RANK"] == "0":
+            run = sys.argv[sys.argv.index("--run-dir") + 1]
+            os.rename(run, run + "-gone")
+    return batches(harm)
 
 def full():
     def harm(n):
@@ -245,6 +252,20 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
             assert all(map(torch.equal, next(again.batches), batches[3]))
 
     run_threads(1, program.mesh, body, timeout_s=30)
+
+
+@pytest.mark.timeout(100)
+def test_a_run_directory_that_somebody_deletes_is_said_and_the_run_goes_on(out, wanted, tmp_path):
+    done = torchrun(2, *command(out, tmp_path / "run", "deleted", "--synchronous"))
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stderr.count(
+            f"{tmp_path / 'run' / 'steps' / '0000000004'} is gone; the run goes on, and saves there again"
+        )
+        == 1
+    )
+    assert done.stderr.count("metrics.jsonl: step ") == 1
+    assert same(tmp_path / "run", wanted)
 
 
 @pytest.mark.timeout(100)

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from ..datafile import read_json
+from ..environment import MASTER_PORT, started, whole
 from ..run_directory import file_facts
-from ..schema import SchemaError
+from ..schema import MOST_RANKS, SchemaError
 
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
@@ -48,16 +49,18 @@ class Place:
     def of(cls, environment: Mapping[str, str], ranks_per_node: int, ranks: int) -> Place:
         """By torchrun's variables; without these, by those of launch.sh (NODE_RANK), of a program of so many ranks.
 
-        Raises ValueError where one of them is no number.
+        Raises LaunchError where one of them is not as it may be.
         """
-        master = environment.get("MASTER_ADDR", "127.0.0.1")
-        port = int(environment.get("MASTER_PORT", "29500"))
         if "RANK" in environment:
-            local = int(environment.get("LOCAL_WORLD_SIZE", environment.get("WORLD_SIZE", "1")))
-            numbers = (int(environment["RANK"]), int(environment.get("WORLD_SIZE", "1")))
-            return cls(*numbers, int(environment.get("LOCAL_RANK", "0")), local, master, port)
+            own = started(environment)
+            return cls(own.rank, own.ranks, own.local_rank, own.local_ranks, own.master, own.port or MASTER_PORT)
         nodes = max(ranks // ranks_per_node, 1)
-        return cls(int(environment.get("NODE_RANK", "0")), nodes, 0, ranks_per_node, master, port, by_machine=True)
+        number = whole(environment, "NODE_RANK", 0, 0, MOST_RANKS)
+        master, port = (
+            environment.get("MASTER_ADDR") or "127.0.0.1",
+            whole(environment, "MASTER_PORT", MASTER_PORT, 0, 65535),
+        )
+        return cls(number, nodes, 0, ranks_per_node, master, port, by_machine=True)
 
 
 @dataclass(frozen=True)

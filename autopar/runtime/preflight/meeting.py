@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..environment import no_answer, place_text
 from .facts import Place
 from .finding import Finding
 
@@ -69,16 +69,10 @@ def _await_port(place: Place, wait_s: float, where: str) -> None:
         except OSError as error:
             last = error
             time.sleep(0.2)
-    evidence, remedy = "did not answer", "open that port in the first machine's firewall, or set another MASTER_PORT"
-    if isinstance(last, socket.gaierror):
-        evidence, remedy = "is no name that this machine knows", "set MASTER_ADDR to the first machine's address"
-    elif last.errno == errno.ECONNREFUSED:
-        evidence = "refuses: the machine is there, but nobody listens"
-        remedy = "start the first machine too, with the same MASTER_PORT; see that MASTER_ADDR is its address"
-    elif last.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-        evidence = f"is out of reach ({last.strerror})"
-        remedy = "set MASTER_ADDR to an address in a network that the machines share"
-    finding = Finding("closed port", where, f"{place.master}:{place.port} {evidence} for {wait_s:.0f} s", remedy)
+    evidence, remedy = no_answer(last)
+    finding = Finding(
+        "closed port", where, f"{place_text(place.master, place.port)} {evidence} for {wait_s:.0f} s", remedy
+    )
     raise CannotMeet(finding)
 
 
