@@ -39,6 +39,7 @@ from .recorder import Recorder
 from .session import Session
 from .spares import START_AGAIN, stand_by
 from .tables import world_mesh
+from .watch import Watch
 from .worlds import manifest_for, started_ranks
 
 USAGE_ERROR = 2
@@ -181,6 +182,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     program: LoadedProgram | None = None
+    watch: Watch | None = None
     status = 0
     try:
         met = joined(arguments.timeout) if arguments.run else None
@@ -201,7 +203,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             compiler=arguments.compiler,
             met=met,
         )
-        _watch(program, arguments)
+        watch = _watch(program, arguments)
         if arguments.run:
             from .staying import Run
 
@@ -211,18 +213,21 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             run(program, arguments)
     except BaseException as error:
         _die(error, program, arguments.run)
-    if program is not None and isinstance(program.session.comm, TorchComm):
-        program.session.comm.flight.stop()
+    if watch is not None:
+        watch.stop()
     dist.destroy_process_group()
     return status
 
 
-def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
+def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> Watch | None:
     """Name a rank that keeps the others waiting, and end."""
     comm = program.session.comm
-    if arguments.hang and started_ranks() > 1 and program.store is not None and isinstance(comm, TorchComm):
-        folder = Path(arguments.run or ".") / FLIGHT
-        comm.flight.watch(program.store, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
+    if not arguments.hang or started_ranks() == 1 or program.store is None or not isinstance(comm, TorchComm):
+        return None
+    folder = Path(arguments.run or ".") / FLIGHT
+    watch = Watch(comm.flight, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
+    watch.start(program.store)
+    return watch
 
 
 def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:

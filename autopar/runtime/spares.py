@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .errors import RuntimeProgramError
 from .manifest import Manifest
+from .seen_time import GRACE_S, SeenTime
 
 POLL_S = 0.5
 START_AGAIN = 75
@@ -39,14 +40,15 @@ def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, ti
     RuntimeProgramError then.
     """
     print(f"rank {rank} is a spare: this run has a plan for {manifest.world_size} ranks", flush=True)
-    last, since = b"", time.monotonic()
+    last, heard_s, seen = b"", 0.0, SeenTime()
     while not store.check([_ENDED]):
+        seen.tick(POLL_S)
         beat = store.get("beat/0") if store.check(["beat/0"]) else b""
         if beat != last:
-            last, since = beat, time.monotonic()
-        limit_s = hang_s if last else timeout_s
-        if hang_s and time.monotonic() - since > limit_s:
-            raise RuntimeProgramError(f"spare rank {rank}: the run has not been heard of for {limit_s:g} s")
+            last, heard_s = beat, seen.seconds
+        silent_s = seen.seconds - heard_s
+        if hang_s and silent_s > (hang_s + GRACE_S if last else timeout_s):
+            raise RuntimeProgramError(f"spare rank {rank}: the run has not been heard of for {silent_s:.0f} s")
         time.sleep(POLL_S)
     why = store.get(_ENDED).decode()
     store.add(_HEARD, 1)
