@@ -16,7 +16,8 @@ TICK_S = 0.1
 STOOD_S = 1.0
 """A sleep that takes so much longer than it should: the process stood still. A busy machine delays one by less."""
 GRACE_S = 2.0
-"""From a limit until it ends a run: a stall that was a little shorter takes a moment to be over for all, on a busy machine too."""
+"""From a limit until it ends a run: a stall that was a little shorter takes a moment to be over for all, longest on a busy
+machine."""
 KEPT_STANDSTILLS = 32
 
 
