@@ -109,13 +109,16 @@ def diagnose(first: Sequence[Beat | None], second: Sequence[Beat | None]) -> Dia
     )
 
 
-def standstill_s(own: int, beats: Sequence[Beat | None], awaited_s: float) -> float:
-    """Seconds of the last awaited_s in which a rank stood still that runs again, but for those in which the own rank did too."""
-    spans = {
-        beat.rank: [(over_s, min(over_s + took_s, awaited_s)) for over_s, took_s in beat.stood if over_s < awaited_s]
-        for beat in beats
-        if beat is not None
-    }
+def standstill_s(
+    own: int, beats: Sequence[Beat | None], awaited_s: float, ages_s: Mapping[int, float] | None = None
+) -> float:
+    """Seconds of the last awaited_s in which a rank stood still that ran again, but for those in which the own rank did too.
+    ages_s: how long beats have been known, by rank (0): they tell of standstills as of then."""
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for beat in (beat for beat in beats if beat is not None):
+        age_s = (ages_s or {}).get(beat.rank, 0.0)
+        over = [(over_s + age_s, over_s + age_s + took_s) for over_s, took_s in beat.stood]
+        spans[beat.rank] = [(start, min(end, awaited_s)) for start, end in over if start < awaited_s]
     return _covered([span for of_rank in spans.values() for span in of_rank]) - _covered(spans.get(own, []))
 
 

@@ -65,6 +65,7 @@ class Watch:
         self._question: Question | None = None
         self._said = ""
         self._heard_s = 0.0
+        self._known: dict[int, tuple[int, float]] = {}
         self._threads: list[threading.Thread] = []
 
     def start(self, store: dist.Store) -> None:
@@ -173,7 +174,10 @@ class Watch:
             return
         second = self._read(store)
         excused = any(beat is not None and 0 < beat.excused_s < self.first_limit_s for beat in second)
-        stood_s = standstill_s(self.flight.rank, second, awaited_s) if awaited_s < self.first_limit_s else 0.0
+        stood_s = 0.0
+        if awaited_s < self.first_limit_s:
+            ages_s = {rank: self.seen.seconds - known_s for rank, (_, known_s) in self._known.items()}
+            stood_s = standstill_s(self.flight.rank, second, awaited_s, ages_s)
         if excused or awaited_s - stood_s <= limit_s + GRACE_S * late:
             question.first, question.at_s = second, self.seen.seconds
             return
@@ -217,7 +221,7 @@ class Watch:
         """What one of those that this rank sends to said last: another one every time."""
         partners = self.flight.partners
         key = f"beat/{partners[turn % len(partners)]}" if partners else ""
-        return Beat.of(json.loads(store.get(key))) if key and store.check([key]) else None
+        return self._parsed(store.get(key)) if key and store.check([key]) else None
 
     def _say_who_works(self, store: dist.Store, own: Beat) -> None:
         """Once, that what all ranks wait for takes long, and on which of them."""
@@ -236,5 +240,12 @@ class Watch:
     def _read(self, store: dist.Store) -> list[Beat | None]:
         keys = [f"beat/{rank}" for rank in range(self.flight.world_size)]
         if store.check(keys):
-            return [Beat.of(json.loads(text)) for text in store.multi_get(keys)]
-        return [Beat.of(json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+            return [self._parsed(text) for text in store.multi_get(keys)]
+        return [self._parsed(store.get(key)) if store.check([key]) else None for key in keys]
+
+    def _parsed(self, text: bytes) -> Beat:
+        """A beat, of which it is kept when it was first seen."""
+        beat = Beat.of(json.loads(text))
+        if self._known.get(beat.rank, (0, 0.0))[0] != beat.number:
+            self._known[beat.rank] = beat.number, self.seen.seconds
+        return beat
