@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autopar.cli import started
 from autopar.cli.saved import Saved, read
 from autopar.cli.saved_profile import read_profile
 from autopar.cluster import ClusterSpec
@@ -29,6 +29,7 @@ from autopar.report.learned import learned
 from autopar.runtime.manifest import TUNED
 
 LEARNED = "learned.json"
+INTERRUPTED = 130
 
 
 @dataclass
@@ -71,9 +72,8 @@ def measure(one: Candidate, arguments: argparse.Namespace, profile: Path) -> Non
     command += ["--steps", str(arguments.steps), "--profile", str(profile)]
     for name, value in (("weights", weights), ("data", arguments.data), ("backend", arguments.backend)):
         command += [f"--{name}", str(value)] if value else []
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout)
-    except subprocess.TimeoutExpired:
+    run = started.run(command, arguments.timeout)
+    if run is None:
         one.failed = f"took longer than {arguments.timeout:g} s"
         return
     if run.returncode:
@@ -118,7 +118,7 @@ def tune(arguments: argparse.Namespace) -> list[Candidate]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 when nothing could be measured."""
+    """Exit status: 0, 2 when nothing could be measured, or 130 after Ctrl-C (other signals: 128 and their number)."""
     words = list(sys.argv[1:] if argv is None else argv)
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
@@ -137,7 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not 0 <= arguments.warmup < arguments.steps or arguments.rounds < 1:
             raise InputError("--steps must be more than --warmup, and --rounds at least 1")
-        ranked = tune(arguments)
+        with started.interruptible():
+            ranked = tune(arguments)
+    except KeyboardInterrupt:
+        print("autopar-tune: interrupted; what it started was ended, and no plan is chosen", file=sys.stderr)
+        return INTERRUPTED
     except (AutoparError, OSError) as error:
         print(f"autopar-tune: {error}", file=sys.stderr)
         return 2

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         "--hang",
         type=at_least_zero,
         default=60.0,
-        help="seconds, or two steps, until a rank that stalls is named; 0: never",
+        help="seconds, or two usual steps, for which a rank may stall before the run ends and says who; 0: any",
     )
     made.add_argument("--tier-directory", help="where what rests on NVMe has its files (default: temporary files)")
     made.add_argument(

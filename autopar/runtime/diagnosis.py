@@ -20,8 +20,9 @@ from .message_order import Marks, Row, first_difference, marked_difference
 class Beat:
     """number: how often it has said so. waits: the message that it waits for, in words (empty: none), since how many seconds, and
     its group and number there. started: messages by group. line: of Python. excuse, excused_s: why it may take its time, and
-    since when. working: what a thread does beside. turn, marks: of the order of its messages. last: its last messages, where it
-    was asked. error: what ended it, and ranks that this error blames."""
+    since when. working: what a thread does beside. turn, marks: of the order of its messages. stood: standstills of its
+    process that are over, for how many seconds, and what they took. last: its last messages, where it was asked. error: what
+    ended it, and ranks that this error blames."""
 
     rank: int
     number: int
@@ -39,6 +40,7 @@ class Beat:
     working: str = ""
     turn: int = 0
     marks: Marks = field(default_factory=dict)
+    stood: tuple[tuple[float, float], ...] = ()
     last: tuple[Row, ...] = ()
     error: str = ""
     blamed: tuple[int, ...] = ()
@@ -53,6 +55,7 @@ class Beat:
     def of(data: Mapping[str, Any]) -> Beat:
         """From JSON."""
         tuples = {name: tuple(data.get(name, ())) for name in ("members", "blamed")}
+        tuples["stood"] = tuple((over_s, took_s) for over_s, took_s in data.get("stood", ()))
         return Beat(**{**data, **tuples, "last": tuple(Row(**row) for row in data.get("last", ()))})
 
 
@@ -104,6 +107,28 @@ def diagnose(first: Sequence[Beat | None], second: Sequence[Beat | None]) -> Dia
     return Diagnosis(
         (), f"every rank waits and none is behind, so messages do not arrive: look at the network ({said})"
     )
+
+
+def standstill_s(
+    own: int, beats: Sequence[Beat | None], awaited_s: float, ages_s: Mapping[int, float] | None = None
+) -> float:
+    """Seconds of the last awaited_s in which a rank stood still that ran again, but for those in which the own rank did too.
+    ages_s: how long beats have been known, by rank (0): they tell of standstills as of then."""
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for beat in (beat for beat in beats if beat is not None):
+        age_s = (ages_s or {}).get(beat.rank, 0.0)
+        over = [(over_s + age_s, over_s + age_s + took_s) for over_s, took_s in beat.stood]
+        spans[beat.rank] = [(start, min(end, awaited_s)) for start, end in over if start < awaited_s]
+    return _covered([span for of_rank in spans.values() for span in of_rank]) - _covered(spans.get(own, []))
+
+
+def _covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of what spans of time cover together."""
+    total, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def _behind(waiting: Beat, beats: Sequence[Beat]) -> list[Beat]:

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -27,9 +28,10 @@ from .arguments import parser
 from .batches import leaves, module_of, random_batches, user_batches
 from .environment import LaunchError, started
 from .errors import RuntimeProgramError
-from .flight import FLIGHT, end_process
+from .flight import FLIGHT, end_process, say
 from .heap import keep_freed_memory
 from .inductor import keep_beside
+from .launcher import launcher
 from .left_out import leave_out
 from .manifest import Manifest
 from .meeting import joined
@@ -41,6 +43,7 @@ from .session import Session
 from .spares import START_AGAIN, stand_by
 from .state_names import of_model, of_program
 from .tables import world_mesh
+from .watch import Watch
 from .worlds import manifest_for, started_ranks
 
 USAGE_ERROR = 2
@@ -180,6 +183,8 @@ def load_stage(path: Path, home: Path) -> ModuleType:
 def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     """The command line of run.py; its exit status. 2: wrong use (before any process group), 1: a rank failed."""
     arguments = parser().parse_args(argv)
+    if (torchrun := launcher()) is not None:
+        torchrun.watch()
     try:
         if arguments.preflight:
             return preflight(directory, arguments.backend or _pick_backend(), arguments)
@@ -189,6 +194,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     program: LoadedProgram | None = None
+    watch: Watch | None = None
     status = 0
     try:
         met = joined(arguments.timeout) if arguments.run else None
@@ -209,7 +215,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             compiler=arguments.compiler,
             met=met,
         )
-        _watch(program, arguments)
+        watch = _watch(program, arguments)
         if not arguments.data and program.session.comm.rank == 0:
             print(NO_DATA, flush=True)
         if arguments.run:
@@ -221,18 +227,21 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             run(program, arguments)
     except BaseException as error:
         _die(error, program, arguments.run)
-    if program is not None and isinstance(program.session.comm, TorchComm):
-        program.session.comm.flight.stop()
+    if watch is not None:
+        watch.stop()
     dist.destroy_process_group()
     return status
 
 
-def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> None:
+def _watch(program: LoadedProgram, arguments: argparse.Namespace) -> Watch | None:
     """Name a rank that keeps the others waiting, and end."""
     comm = program.session.comm
-    if arguments.hang and started_ranks() > 1 and program.store is not None and isinstance(comm, TorchComm):
-        folder = Path(arguments.run or ".") / FLIGHT
-        comm.flight.watch(program.store, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
+    if not arguments.hang or started_ranks() == 1 or program.store is None or not isinstance(comm, TorchComm):
+        return None
+    folder = Path(arguments.run or ".") / FLIGHT
+    watch = Watch(comm.flight, folder, arguments.hang, arguments.timeout, end_process(comm.rank))
+    watch.start(program.store)
+    return watch
 
 
 def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
@@ -319,6 +328,12 @@ def _join(backend: str, timeout_s: float, manifest: Manifest, met: tuple[dist.St
 
 def _die(error: BaseException, program: LoadedProgram | None, run: str | None) -> None:
     """Say what happened and end this process at once: joining the process group's threads could wait for others."""
+    of_store, torchrun = isinstance(error, dist.DistNetworkError), launcher()
+    known = of_store or isinstance(error, RuntimeProgramError)
+    if known and torchrun is not None and not torchrun.saves_s:
+        if torchrun.is_going() if of_store else torchrun.gone:
+            torchrun.say_gone()  # and not what follows from it
+            os._exit(1)
     rank = os.environ.get("RANK", "0")
     if dist.is_initialized() and str(dist.get_rank()) != rank:
         rank += f" (rank {dist.get_rank()} of the program)"
@@ -327,8 +342,13 @@ def _die(error: BaseException, program: LoadedProgram | None, run: str | None) -
         if run:
             flight.write(Path(run) / FLIGHT, flight.failed(error))
         program.session.comm.leave_note(f"failed with {type(error).__name__}: {error}")
-    trace = "" if isinstance(error, RuntimeProgramError) else traceback.format_exc()
+    trace = "" if known else traceback.format_exc()
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    print(f"{trace}error on rank {rank}: {type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    said = f"{type(error).__name__}: {error}"
+    if of_store:
+        first = str(error).splitlines()[0]
+        said = f"the job's store, of torchrun or rank 0, is gone, or the link to it is ({first})"
+    say(f"{trace}error on rank {rank}: {said}{notes}")
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)

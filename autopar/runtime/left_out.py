@@ -29,6 +29,7 @@ from .datafile import open_lines, parse_json, read_bytes
 from .errors import RuntimeProgramError
 from .flight import FLIGHT, set_aside
 from .flight_files import conclusion, read_flights
+from .launcher import launcher
 from .schema import SchemaError, choice, number, paragraph, record, text
 
 LEDGER, EXCLUDED = "failures.jsonl", "excluded"
@@ -171,6 +172,7 @@ def _leaving(root: Path, machines: Sequence[str], reasons: dict[str, str], least
 
 def _end_torchrun() -> None:
     """A torchrun that is asked to go ends its ranks and does not start them again; one whose ranks end does."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
-        os.kill(os.getppid(), signal.SIGTERM)
+    torchrun = launcher()
+    if torchrun is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        os.kill(torchrun.pid, signal.SIGTERM)
     time.sleep(LEAVING_S)

@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 from .errors import RuntimeProgramError
 from .manifest import Manifest
+from .seen_time import GRACE_S, SeenTime
 
 POLL_S = 0.5
 START_AGAIN = 75
 """Exit status (that of `EX_TEMPFAIL`) of a rank that would go on in another round."""
 HEARD_S = 5.0
 """Seconds that a run waits at its end for spares to hear of it, as its store may end with it."""
-DONE, STOPPED, AGAIN = "done", "stopped", "again"
-"""How a run ends: after its last step, because ranks were asked to go, or to start again without some of its machines."""
+DONE, STOPPED, AGAIN, LOST = "done", "stopped", "again", "lost"
+"""How a run ends: after its last step, because ranks were asked to go, to start again without some of its machines, or because
+torchrun or the job's store is gone."""
 _ENDED, _HEARD = "ended", "heard"
 
 
@@ -39,15 +41,16 @@ def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, ti
     RuntimeProgramError then.
     """
     print(f"rank {rank} is a spare: this run has a plan for {manifest.world_size} ranks", flush=True)
-    last, since = b"", time.monotonic()
+    last, heard_s, seen = b"", 0.0, SeenTime()
     while not store.check([_ENDED]):
+        seen.tick(POLL_S)
         beat = store.get("beat/0") if store.check(["beat/0"]) else b""
         if beat != last:
-            last, since = beat, time.monotonic()
-        limit_s = hang_s if last else timeout_s
-        if hang_s and time.monotonic() - since > limit_s:
-            raise RuntimeProgramError(f"spare rank {rank}: the run has not been heard of for {limit_s:g} s")
+            last, heard_s = beat, seen.seconds
+        silent_s = seen.seconds - heard_s
+        if hang_s and silent_s > (hang_s + GRACE_S if last else timeout_s):
+            raise RuntimeProgramError(f"spare rank {rank}: the run has not been heard of for {silent_s:.0f} s")
         time.sleep(POLL_S)
     why = store.get(_ENDED).decode()
     store.add(_HEARD, 1)
-    return START_AGAIN if why == AGAIN or (manifest.worlds and why == STOPPED) else 0
+    return START_AGAIN if why in (AGAIN, LOST) or (manifest.worlds and why == STOPPED) else 0

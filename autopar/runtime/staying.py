@@ -23,6 +23,7 @@ from torch import Tensor
 from .batches import random_batches, user_batches
 from .comparing import TOLD, Told, checksum, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
 from .errors import CheckpointError, RankError, RuntimeProgramError, TooManySkips
+from .launcher import launcher
 from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
@@ -33,12 +34,14 @@ from .saver import Saver
 from .schema import MOST_SIZE, integer, listed, paragraph, text
 from .session import Session
 from .skips import spoiled_text
-from .spares import AGAIN, DONE, START_AGAIN, tell_spares
+from .spares import AGAIN, DONE, LOST, START_AGAIN, tell_spares
 from .spikes import Losses
 from .stop import Stop
 from .telling import one_line
 from .worlds import started_ranks
 
+ENDINGS = {AGAIN: "to leave out a machine", LOST: "as torchrun, or the job's store, is gone"}
+"""Whose ranks are to be started again."""
 MOST_REWINDS = 3
 """In a row, without a new saved step between them."""
 MOST_FAILED_SAVES = 3
@@ -134,7 +137,10 @@ class Run:
         if arguments.on_nan == "skip":
             self.session.skip_not_finite()
         self._take(found)
-        self.stop = Stop(store)
+        assert isinstance(self.comm, TorchComm)
+        self.stop = Stop(store, self.comm.flight, arguments.timeout)
+        if (torchrun := launcher()) is not None:
+            torchrun.saves_s = arguments.timeout
         self.metrics, self.line = Metrics(self.session, self.manifest, arguments), StepLine(arguments.steps)
         self.rewinds = self.failed_saves = self.skipped = 0
         self.losses = Losses(arguments.spike)
@@ -176,13 +182,14 @@ class Run:
         if self.comm.rank == 0:
             print(f"saved step {self.saver.saved or first} in {self.directory.root}", flush=True)
             if last < arguments.steps:
-                what = "to leave out a machine" if self.stop.why == AGAIN else "by a signal"
+                what = ENDINGS.get(self.stop.why, "by a signal")
                 print(f"stopped {what} after step {self.session.rt.step}; the same command goes on", flush=True)
             why = DONE if last == arguments.steps else self.stop.why
-            tell_spares(self.store, started_ranks() - self.comm.world_size, why)
+            if not self.stop.store_gone:
+                tell_spares(self.store, started_ranks() - self.comm.world_size, why)
         if last == arguments.steps:
             return 0
-        return START_AGAIN if self.stop.why == AGAIN or (self.manifest.worlds and self.stop.others_go()) else 0
+        return START_AGAIN if self.stop.why in ENDINGS or (self.manifest.worlds and self.stop.others_go()) else 0
 
     def _step(self, step: int) -> None:
         self.metrics.begin()

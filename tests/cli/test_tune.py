@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,6 +120,30 @@ def test_plans_take_turns_the_fastest_is_kept_and_what_fails_is_named(saved: Pat
     (saved / "tuned.json").write_text('{"folder": "candidates/1"}')
     run = torchrun(2, saved / "run.py", "--steps", "1")
     assert "step 1  loss" in run.stdout, run.stderr
+
+
+def running(out: Path) -> list[str]:
+    """Commands of processes that run something of a directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().replace(b"\0", b" ").decode()
+            found += [words] if str(out) in words else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_ends_it_ends_its_ranks(saved: Path, number: int):
+    command = [sys.executable, "-m", "autopar.cli.tune", str(saved), "--steps", "100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while sum("run.py" in words and "torch.distributed" not in words for words in running(saved)) < 2:
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    assert running(saved) == []
 
 
 def test_what_runs_took_becomes_constants(program):

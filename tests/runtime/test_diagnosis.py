@@ -13,6 +13,7 @@ import torch.distributed as dist
 from autopar.runtime.diagnosis import Beat, diagnose
 from autopar.runtime.flight import KEPT, Flight
 from autopar.runtime.message_order import Row, stable_hash
+from autopar.runtime.watch import Watch
 
 ALL = (0, 1, 2, 3)
 FROM_1 = "messages 1 to 0"
@@ -154,6 +155,7 @@ class SlowStore:
 
 def test_nothing_asks_the_store_once_a_run_is_over(tmp_path):
     flight = Flight(0, 1)
-    flight.watch(SlowStore(), tmp_path, 60.0, 60.0, pytest.fail)
-    flight.stop()
+    watch = Watch(flight, tmp_path, 60.0, 60.0, pytest.fail)
+    watch.start(SlowStore())
+    watch.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "autopar beat"]

@@ -1,4 +1,4 @@
-"""A link that is dropped in the middle of a run: both ends name what they wait for, in the time that `--hang` says.
+"""A link that is dropped in the middle of a run: both ends name what they wait for, as soon as `--hang` says.
 
 Two machines made of namespaces (preflight/two_machines.py), one rank each. The first has the job's store.
 """
@@ -28,8 +28,8 @@ DROP = """(
   ip link set cable down
   touch "$DIR/dropped"
 ) &"""
-ENDING_S = 3.0
-"""Of a process, after it was named."""
+NAMED_S = 5.0
+"""After the limit, at most."""
 
 
 @pytest.mark.parametrize("hang_s", [8, pytest.param(60, marks=pytest.mark.slow)])
@@ -52,4 +52,4 @@ def test_a_dropped_link_is_named_on_both_its_ends_within_the_limit(emitted, tmp_
         assert end.has("this run hangs", said, "all_gather", "step 21, action F0.0", "stages.py:"), end
         took_s = (tmp_path / f"out{machine}").stat().st_mtime - dropped_at
         print(f"machine {machine} said so {took_s:.1f} s after the link was dropped")
-        assert hang_s / 4 < took_s < hang_s + ENDING_S, end
+        assert hang_s < took_s < hang_s + NAMED_S, end

@@ -191,6 +191,15 @@ def killed():
     "The rank, and the torchrun of its machine."
     return batches(lambda n: [os.kill(pid, signal.SIGKILL) for pid in (os.getppid(), os.getpid())] if n == 6 else None)
 
+def unlaunched():
+    "The torchrun of its machine is killed, and the rank is not."
+    return paced(lambda n: os.kill(os.getppid(), signal.SIGKILL) if n == 6 else None)
+
+def paced(harm):
+    for batch in batches(harm):
+        time.sleep(0.2)
+        yield batch
+
 def slow():
     return batches(lambda n: time.sleep(0.05))
 """
@@ -278,6 +287,19 @@ def test_a_machine_that_is_killed_is_replaced_by_a_spare_and_changes_nothing(pro
     assert "rank 2 is a spare" in said["spare"]
     assert [one.machine for one in failures(tmp_path / "run")] == ["bad"]
     assert same_as_alone(program, tmp_path, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_machine_whose_torchrun_alone_is_killed_saves_with_the_others_and_is_replaced(program, tmp_path):
+    """It is no failure of the machine: no step is lost."""
+    data = ["--data", f"{program / 'data.py'}:unlaunched", "--steps", "24"]
+    codes, said = torchruns(program, tmp_path, 29600 + os.getpid() % 90, *data)
+    assert codes == {"good": 0, "bad": -signal.SIGKILL, "spare": 0}, said
+    assert "which started it, is gone; all ranks save after the same step and end" in said["bad"]
+    assert "stopped as torchrun, or the job's store, is gone after step" in said["good"]
+    assert failures(tmp_path / "run") == []
+    assert same_as_alone(program, tmp_path, [*data[:1], f"{program / 'data.py'}:slow", *data[2:]])
 
 
 @pytest.mark.slow

@@ -99,8 +99,8 @@ def test_a_spare_waits_until_the_run_ends(directory: Path, why: str, status: int
 def test_a_spare_ends_where_the_run_is_no_longer_heard_of(directory: Path):
     store = dist.HashStore()
     outcome = spare(directory, store, hang_s=2.0)
-    for n in range(8):
+    for n in range(2):
         store.set("beat/0", str(n))
-        time.sleep(0.4)
+        time.sleep(2.2)
     assert outcome == []
-    assert "not been heard of for 2 s" in str(ended(outcome))
+    assert "not been heard of for" in str(ended(outcome))
