@@ -9,6 +9,7 @@ stage files each of them runs. `load(directory)` gives the same program as an ob
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ from .errors import RuntimeProgramError
 from .flight import FLIGHT, end_process
 from .heap import keep_freed_memory
 from .inductor import keep_beside
+from .leaving import Leaving
 from .left_out import leave_out
 from .manifest import Manifest
 from .meeting import joined
@@ -42,6 +44,8 @@ from .tables import world_mesh
 from .worlds import manifest_for, started_ranks
 
 USAGE_ERROR = 2
+_LOADED = itertools.count()
+"""Programs that were loaded into a process group of the user's, which every rank does in the same order."""
 
 
 class LoadedProgram:
@@ -126,11 +130,12 @@ def load(
         manifest = manifest_for(directory, started_ranks())
     rule = manifest.update_rule()
     store = None if dist.is_initialized() else _join(backend or _pick_backend(), timeout_s, manifest, met)
+    notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", dist.distributed_c10d._get_default_store())
     pipeline = manifest.load_pipeline()
     compiler = compiler or manifest.compiler
     if compiler != "none":
         keep_beside(manifest.directory)
-    comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
+    comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=notes, check=check)
     if comm.device.type == "cpu":
         keep_freed_memory()
 
@@ -144,7 +149,10 @@ def load(
         pad=manifest.pad_values,
         compiler=compiler,
         cuda_graphs=manifest.cuda_graphs,
+        compare=True,
     )
+    if session.same_data is not None:
+        session.same_data.waiting = Leaving(dist.PrefixStore("leaving", notes), comm, session.same_data).waiting
     source = weights or manifest.weights_folder
     if source is not None:
         load_weights(source, session, manifest)
@@ -264,6 +272,7 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
             start = time.perf_counter()
             program.save(arguments.save)
             metrics.saved(time.perf_counter() - start)
+    session.settle("ending the run")
     if arguments.save:
         program.save(arguments.save)
         if rank == 0:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import random_batches, user_batches
-from .comparing import Told, checksum, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
+from .comparing import Told, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
 from .errors import CheckpointError, RankError, RuntimeProgramError
 from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
@@ -187,18 +187,21 @@ class Run:
         batch = next(self.batches)
         recheck = self.arguments.recheck and step % self.arguments.recheck == 0
         if self._steps_told >= self._tell_after or recheck:
-            self._compare(step, batch, bool(recheck) or not self._tellings)
+            self._compare(step, bool(recheck) or not self._tellings)
         if self.arguments.recompute and step % self.arguments.recompute == 0:
-            recompute(self.session, self.program.leaves(batch), step, self.machines)
+            leaves = self.program.leaves(batch)
+            if self.session.same_data is not None:
+                self.session.same_data.ahead(leaves, step)
+            recompute(self.session, leaves, step, self.machines)
         loss = self.program(batch)
         self._steps_told += 1
         self.position += 1
         value, updater = loss.item(), self.session.updater
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if updater.not_finite else 0
         if updater.not_finite:
-            self._skip(step, value, batch)
+            self._skip(step, value)
         elif not math.isfinite(value):
-            self._not_finite(step, value, batch)
+            self._not_finite(step, value)
         elif (median := self.losses.spike(value)) is not None:
             self._rewind(step, f"{value:.6g}, above {self.losses.factor:g} times the median {median:.6g} before it")
         elif self.comm.rank == 0:
@@ -207,13 +210,12 @@ class Run:
             self.line.show(step, f"loss {value:.6f}{shown}", seconds)
             self.metrics.step(step, value, seconds, self.program.leaves(batch))
 
-    def _compare(self, step: int, batch: Any, copies: bool) -> None:
-        """See that all ranks are given the same batch, and run the same; say which of them are slow. copies: that their copies of
-        parameters are equal, too. Raises RankError."""
+    def _compare(self, step: int, copies: bool) -> None:
+        """See that all ranks run the same; say which of them are slow. copies: that their copies of parameters are equal, too.
+        Raises RankError."""
         flight = self.comm.flight if isinstance(self.comm, TorchComm) else None
         now, waited_s, steps = time.perf_counter(), flight.waited_s if flight else 0.0, self._steps_told
         own = Told(
-            checksum(self.program.leaves(batch)),
             now - self._told_at,
             waited_s - self._waited_s,
             self.machines[self.comm.rank],
@@ -250,9 +252,9 @@ class Run:
                 )
                 self.stop.ask(step, AGAIN)
 
-    def _skip(self, step: int, loss: float, batch: Any) -> None:
+    def _skip(self, step: int, loss: float) -> None:
         """The update was left out, on all ranks. Raises RuntimeProgramError where that does not help."""
-        self._name_spoiled(step, batch)
+        self._name_spoiled(step)
         self.skipped += 1
         what = (
             f"the loss of step {step} is {loss}"
@@ -267,22 +269,22 @@ class Run:
         if self.comm.rank == 0:
             print(f"{what}: its update is skipped, {self.skipped} so far", flush=True)
 
-    def _not_finite(self, step: int, loss: float, batch: Any) -> None:
+    def _not_finite(self, step: int, loss: float) -> None:
         """Stop, or go back. Nothing is saved of what came of it."""
         if self.arguments.on_nan != "stop":
             self._rewind(step, str(loss))
             return
         self._settle()
-        self._compare(step, batch, copies=False)
+        self.session.settle("at a loss that is no number")
         good = self.saver.saved
         raise RuntimeProgramError(
             f"the loss of step {step} is {loss}; the last saved step is {good if good is not None else 'none'}. "
             "--on-nan rewind goes back to it and on with other batches"
         )
 
-    def _name_spoiled(self, step: int, batch: Any) -> None:
-        """Raises RankError where the batch or the parameters of a rank are why a loss is no number."""
-        self._compare(step, batch, copies=False)
+    def _name_spoiled(self, step: int) -> None:
+        """Raises RankError where the batches or the parameters of a rank are why a loss is no number."""
+        self.session.settle("at a loss that is no number")
         everyone = self.comm.share(not_finite(self.session))
         ranks = [rank for rank, names in enumerate(everyone) if names]
         if ranks:
