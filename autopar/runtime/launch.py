@@ -27,7 +27,7 @@ import torch.distributed as dist
 from .arguments import parser
 from .batches import leaves, module_of, random_batches, user_batches
 from .errors import RuntimeProgramError
-from .flight import FLIGHT, end_process
+from .flight import FLIGHT, Flight, end_process
 from .heap import keep_freed_memory
 from .inductor import keep_beside
 from .leaving import Leaving
@@ -35,8 +35,10 @@ from .left_out import leave_out
 from .manifest import Manifest
 from .meeting import joined
 from .metrics import Metrics, StepLine
+from .ownership import Ownership, own_together
 from .preflight.main import main as preflight
 from .process import TorchComm
+from .program_files import compare, hashes
 from .recorder import Recorder
 from .session import Session
 from .spares import START_AGAIN, stand_by
@@ -131,6 +133,9 @@ def load(
     rule = manifest.update_rule()
     store = None if dist.is_initialized() else _join(backend or _pick_backend(), timeout_s, manifest, met)
     notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", dist.distributed_c10d._get_default_store())
+    seed = manifest.seed if seed is None else seed
+    if dist.get_world_size() > 1:
+        compare(notes, dist.get_rank(), dist.get_world_size(), hashes(manifest, seed), timeout_s)
     pipeline = manifest.load_pipeline()
     compiler = compiler or manifest.compiler
     if compiler != "none":
@@ -143,7 +148,7 @@ def load(
         *with_stages(manifest.directory, manifest.directory, pipeline),
         comm,
         rule,
-        manifest.seed if seed is None else seed,
+        seed,
         tier_directory=tier_directory,
         buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
         pad=manifest.pad_values,
@@ -189,11 +194,14 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     program: LoadedProgram | None = None
+    owner: Ownership | None = None
     status = 0
     try:
         met = joined(arguments.timeout) if arguments.run else None
         if met is not None:
             store, rank = met
+            owns = rank == (manifest.placement.index(0) if manifest.placement else 0)
+            owner = own_together(Path(arguments.run), store, owns, end_process(rank), arguments.timeout)
             if leave_out(store, rank, arguments, min((manifest.world_size, *manifest.worlds))):
                 return START_AGAIN
             if rank >= manifest.world_size:
@@ -214,7 +222,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             from .staying import Run
 
             assert program.store is not None
-            status = Run(program, arguments, program.store).train()
+            status = Run(program, arguments, program.store, owner).train()
         else:
             run(program, arguments)
     except BaseException as error:
@@ -222,6 +230,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     if program is not None and isinstance(program.session.comm, TorchComm):
         program.session.comm.flight.stop()
     dist.destroy_process_group()
+    if owner is not None:
+        owner.release()
     return status
 
 
@@ -304,11 +314,12 @@ def _die(error: BaseException, program: LoadedProgram | None, run: str | None) -
     rank = os.environ.get("RANK", "0")
     if dist.is_initialized() and str(dist.get_rank()) != rank:
         rank += f" (rank {dist.get_rank()} of the program)"
-    if program is not None and isinstance(program.session.comm, TorchComm):
-        flight = program.session.comm.flight
-        if run:
-            flight.write(Path(run) / FLIGHT, flight.failed(error))
-        program.session.comm.leave_note(f"failed with {type(error).__name__}: {error}")
+    comm = program.session.comm if program is not None else None
+    if run and dist.is_initialized():
+        flight = comm.flight if isinstance(comm, TorchComm) else Flight(dist.get_rank(), dist.get_world_size())
+        flight.write(Path(run) / FLIGHT, flight.failed(error))
+    if isinstance(comm, TorchComm):
+        comm.leave_note(f"failed with {type(error).__name__}: {error}")
     trace = "" if isinstance(error, RuntimeProgramError) else traceback.format_exc()
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     print(f"{trace}error on rank {rank}: {type(error).__name__}: {error}{notes}", file=sys.stderr, flush=True)

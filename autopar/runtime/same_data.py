@@ -133,7 +133,9 @@ class SameData:
         self._late = comm.device.type == "cuda" if late is None else late
         self._step = 0
         self._arriving: _Arriving | None = None
-        self._read, self._read_step, self._checksum = 0, 0, 0
+        self._read, self._checksum = 0, 0
+        self._unsure: list[tuple[int, int]] = []
+        """Steps and checksums of the batches that were not found to be alike yet."""
         self._asked: _Asked | None = None
         self._alike = 0
         self._ahead = False
@@ -167,7 +169,7 @@ class SameData:
         if at_once or not self._arriving.late:
             self._arrive()
         if due:
-            self._ask(BATCH, self._read_step)
+            self._ask(BATCH, self._unsure[-1][0] if self._unsure else 0)
             if at_once or not self._late:
                 self._answer()
             self._cost_s = min(self._cost_s, time.thread_time() - began)
@@ -183,7 +185,8 @@ class SameData:
     def _arrive(self) -> None:
         if self._arriving is not None:
             self._checksum = self._arriving.folded(self._checksum)
-            self._read, self._read_step, self._arriving = self.taken, self._step, None
+            self._read, self._arriving = self.taken, None
+            self._unsure.append((self._step, self._checksum))
 
     def _ask(self, what: str, step: int) -> None:
         """Begin to compare."""
@@ -209,6 +212,7 @@ class SameData:
         (*most, _, step_ns), (*least, cost_ns, _) = asked.answer()
         if most != least:
             raise self._difference(asked.what, asked.own)
+        del self._unsure[: asked.own[1] - self._alike]
         self._alike = asked.own[1]
         if not step_ns:
             return
@@ -217,7 +221,8 @@ class SameData:
 
     def _difference(self, what: str, own: tuple[int, ...]) -> RankError:
         """Who differs from whom, asked of all ranks."""
-        everyone = self._comm.share([what, *own[1:], machine_name()])
+        steps = [step for step, _ in self._unsure]
+        everyone = self._comm.share([what, *own[1:3], [checksum for _, checksum in self._unsure], machine_name()])
         places = [f"{rank} ({machine})" for rank, (*_, machine) in enumerate(everyone)]
         doing = [(doing, batches, step) for doing, batches, step, _, _ in everyone]
         odd = odd_ranks(doing)
@@ -230,11 +235,10 @@ class SameData:
                 "many of them, and to do the same after them",
                 odd,
             )
-        odd = odd_ranks([one[3] for one in everyone])
-        first = self._read_step - (own[1] - self._alike) + 1
-        steps = f"one of steps {first} to {self._read_step}" if first < self._read_step else f"step {self._read_step}"
+        first = next(place for place in range(len(steps)) if odd_ranks([sums[place] for *_, sums, _ in everyone]))
+        odd = odd_ranks([sums[first] for *_, sums, _ in everyone])
         who = f"rank{'s' if len(odd) > 1 else ''} {', '.join(places[rank] for rank in odd[:8])}"
-        return RankError(f"{steps}: {who} {WHY_DATA}", odd)
+        return RankError(f"step {steps[first]}: {who} {WHY_DATA}", odd)
 
 
 def _in_words(what: str, batches: int, step: int) -> str:

@@ -25,7 +25,9 @@ from .errors import CheckpointError, RankError, RuntimeProgramError
 from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
+from .ownership import Ownership
 from .process import TorchComm
+from .program_files import recorded
 from .recompute import recompute, why_not
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
@@ -100,8 +102,10 @@ def check_arguments(arguments: argparse.Namespace, session: Session) -> None:
 class Run:
     """A run of one rank, from where the directory stands to `--steps`."""
 
-    def __init__(self, program: Any, arguments: argparse.Namespace, store: dist.Store) -> None:
-        """program: a LoadedProgram."""
+    def __init__(
+        self, program: Any, arguments: argparse.Namespace, store: dist.Store, owner: Ownership | None = None
+    ) -> None:
+        """program: a LoadedProgram; owner: of the directory, where that is this rank."""
         self.program = program
         self.session: Session = program.session
         check_arguments(arguments, self.session)
@@ -113,9 +117,12 @@ class Run:
             self.comm.flight.machines = self.machines
         self.save_every = arguments.save_every or self.manifest.save_every or SAVE_EVERY
         self.directory = RunDirectory(Path(arguments.run), arguments.keep, arguments.keep_every)
+        if owner is not None:
+            self.directory.taken_over = owner.problem
         needed = state_bytes(self.session)
         self._on_first_rank(lambda: self.directory.prepare(needed))
         self.seed = self.manifest.seed if arguments.seed is None else arguments.seed
+        self._on_first_rank(self._say_changes)
         self.position = 0
         self.batches: Iterator[Any] = iter(())
         found = last_good_step(self.directory, self.session)
@@ -341,6 +348,11 @@ class Run:
             self._settled, self.rewinds = self.saver.saved, 0
         if self.failed_saves >= MOST_FAILED_SAVES:
             raise CheckpointError(f"{self.saver.problem}; that is {self.failed_saves} in a row, so the run ends")
+
+    def _say_changes(self) -> None:
+        """What is no longer as it was at the last start of this run. Raises CheckpointError."""
+        if changes := recorded(self.directory.root, self.manifest, self.seed):
+            print(f"since this run was last started: {changes}", flush=True)
 
     def _on_first_rank(self, action: Any) -> None:
         """Run something on rank 0, whose error every rank raises."""

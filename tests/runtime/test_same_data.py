@@ -104,10 +104,8 @@ def test_other_batches_are_named_in_the_first_step(late):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_differed_between_two_comparisons_is_found_at_the_next(late):
-    with pytest.raises(RankError, match=r"one of steps \d+ to \d+: rank 1 ") as caught:
+    with pytest.raises(RankError, match=r"step 23: rank 1 "):
         on_threads(functools.partial(given, odd_step=23, apart=10), late=late)
-    first, last = (int(word) for word in str(caught.value).split(":")[0].removeprefix("one of steps ").split(" to "))
-    assert first <= 23 <= last
 
 
 def test_a_program_for_several_shapes_compares_every_batch():
@@ -125,7 +123,7 @@ def test_batches_are_compared_before_state_is_read():
         given(same, rank, odd_step=40, steps=40, apart=4)
         same.settle("saving", 40)
 
-    with pytest.raises(RankError, match=r"one of steps \d+ to 40: rank 1 .* got another batch"):
+    with pytest.raises(RankError, match=r"step 40: rank 1 .* got another batch"):
         on_threads(body)
 
 
