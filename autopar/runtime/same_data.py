@@ -127,7 +127,7 @@ class SameData:
 
     def __init__(self, comm: Comm, every: bool = False, late: bool | None = None) -> None:
         self.apart, self.taken = 1, 0
-        self.waiting: Callable[[str], AbstractContextManager[None]] = nullcontext
+        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """What tells others that this rank waits for all of them (leaving.py)."""
         self._comm, self._every = comm, every
         self._late = comm.device.type == "cuda" if late is None else late
