@@ -195,7 +195,7 @@ class SameData:
         step_s = (now - self._compared_at) / batches if batches else 0.0
         own = zlib.crc32(what.encode()), self._read, step, self._checksum
         said = (*own, int(1e9 * self._cost_s), int(1e9 * step_s))
-        numbers, event = torch.tensor([*said, *(-one for one in said)]).to(self._comm.device), None
+        numbers, event = torch.tensor([*said, *(-one for one in said)]).to(self._comm.device, non_blocking=True), None
         self._comm.at(self._step, "comparing batches")
         self._comm.start_maximum(numbers, "the batches of all ranks")()
         if numbers.is_cuda:
