@@ -2,11 +2,11 @@
 
     python benchmarks/watching.py [--steps 160] [--ranks 2]
 
-*Watched*: what a rank notes of every message and step (flight.py, message_order.py), its beats, and the comparing of batches and
-times every 50 steps, are far below the noise of a step. So each is timed alone, in CPU seconds, and multiplied by how often it
-happens in a second of training. *Saved*: blocks of ten steps, in turns with a step being written beside them and without; what
-counts is the time of the blocks, with the wait for the files. Beside it: for how long training stands still, and a rank's CPU
-time of a save.
+*Watched*: what a rank notes of every message and step (flight.py, message_order.py), its beats, and the comparing of batches as
+often as the program itself found it cheap (same_data.py), are far below the noise of a step. So each is timed alone, in CPU
+seconds, and multiplied by how often it happens in a second of training. *Saved*: blocks of ten steps, in turns with a step being
+written beside them and without; what counts is the time of the blocks, with the wait for the files. Beside it: for how long
+training stands still, and a rank's CPU time of a save.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def cpu_s(action: Callable[[], Any], repeats: int = REPEATS) -> float:
 def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
     """One rank."""
     import autopar
-    from autopar.runtime.comparing import checksum
     from autopar.runtime.process import TorchComm
     from autopar.runtime.run_directory import RunDirectory
     from autopar.runtime.saver import Saver
@@ -108,7 +107,16 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
         watch.tick()
 
     note_s, step_note_s, beat_s = cpu_s(note), cpu_s(flight.end_step), cpu_s(beat, 200)
-    compare_s = cpu_s(lambda: checksum(batches[0]), 200) / 50
+    compared = session.same_data
+    assert compared is not None
+    apart, leaves = compared.apart, program.leaves(batches[0])
+
+    def take(apart: int) -> None:
+        compared.apart = apart
+        compared.take(leaves, session.rt.step)
+
+    asked_s, read_s = cpu_s(lambda: take(1), 200), cpu_s(lambda: take(1 << 30), 200)
+    compare_s = (asked_s + (apart - 1) * read_s) / apart
     watched_s = messages * note_s + step_note_s + compare_s + (beat_s / BEAT_S + cpu_s(tick) / TICK_S) * step_s
     return {
         "benchmark": "watching",
@@ -117,6 +125,10 @@ def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
         "messages_a_step": messages,
         "note_us": round(1e6 * note_s, 2),
         "beat_us": round(1e6 * beat_s, 1),
+        "batches_compared_every": apart,
+        "compare_us": round(1e6 * asked_s, 1),
+        "read_us": round(1e6 * read_s, 1),
+        "compared_share_of_step": round(compare_s / step_s, 6),
         "watched_share_of_step": round(watched_s / step_s, 5),
         "state_mb": round(
             sum(e.value.nbytes for e in session.state_entries().values() if hasattr(e.value, "nbytes")) / 1e6, 2

@@ -23,6 +23,7 @@ from autopar.proof.random_plans import random_plan
 from autopar.runtime.manifest import Manifest
 from autopar.runtime.weights import load_weights
 from tests.proof.test_processes import in_torchrun
+from tests.warm import torchrun
 
 VOCABULARY, LENGTHS, SAMPLES = 24, (8, 16, 24), (8, 3)
 SGD = functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)
@@ -204,6 +205,28 @@ def test_twenty_steps_in_processes(ranks: int, plan: str, tmp_path: Path) -> Non
             torch.testing.assert_close(got["weights"][name], state[name], rtol=1e-9, atol=1e-9)
         seen |= held
     assert seen == state.keys() - {"head.weight"}, "a tied parameter stands under its first name"
+
+
+ANOTHER_SHAPE = """import os, sys, torch, autopar
+program, data = autopar.load(sys.argv[1]), torch.load(sys.argv[1] + "/batches.pt")
+for step, batch in enumerate(data):
+    print("step", step + 1, program(data[1] if os.environ["RANK"] == "1" and step == 9 else batch).item(), flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_given_a_batch_of_another_shape_is_named_and_nobody_hangs(tmp_path: Path) -> None:
+    program = program_of("solver", 2)
+    program.save(tmp_path / "program")
+    torch.save([EPOCH[0], EPOCH[1], *[EPOCH[0]] * 10], tmp_path / "program" / "batches.pt")
+    assert EPOCH[0]["ids"].shape != EPOCH[1]["ids"].shape
+    (tmp_path / "loop.py").write_text(ANOTHER_SHAPE)
+    done = torchrun(2, tmp_path / "loop.py", tmp_path / "program", timeout=100)
+    assert done.returncode == 1
+    assert "step 10: rank 1 (" in done.stderr
+    assert "got another batch than the others" in done.stderr
+    assert "step 9 " in done.stdout
+    assert "step 10 " not in done.stdout
 
 
 def test_state_goes_on_in_a_program_without_buckets() -> None:

@@ -150,6 +150,11 @@ class Comm(ABC):
             token = torch.zeros(1, device=self.device)
             self._start(Call("all_reduce", group, token, token, site=site or "barrier"))()
 
+    def start_maximum(self, numbers: Tensor, site: str) -> Callable[[], None]:
+        """Begin to make these, in place, the largest of all ranks; what waits for it. No message of the program: nobody who
+        watches is told."""
+        return self._start(Call("all_reduce", self.group(tuple(self.mesh)), numbers, numbers, "max", site=site))
+
     def shard(self, x: Tensor, dim: int, axes: Axes) -> Tensor:
         """This member's chunk of x along dim; nothing is sent."""
         group = self.group(axes)

@@ -1,23 +1,19 @@
-"""What ranks tell each other now and then: whether they were given the same data, and which of them are slow.
+"""What ranks of a long run tell each other now and then: whether they hold the same parameters, and which of them are slow.
 
-Every rank is to get the same global batch. One that reads another file, or shuffles otherwise, trains on and spoils the run
-without a word, so checksums of batches are compared. A rank is *busy* while it waits for nobody; where one is busy for
-longer than the others, they wait for it in every step.
+A rank is *busy* while it waits for nobody; where one is busy for longer than the others, they wait for it in every step.
+Batches are compared in every program (same_data.py).
 """
 
 from __future__ import annotations
 
 import statistics
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from . import schema
 from .message_order import odd_ones
+from .same_data import checksum, odd_ranks
 from .session import Session
 
 SLOW = 1.15
@@ -30,10 +26,9 @@ TELL_S = 30.0
 
 @dataclass(frozen=True)
 class Told:
-    """Of one rank: a checksum of the batch; seconds of steps since it last told, and of them those that it waited in; what it
+    """Of one rank: seconds of steps since it last told, and of them those that it waited in; what it
     runs (plan and seed); checksums of parameters, by where their shards are (empty: not asked for)."""
 
-    batch: int
     seconds: float
     waited_s: float
     host: str = ""
@@ -52,8 +47,7 @@ TOLD = schema.record(
         "host": schema.text(),
         "program": schema.text(),
         "copies": schema.table(schema.text(), schema.integer(0, 1 << 32)),
-    },
-    {"batch": schema.integer(0, 1 << 32)},
+    }
 )
 """What is read of a rank that tells this."""
 
@@ -65,16 +59,6 @@ def steps_to_next(step: int, steps: int, told: Sequence[Told]) -> int:
         return 1
     step_s = max(one.seconds for one in told) / steps
     return min(max(int(TELL_S / max(step_s, 1e-9)), 1), TELL_EVERY - (step - 1) % TELL_EVERY)
-
-
-def checksum(tensors: Sequence[Tensor]) -> int:
-    """Of their contents, shapes and dtypes."""
-    total = 0
-    for tensor in tensors:
-        total = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), total)
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        total = zlib.crc32(flat.view(torch.uint8).numpy().data if flat.numel() else b"", total)
-    return total
 
 
 def copies_of(session: Session) -> dict[str, int]:
@@ -97,13 +81,6 @@ def not_finite(session: Session) -> list[str]:
     return [name for name, value in own if value.is_floating_point() and not bool(value.isfinite().all())]
 
 
-def odd_ranks(batches: Sequence[object]) -> list[int]:
-    """Ranks whose value is not that of most (of equally many: of rank 0)."""
-    counts = Counter(batches)
-    usual = max(counts, key=lambda batch: (counts[batch], batch == batches[0]))
-    return [rank for rank, batch in enumerate(batches) if batch != usual]
-
-
 def odd_copies(told: Sequence[Told]) -> list[int]:
     """Ranks with other copies than most of those who have them (of two, both, unless other parameters say more)."""
     keys = sorted({key for one in told for key in one.copies})
@@ -115,11 +92,6 @@ def odd_copies(told: Sequence[Told]) -> list[int]:
 def odd_text(step: int, told: Sequence[Told]) -> tuple[list[int], str]:
     """Ranks that are not as the others, and what is to be said of them; nobody where all are alike."""
     for odd, text in (
-        (
-            odd_ranks([one.batch for one in told]),
-            "got another batch than the others; every rank is to read the same global batches in the same order: are the files "
-            "the same on every machine, and is the order drawn from the same seed?",
-        ),
         (
             odd_ranks([one.program for one in told]),
             "run another plan, or with another seed, than the others: copy the directory of the program to every machine whole",

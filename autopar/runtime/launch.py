@@ -9,6 +9,7 @@ stage files each of them runs. `load(directory)` gives the same program as an ob
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -28,16 +29,19 @@ from .arguments import parser
 from .batches import leaves, module_of, random_batches, user_batches
 from .environment import LaunchError, started
 from .errors import RuntimeProgramError
-from .flight import FLIGHT, end_process, say
+from .flight import FLIGHT, Flight, end_process, say
 from .heap import keep_freed_memory
 from .inductor import keep_beside
 from .launcher import launcher
+from .leaving import Leaving
 from .left_out import leave_out
 from .manifest import Manifest
 from .meeting import joined
 from .metrics import Metrics, StepLine
+from .ownership import Ownership, own_together
 from .preflight.main import main as preflight
 from .process import TorchComm
+from .program_files import compare, hashes
 from .recorder import Recorder
 from .session import Session
 from .spares import START_AGAIN, stand_by
@@ -48,6 +52,8 @@ from .worlds import manifest_for, started_ranks
 
 USAGE_ERROR = 2
 NO_DATA = "no --data: every batch is random numbers, which is good for trying the program out and for nothing else"
+_LOADED = itertools.count()
+"""Programs that were loaded into a process group of the user's, which every rank does in the same order."""
 
 
 class LoadedProgram:
@@ -137,11 +143,15 @@ def load(
         manifest = manifest_for(directory, started_ranks())
     rule = manifest.update_rule()
     store = None if dist.is_initialized() else _join(backend or _pick_backend(), timeout_s, manifest, met)
+    notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", dist.distributed_c10d._get_default_store())
+    seed = manifest.seed if seed is None else seed
+    if dist.get_world_size() > 1:
+        compare(notes, dist.get_rank(), dist.get_world_size(), hashes(manifest, seed), timeout_s)
     pipeline = manifest.load_pipeline()
     compiler = compiler or manifest.compiler
     if compiler != "none":
         keep_beside(manifest.directory)
-    comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=store, check=check)
+    comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=notes, check=check)
     if comm.device.type == "cpu":
         keep_freed_memory()
 
@@ -149,13 +159,16 @@ def load(
         *with_stages(manifest.directory, manifest.directory, pipeline),
         comm,
         rule,
-        manifest.seed if seed is None else seed,
+        seed,
         tier_directory=tier_directory,
         buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
         pad=manifest.pad_values,
         compiler=compiler,
         cuda_graphs=manifest.cuda_graphs,
+        compare=True,
     )
+    if session.same_data is not None:
+        session.same_data.waiting = Leaving(dist.PrefixStore("leaving", notes), comm, session.same_data).waiting
     source = weights or manifest.weights_folder
     if source is not None:
         load_weights(source, session, manifest)
@@ -195,11 +208,14 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     program: LoadedProgram | None = None
     watch: Watch | None = None
+    owner: Ownership | None = None
     status = 0
     try:
         met = joined(arguments.timeout) if arguments.run else None
         if met is not None:
             store, rank = met
+            owns = rank == (manifest.placement.index(0) if manifest.placement else 0)
+            owner = own_together(Path(arguments.run), store, owns, end_process(rank), arguments.timeout)
             if leave_out(store, rank, arguments, min((manifest.world_size, *manifest.worlds))):
                 return START_AGAIN
             if rank >= manifest.world_size:
@@ -222,7 +238,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
             from .staying import Run
 
             assert program.store is not None
-            status = Run(program, arguments, program.store).train()
+            status = Run(program, arguments, program.store, owner).train()
         else:
             run(program, arguments)
     except BaseException as error:
@@ -230,6 +246,8 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
     if watch is not None:
         watch.stop()
     dist.destroy_process_group()
+    if owner is not None:
+        owner.release()
     return status
 
 
@@ -288,6 +306,7 @@ def run(program: LoadedProgram, arguments: argparse.Namespace) -> None:
             start = time.perf_counter()
             program.save(arguments.save)
             metrics.saved(time.perf_counter() - start)
+    session.settle("ending the run")
     if arguments.save:
         program.save(arguments.save)
         if rank == 0:
@@ -337,11 +356,12 @@ def _die(error: BaseException, program: LoadedProgram | None, run: str | None) -
     rank = os.environ.get("RANK", "0")
     if dist.is_initialized() and str(dist.get_rank()) != rank:
         rank += f" (rank {dist.get_rank()} of the program)"
-    if program is not None and isinstance(program.session.comm, TorchComm):
-        flight = program.session.comm.flight
-        if run:
-            flight.write(Path(run) / FLIGHT, flight.failed(error))
-        program.session.comm.leave_note(f"failed with {type(error).__name__}: {error}")
+    comm = program.session.comm if program is not None else None
+    if run and dist.is_initialized():
+        flight = comm.flight if isinstance(comm, TorchComm) else Flight(dist.get_rank(), dist.get_world_size())
+        flight.write(Path(run) / FLIGHT, flight.failed(error))
+    if isinstance(comm, TorchComm):
+        comm.leave_note(f"failed with {type(error).__name__}: {error}")
     trace = "" if known else traceback.format_exc()
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
     said = f"{type(error).__name__}: {error}"

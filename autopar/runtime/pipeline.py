@@ -20,6 +20,7 @@ from .calls import Message, Posted
 from .channels import Arrival, Channel
 from .comm import Comm
 from .errors import RuntimeProgramError
+from .layout import TensorInfo
 from .order import Slot, plan_order
 from .recorder import Recorder, spanned
 from .stage import Inputs, Stage
@@ -225,3 +226,21 @@ def put_together(values: Sequence[Tensor], how: str) -> Tensor:
     """The microbatches' terms of a value as one: their "sum", "max" or "min"."""
     stacked = torch.stack(list(values))
     return stacked.sum(0) if how == "sum" else stacked.amax(0) if how == "max" else stacked.amin(0)
+
+
+def joined_shape(info: TensorInfo, microbatches: int) -> tuple[int, ...]:
+    """The shape of an output of the whole batch."""
+    how, joined, _ = info.join
+    return tuple(n * microbatches if how == "cat" and dim == joined else n for dim, n in enumerate(info.shape))
+
+
+def join_microbatches(values: list[Tensor], how: str, dim: int, outer: int) -> Tensor:
+    """The microbatches' values of an output as one: joined along a dim, in each of its `outer` parts."""
+    if how == "same":
+        return values[0]
+    if how != "cat":
+        return put_together(values, how)
+    if outer == 1:
+        return torch.cat(values, dim)
+    parts = [v.unflatten(dim, (outer, -1)) for v in values]
+    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from .calls import Handle
 from .comm import Comm
-from .comparing import checksum
 from .errors import RankError
 from .guards import Guards
 from .pipeline import Executor
+from .same_data import checksum
 from .schema import integer, listed, table, text
 from .session import Session
 from .stage import Stage, inputs_of

@@ -13,12 +13,13 @@ Nothing here talks to other ranks (saver.py does): one rank calls what changes t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ class RunDirectory:
         self.root = root
         self.keep = keep
         self.keep_every = keep_every
+        self.taken_over: Callable[[], str] = str
+        """Why the directory is another run's by now; empty where it is not (ownership.py)."""
 
     @property
     def _steps(self) -> Path:
@@ -151,6 +154,8 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         sync(folder)
+        if problem := self.taken_over():
+            raise OSError(errno.EPERM, problem)
         folder.rename(self.folder(found.step))
         sync(self._steps)
         for step in self._superfluous():

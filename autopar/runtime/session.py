@@ -33,9 +33,10 @@ from .inductor import compile_met
 from .layout import TensorInfo, gather_full, local_shape
 from .origin import package_of
 from .parts import Parts
-from .pipeline import Executor, put_together
+from .pipeline import Executor, join_microbatches, joined_shape
 from .rank import Rank
 from .recorder import Recorder, recorded, spanned
+from .same_data import SameData
 from .shapes import PadValues, Shapes
 from .stage import Inputs, SliceReader, inputs_of
 from .state import State
@@ -72,12 +73,14 @@ class Session(State):
         pad: PadValues | None = None,
         compiler: str = "none",
         cuda_graphs: bool = False,
+        compare: bool = False,
     ) -> None:
         """pipeline: the module of pipeline.py; stages: the stage modules by index (all, or a function that imports
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
         every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
         pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
-        compiler: "inductor" runs what computes between messages compiled by it; cuda_graphs: capture steps where they can be."""
+        compiler: "inductor" runs what computes between messages compiled by it; cuda_graphs: capture steps where they can be;
+        compare: see that all ranks are given the same batches, where each has its own."""
         rule = as_rule(update)
         self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
         self.comm = comm
@@ -99,6 +102,7 @@ class Session(State):
         self.forms, self._last = tuple(forms), forms[0]
         self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
         self.stages, self.shared = forms[0].stages, forms[0].shared
+        self.same_data = SameData(comm, every=len(forms) > 1) if compare and comm.world_size > 1 else None
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
@@ -241,14 +245,16 @@ class Session(State):
                 if not local:
                     what, own = f"output {info.name}", form.stages[index].comm
                     values = [gather_full(value, info.spec, own, what) for value in values]
-                output = values[0] if len(values) == 1 else _join(values, *info.join)
-            joined = _joined_shape(info, form.pipeline.microbatches)
+                output = values[0] if len(values) == 1 else join_microbatches(values, *info.join)
+            joined = joined_shape(info, form.pipeline.microbatches)
             results.append(output if local else self._tell(index, output, joined, info))
         self._end_step(advance=False)
         return results
 
     def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
         """Before the actions of a step: the form that is for the batch, and the batch as it takes it."""
+        if self.same_data is not None:
+            self.same_data.take(batch, self.rt.step + 1)
         place, batch = self.shapes.of(batch)
         form = self.forms[place]
         self.guards.check_batch(batch, form.pipeline.inputs, form.pipeline.ranges)
@@ -382,20 +388,3 @@ class Session(State):
             )
         if cut and package_of(type(optimizer)) != "torch":
             warnings.warn(f"{kind} runs on shards of parameters: correct only if it is elementwise", stacklevel=4)
-
-
-def _joined_shape(info: TensorInfo, microbatches: int) -> tuple[int, ...]:
-    how, joined, _ = info.join
-    return tuple(n * microbatches if how == "cat" and dim == joined else n for dim, n in enumerate(info.shape))
-
-
-def _join(values: list[Tensor], how: str, dim: int, outer: int) -> Tensor:
-    """The microbatches' values of an output as one: joined along a dim, in each of its `outer` parts."""
-    if how == "same":
-        return values[0]
-    if how != "cat":
-        return put_together(values, how)
-    if outer == 1:
-        return torch.cat(values, dim)
-    parts = [v.unflatten(dim, (outer, -1)) for v in values]
-    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)

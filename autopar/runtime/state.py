@@ -18,6 +18,7 @@ from .errors import CheckpointError
 from .forms import Form
 from .layout import StateEntry, TensorInfo
 from .parts import Parts, on_device
+from .same_data import SameData
 from .shared import Shared
 from .stage import Stage
 from .tables import Pipeline
@@ -37,6 +38,12 @@ class State:
     opt_params: dict[str, nn.Parameter]
     updater: Updater
     parts: Parts | None
+    same_data: SameData | None
+
+    def settle(self, what: str) -> None:
+        """See that all batches so far were the same on all ranks. what: this rank does next, as in "saving". Raises RankError."""
+        if self.same_data is not None:
+            self.same_data.settle(what, next(iter(self.stages.values())).rt.step)
 
     def state_dict(self) -> dict[str, Any]:
         """State by name. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
@@ -56,7 +63,9 @@ class State:
         self.accept({name: unpack(state.get(name, entry.value), entry) for name, entry in entries.items()})
 
     def state_entries(self) -> dict[str, StateEntry]:
-        """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied."""
+        """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied. All ranks call
+        it, and were given the same batches. Raises RankError."""
+        self.settle("reading or saving the state")
         entries = {
             info.name: StateEntry(value, info.shape, info.spec, stage.comm) for stage, info, value in self._owned()
         }

@@ -21,13 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .batches import random_batches, user_batches
-from .comparing import TOLD, Told, checksum, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
+from .comparing import TOLD, Told, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
 from .errors import CheckpointError, RankError, RuntimeProgramError, TooManySkips
 from .launcher import launcher
 from .left_out import SLOW, Failure, failures, machine_name, note, too_few
 from .manifest import Manifest
 from .metrics import Metrics, StepLine
+from .ownership import Ownership
 from .process import TorchComm
+from .program_files import recorded
 from .recompute import recompute, why_not
 from .run_directory import RunDirectory, StepRecord
 from .saver import Saver
@@ -105,8 +107,10 @@ def check_arguments(arguments: argparse.Namespace, session: Session) -> None:
 class Run:
     """A run of one rank, from where the directory stands to `--steps`."""
 
-    def __init__(self, program: Any, arguments: argparse.Namespace, store: dist.Store) -> None:
-        """program: a LoadedProgram."""
+    def __init__(
+        self, program: Any, arguments: argparse.Namespace, store: dist.Store, owner: Ownership | None = None
+    ) -> None:
+        """program: a LoadedProgram; owner: of the directory, where that is this rank."""
         self.program = program
         self.session: Session = program.session
         check_arguments(arguments, self.session)
@@ -118,9 +122,12 @@ class Run:
             self.comm.flight.machines = self.machines
         self.save_every = arguments.save_every or self.manifest.save_every or SAVE_EVERY
         self.directory = RunDirectory(Path(arguments.run), arguments.keep, arguments.keep_every)
+        if owner is not None:
+            self.directory.taken_over = owner.problem
         needed = state_bytes(self.session)
         self._on_first_rank(lambda: self.directory.prepare(needed))
         self.seed = self.manifest.seed if arguments.seed is None else arguments.seed
+        self._on_first_rank(self._say_changes)
         self.position = 0
         self.batches: Iterator[Any] = iter(())
         found = last_good_step(self.directory, self.session)
@@ -197,9 +204,12 @@ class Run:
         batch = next(self.batches)
         recheck = self.arguments.recheck and step % self.arguments.recheck == 0
         if self._steps_told >= self._tell_after or recheck:
-            self._compare(step, batch, bool(recheck) or not self._tellings)
+            self._compare(step, bool(recheck) or not self._tellings)
         if self.arguments.recompute and step % self.arguments.recompute == 0:
-            recompute(self.session, self.program.leaves(batch), step, self.machines)
+            leaves = self.program.leaves(batch)
+            if self.session.same_data is not None:
+                self.session.same_data.ahead(leaves, step)
+            recompute(self.session, leaves, step, self.machines)
         try:
             loss = self.program(batch)
         except TooManySkips as error:
@@ -210,11 +220,11 @@ class Run:
         self.position += 1
         value, updater = loss.item(), self.session.updater
         if updater.not_finite or updater.skips.in_a_row == 2:
-            self._name_spoiled(step, batch)
+            self._name_spoiled(step)
         if updater.not_finite:
             self._skip(step, value)
         elif not math.isfinite(value):
-            self._not_finite(step, value, batch)
+            self._not_finite(step, value)
         elif (median := self.losses.spike(value)) is not None:
             self._rewind(step, f"{value:.6g}, above {self.losses.factor:g} times the median {median:.6g} before it")
         elif self.comm.rank == 0:
@@ -223,13 +233,12 @@ class Run:
             self.line.show(step, f"loss {value:.6f}{shown}", seconds)
             self.metrics.step(step, value, seconds, self.program.leaves(batch))
 
-    def _compare(self, step: int, batch: Any, copies: bool) -> None:
-        """See that all ranks are given the same batch, and run the same; say which of them are slow. copies: that their copies of
-        parameters are equal, too. Raises RankError."""
+    def _compare(self, step: int, copies: bool) -> None:
+        """See that all ranks run the same; say which of them are slow. copies: that their copies of parameters are equal, too.
+        Raises RankError."""
         flight = self.comm.flight if isinstance(self.comm, TorchComm) else None
         now, waited_s, steps = time.perf_counter(), flight.waited_s if flight else 0.0, self._steps_told
         own = Told(
-            checksum(self.program.leaves(batch)),
             now - self._told_at,
             waited_s - self._waited_s,
             self.machines[self.comm.rank],
@@ -272,22 +281,22 @@ class Run:
         if self.comm.rank == 0:
             print(f"{spoiled_text(step, loss)}: its update is skipped, {self.skipped} so far", flush=True)
 
-    def _not_finite(self, step: int, loss: float, batch: Any) -> None:
+    def _not_finite(self, step: int, loss: float) -> None:
         """Stop, or go back. Nothing is saved of what came of it."""
         if self.arguments.on_nan != "stop":
             self._rewind(step, str(loss))
             return
         self._settle()
-        self._compare(step, batch, copies=False)
+        self.session.settle("at a loss that is no number")
         good = self.saver.saved
         raise RuntimeProgramError(
             f"the loss of step {step} is {loss}; the last saved step is {good if good is not None else 'none'}. "
             "--on-nan rewind goes back to it and on with other batches"
         )
 
-    def _name_spoiled(self, step: int, batch: Any) -> None:
-        """Raises RankError where the batch or the parameters of a rank are why a loss is no number."""
-        self._compare(step, batch, copies=False)
+    def _name_spoiled(self, step: int) -> None:
+        """Raises RankError where the batches or the parameters of a rank are why a loss is no number."""
+        self.session.settle("at a loss that is no number")
         everyone = self.comm.share(not_finite(self.session), listed(text()))
         ranks = [rank for rank, names in enumerate(everyone) if names]
         if ranks:
@@ -353,6 +362,11 @@ class Run:
             self._settled, self.rewinds = self.saver.saved, 0
         if self.failed_saves >= MOST_FAILED_SAVES:
             raise CheckpointError(f"{self.saver.problem}; that is {self.failed_saves} in a row, so the run ends")
+
+    def _say_changes(self) -> None:
+        """What is no longer as it was at the last start of this run. Raises CheckpointError."""
+        if changes := recorded(self.directory.root, self.manifest, self.seed):
+            print(f"since this run was last started: {changes}", flush=True)
 
     def _on_first_rank(self, action: Any) -> None:
         """Run something on rank 0, whose error every rank raises."""
