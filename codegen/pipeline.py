@@ -88,7 +88,9 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 def _ways(ways: Conditions) -> str:
     """Outputs, and the numbers that they are to count."""
-    lists = (", ".join(f"({number(output)}, [{', '.join(map(number, numbers))}])" for output, numbers in way) for way in ways)
+    lists = (
+        ", ".join(f"({number(output)}, [{', '.join(map(number, numbers))}])" for output, numbers in way) for way in ways
+    )
     return f"[{', '.join(f'[{one}]' for one in lists)}]"
 
 

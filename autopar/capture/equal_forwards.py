@@ -203,7 +203,9 @@ class _Random:
     def told(self, tensors: Sequence[Tensor], values: Values, chosen: Chosen | None) -> Draw:
         """What inputs name, and which gradients there were then."""
         args, kwargs = rebuild(self.structure, list(tensors))
-        present = {name.removeprefix(GRADIENT): v is not None for name, v in values.items() if name.startswith(GRADIENT)}
+        present = {
+            name.removeprefix(GRADIENT): v is not None for name, v in values.items() if name.startswith(GRADIENT)
+        }
         return Draw(present, named(choices(chosen, self.module, args, kwargs)))
 
     def values(self, forward: Forward, tensors: Sequence[Tensor]) -> Values:
@@ -232,7 +234,7 @@ class _Random:
         pulls = [(t, _random(t.shape, generator)) for t in results if t.is_floating_point() or t.is_complex()]
         heads, tangents = [t for t, _ in pulls if t.requires_grad], [pull for t, pull in pulls if t.requires_grad]
         if not heads or not wanted:
-            return dict.fromkeys((f"{GRADIENT}{slot}" for slot in wanted))
+            return dict.fromkeys(f"{GRADIENT}{slot}" for slot in wanted)
         grads = torch.autograd.grad(heads, list(wanted.values()), tangents, allow_unused=True)
         return {f"{GRADIENT}{slot}": grad for slot, grad in zip(wanted, grads, strict=True)}
 

@@ -58,7 +58,7 @@ def with_conditions(exported: Exported) -> tuple[Exported, Mapping[str, Conditio
     found: dict[str, Ways] = {}
     if exported.training and any(one.numbers for one in exported.sometimes.values()):
         found = _conditions(exported, counted)
-    spoken_of = sorted({number for ways in found.values() for way in ways for number, _ in way})
+    spoken_of = sorted({number for ways in found.values() for way in ways for number, _ in way}, reverse=True)
     names = tuple(_count(exported, gates, counted[number]) for number in spoken_of)
     for gate in gates:
         gate.replace_all_uses_with(gate.args[0])  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def _conditions(exported: Exported, counted: list[Counted]) -> dict[str, Ways]:
         elif node.target not in _NO_WAY and _differentiable(node):
             for read in node.all_input_nodes:
                 ways[read] = _either(ways.get(read, NEVER), here)
-    return {name: found for name, found in parameters.items() if found != ALWAYS}
+    return {name: parameters[name] for name in reversed(parameters) if parameters[name] != ALWAYS}
 
 
 def _through(gate: fx.Node, here: Ways, sometimes: Mapping[int, Sometimes], counted: list[Counted]) -> Ways:

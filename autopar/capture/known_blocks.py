@@ -225,6 +225,6 @@ def _prove(use: Use) -> Sometimes:
             f"{where}: the forwards are not equal in float64: {proof.tensor} differs by {proof.difference:.1e} of its largest "
             "entry (inf: one has none, or of another shape or dtype). Fix the function given to forward_of, or register one that "
             "is equal. Where parts of the module that no row takes have no gradient, forward_of(…, integers=…) must draw the "
-            "numbers of all parts, and forward_of(…, chosen=…) says which part rows take where no integer that forward is given does"
+            "numbers of all parts, and forward_of(…, chosen=…) says which rows take where no integer that forward is given does"
         )
     return proof.sometimes

@@ -4,9 +4,9 @@ A module that loops over what the rows chose gives no gradient to a part that no
 is not a gradient of zeros. Which rows those are is asked of the module, not of its name. Each draw tells which tensors had a
 gradient, and which numbers the rows named; a tensor's own numbers are those that no draw without a gradient named:
 
-    chosen [[0, 2]]   expert 0, 2: a gradient    expert 1, 3: None         numbers of expert 0: {0, 1, 2, 3} - {1, 2} - {2, 3} = {0}
-    chosen [[1, 2]]   expert 1, 2: a gradient    expert 0, 3: None
-    chosen [[2, 3]]   expert 2, 3: a gradient    expert 0, 1: None
+    chosen [[0, 2]]   experts 0, 2: a gradient   1, 3: None
+    chosen [[1, 2]]   experts 1, 2: a gradient   0, 3: None      numbers of expert 0: {0, 1, 2, 3} - {1, 2} - {2, 3} = {0}
+    chosen [[2, 3]]   experts 2, 3: a gradient   0, 1: None
 
 and every draw with a gradient must have named one of them. A number is certain if a draw with a gradient named it and no other
 of the tensor's. Where no integers that the module is given explain all draws, nothing is learned.

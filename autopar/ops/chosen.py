@@ -27,11 +27,15 @@ def gradient_if(x: Tensor, choices: Sequence[Tensor], module: int, slot: str) ->
     return x.clone()
 
 
-def _passed_on(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    return g, None, None, None
+def _count(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.choices = len(inputs[1])
 
 
-differentiable(gradient_if, _passed_on)
+def _passed_on(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+    return g, [None] * ctx.choices, None, None
+
+
+differentiable(gradient_if, _passed_on, _count)
 
 
 @graph_op(

@@ -83,7 +83,8 @@ class Updater:
         borrowed: gradients that somebody else may hold too, to be copied before they are changed.
         """
         if any(group.get("fused") for one in self.optimizers for group in one.param_groups):
-            grads.update({name: grad.contiguous() for name, grad in grads.items() if name in self.own})  # as parameters are: these go by places
+            # as parameters are: these go by places
+            grads.update({name: grad.contiguous() for name, grad in grads.items() if name in self.own})
         self.skipped = not self._prepare(grads, loss, borrowed)
         if self.skipped or not self.optimizers:
             return False
