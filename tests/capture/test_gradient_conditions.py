@@ -178,7 +178,11 @@ def test_a_gradient_that_is_there_is_not_one_of_zeros() -> None:
 def test_clusters_of_a_softmax_that_no_target_is_in_have_no_gradient() -> None:
     module = nn.AdaptiveLogSoftmaxWithLoss(4, 12, [4, 8])
     found = proof(
-        module, adaptive_log_softmax, any_cluster, Given((torch.empty(6, 4), torch.empty(6, dtype=torch.long)), TWO), cluster_of
+        module,
+        adaptive_log_softmax,
+        any_cluster,
+        Given((torch.empty(6, 4), torch.empty(6, dtype=torch.long)), TWO),
+        cluster_of,
     )
     assert found.difference <= 1e-9
     first, second = frozenset({1}), frozenset({2})
@@ -303,5 +307,7 @@ def test_other_programs_count_nothing(experts: Any, forward: Callable[..., Tenso
 
 def test_a_difference_that_cannot_be_carried_is_refused_by_name() -> None:
     autopar.forward_of(Routes, integers=3)(routed)
-    with pytest.raises(CaptureError, match=r"Routes by .*routed, module experts: .*the gradient of parts\.\d\.weight.*chosen="):
+    with pytest.raises(
+        CaptureError, match=r"Routes by .*routed, module experts: .*the gradient of parts\.\d\.weight.*chosen="
+    ):
         captured(Model(Routes()))
