@@ -132,7 +132,7 @@ def forward_class(module: nn.Module) -> type:
 def known_forwards(model: nn.Module) -> Iterator[list[Use]]:
     """Within the context known modules of the model run by their known forward. Yields their uses, once they have run."""
     uses: list[Use] = []
-    replaced = []
+    replaced: list[nn.Module] = []
     for name, module in model.named_modules():
         known = next((one for one in _KNOWN if one.matches(module)), None)
         if known is not None and "forward" not in vars(module):
