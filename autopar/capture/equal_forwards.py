@@ -90,16 +90,22 @@ def compared(
     except Exception:  # a forward that computes with sizes known to others than its module
         random = _Random(module, given, integers, 1)
         expected = random.values(own, random.first)
-    tried = [(random.first, expected)]
-    draws = [random.told(random.first, expected, chosen)]
+    tried: list[tuple[list[Tensor], Values]] = []
+    draws: list[Draw] = []
+
+    def note(tensors: list[Tensor], values: Values) -> None:
+        tried.append((tensors, values))
+        draws.append(random.told(tensors, values, chosen))
+
+    note(random.first, expected)
     for tensors in random.alike():
-        tried.append((tensors, random.values(own, tensors)))
-        draws.append(random.told(*tried[-1], chosen))
+        values = random.values(own, tensors)
+        if _finite(values):  # else of rows that are all alike a module makes no numbers
+            note(tensors, values)
     sometimes: Sometimes | None = Sometimes()
     if varying(draws) and draws[0].named:
         for tensors in random.covering(draws, chosen):
-            tried.append((tensors, random.values(own, tensors)))
-            draws.append(random.told(*tried[-1], chosen))
+            note(tensors, random.values(own, tensors))
         sometimes = learned(draws)
         if sometimes is not None and doubtful(draws, sometimes):
             sometimes = None
@@ -125,6 +131,10 @@ def _differences(wanted: Values, values: Values, left_out: frozenset[str]) -> li
         elif one is not None and other is not None:
             found.append((_difference(one, other), name))
     return found
+
+
+def _finite(values: Values) -> bool:
+    return all(value is None or bool(value.isfinite().all()) for value in values.values())
 
 
 def _roundings(

@@ -188,10 +188,9 @@ class Session(State):
 
     @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches.
-
-        `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step, but those of parameters
-        that have none in eager (`self.absent`). Without an optimizer nothing is updated.
+        """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. `self.grads` holds
+        the reduced local gradients, unscaled and clipped, until the next step, but those of parameters that have none in
+        eager (`self.absent`). Without an optimizer nothing is updated.
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
