@@ -14,7 +14,7 @@ from autopar.codegen.text import comment
 from autopar.ir.actions import show_row, splits_backward
 from autopar.ir.by_node import ALL_FLAT, ByNode
 from autopar.ir.lowered import LoweredProgram
-from autopar.ir.program import Program
+from autopar.ir.program import Conditions, Program
 
 
 def pipeline_source(
@@ -56,6 +56,7 @@ def pipeline_source(
         ),
         nodes=table_lines([_ranks(ranks) for ranks in by_node.nodes]),
         by_node=[f"dict(stage={one.stage}, axis={one.axis!r}, least={dict(one.least)!r})" for one in by_node.axes],
+        conditions=table_lines([f"{quoted(n)}: {_ways(ways)}" for n, ways in program.conditions.items()], named=True),
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],
@@ -83,6 +84,14 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     if ranks == tuple(range(first, after)) and len(ranks) > 2:
         return f"range({number(first)}, {number(after)})"
     return f"[{', '.join(map(number, ranks))}]"
+
+
+def _ways(ways: Conditions) -> str:
+    """Outputs, and the numbers that they are to count."""
+    lists = (
+        ", ".join(f"({number(output)}, [{', '.join(map(number, numbers))}])" for output, numbers in way) for way in ways
+    )
+    return f"[{', '.join(f'[{one}]' for one in lists)}]"
 
 
 def _wrapped(row: str) -> Any:

@@ -21,6 +21,7 @@ from autopar.capture.differentiate import trace_template
 from autopar.capture.export import Exported, export_step
 from autopar.capture.fake import fake_mode
 from autopar.capture.fold import Segment, cut, signature
+from autopar.capture.gradient_conditions import with_conditions
 from autopar.capture.head_losses import join_head_losses
 from autopar.capture.index_guards import guard_indices, without_guards
 from autopar.capture.inputs import batch_dim
@@ -29,7 +30,7 @@ from autopar.capture.precision import lower_precision, use_dtype
 from autopar.capture.tidy import tidied
 from autopar.errors import CaptureError
 from autopar.ir.memory_levers import PRECISIONS
-from autopar.ir.program import Buffer, Call, Parameter, Program, Template, ValueRef, op_name
+from autopar.ir.program import Buffer, Call, Conditions, Parameter, Program, Template, ValueRef, op_name
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 
@@ -55,7 +56,10 @@ def capture_program(
     """
     mode = fake_mode()
     with lean():
-        exported = tidied(export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards))
+        whole, conditions = with_conditions(
+            export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+        )
+        exported = tidied(whole)
         tell_options(exported.graph, told)
         if precision is not None:
             lower_precision(exported, PRECISIONS[precision], mode)
@@ -63,7 +67,7 @@ def capture_program(
         with mode:
             builder = _Builder(exported, model)
             builder.run(mode, starts)
-        return builder.program(batch_dims, guards), exported
+        return builder.program(batch_dims, guards, conditions), exported
 
 
 def tell_options(graph: fx.Graph, told: Mapping[str, Any]) -> None:
@@ -191,7 +195,7 @@ class _Builder:
             name, k = f"{stem}_{k}", k + 1
         return name
 
-    def program(self, batch_dims: Any, guards: bool) -> Program:
+    def program(self, batch_dims: Any, guards: bool, conditions: Mapping[str, Conditions]) -> Program:
         exported = self.exported
         nodes = {n.name: n for n in exported.graph.nodes}
         final = exported.graph.output_node().args[0]
@@ -210,6 +214,7 @@ class _Builder:
             exported.training,
             tuple(_batch_dims(self.inputs, batch_dims)),
             structure=exported.output_structure,
+            conditions=conditions,
         )
         self._check_gradients(program)
         program = guard_indices(program, self._constants(updates)) if guards else without_guards(program)
@@ -296,4 +301,5 @@ def fingerprint(program: Program) -> str:
     text += [f"{c.template} {c.params} {c.inputs}" for c in program.calls]
     text += [f"{p.name} {p.type} {p.trainable}" for p in program.parameters.values()]
     text += [f"{name} {type_}" for name, type_ in program.inputs]
+    text += [f"{name} {ways}" for name, ways in program.conditions.items()]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]

@@ -7,9 +7,9 @@ and the usual fix.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from autopar.capture.nameless import classes_named
 from autopar.capture.reached import parameters_reached
 from autopar.capture.recorded import Recorded, compute_the_same
 from autopar.capture.scalar_outputs import NoLoss, own_loss
+from autopar.capture.sometimes import Sometimes
 from autopar.capture.state import Change, State, state_of
 from autopar.capture.trees import flatten, rebuild
 from autopar.capture.watch import memory_of, watched
@@ -42,8 +43,8 @@ from autopar.ops.integers import expect
 @dataclass(frozen=True, eq=False)
 class Exported:
     """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index). known_blocks: modules that were
-    traced by another forward than their own, in words. no_loss: what it returned, where it is for
-    inference."""
+    traced by another forward than their own, in words; sometimes: which of their tensors have a gradient in some steps only, by
+    the modules' numbers. no_loss: what the model returned, where it is for inference."""
 
     graph: fx.Graph
     kinds: dict[str, tuple[str, Any]]
@@ -58,6 +59,7 @@ class Exported:
     parameter_names: dict[str, str]
     output_names: tuple[str, ...]
     known_blocks: tuple[str, ...] = ()
+    sometimes: Mapping[int, Sometimes] = field(default_factory=dict)
     no_loss: NoLoss | None = None
 
 
@@ -201,7 +203,8 @@ def export_step(
                 raise
             with noted_questions(as_in_eager=not first):
                 exported = export()
-    return replace(exported, known_blocks=prove(uses))
+    known_blocks, sometimes = prove(uses)
+    return replace(exported, known_blocks=known_blocks, sometimes=sometimes)
 
 
 def _export_step(

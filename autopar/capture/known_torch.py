@@ -23,7 +23,12 @@ def any_cluster(module: Any, shape: tuple[int, ...], generator: torch.Generator)
     return low + (torch.rand(shape, generator=generator) * (high - low)).long()
 
 
-@forward_of(nn.AdaptiveLogSoftmaxWithLoss, integers=any_cluster)
+def cluster_of(module: Any, input_: Tensor, target_: Tensor) -> Tensor:
+    """Which cluster each target is in; 0 is named by the head itself. Clusters that no target is in have no gradient."""
+    return torch.stack([target_ >= cutoff for cutoff in module.cutoffs]).sum(0)
+
+
+@forward_of(nn.AdaptiveLogSoftmaxWithLoss, integers=any_cluster, chosen=cluster_of)
 def adaptive_log_softmax(self: Any, input_: Tensor, target_: Tensor) -> Any:
     """Every cluster for every row, where torch computes those that the targets are in.
 
@@ -33,7 +38,7 @@ def adaptive_log_softmax(self: Any, input_: Tensor, target_: Tensor) -> Any:
     if target_.ndim > 1 or input_.shape[:-1] != target_.shape:
         return nn.AdaptiveLogSoftmaxWithLoss.forward(self, input_, target_)  # which says what is wrong
     x, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)
-    cluster = torch.stack([target >= cutoff for cutoff in self.cutoffs]).sum(0)  # 0: named by the head itself
+    cluster = cluster_of(self, x, target)
     output = _log_p(self.head(x), torch.where(cluster == 0, target, self.shortlist_size - 1 + cluster))
     for number, (low, _) in enumerate(pairwise(self.cutoffs), 1):
         inside = cluster == number

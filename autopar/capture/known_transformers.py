@@ -193,7 +193,12 @@ def switch(self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_w
     return mixture(hidden_states, chosen, routing_weights, two_layers(self, "wi", "wo"))
 
 
-@known("nllb_moe.modeling_nllb_moe.NllbMoeExperts", below(2))
+def any_numbers(module: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers of experts, as often as they come."""
+    return torch.randint(0, module.num_experts, shape, generator=generator)
+
+
+@known("nllb_moe.modeling_nllb_moe.NllbMoeExperts", any_numbers)
 def nllb(self: Any, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor) -> Tensor:
     """router_mask: (tokens, choices), the number of an expert."""
     kept = self.token_dropout if self.training else lambda y: y * (1 - self.moe_token_dropout)

@@ -292,7 +292,7 @@ class AddGradient(ValueLine):
 
 @dataclass(frozen=True)
 class SumLoss(ValueLine):
-    """The loss summed over axes, in a message beside the gradients."""
+    """The loss, or a count of what rows chose, summed over axes in a message beside the gradients."""
 
     axes: tuple[str, ...]
 

@@ -9,6 +9,7 @@ tangents (gradients of its outputs); every node carries `meta["type"]` (TensorTy
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -21,6 +22,10 @@ from autopar.ir.ranges import InputRange
 from autopar.ir.types import TensorType
 
 Phase = Literal["F", "B", "W"]
+Named = tuple[int, tuple[int, ...]]
+"""Rows chose one of these numbers, as an output of the program counts them."""
+Conditions = tuple[tuple[Named, ...], ...]
+"""When a parameter has a gradient: if all of one of these holds."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,8 @@ class Microbatched:
 @dataclass(frozen=True, eq=False)
 class Program:
     """A whole step, one microbatch of it (then `microbatched` says how), or a stage of either. Of a whole one outputs[0] is
-    the loss when `training`. guards: what the batch inputs of a whole one must hold."""
+    the loss when `training`, further ones are counts of what rows chose. guards: what the batch inputs of a whole one must
+    hold. conditions: of parameters that have a gradient only in steps in which rows chose what they belong to (experts)."""
 
     templates: dict[str, Template]
     calls: tuple[Call, ...]
@@ -189,6 +195,7 @@ class Program:
     batch_dims: tuple[int | None, ...] = ()
     fingerprint: str = ""
     guards: tuple[InputRange, ...] = ()
+    conditions: Mapping[str, Conditions] = field(default_factory=dict)
     structure: Any = field(default=None, repr=False)
     microbatched: Microbatched | None = None
     boundary: Boundary | None = None

@@ -8,6 +8,7 @@ package imports every family, which fills the table.
 from autopar.ops import (  # noqa: F401  each is imported for the ops that it registers
     attention,
     batch_norm,
+    chosen,
     contraction,
     convolution,
     creation,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from .absent import Absent
 from .comm import Comm
 from .errors import RuntimeProgramError
 from .guards import Guards
@@ -58,6 +59,7 @@ class Form:
             )
         self.shared = Shared(pipeline, comm, self.stages)
         self.executor = Executor(pipeline, comm, self.stages, comm.in_order)
+        self.absent = Absent(pipeline, comm, self.stages)
         self.loss = pipeline.loss() if pipeline.training else None
 
     def _held(self, index: int) -> dict[str, Tensor]:

@@ -314,6 +314,17 @@ def embedding_grad(g: Tensor, index: Tensor, rows: int, padding: int, offset: in
     return g.new_zeros(rows, g.shape[-1]).index_add_(0, where, flat)
 
 
+def count_chosen(chosen: Tensor, n: int, one_hot: bool, dtype: torch.dtype) -> Tensor:
+    """How often `chosen` names each of the numbers below n: (n,). one_hot: it names the places along its last dim that are not
+    zero."""
+    if one_hot:
+        return (chosen != 0).reshape(-1, n).sum(0, dtype=dtype)
+    named = chosen.reshape(-1).long()
+    named = named.masked_fill((named < 0) | (named >= n), n)
+    counts = torch.zeros(n + 1, dtype=dtype, device=chosen.device)
+    return counts.scatter_add_(0, named, torch.ones_like(named, dtype=dtype))[:n]
+
+
 # --- randomness -------------------------------------------------------------------------------------------------------
 
 

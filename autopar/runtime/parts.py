@@ -52,7 +52,7 @@ class Parts:
         sizes: Mapping[str, int],
         state_of: Callable[[str], dict[str, Any]],
         values: Mapping[str, nn.Parameter] | None = None,
-        gradient_of: Callable[[str], Tensor] | None = None,
+        gradient_of: Callable[[str], Tensor | None] | None = None,
         store: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
         """where: per stage the tier ("": none) of each of its parameters' state, in the optimizer's order; sizes: bytes of
@@ -74,7 +74,7 @@ class Parts:
         self._room: dict[tuple[str, str], Tensor] = {}
         self._coming: dict[str, dict[str, Tensor]] = {}
         self._marks: dict[str, Any] = {}
-        self._arriving: dict[str, tuple[Tensor, Tensor]] = {}
+        self._arriving: dict[str, tuple[Tensor, Tensor | None]] = {}
 
     @contextmanager
     def bring(self, names: Sequence[str]) -> Iterator[None]:
@@ -123,8 +123,8 @@ class Parts:
             return
         for name in names:
             if name in self.values and self._gradient_of is not None:
-                value = self.values[name].data
-                self._arriving[name] = self.tiers.read(value), self.tiers.read(self._gradient_of(name))
+                value, grad = self.values[name].data, self._gradient_of(name)
+                self._arriving[name] = self.tiers.read(value), None if grad is None else self.tiers.read(grad)
             rooms = {key: self._room.get((name, key)) for key in self._state_of(name)}
             state = self._state_of(name)
             self._coming[name] = {

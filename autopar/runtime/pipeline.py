@@ -54,7 +54,6 @@ class Executor:
         self.group = pipeline.group_of(comm.rank)
         self.stages = stages
         self.microbatches = pipeline.microbatches
-        self._training = pipeline.training
         self.recorder: Recorder | None = None
         own_crossings = [c for c in pipeline.crossings if c.transfer.source in stages or c.transfer.target in stages]
         self._channels = {
@@ -84,7 +83,7 @@ class Executor:
 
     @torch.no_grad()
     def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
-        """One step's actions: stage -> per microbatch its outputs (a loss may be a Handle)."""
+        """One step's actions: stage -> per microbatch its outputs (those of training may be Handles)."""
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
         self._prepared = {index: self._prepare(stage, inputs) for index, stage in self.stages.items()}
         self._exchange([], self._steps[0].receive if self._steps else [])
@@ -122,7 +121,7 @@ class Executor:
             rt.inputs = frozenset(t.untyped_storage()._cdata for t in own)
             prepared = list(self._prepared[stage.index])
             outputs, sent, left = module.forward(rt, own, received, prepared)
-            self._outputs[stage.index][microbatch] = self._wanted(stage, outputs)
+            self._outputs[stage.index][microbatch] = outputs
         elif step.kind == "B":
             sent, left = module.backward(rt, self._states.pop(place), received)
         else:
@@ -139,12 +138,6 @@ class Executor:
             if channel.keeps:
                 self._kept[number, microbatch] = value
         return messages
-
-    def _wanted(self, stage: Stage, outputs: list[Any]) -> list[Any]:
-        """In training of all outputs the loss, to let go of the others."""
-        if not self._training:
-            return outputs
-        return [value for info, value in zip(stage.tables.outputs, outputs, strict=True) if info.index == 0]
 
     def _take(self, place: Place) -> Tensor:
         """A received tensor; nothing of it stays here."""

@@ -48,11 +48,13 @@ from .update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, OptimizerF
 
 @dataclass(frozen=True)
 class _Computed:
-    """What forward and backward leave on a rank. borrowed: gradients that somebody else may hold too."""
+    """What forward and backward leave on a rank. borrowed: gradients that somebody else may hold too; counts: of what rows
+    chose, where parameters have a gradient in some steps only."""
 
     grads: dict[str, Tensor]
     loss: Handle[Tensor]
     borrowed: frozenset[str]
+    counts: Tensor | None
 
 
 class Session(State):
@@ -106,6 +108,7 @@ class Session(State):
         if comm.in_order:
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
+        self.absent: frozenset[str] = frozenset()
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule)
         for one in self.updater.optimizers:
@@ -193,8 +196,8 @@ class Session(State):
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
         """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
 
-        `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step. Without an optimizer
-        nothing is updated.
+        `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step, but those of parameters that
+        have none in eager (`self.absent`). Without an optimizer nothing is updated.
         """
         if not self.training:
             raise RuntimeProgramError("this program was compiled for inference; use forward()")
@@ -209,7 +212,8 @@ class Session(State):
             computed = self._compute(form, inputs_of(batch))
         else:
             computed = self.step_graph(batch)
-        self.grads = dict(computed.grads)
+        self.absent = form.absent.names(computed.counts)
+        self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss = computed.loss
         self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
@@ -273,7 +277,7 @@ class Session(State):
             form.shared.earn(gradients)
         grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
         borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
-        return _Computed(grads, self._start_loss(form, outputs), borrowed)
+        return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs))
 
     def _end_step(self, advance: bool = True) -> None:
         self._last.executor.finish()
@@ -309,15 +313,15 @@ class Session(State):
         return self._tell(stage, value, info.shape, info).clone()
 
     def full_grads(self) -> dict[str, Tensor]:
-        """The gradients of the last train_step, full, on every rank."""
-        gradients = {}
+        """The gradients of the last train_step, full, on every rank; nothing of parameters that have none."""
+        gradients, absent = {}, self._last.absent.everywhere(self.absent & self.opt_params.keys())
         for stage in self.pipeline.stages:
             tables = self.pipeline.tables(stage)
             for name, info in tables.parameters.items():
                 shared = name in self.pipeline.shared
                 if not (self.pipeline.earners(name) if shared else name in tables.gradients):
                     continue
-                if not self.pipeline.owns(stage, name):
+                if not self.pipeline.owns(stage, name) or name in absent:
                     continue
                 grad: Tensor | None = None
                 if stage in self.stages:
@@ -369,7 +373,7 @@ class Session(State):
                 stage.store_updated({n: value for n, value in updated.items() if n in stage.opt_params})
 
         sizes = {name: p.numel() * p.element_size() for name, p in self.opt_params.items()}
-        parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda name: self.grads[name], store)
+        parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda n: self.grads.get(n), store)
         self.updater.parts, self.updater.bring, self.updater.away = parts.parts, parts.bring, parts.values.keys()
         return parts
 

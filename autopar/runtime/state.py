@@ -87,8 +87,13 @@ class State:
         return entries | extra
 
     def prepare_optimizer_state(self, available: Mapping[str, tuple[tuple[int, ...], torch.dtype] | None]) -> None:
-        """Allocate the optimizer state that a checkpoint has (name -> shape and dtype; None: no tensor)."""
+        """Allocate the optimizer state that a checkpoint has (name -> shape and dtype; None: no tensor), and forget what it has
+        not: a parameter that had no gradient yet has no state."""
         shapes = {name: stage.tables.parameters[name].shape for stage, name, _ in self._optimized()}
+        for name in self.opt_params if "optim_groups" in available else ():
+            state = self.updater.state_of(name)
+            for key in [key for key in state if f"optim.{name}.{key}" not in available]:
+                del state[key]
         for stage in self.stages.values():
             prepare_unsent(stage, available)
         for full_name, signature in available.items():

@@ -18,6 +18,8 @@ from .order import Action, Transfer, rows_of
 from .transfer import Placed
 
 Modules = Sequence[Any] | Callable[[int], Any]
+Conditions = Mapping[str, Sequence[Sequence[tuple[int, Sequence[int]]]]]
+"""By parameter: a gradient of it there is if, in one of the lists, every output (by its index) counts some of its numbers."""
 
 
 PORTS = (
@@ -89,6 +91,7 @@ class Pipeline:
             Crossing(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
             for n, row in enumerate(pipeline.TRANSFERS)
         ]
+        self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
         self.groups = [tuple(group) for group in pipeline.GROUPS]
         self.nodes = [tuple(ranks) for ranks in getattr(pipeline, "NODES", ())]

@@ -89,12 +89,14 @@ class Updater:
 
     @torch.no_grad()
     def step(self, grads: dict[str, Tensor], loss: Handle[Tensor], borrowed: Collection[str] = ()) -> bool:
-        """Update parameters from reduced gradients, which are unscaled and clipped in place; whether it was done.
+        """Update parameters from reduced gradients, which are unscaled and clipped in place; whether it was done. Parameters
+        without one have none for their optimizer either.
 
         borrowed: gradients that somebody else may hold too, to be copied before they are changed.
         """
         if any(group.get("fused") for one in self.optimizers for group in one.param_groups):
-            grads.update({name: grads[name].contiguous() for name in self.own})  # as parameters are: these go by places
+            # as parameters are: these go by places
+            grads.update({name: grad.contiguous() for name, grad in grads.items() if name in self.own})
         self.skipped = not self._prepare(grads, loss, borrowed)
         self.skips.count(self.skipped, not self.not_finite)
         if self.skipped or not self.optimizers:
@@ -126,12 +128,12 @@ class Updater:
             for parameter in self.own.values():
                 parameter.grad = None
             for name in names:
-                self.own[name].grad = grads[name]
+                self.own[name].grad = grads.get(name)
             with self.bring(names):
                 for optimizer in self.optimizers:
                     optimizer.step()
         for name, parameter in self.own.items():
-            parameter.grad = grads[name]
+            parameter.grad = grads.get(name)
 
     def forget_gradients(self) -> None:
         """Those of the last step, before the next one needs their room."""

@@ -64,6 +64,7 @@ def like_stage(stage: LoweredStage, part: Program, mesh: Mesh) -> LoweredStage:
         stage,
         index=boundary.stage,
         mesh=mesh,
+        outputs=tuple(replace(row, index=i) for row, i in zip(stage.outputs, boundary.outputs, strict=True)),
         received=_ports(stage.received, ((name, peer) for name, peer, _ in received)),
         sent=_ports(stage.sent, ((name, peer) for name, peer, _ in sent)),
         gradients_received=_ports(stage.gradients_received, ((f"d_{n}", peer) for n, peer, back in sent if back)),

@@ -160,17 +160,18 @@ class Forward(Builder):
             name, spec = self._value(ref)
             type_ = self.program.type_of(ref)
             wanted = Spec.replicated(len(type_.shape)) if self.program.training else spec.without_partial()
-            if ref == self.program.loss and _owes_sums_only(spec):
-                self.outputs.append((self._sum_loss(name, spec, type_), wanted))
+            if self.program.training and _owes_sums_only(spec):
+                self.outputs.append((self._sum(ref, name, spec, type_), wanted))
                 continue
             self.outputs.append((self.convert((name, spec), type_, wanted, "F", "output"), wanted))
 
-    def _sum_loss(self, name: str, spec: Spec, type_: TensorType) -> str:
-        """The loss, its sum over the axes that owe one sent beside the gradients."""
+    def _sum(self, ref: ValueRef, name: str, spec: Spec, type_: TensorType) -> str:
+        """The loss or a count, its sum over the axes that owe one sent beside the gradients."""
         total = self.names.fresh(f"{name}_reduced")
         axes = tuple(axis for axis, _ in spec.partial)
         whole = Spec.replicated(len(type_.shape))
-        self.lines.append(SumLoss(name, axes, outs=(total,), types=(type_,), specs=(whole,), source="loss"))
+        what = "loss" if ref == self.program.loss else "what rows chose"
+        self.lines.append(SumLoss(name, axes, outs=(total,), types=(type_,), specs=(whole,), source=what))
         return total
 
     def _sends(self) -> list[str]:

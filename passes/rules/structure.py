@@ -77,8 +77,8 @@ def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], i
     """How often every edge between calls occurs: (source value, target value, kind), values named (template, value).
 
     kind "value": forward or gradient edge; "read": from a replicated tensor (batch, buffer, gradient seed) to a
-    placeholder; "arrive", "depart": from and to another stage; "whole": an output that must end replicated ("loss":
-    summed beside the gradients); "settled": an output that must owe nothing.
+    placeholder; "arrive", "depart": from and to another stage; "whole": an output that must end replicated ("loss": it,
+    or a count, summed beside the gradients); "settled": an output that must owe nothing.
     """
     edges: list[tuple[Target | None, Target, str]] = []
 
@@ -113,7 +113,7 @@ def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], i
         if source is None:
             continue
         is_loss = ref == program.loss
-        edges.append((None, source, ("loss" if is_loss else "whole") if program.training else "settled"))
+        edges.append((None, source, "loss" if program.training else "settled"))
         back = tangent_of(ref) if is_loss else None
         if back is not None:
             edges.append((None, back, "read"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from autopar.ops import experts
+from autopar.ops.chosen import count_chosen
 from autopar.runtime.gates import ACTIVATIONS
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes
@@ -29,3 +32,12 @@ def _experts(draw: Draw, name: str) -> Case:
     if name == "autopar.experts":
         return call(experts._experts, *operands, *gate, *promise)
     return call(experts.experts_grad, draw.f(*lead, d), *operands, draw.pick(True, False), *gate, *promise)
+
+
+@makes("autopar.count_chosen")
+def _count_chosen(draw: Draw, name: str) -> Case:
+    """Numbers of no expert are not counted; one-hot rows have any number of ones."""
+    n, shape = draw.size(), draw.shape(1, 3)
+    if draw.pick(True, False):
+        return call(count_chosen, draw.pick(draw.i(2, *shape, n), draw.b(*shape, n)), n, True, torch.float64)
+    return call(count_chosen, draw.i(n + 2, *shape) - 1, n, False, torch.float64)
