@@ -213,6 +213,7 @@ class Run:
         try:
             loss = self.program(batch)
         except TooManySkips as error:
+            self._settle()
             raise TooManySkips(
                 f"{error}; the last saved step is {self.saver.saved}. Other batches do not mend it"
             ) from None

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -104,3 +105,14 @@ def test_a_launch_that_cannot_work_ends_with_one_line(emitted, environment, said
     assert len(lines) == 1, done.stderr
     assert said in lines[0]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_meet_over_ipv6(emitted):  # noqa: F811
+    port = free_port()
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": port}
+    with ThreadPoolExecutor(2) as both:
+        done = list(both.map(lambda rank: run(emitted, "--timeout", "60", **environment, RANK=rank), ("0", "1")))
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert "step 1  loss" in done[1].stdout  # the program's rank 0

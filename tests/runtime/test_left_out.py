@@ -94,6 +94,7 @@ def test_a_machine_is_unwanted_after_so_many_failures_in_a_day():
 )
 def test_only_a_machine_that_is_slow_so_often_in_a_row_leaves(tellings, excluded, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
     asked = []
     run = types.SimpleNamespace(
         _slow={},
@@ -154,6 +155,7 @@ def test_all_ranks_of_a_start_agree_on_who_leaves(tmp_path, monkeypatch, least, 
         note(tmp_path, failure)
     rank, gone, answers = threading.local(), [], [None] * 4
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(left_out, "machine_name", lambda: MACHINES[rank.own])
     monkeypatch.setattr(left_out, "_end_torchrun", lambda: gone.append(rank.own))
     store = dist.HashStore()
