@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
 import torch
 from torch import fx
@@ -61,7 +61,7 @@ def with_conditions(exported: Exported) -> tuple[Exported, Mapping[str, Conditio
     spoken_of = sorted({number for ways in found.values() for way in ways for number, _ in way}, reverse=True)
     names = tuple(_count(exported, gates, counted[number]) for number in spoken_of)
     for gate in gates:
-        gate.replace_all_uses_with(gate.args[0])  # type: ignore[arg-type]
+        gate.replace_all_uses_with(_gated(gate))
         graph.erase_node(gate)
     place = {number: len(exported.outputs) + k for k, number in enumerate(spoken_of)}
     conditions = {name: _in_order(ways, place) for name, ways in found.items()}
@@ -84,22 +84,29 @@ def _conditions(exported: Exported, counted: list[Counted]) -> dict[str, Ways]:
             if kind == "param":
                 parameters[name] = _either(parameters.get(name, NEVER), here)
         elif node.target is gradient_if:
-            x, *_ = node.args
-            ways[x] = _either(ways.get(x, NEVER), _through(node, here, exported.sometimes, counted))  # type: ignore[arg-type, index]
+            x = _gated(node)
+            ways[x] = _either(ways.get(x, NEVER), _through(node, here, exported.sometimes, counted))
         elif node.target not in _NO_WAY and _differentiable(node):
             for read in node.all_input_nodes:
                 ways[read] = _either(ways.get(read, NEVER), here)
     return {name: parameters[name] for name in reversed(parameters) if parameters[name] != ALWAYS}
 
 
+def _gated(gate: fx.Node) -> fx.Node:
+    """The value that a gate lets through."""
+    value = gate.args[0]
+    assert isinstance(value, fx.Node)
+    return value
+
+
 def _through(gate: fx.Node, here: Ways, sometimes: Mapping[int, Sometimes], counted: list[Counted]) -> Ways:
     """The ways that go on through a node that may be shut."""
-    _, choices, module, slot = gate.args
-    one: Any = sometimes[module]  # type: ignore[index]
+    choices, module, slot = cast("tuple[list[fx.Node], int, str]", gate.args[1:])
+    one = sometimes[module]
     numbers = one.numbers.get(slot)
     if numbers is None:
         return here
-    chosen: fx.Node = choices[one.choice]  # type: ignore[index]
+    chosen = choices[one.choice]
     what = chosen, one.one_hot, chosen.meta["val"].shape[-1] if one.one_hot else one.below
     if what not in counted:
         counted.append(what)

@@ -129,11 +129,6 @@ class Flight:
         self.waited_s += entry[ENDED] - (entry[WAITED] or entry[ENDED])
         self.waiting = None
 
-    @property
-    def awaited(self) -> object | None:
-        """The message that the rank waits for."""
-        return self._waiting
-
     def fail(self) -> None:
         """The last message failed, while it was started or waited for."""
         if self.waiting is None and self.recent:

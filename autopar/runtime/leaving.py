@@ -60,7 +60,7 @@ class Leaving:
                 said = store.get(_WAITS).decode() if store.check([_WAITS]) else ""
             except RuntimeError:  # the store is gone, and with it the job
                 return
-            entry, taken = self._comm.flight.awaited, self._same_data.taken
+            entry, taken = self._comm.flight.waiting, self._same_data.taken
             rank, machine, what, batches = json.loads(said) if said else (0, "", "", taken)
             times = times + 1 if entry is not None and entry is before and batches < taken else 0
             before = entry

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from torch import Tensor
 from .comm import Comm
 from .errors import RankError
 from .left_out import machine_name
+from .schema import integer, listed, row, text
 
 SHARE = 1e-3
 """Of a step that all this may take: one half to read batches, the other to compare."""
@@ -42,6 +44,9 @@ LEAST_BYTES = 1 << 16
 READ_BYTES_S = 2e9
 """Bytes that a checksum reads in a second, on slow machines."""
 BATCH = "taking"
+_COUNT = integer(0, 1 << 53)
+_DOING = row(text(), _COUNT, _COUNT, listed(integer(0, (1 << 32) - 1)), text())
+"""What a rank that differs says: what it does, after how many batches, for which step, their checksums, and its machine."""
 WHY_DATA = (
     "got another batch than the others; every rank is to read the same global batches in the same order: are the files the "
     "same on every machine, and is the order drawn from the same seed on every rank (generator= of the DataLoader, no "
@@ -222,7 +227,8 @@ class SameData:
     def _difference(self, what: str, own: tuple[int, ...]) -> RankError:
         """Who differs from whom, asked of all ranks."""
         steps = [step for step, _ in self._unsure]
-        everyone = self._comm.share([what, *own[1:3], [checksum for _, checksum in self._unsure], machine_name()])
+        told: Any = (what, *own[1:3], [checksum for _, checksum in self._unsure], machine_name())
+        everyone = self._comm.share(told, _DOING)
         places = [f"{rank} ({machine})" for rank, (*_, machine) in enumerate(everyone)]
         doing = [(doing, batches, step) for doing, batches, step, _, _ in everyone]
         odd = odd_ranks(doing)

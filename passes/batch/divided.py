@@ -127,8 +127,8 @@ class _Divide:
             whole,
             graph=self.graph,
             outputs=tuple(node.name for node in outputs if node is not None),
-            input_grads=tuple(node and node.name for node in input_grads),
-            param_grads=tuple(node and node.name for node in param_grads),
+            input_grads=tuple(None if node is None else node.name for node in input_grads),
+            param_grads=tuple(None if node is None else node.name for node in param_grads),
         )
 
     def _results(

@@ -125,7 +125,9 @@ def test_a_damaged_line_is_named_and_not_counted(tmp_path, capfd):
     assert capfd.readouterr().err.count("is damaged") == 2
 
 
-@pytest.mark.parametrize("line", [b"\xff\xfe\x00", b"[" * 100000, b"9" * 5000, b'{"at": NaN}', b"\xe2\x80\xa8", b"null"])
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe\x00", b"[" * 100000, b"9" * 5000, b'{"at": NaN}', b"\xe2\x80\xa8", b"null"]
+)
 def test_bytes_that_are_no_line_of_a_failure_are_named_and_stop_no_start(tmp_path, capfd, line):
     note(tmp_path, failed("a")[0])
     with (tmp_path / "failures.jsonl").open("ab") as file:
