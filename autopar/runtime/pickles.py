@@ -84,6 +84,8 @@ class _Machine:
         self.most = _SOME + len(data) // 8
 
     def run(self) -> Any:
+        if self.data[:1] != b"\x80":
+            raise SchemaError("it does not say its protocol at the start; those from 2 to 5 are read")
         while True:
             code = self.take(1)[0]
             if code == _STOP:

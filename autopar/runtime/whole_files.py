@@ -25,7 +25,7 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
-from .datafile import path_inside, read_json
+from .datafile import parse_json, path_inside, read_json, read_text
 from .schema import MOST_SIZE, Schema, SchemaError, integer, listed, record, table, text
 
 COMPLETE = "complete.json"
@@ -60,7 +60,10 @@ def write_record(folder: Path, data: Mapping[str, Any]) -> None:
 
 def read_record(folder: Path, schema: Schema[dict[str, Any]] | None = None) -> dict[str, Any]:
     """What a folder's record says; without a schema its files alone. Raises OSError, and SchemaError where it is damaged."""
-    data = read_json(folder / COMPLETE)
+    content = read_text(folder / COMPLETE)
+    data = parse_json(content)
+    if json.dumps(data) != content:
+        raise SchemaError("it is not written as records are")
     if not isinstance(data, dict) or data.pop("sha256", None) != own_hash(data):
         raise SchemaError("its own hash is another")
     return (schema or record({"files": FILES}, others=True))(data, "")
