@@ -179,9 +179,10 @@ class _Machine:
         made.state = state
 
     def set_items(self, items: list[Any]) -> None:
-        target = self.top((dict, Made))
-        if isinstance(target, Made):
-            target.items = target = target.items or {}
+        holder = self.top((dict, Made))
+        if isinstance(holder, Made):
+            holder.items = holder.items if holder.items is not None else {}
+        target: dict[Any, Any] = holder.items if isinstance(holder, Made) else holder
         if len(items) % 2:
             raise SchemaError(f"byte {self.at}: a key has no value")
         for key, value in zip(items[::2], items[1::2], strict=True):

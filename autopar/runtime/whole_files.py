@@ -109,7 +109,12 @@ def write_durable(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give one file another content: a reader finds the old or the new one, whole. Raises OSError."""
+    """Give one file another content: a reader finds the old or the new one, whole. A link stays one, and what is no file, such as
+    a terminal, is written to. Raises OSError."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         write_durable(beside, content)
