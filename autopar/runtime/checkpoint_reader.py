@@ -28,7 +28,8 @@ from .checkpoint_metadata import read_metadata
 from .comm import Comm
 from .datafile import read_bytes
 from .errors import CheckpointError
-from .schema import SchemaError
+from .schema import SchemaError, paragraph, row, text
+from .telling import one_line
 from .tensor_files import MOST_AROUND, MOST_VALUE, read_tensor, read_value
 from .whole_files import COMPLETE, current, problem_of, read_record, share_of
 
@@ -182,10 +183,12 @@ def verified(directory: str | Path, comm: Comm | None = None, *, checked: bool =
             problem = problem and f"{directory}: the checkpoint is damaged: {problem}; take another one"
     except CheckpointError as error:
         problem = str(error)
-    told = None if reader is None or reader.files is None else reader.files.get(METADATA)
-    everyone = comm.share((problem, told)) if comm is not None else [(problem, told)]
-    problem = next((said for said, _ in everyone if said), "")
-    if not problem and any(one != told for _, one in everyone):
+    own = "" if reader is None or reader.files is None else str(reader.files[METADATA]["sha256"])
+    everyone: list[Any] = [(problem, own)]
+    if comm is not None:
+        everyone = comm.share((one_line(problem), own), row(paragraph(), text(64)))
+    problem = problem or next((said for said, _ in everyone if said), "")
+    if not problem and any(sha256 != own for _, sha256 in everyone):
         problem = (
             f"{directory}: ranks find different checkpoints there; give a directory that is the same on all machines"
         )

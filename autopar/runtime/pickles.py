@@ -180,9 +180,9 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         holder = self.top((dict, Made))
+        target: dict[Any, Any] = (holder.items or {}) if isinstance(holder, Made) else holder
         if isinstance(holder, Made):
-            holder.items = holder.items if holder.items is not None else {}
-        target: dict[Any, Any] = holder.items if isinstance(holder, Made) else holder
+            holder.items = target
         if len(items) % 2:
             raise SchemaError(f"byte {self.at}: a key has no value")
         for key, value in zip(items[::2], items[1::2], strict=True):

@@ -23,8 +23,9 @@ from .errors import CheckpointError
 from .layout import TensorInfo
 from .manifest import Manifest
 from .safetensors import StoredTensor, read_header, read_part
-from .schema import SchemaError, anything, record, table, text
+from .schema import SchemaError, anything, paragraph, record, table, text
 from .session import Session
+from .telling import one_line
 from .whole_files import COMPLETE, current, problem_of, read_record, share_of
 
 SUFFIX = ".safetensors"
@@ -55,7 +56,7 @@ def load_weights(directory: str | Path, session: Session, manifest: Manifest) ->
         )
     except CheckpointError as error:
         problem = str(error)
-    problem = next((said for said in session.comm.share(problem) if said), "")
+    problem = next((said for said in session.comm.share(one_line(problem), paragraph()) if said), "")
     if problem:
         raise CheckpointError(problem)
     constants = _constants(folder, session, manifest, [name for name in wanted if not names[name]])
