@@ -43,6 +43,7 @@ from autopar.runtime.schema import (
     text,
     where,
 )
+from autopar.runtime.whole_files import replace_file
 
 VERSION = 1
 OVERLAPS = ("", "between", "next", "any")
@@ -186,7 +187,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write JSON. Raises PlanError where the file cannot be written."""
         try:
-            Path(path).write_text(self.to_json())
+            replace_file(Path(path), self.to_json().encode())
         except OSError as error:
             raise PlanError(f"cannot write the plan {path}: {error.strerror}") from error
 

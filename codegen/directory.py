@@ -31,7 +31,7 @@ import torch
 
 from autopar import runtime
 from autopar.capture.trees import flatten
-from autopar.codegen.owned_files import FACTS, WEIGHTS, digest, facts_text, make_room
+from autopar.codegen.owned_files import FACTS, WEIGHTS, digest, facts_text, settle, to_replace
 from autopar.codegen.stage import render
 from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
@@ -39,8 +39,9 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
 from autopar.runtime.errors import CheckpointError
 from autopar.runtime.manifest import TUNED, WORLDS, factory_modules, world_folder
-from autopar.runtime.schema import is_identifier
+from autopar.runtime.schema import SchemaError, is_identifier
 from autopar.runtime.update_rule import ClipNorm, UpdateRule
+from autopar.runtime.whole_files import begin, commit, partial
 
 MOST_RANK_FILES = 1024
 CANDIDATES = "candidates"
@@ -87,20 +88,57 @@ def write_directory(
     contents: Contents, directory: Path, candidates: Sequence[Contents] = (), worlds: Sequence[Contents] = ()
 ) -> Path:
     """Write everything; returns the directory. candidates: the program under other plans; worlds: for other numbers of ranks.
-    Raises EmitError when a part cannot be written, and, before anything is touched, where a file is in the way that autopar
-    did not write."""
-    _write(contents, directory, [one.plan.ranks for one in worlds])
-    folders = {directory / candidate_folder(n): one for n, one in enumerate(candidates)}
-    folders |= {directory / world_folder(one.plan.ranks): one for one in worlds}
-    for folder in (path for beside in (CANDIDATES, WORLDS) for path in (directory / beside).glob("*")):
-        if folder not in folders:
-            make_room(folder, [], contents.plan)
-    for folder, one in folders.items():
-        _write(replace(one, weights={n: w.to("meta") for n, w in one.weights.items()}), folder)
+
+    Whatever ends this, the directory holds the program that was there before, or the new one (autopar/runtime/whole_files.py).
+    Raises EmitError when a part cannot be written, and, before anything is touched, where a file is in the way that autopar did
+    not write.
+    """
+    beside = {candidate_folder(n): one for n, one in enumerate(candidates)}
+    beside |= {world_folder(one.plan.ranks): one for one in worlds}
+    try:
+        settle(directory, contents.plan)
+        programs = {".": _program(contents, [one.plan.ranks for one in worlds])}
+        programs |= {
+            folder: _program(replace(one, weights={n: w.to("meta") for n, w in one.weights.items()}))
+            for folder, one in beside.items()
+        }
+        gone = list(_going(directory, programs, contents.plan))
+        for folder, program in programs.items():
+            _write(program, begin(directory) if folder == "." else partial(directory) / folder)
+        last = [f"{folder}/{name}".removeprefix("./") for folder in programs for name in ("manifest.json", FACTS)]
+        commit(directory, last, gone)
+    except (OSError, SchemaError, CheckpointError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
     return directory
 
 
-def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> None:
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """What is written of one program. files: by name; weights: of the folder of weights, if there is one."""
+
+    contents: Contents
+    files: Mapping[str, bytes]
+    weights: Mapping[str, torch.Tensor] | None
+
+
+def _going(directory: Path, programs: Mapping[str, _Program], plan: Plan) -> Iterator[str]:
+    """Files of earlier programs that are deleted before those of these are put in place: what none of these has, and what leads
+    to the others, so that nobody finds a mixture. plan: of the program at home. Raises EmitError where a file is in the way."""
+    old = {f"{kind}/{path.name}" for kind in (CANDIDATES, WORLDS) for path in (directory / kind).glob("*")}
+    for folder, program in [*programs.items(), *((folder, None) for folder in sorted(old - programs.keys()))]:
+        coming = [*program.files, FACTS] if program is not None else []
+        present = to_replace(directory / folder, coming, program.contents.plan if program is not None else plan)
+        if program is not None and program.weights is not None:
+            coming += [name for name in present if name.startswith(f"{WEIGHTS}/")]
+        for name in sorted(present, reverse=True):  # .metadata, by which weights are known, after them
+            if name not in coming or name in ("manifest.json", "plan.json"):
+                yield f"{folder}/{name}".removeprefix("./")
+    if (directory / TUNED).exists():
+        yield TUNED
+
+
+def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
     """One program's files. worlds: other numbers of ranks that it is written for."""
     constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
     complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
@@ -132,22 +170,20 @@ def _write(contents: Contents, directory: Path, worlds: Sequence[int] = ()) -> N
         manifest["pad_values"] = dict(contents.pad_values)
     texts = {**_texts(contents, worlds), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
     files = {name: content.encode() for name, content in texts.items()} | _runtime_files()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        make_room(directory, [*files, FACTS], contents.plan)
-        (directory / TUNED).unlink(missing_ok=True)
-        for name, content in files.items():
-            path = directory / name
-            path.parent.mkdir(exist_ok=True, parents=True)
-            path.write_bytes(content)
-        (directory / "launch.sh").chmod(0o755)
-        hashes = {name: digest(content) for name, content in files.items()}
-        if manifest["weights"] or manifest["constants"]:
-            hashes |= _write_weights(written, directory)
-        (directory / FACTS).write_text(facts_text(contents.facts, hashes))
-    except (OSError, CheckpointError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
+    return _Program(contents, files, written if manifest["weights"] or manifest["constants"] else None)
+
+
+def _write(program: _Program, folder: Path) -> None:
+    """Write a program's files. Raises OSError, CheckpointError."""
+    for name, content in program.files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_bytes(content)
+    (folder / "launch.sh").chmod(0o755)
+    hashes = {name: digest(content) for name, content in program.files.items()}
+    if program.weights is not None:
+        hashes |= _write_weights(program.weights, folder)
+    (folder / FACTS).write_text(facts_text(program.contents.facts, hashes))
 
 
 def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:

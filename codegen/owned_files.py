@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
-from importlib.util import cache_from_source
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from autopar.errors import EmitError, PlanError
 from autopar.plan import Plan
 from autopar.runtime.datafile import path_inside, read_bytes, read_json
 from autopar.runtime.schema import SchemaError, table, text
+from autopar.runtime.whole_files import current, finish
 
 FACTS, WEIGHTS = "program.json", "weights"
 _METADATA = f"{WEIGHTS}/.metadata"
@@ -60,18 +60,37 @@ def written_before(directory: Path) -> dict[str, str]:
     return files if isinstance(facts, dict) and files.get(FACTS) == _facts_digest(facts) else {}
 
 
-def make_room(directory: Path, names: Iterable[str], plan: Plan) -> None:
-    """Delete what autopar wrote into the directory before, so that these files and a folder of weights can be written.
+def to_replace(directory: Path, names: Iterable[str], plan: Plan) -> list[str]:
+    """What autopar wrote into the directory before, which goes when these files and a folder of weights come.
 
-    Raises EmitError, before anything is deleted, where one of them is there already and not autopar's, and where a folder
-    leads out of the directory. plan: what is about to be written; a plan.json that was edited to it may be replaced.
+    Raises EmitError where one of them is there already and not autopar's, and where a folder leads out of the directory. plan:
+    what is about to be written; a plan.json that was edited to it may be replaced.
     """
     before = written_before(directory)
-    present = [name for name in dict.fromkeys((*before, *names)) if _there(directory / name)]
-    foreign = [name for name in present if not _ours(directory, name, before, plan)]
     weights = directory / WEIGHTS
     if weights.is_dir():
-        foreign += [f"{WEIGHTS}/{path.name}" for path in weights.iterdir() if f"{WEIGHTS}/{path.name}" not in before]
+        names = [*names, *(f"{WEIGHTS}/{path.name}" for path in weights.iterdir())]
+    return _own(directory, names, [before], plan)
+
+
+def settle(directory: Path, plan: Plan) -> None:
+    """Put the files of a save in place that was interrupted while it did so. Raises EmitError where somebody else has changed one
+    of them since, OSError, SchemaError."""
+    pending = current(directory)
+    if pending == directory:
+        return
+    for facts in pending.rglob(FACTS):
+        folder = directory / facts.parent.relative_to(pending)
+        coming = written_before(facts.parent)
+        _own(folder, coming, [written_before(folder), coming], plan)
+    finish(directory)
+
+
+def _own(directory: Path, names: Iterable[str], lists: Sequence[Mapping[str, str]], plan: Plan) -> list[str]:
+    """Those of some files, and of the files on the first list, that are there. lists: of what may be there. Raises EmitError
+    where another file is in the way."""
+    present = [name for name in dict.fromkeys((*lists[0], *names)) if _there(directory / name)]
+    foreign = [name for name in present if not any(_ours(directory, name, before, plan) for before in lists)]
     folders = {parent for name in (*names, _METADATA) for parent in Path(name).parents if parent.name}
     foreign += [str(folder) for folder in sorted(folders) if _no_folder(directory / folder)]
     if foreign:
@@ -80,11 +99,7 @@ def make_room(directory: Path, names: Iterable[str], plan: Plan) -> None:
             f"{directory} holds files that autopar did not write, or that were changed since: {shown}; move them away, or "
             "save to another directory"
         )
-    for name in present:
-        path = directory / name
-        path.unlink()
-        if path.suffix == ".py":  # what Python kept of it may look newer than the next file of this name
-            Path(cache_from_source(str(path))).unlink(missing_ok=True)
+    return present
 
 
 def _there(path: Path) -> bool:

@@ -15,6 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from autopar.runtime.whole_files import replace_file
+
 
 def main(argv: list[str] | None = None) -> int:
     """Command line. Returns 0, or 2 when the profile cannot be written."""
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         profile = calibrate(quick=args.quick, ranks=args.ranks, say=lambda text: status.update(text))
     if int(os.environ.get("RANK", "0")) > 0:
         return 0
-    path.write_text(json.dumps(profile, indent=1) + "\n")
+    replace_file(path, (json.dumps(profile, indent=1) + "\n").encode())
     table = Table(title=f"fit on this machine (base: {profile['base']})")
     table.add_column("constant")
     table.add_column("value", justify="right")

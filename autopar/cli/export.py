@@ -2,7 +2,8 @@
 
 OUT is the emitted program that wrote CHECKPOINT with `run.py --save`; its manifest says what the model's own state dict
 holds, and under which names. Of a tied tensor one name is written, as `save_pretrained` does. Tensors are read and
-written one after another, so that memory holds one of them at a time, and the files get their names when all are whole.
+written one after another, so that memory holds one of them at a time. Files that were damaged since they were saved are named;
+those that are written get their names when all are whole, with a record of their hashes beside them, complete.json.
 Configuration and tokenizer are the user's: `--config` copies a config.json.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import sys
@@ -27,6 +27,7 @@ from autopar.runtime.manifest import Manifest
 from autopar.runtime.safetensors import DTYPES, file_order, header, tensor_bytes
 from autopar.runtime.schema import shown
 from autopar.runtime.weights import FLOATS, INDEX, SUFFIX
+from autopar.runtime.whole_files import begin, commit, file_facts, finish, give_up, write_record
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """Of a tensor: dtype and shape."""
@@ -35,9 +36,15 @@ _SIZE = re.compile(r"([0-9]{1,12})\s*([KMGT]B)?", re.IGNORECASE)
 
 
 def export(
-    program: Path, checkpoint: Path, directory: Path, shard_bytes: int, dtype: torch.dtype | None = None
+    program: Path,
+    checkpoint: Path,
+    directory: Path,
+    shard_bytes: int,
+    dtype: torch.dtype | None = None,
+    config: Path | None = None,
 ) -> list[Path]:
-    """Write the files; their paths. dtype: that floating tensors are converted to. Raises InputError, CheckpointError."""
+    """Write the files, all of them or none; their paths. dtype: that floating tensors are converted to; config: a config.json
+    that is to lie beside them. Raises InputError, CheckpointError, OSError."""
     names = Manifest.read(program).state_names
     if not names:
         raise InputError(f"{program} was written by another version of autopar; save the program again")
@@ -45,25 +52,31 @@ def export(
     kinds = {saved: _converted(kind, dtype) for saved, kind in exported(source, names).items()}
     held = {also[0]: name for name, also in names.items() if also}
     shards = list(sharded(kinds, shard_bytes))
-    paths = [directory / name for name in file_names(len(shards))]
+    files = file_names(len(shards))
     _make_room(directory)
-    for path, shard in zip(paths, shards, strict=True):
-        with _unfinished(path).open("wb") as file:
-            rows = {name: kinds[name] for name in shard}
-            order = file_order(rows)
-            file.write(header((name, *rows[name]) for name in order))
-            for name in order:
-                tensor = source.read(held[name]).to(kinds[name][0]).contiguous()
-                tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
-    for path in paths:
-        os.replace(_unfinished(path), path)
-    if len(paths) > 1:
-        size = sum(tensor_bytes(*kind) for kind in kinds.values())
-        files = {name: path.name for path, shard in zip(paths, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-        paths.append(directory / f"model{INDEX}")
-        paths[-1].write_text(json.dumps(index, indent=2) + "\n")
-    return paths
+    written = begin(directory)
+    try:
+        for name, shard in zip(files, shards, strict=True):
+            with (written / name).open("wb") as file:
+                rows = {one: kinds[one] for one in shard}
+                order = file_order(rows)
+                file.write(header((one, *rows[one]) for one in order))
+                for one in order:
+                    tensor = source.read(held[one]).to(kinds[one][0]).contiguous()
+                    tensor.reshape(-1).view(torch.uint8).numpy().tofile(file)
+        if len(files) > 1:
+            places = {one: name for name, shard in zip(files, shards, strict=True) for one in shard}
+            total = sum(tensor_bytes(*kind) for kind in kinds.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            files = [*files, f"model{INDEX}"]
+            (written / files[-1]).write_text(json.dumps(index, indent=2) + "\n")
+        write_record(written, {"files": {name: file_facts(written / name) for name in files}})
+        if config is not None:
+            shutil.copyfile(config, written / "config.json")
+        commit(directory, last=files[-1:])
+    finally:
+        give_up(directory)
+    return [directory / name for name in files]
 
 
 def exported(source: TensorSource, names: Mapping[str, Sequence[str]]) -> dict[str, Kind]:
@@ -112,14 +125,10 @@ def file_names(count: int) -> list[str]:
     return [f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
-
-
 def _make_room(directory: Path) -> None:
-    """Make the directory. Raises InputError where files of weights are there, which would be read beside the new ones."""
-    directory.mkdir(parents=True, exist_ok=True)
-    present = sorted(path.name for path in directory.glob(f"*{SUFFIX}*") if path.suffix != ".part")
+    """Raises InputError where files of weights are there, which would be read beside the new ones."""
+    finish(directory)
+    present = sorted(path.name for path in directory.glob(f"*{SUFFIX}*"))
     if present:
         raise InputError(f"{directory} holds {', '.join(present[:5])}; remove them, or export to another directory")
 
@@ -148,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.config is not None and not args.config.is_file():
             raise InputError(f"--config {args.config}: there is no such file")
-        written = export(args.program, args.checkpoint, args.directory, args.max_shard_size, floats.get(args.dtype))
-        if args.config is not None:
-            shutil.copyfile(args.config, args.directory / "config.json")
+        written = export(
+            args.program, args.checkpoint, args.directory, args.max_shard_size, floats.get(args.dtype), args.config
+        )
     except (AutoparError, RuntimeProgramError) as error:
         print(f"autopar-export: {error}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from autopar.ir.actions import StageGraph, parse_row
 from autopar.plan import Plan
 from autopar.runtime.datafile import read_json, read_text
 from autopar.runtime.schema import SchemaError
+from autopar.runtime.whole_files import current
 
 Facts = dict[str, Any]
 
@@ -66,6 +67,7 @@ def read(directory: Path) -> Saved:
     """Raises InputError when the directory is none that this version of autopar wrote."""
     if not directory.is_dir():
         raise InputError(f"{directory} is no directory; give one that program.save(…) wrote")
+    directory = current(directory)
     program, plan = (_contents(directory, name) for name in ("program.json", "plan.json"))
     if not isinstance(program, dict) or program.get("autopar_program") != VERSION or not isinstance(plan, dict):
         raise InputError(f"{directory} was written by another version of autopar; save the program again")

@@ -27,6 +27,7 @@ from autopar.plan import Plan
 from autopar.report.beside import Profile
 from autopar.report.learned import learned
 from autopar.runtime.manifest import TUNED
+from autopar.runtime.whole_files import current, replace_file
 
 LEARNED = "learned.json"
 INTERRUPTED = 130
@@ -87,7 +88,7 @@ def measure(one: Candidate, arguments: argparse.Namespace, profile: Path) -> Non
 def tune(arguments: argparse.Namespace) -> list[Candidate]:
     """All candidates, measured in turns, the fastest first; which that is and what was learned is written down. Raises
     InputError."""
-    directory: Path = arguments.directory
+    directory = current(arguments.directory)
     (directory / TUNED).unlink(missing_ok=True)
     candidates = candidates_of(directory)
     with tempfile.TemporaryDirectory() as scratch:
@@ -112,8 +113,8 @@ def tune(arguments: argparse.Namespace) -> list[Candidate]:
     chosen = None if fastest is candidates[0] else str(fastest.folder.relative_to(directory))
     cluster = ClusterSpec.from_dict(candidates[0].saved.program["cluster_described"])
     known = learned(cluster, [(one.saved.program, run) for one in candidates for run in one.runs])
-    (directory / LEARNED).write_text(json.dumps(known.to_dict(), indent=1) + "\n")
-    (directory / TUNED).write_text(json.dumps({"folder": chosen, "measured": rows}, indent=1) + "\n")
+    for name, data in ((LEARNED, known.to_dict()), (TUNED, {"folder": chosen, "measured": rows})):
+        replace_file(directory / name, (json.dumps(data, indent=1) + "\n").encode())
     return ranked
 
 

@@ -2,7 +2,8 @@
 
 A sharded value is described to torch as a DTensor (dtensors.py). The file format knows global tensors only, so a
 checkpoint loads under any other mesh and plan, and one written by `write_full` in a single process loads under all of
-them.
+them. A directory holds the checkpoint that was there before, or the new one, whole (whole_files.py); both are held against the
+record of their files when they are read (checkpoint_reader.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .checkpoint_reader import DataPlanner, DataReader, named
+from .checkpoint_files import RecordedWriter
+from .checkpoint_reader import METADATA, DataPlanner, DataReader, named, verified
+from .comm import Comm
 from .dtensors import pack, unpack
 from .errors import CheckpointError
 from .layout import StateEntry
 from .process import TorchComm
-from .schema import paragraph
+from .schema import SchemaError, paragraph, row
 from .session import Session
 from .telling import one_line
+from .whole_files import COMPLETE, FILES, begin, commit, file_facts, give_up, partial, write_record
 
 Signature = tuple[tuple[int, ...], torch.dtype] | None
 Signatures = dict[str, Signature]
@@ -35,38 +39,84 @@ _lock = threading.Lock()
 
 
 def save(directory: str | Path, session: Session) -> None:
-    """Write the session's state; every rank calls it. An existing checkpoint in the directory is replaced. Raises
-    CheckpointError where `directory` is no directory and cannot be made one."""
-    state = session.state_dict()
+    """Write the session's state; every rank calls it. An existing checkpoint in the directory is replaced, once the new one is
+    whole. Raises CheckpointError where `directory` is no directory and cannot be made one, or cannot be written."""
+    state, comm, folder = session.state_dict(), session.comm, Path(directory)
+    _on_first_rank(session, lambda: begin(folder), directory)
     try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"{directory} cannot be a checkpoint directory: {error.strerror}; choose another"
-        ) from error
-    if isinstance(session.comm, TorchComm):
-        with named(directory, *_UNWRITABLE), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
-            dcp.save(state, checkpoint_id=str(directory))
-    else:
-        if session.comm.rank == 0:
-            write_full(directory, state)
-        session.comm.barrier(site="checkpoint.save")
+        if isinstance(comm, TorchComm):
+            with named(directory, *_UNWRITABLE):
+                dcp.save(state, storage_writer=RecordedWriter(partial(folder)))
+        own, problem = {path.name: file_facts(path) for path in partial(folder).glob(f"__{comm.rank}_*")}, ""
+    except (CheckpointError, OSError) as error:
+        own, problem = {}, str(error)
+    everyone = comm.share((own, one_line(problem)), row(FILES, paragraph()))
+    problem = next((said for _, said in everyone if said), "")
+
+    def complete() -> None:
+        if problem:
+            give_up(folder)
+            raise CheckpointError(problem)
+        if isinstance(comm, TorchComm):
+            _complete(folder, {name: facts for files, _ in everyone for name, facts in files.items()})
+        else:
+            _write_alone(folder, state)
+
+    _on_first_rank(session, complete, directory)
 
 
 def write_full(directory: str | Path, state: Mapping[str, Any]) -> None:
-    """Write full tensors from this process alone, process group or not."""
-    with named(directory, *_UNWRITABLE), _alone():
-        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(str(directory)), no_dist=True)
+    """Write full tensors from this process alone, process group or not. Raises CheckpointError."""
+    with named(directory, *_UNWRITABLE):
+        begin(Path(directory))
+        _write_alone(Path(directory), state)
 
 
-def load(directory: str | Path, session: Session) -> None:
-    """Fill the session from a checkpoint of any mesh and plan; every rank calls it.
+def _write_alone(folder: Path, state: Mapping[str, Any]) -> None:
+    """What `save` does after `begin`, in one process. Raises CheckpointError, OSError, SchemaError."""
+    written = partial(folder)
+    try:
+        with named(folder, *_UNWRITABLE), _alone():
+            dcp.save(dict(state), storage_writer=RecordedWriter(written), no_dist=True)
+        _complete(folder, {path.name: file_facts(path) for path in written.glob("__*")})
+    except (CheckpointError, OSError):
+        give_up(folder)
+        raise
+
+
+def _complete(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Make files that all ranks have written, and `.metadata`, the directory's checkpoint. files: bytes and SHA-256 of each.
+    Raises OSError, SchemaError."""
+    written = partial(folder)
+    files[METADATA] = file_facts(written / METADATA)
+    write_record(written, {"files": dict(sorted(files.items()))})
+    others = [path.name for path in folder.glob("__*_*.distcp") if path.name not in files]
+    commit(folder, last=(COMPLETE, METADATA), gone=(METADATA, COMPLETE, *others))
+
+
+def _on_first_rank(session: Session, action: Callable[[], object], directory: str | Path) -> None:
+    """Run something on rank 0, whose error every rank raises as a CheckpointError."""
+    problem = ""
+    if session.comm.rank == 0:
+        try:
+            action()
+        except OSError as error:
+            problem = f"{directory} cannot be a checkpoint directory: {error.strerror or error}; choose another"
+        except (SchemaError, CheckpointError) as error:
+            problem = str(error)
+    (problem, *_) = session.comm.share(one_line(problem), paragraph())
+    if problem:
+        raise CheckpointError(problem)
+
+
+def load(directory: str | Path, session: Session, *, checked: bool = False) -> None:
+    """Fill the session from a checkpoint of any mesh and plan; every rank calls it. checked: its files were held against their
+    record a moment ago, on all ranks.
 
     Parameters and buffers must be in it. Optimizer state and step are taken when they are (a checkpoint of weights
     alone starts at step 0). Raises CheckpointError naming what is missing or has another shape.
     """
-    reader = DataReader(directory)
+    reader = verified(directory, session.comm, checked=checked)
     available = signatures(reader)
     session.prepare_optimizer_state(available)
     entries, own = session.state_entries(), session.names()
@@ -82,9 +132,10 @@ def load(directory: str | Path, session: Session) -> None:
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
     if isinstance(session.comm, TorchComm):
         target, problem = {name: pack(entry) for name, entry in wanted.items()}, ""
+        planner = DataPlanner(crc=reader.files is None)
         try:
             with named(directory), _alone():  # every rank plans by itself what it reads, so torch has nothing to send
-                dcp.load(target, storage_reader=reader, planner=DataPlanner(), no_dist=True)
+                dcp.load(target, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointError as error:
             problem = str(error)
         problem = next(filter(None, (problem, *session.comm.share(one_line(problem), paragraph()))), "")
@@ -98,19 +149,21 @@ def load(directory: str | Path, session: Session) -> None:
     session.accept(values)
 
 
-def read_full(directory: str | Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Full tensors of a checkpoint, read by this rank alone. Raises CheckpointError."""
-    source = TensorSource(directory)
+def read_full(directory: str | Path, names: Iterable[str], comm: Comm | None = None) -> dict[str, Tensor]:
+    """Full tensors of a checkpoint, of which every rank may take others. comm: of the ranks that call it together; none where
+    this one is alone. Raises CheckpointError."""
+    source = TensorSource(directory, comm)
     return {name: source.read(name) for name in names}
 
 
 class TensorSource:
     """A checkpoint whose tensors are read one by one, full, without a process group."""
 
-    def __init__(self, directory: str | Path) -> None:
-        """Raises CheckpointError where the directory holds no checkpoint, or a damaged one."""
+    def __init__(self, directory: str | Path, comm: Comm | None = None) -> None:
+        """comm: of the ranks that make one together. Raises CheckpointError where the directory holds no checkpoint, or a damaged
+        one."""
         self.directory = directory
-        self.reader = DataReader(directory)
+        self.reader = verified(directory, comm)
         self.signatures = signatures(self.reader)
 
     def read(self, name: str) -> Tensor:
@@ -154,9 +207,11 @@ def _check_kind(what: str, entry: StateEntry, signature: Signature) -> None:
 
 def _read_alone(reader: DataReader, name: str, plain: Any, signature: Signature) -> Any:
     """One value, full, without a process group. plain: what stands for it where it is no tensor."""
+    reader.check_room(name)
     target = {name: plain if signature is None else torch.empty(signature[0], dtype=signature[1])}
     with _alone():
-        dcp.load(target, storage_reader=reader, planner=DataPlanner(), no_dist=True)
+        planner = DataPlanner(crc=reader.files is None)
+        dcp.load(target, storage_reader=reader, planner=planner, no_dist=True)
     return target[name]
 
 

@@ -29,13 +29,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .errors import CheckpointError
 from .save_plans import places_rows, plan_text, read_places, read_plan
 from .telling import tell_all
+from .whole_files import COMPLETE
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of an entry of a zip file: how long its name and its extra field are, which follow it."""
@@ -106,7 +107,7 @@ class Files:
     def write_metadata(self, folder: Path, texts: Iterable[list[WriteResult]]) -> Path:
         """Rank 0, when all files are there; texts: where each rank's `write` put them. Raises OSError."""
         assert self.metadata is not None
-        dcp.FileSystemWriter(folder).finish(self.metadata, [self.tensors, *texts])
+        RecordedWriter(folder).finish(self.metadata, [self.tensors, *texts])
         return folder / ".metadata"
 
 
@@ -128,6 +129,13 @@ def plan_files(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Fil
     told = tell_all(json.dumps(places_rows(own.places())), group)
     places = [place for one in told for place in read_places(one)] if rank == 0 else []
     return Files(own, metadata if rank == 0 else None, places)
+
+
+class RecordedWriter(dcp.FileSystemWriter):
+    """torch's writer of files, of which a record is written beside them: `.metadata` says so, and a reader asks for it."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id, modules=[COMPLETE])
 
 
 def _places(file: str, start: int, lengths: Iterable[tuple[MetadataIndex, int]]) -> list[WriteResult]:

@@ -1,19 +1,13 @@
 """The metadata of a checkpoint as data: torch pickles it, and unpickling as such runs whatever the file says.
 
-Here no class that the file names is ever called. Names on a short list become stand-ins that only hold what the file
-gives them, any other name is refused, and the metadata that torch wants is made anew from what the stand-ins hold once
-it is checked: kinds, shapes, that the chunks of a tensor fill it, and that files are those of the directory.
-
-Python's own unpickler is used, not the one in C: a few bytes make that one ask for all memory.
+Here no class that the file names is ever called (pickles.py). The metadata that torch wants is made anew from what the file
+gives once that is checked: kinds, shapes, that the chunks of a tensor fill it, and that files are those of the directory.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import pickle
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +22,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .datafile import path_inside, read_bytes
+from . import pickles
+from .datafile import path_inside
+from .pickles import Made, Name
 from .schema import MOST_SIZE, MOST_TEXT, SchemaError, integer, listed, must_be, optional, table, where
+from .tensor_files import DTYPES
 
 _KINDS = "torch.distributed.checkpoint.metadata."
 _NAMES = frozenset(
     {
+        *DTYPES,
         *(
             _KINDS + name
             for name in (
@@ -58,62 +56,21 @@ _NAMES = frozenset(
         "pathlib.WindowsPath",
     }
 )
-DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
 _SIZES = listed(integer(0, MOST_SIZE), most=64)
 _NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"text of at most {MOST_TEXT} characters")
 
 
-class _StandIn:
-    """What the file calls an instance of `name`: nothing but the arguments and the state that it gives."""
-
-    name = ""
-    args: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __new__(cls, *args: Any) -> _StandIn:
-        made = super().__new__(cls)
-        made.args = args
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+def read_metadata(data: bytes) -> Metadata:
+    """What the bytes of a `.metadata` say. Raises SchemaError for whatever is wrong in it."""
+    return _metadata(pickles.read(data, _NAMES))
 
 
-class _Unpickler(pickle._Unpickler):
-    """Makes stand-ins. The classes are this unpickler's own, so that a file can change none that others use."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.classes: dict[str, type[_StandIn]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in DTYPES:
-            return DTYPES[full]
-        if full not in _NAMES:
-            raise SchemaError(f"it names {full}, which is nothing that metadata of a checkpoint is made of")
-        return self.classes.setdefault(full, type("StandIn", (_StandIn,), {"name": full}))
-
-
-def read_metadata(directory: Path) -> Metadata:
-    """The metadata of a checkpoint directory. Raises OSError, and SchemaError for whatever is wrong in it."""
-    data = read_bytes(directory / ".metadata")
-    try:
-        loaded = _Unpickler(data).load()
-    except SchemaError:
-        raise
-    except Exception as error:
-        raise SchemaError(f"it is damaged ({type(error).__name__}: {error})") from error
-    return _metadata(loaded)
-
-
-# --- from stand-ins to what torch wants ------------------------------------------------------------------------------------
+# --- from what was read to what torch wants --------------------------------------------------------------------------
 
 
 def _fields(value: Any, name: str, path: str) -> dict[str, Any]:
-    """What a stand-in of this kind holds."""
-    if not isinstance(value, _StandIn) or value.name != name:
+    """What an object of this kind holds."""
+    if not isinstance(value, Made) or value.name != name:
         raise must_be(path, name.rpartition(".")[2], value)
     if value.state is None:
         return {}
@@ -123,7 +80,7 @@ def _fields(value: Any, name: str, path: str) -> dict[str, Any]:
 
 
 def _size(value: Any, path: str) -> torch.Size:
-    if isinstance(value, _StandIn) and value.name == "torch.Size" and len(value.args) <= 1:
+    if isinstance(value, Made) and value.name == "torch.Size" and len(value.args) <= 1:
         value = value.args[0] if value.args else ()
     return torch.Size(_SIZES(value, path))
 
@@ -141,20 +98,26 @@ def _metadata(loaded: Any) -> Metadata:
         offsets = [None] if chunks is None else [chunk.offsets for chunk in chunks]
         if any(MetadataIndex(name, offset) not in places for offset in offsets):
             raise SchemaError(f"{name} is described, but where it is stored is not")
-    return Metadata(values, planner_data=None, storage_data=places, storage_meta=StorageMeta())
+    return Metadata(values, planner_data=None, storage_data=places, storage_meta=_storage(fields.get("storage_meta")))
+
+
+def _storage(value: Any) -> StorageMeta:
+    """What lies beside the files of values: the record of their hashes, where whoever wrote them says so."""
+    fields = {} if value is None else _fields(value, _KINDS + "StorageMeta", "storage_meta")
+    return StorageMeta(modules=listed(_NAME, most=64)(fields.get("modules") or [], "storage_meta.modules"))
 
 
 def _value(value: Any, path: str) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(value, _StandIn) and value.name == _KINDS + "BytesStorageMetadata":
+    if isinstance(value, Made) and value.name == _KINDS + "BytesStorageMetadata":
         return BytesStorageMetadata()
     fields = _fields(value, _KINDS + "TensorStorageMetadata", path)
     properties = fields.get("properties")
     state: Any = ()
-    if isinstance(properties, _StandIn) and properties.name == _KINDS + "TensorProperties":
+    if isinstance(properties, Made) and properties.name == _KINDS + "TensorProperties":
         state = properties.state if isinstance(properties.state, tuple) else ()
-    dtype = state[0] if state else None
-    if not isinstance(dtype, torch.dtype):
-        raise must_be(f"{path}.properties", "TensorProperties with a dtype", dtype)
+    dtype = DTYPES.get(state[0].name) if state and isinstance(state[0], Name) else None
+    if dtype is None:
+        raise must_be(f"{path}.properties", "TensorProperties with a dtype", properties)
     size = _size(fields.get("size"), f"{path}.size")
     chunks = listed(_chunk)(fields.get("chunks"), f"{path}.chunks")
     _check_chunks(chunks, size, path)

@@ -19,8 +19,10 @@ from typing import Any, NoReturn
 
 from .schema import SchemaError, is_line, must_be, shown
 
-MOST_BYTES = 1 << 28
+MOST_BYTES = 1 << 26
 """Of a file of data."""
+MOST_VALUES = 3 << 19
+"""Values and keys of a JSON file, counted by commas and colons: what Python makes of a few bytes of text takes a hundred."""
 MOST_DIGITS = 19
 
 
@@ -58,8 +60,10 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> object:
     return parse_json(read_text(path, most_bytes))
 
 
-def parse_json(text: str) -> object:
-    """What JSON text holds. Raises SchemaError where it is none, or has what only Python reads."""
+def parse_json(text: str, most_values: int = MOST_VALUES) -> object:
+    """What JSON text holds. Raises SchemaError where it is none, has what only Python reads, or more values than it may."""
+    if (values := text.count(",") + text.count(":")) >= most_values:
+        raise SchemaError(f"about {values} values and keys, at most {most_values} are read")
     try:
         return json.loads(
             text, parse_constant=_constant, parse_int=_integer, parse_float=_float, object_pairs_hook=_unique

@@ -104,10 +104,11 @@ class LoadedProgram:
 
         checkpoint.save(directory, self.session)
 
-    def resume(self, directory: str | Path) -> None:
+    def resume(self, directory: str | Path, *, checked: bool = False) -> None:
+        """checked: the files were held against their record a moment ago, on all ranks."""
         from . import checkpoint  # its import takes most of a second
 
-        checkpoint.load(directory, self.session)
+        checkpoint.load(directory, self.session, checked=checked)
 
 
 def load(

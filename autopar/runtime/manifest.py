@@ -51,6 +51,7 @@ from .schema import (
 )
 from .tables import show_meshes
 from .update_rule import ClipNorm, LossScaling, UpdateRule
+from .whole_files import current
 
 MOST_BUCKETS = 256
 MOST_WORLDS = 256
@@ -154,7 +155,8 @@ class Manifest:
     def read(cls, directory: str | Path) -> Manifest:
         """That of the directory, or of the candidate that was found to be the fastest of its programs. Raises
         RuntimeProgramError where there is none, or something in it is not as it may be."""
-        own, folder = cls._of(Path(directory)), tuned(Path(directory))
+        home = current(Path(directory))
+        own, folder = cls._of(home), tuned(home)
         return own if folder is None else own._beside(folder)
 
     def for_ranks(self, ranks: int) -> Manifest:

@@ -14,8 +14,6 @@ Nothing here talks to other ranks (saver.py does): one rank calls what changes t
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import shutil
 import uuid
@@ -24,15 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .datafile import path_inside, read_json
 from .errors import CheckpointError
-from .schema import MOST_RANKS, MOST_SIZE, SchemaError, integer, record, table, text
+from .schema import MOST_RANKS, SchemaError, integer, record, text
+from .whole_files import COMPLETE, FILES, problem_of, read_record, sync, write_record
 
-COMPLETE = "complete.json"
 _DIGITS = 10
-_PIECE = 1 << 22
 _COUNT = integer(0, 1 << 53)
-FILE_FACTS = record({"bytes": integer(0, MOST_SIZE), "sha256": text(64)})
 _RECORD = record(
     {
         "step": _COUNT,
@@ -40,7 +35,7 @@ _RECORD = record(
         "seed": integer(-(1 << 63), (1 << 63) - 1),
         "ranks": integer(1, MOST_RANKS),
         "plan": text(),
-        "files": table(path_inside, FILE_FACTS),
+        "files": FILES,
     }
 )
 
@@ -56,16 +51,6 @@ class StepRecord:
     ranks: int
     plan: str
     files: Mapping[str, Mapping[str, Any]]
-
-
-def file_facts(path: Path) -> dict[str, Any]:
-    """Bytes and SHA-256 of a file. Raises OSError."""
-    digest, nbytes = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-            nbytes += len(piece)
-    return {"bytes": nbytes, "sha256": digest.hexdigest()}
 
 
 class RunDirectory:
@@ -122,10 +107,7 @@ class RunDirectory:
         """What a step says of itself. Raises CheckpointError."""
         path = self.folder(step) / COMPLETE
         try:
-            data = read_json(path)
-            if not isinstance(data, dict) or data.pop("sha256", None) != _own_hash(data):
-                raise SchemaError("its own hash is another")
-            found = StepRecord(**_RECORD(data, ""))
+            found = StepRecord(**read_record(self.folder(step), _RECORD))
         except (OSError, SchemaError) as error:
             raise CheckpointError(
                 f"step {step}: {path} is damaged ({getattr(error, 'strerror', None) or error})"
@@ -136,24 +118,13 @@ class RunDirectory:
 
     def check(self, found: StepRecord, names: Iterable[str]) -> str:
         """What is wrong with some files of a step; empty where nothing is."""
-        folder = self.folder(found.step)
-        for name in names:
-            try:
-                same = file_facts(folder / name) == dict(found.files[name])
-            except OSError as error:
-                return f"step {found.step}: {folder / name} cannot be read ({error.strerror})"
-            if not same:
-                return f"step {found.step}: {folder / name} is not what was written"
-        return ""
+        problem = problem_of(self.folder(found.step), found.files, names)
+        return f"step {found.step}: {problem}" if problem else ""
 
     def complete(self, found: StepRecord) -> None:
         """Give a step whose files are durable its name, then delete steps that are not to stay. Raises OSError."""
-        folder, data = self.partial(found.step), asdict(found)
-        with (folder / COMPLETE).open("w", encoding="utf-8") as file:
-            file.write(json.dumps({**data, "sha256": _own_hash(data)}))
-            file.flush()
-            os.fsync(file.fileno())
-        sync(folder)
+        folder = self.partial(found.step)
+        write_record(folder, asdict(found))
         if problem := self.taken_over():
             raise OSError(errno.EPERM, problem)
         folder.rename(self.folder(found.step))
@@ -174,16 +145,3 @@ class RunDirectory:
     def give_up(self, step: int) -> None:
         """Delete what was written of a step that cannot be completed."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Make the names in a folder durable. Raises OSError."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _own_hash(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -47,8 +47,10 @@ DTYPES = {
 }
 """In the order in which files hold them, from the last: wide ones first, so that all are aligned."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MOST_HEADER = 100_000_000
-"""Bytes of a header, as other readers of the format have it."""
+MOST_HEADER = 1 << 25
+"""Bytes of a header."""
+MOST_VALUES = 1 << 19
+"""Values and keys in a header; a tensor has about nine."""
 _METADATA = "__metadata__"
 
 _OFFSET = integer(0, MOST_SIZE)
@@ -90,7 +92,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             )
         header = file.read(length)
     try:
-        rows = parse_json(header.decode())
+        rows = parse_json(header.decode(), MOST_VALUES)
     except UnicodeDecodeError as error:
         raise SchemaError(f"the header is no UTF-8 text ({error.reason} at byte {error.start})") from error
     if not isinstance(rows, dict):

@@ -28,23 +28,24 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .checkpoint_files import Files, plan_files
 from .checkpoint_reader import named
-from .datafile import parse_json, path_inside
+from .datafile import parse_json
 from .dtensors import pack
 from .errors import CheckpointError
 from .host_copy import HostCopy
 from .layout import StateEntry
 from .process import TorchComm
-from .run_directory import FILE_FACTS, RunDirectory, StepRecord, file_facts
+from .run_directory import RunDirectory, StepRecord
 from .save_plans import PLACES, places_rows
-from .schema import SchemaError, flag, paragraph, record, table
+from .schema import SchemaError, flag, paragraph, record
 from .session import Session
 from .telling import one_line, tell_all
+from .whole_files import FILES, file_facts
 
 Signature = dict[str, tuple[torch.Size, torch.dtype, torch.device] | None]
 """What files depend on: of tensors the local shape, dtype and device; None for values that are none."""
 
 
-_WRITTEN = record({"files": table(path_inside, FILE_FACTS), "texts": PLACES, "problem": paragraph()})
+_WRITTEN = record({"files": FILES, "texts": PLACES, "problem": paragraph()})
 
 
 @dataclasses.dataclass(frozen=True)

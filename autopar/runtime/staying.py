@@ -329,7 +329,7 @@ class Run:
     def _take(self, found: StepRecord | None, position: int | None = None) -> None:
         """Continue from a saved step. position: in the data, where it is not the step's own."""
         if found is not None:
-            self.program.resume(self.directory.folder(found.step))
+            self.program.resume(self.directory.folder(found.step), checked=True)
             self.saver.saved = found.step
             self.position = found.position if position is None else position
         if self.arguments.data:

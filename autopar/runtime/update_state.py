@@ -33,6 +33,7 @@ from .schema import (
     table,
     text,
 )
+from .tensor_files import read_value
 
 _PLAIN = (int, float, bool, str, tuple, list, type(None))
 _LEAF = either((bool, anything), ((int, float), number()), (str, text()), (type(None), anything), what="plain data")
@@ -112,11 +113,9 @@ def plain_text(value: Any) -> str:
 def read_schedulers(saved: object, schedulers: Sequence[Any]) -> list[dict[str, Any]]:
     """A state dict per scheduler. Raises CheckpointError where it is not like the one that the scheduler has."""
     try:
-        states = torch.load(io.BytesIO(base64.b64decode(_line(saved), validate=True)), weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"the checkpoint's schedulers are damaged ({type(error).__name__}); take another one"
-        ) from error
+        states = read_value(bytearray(base64.b64decode(_line(saved), validate=True)), crc=True)
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint's schedulers are damaged ({error}); take another one") from error
     if not isinstance(states, list) or len(states) != len(schedulers):
         raise CheckpointError(f"the checkpoint has not the state of {len(schedulers)} schedulers, but {shown(states)}")
     for scheduler, state in zip(schedulers, states, strict=True):

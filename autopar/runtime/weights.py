@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 from .checkpoint import load, read_full
+from .checkpoint_reader import METADATA
+from .comm import Comm
 from .datafile import path_inside, read_json
 from .errors import CheckpointError
 from .layout import TensorInfo
 from .manifest import Manifest
 from .safetensors import StoredTensor, read_header, read_part
-from .schema import SchemaError, anything, record, table, text
+from .schema import SchemaError, anything, paragraph, record, table, text
 from .session import Session
+from .telling import one_line
+from .whole_files import COMPLETE, current, problem_of, read_record, share_of
 
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"
@@ -32,8 +36,8 @@ _INDEX = record({"weight_map": table(text(), path_inside)}, {"metadata": anythin
 
 def load_weights(directory: str | Path, session: Session, manifest: Manifest) -> None:
     """Fill the session from a checkpoint or a directory of safetensors; every rank calls it. Raises CheckpointError."""
-    folder = Path(directory)
-    if (folder / ".metadata").exists():
+    folder = current(Path(directory))
+    if (folder / METADATA).exists():
         load(directory, session)
         return
     wanted = {
@@ -44,7 +48,17 @@ def load_weights(directory: str | Path, session: Session, manifest: Manifest) ->
         for name, info in (tables.parameters | tables.buffers).items()
     }
     names = {name: manifest.state_names.get(name, (name,)) for name in wanted}
-    sources = matched(folder, stored_tensors(folder), wanted, names)
+    sources, problem = dict[str, dict[str, StoredTensor]](), ""
+    try:
+        sources = matched(folder, stored_tensors(folder), wanted, names)
+        problem = _damage(
+            folder, {stored.path.name for rows in sources.values() for stored in rows.values()}, session.comm
+        )
+    except CheckpointError as error:
+        problem = str(error)
+    problem = next((said for said in session.comm.share(one_line(problem), paragraph()) if said), "")
+    if problem:
+        raise CheckpointError(problem)
     constants = _constants(folder, session, manifest, [name for name in wanted if not names[name]])
 
     def part(name: str, slices: tuple[slice, ...]) -> Tensor:
@@ -63,6 +77,22 @@ def load_weights(directory: str | Path, session: Session, manifest: Manifest) ->
         return first
 
     session.load_weights(part)
+
+
+def _damage(folder: Path, names: set[str], comm: Comm) -> str:
+    """What is wrong with the files that a record, as autopar-export writes it, says something of; this rank checks a part. Raises
+    CheckpointError."""
+    if not (folder / COMPLETE).exists():
+        return ""
+    try:
+        files = read_record(folder)["files"]
+    except (OSError, SchemaError) as error:
+        raise CheckpointError(f"{folder / COMPLETE} is damaged: {error}; export again") from error
+    known = {name: facts for name, facts in files.items() if name in names or name.endswith(INDEX)}
+    problem = problem_of(folder, known, share_of(known, comm.rank, comm.world_size))
+    return problem and (
+        f"{folder} is damaged: {problem}; export again (or delete {COMPLETE}, if somebody changed the files since on purpose)"
+    )
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -180,7 +210,7 @@ def _constants(folder: Path, session: Session, manifest: Manifest, names: list[s
             "the parameters alone on meta (as accelerate's init_empty_weights has them), or give a checkpoint of all"
         )
     own = {info.name for form in session.forms for stage in form.stages.values() for info, _ in stage.stored()}
-    return read_full(manifest.constants_folder, [name for name in names if name in own])
+    return read_full(manifest.constants_folder, [name for name in names if name in own], session.comm)
 
 
 def _bits(part: Tensor) -> Tensor:

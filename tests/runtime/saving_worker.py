@@ -19,6 +19,7 @@ from autopar.runtime.host_copy import HostCopy
 from autopar.runtime.process import TorchComm
 from autopar.runtime.run_directory import RunDirectory
 from autopar.runtime.saver import Saver
+from autopar.runtime.whole_files import file_facts, write_record
 from tests.runtime import scenarios, stages
 
 DTYPES = (
@@ -53,6 +54,7 @@ def files(out: Path) -> dict[str, Any]:
         dist.all_gather_object(everyone, texts)
         if dist.get_rank() == 0:
             planned.write_metadata(folder, everyone)
+            write_record(folder, {"files": {path.name: file_facts(path) for path in folder.iterdir()}})
     return {"tensors": planned.own.tensors, "texts": [index.fqn for index in planned.own.texts]}
 
 

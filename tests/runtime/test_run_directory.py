@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from autopar.runtime.checkpoint_files import Block, RankFile
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.run_directory import COMPLETE, RunDirectory, StepRecord, file_facts
+from autopar.runtime.run_directory import RunDirectory, StepRecord
+from autopar.runtime.whole_files import COMPLETE, file_facts
 
 CONTENT = {"__0_0.distcp": b"one" * 100, "__1_0.distcp": b"two" * 50, ".metadata": b"where"}
 

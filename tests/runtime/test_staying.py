@@ -21,7 +21,8 @@ import torch
 from autopar.runtime import Comm, RuntimeProgramError, checkpoint, run_threads, staying
 from autopar.runtime.arguments import parser
 from autopar.runtime.batches import random_batches
-from autopar.runtime.run_directory import RunDirectory, StepRecord, file_facts
+from autopar.runtime.run_directory import RunDirectory, StepRecord
+from autopar.runtime.whole_files import file_facts
 from tests.warm import TORCHRUN, python, torchrun
 
 from . import stages

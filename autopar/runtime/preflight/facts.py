@@ -25,8 +25,8 @@ import torch
 
 from ..datafile import read_json
 from ..environment import MASTER_PORT, started, whole
-from ..run_directory import file_facts
 from ..schema import MOST_RANKS, SchemaError
+from ..whole_files import file_facts
 
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1

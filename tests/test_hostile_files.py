@@ -1,0 +1,186 @@
+"""Whatever a file holds that anybody may have written, reading it takes at most 200 MB and 5 s, and what is wrong is named."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from autopar import ClusterSpec, Plan
+from autopar.errors import AutoparError
+from autopar.runtime import RuntimeProgramError, checkpoint
+from autopar.runtime.checkpoint_reader import DataReader
+from autopar.runtime.manifest import Manifest
+from autopar.runtime.run_directory import RunDirectory
+from autopar.runtime.safetensors import read_part
+from autopar.runtime.update_state import plain_text, read_schedulers
+from autopar.runtime.weights import stored_tensors
+
+from . import hostile
+from .bounds import MOST_MB, MOST_S, reading
+from .mutations import mutated_bytes
+from .runtime import safetensors_files
+
+NAMED = (AutoparError, RuntimeProgramError)
+SIZE = torch.Size([16])
+
+
+def metadata(length: int) -> bytes:
+    """Of a checkpoint of one tensor of 16 floats and one value, both of which take all of a file."""
+    chunk = ChunkStorageMetadata(torch.Size([0]), SIZE)
+    kinds = {"a": TensorStorageMetadata(TensorProperties(torch.float32), SIZE, [chunk]), "v": BytesStorageMetadata()}
+    places = {
+        MetadataIndex("a", torch.Size([0])): _StorageInfo("a.distcp", 0, length),
+        MetadataIndex("v"): _StorageInfo("v.distcp", 0, length),
+    }
+    return pickle.dumps(Metadata(kinds, storage_data=places))
+
+
+def read_metadata(folder: Path, data: bytes) -> Any:
+    (folder / ".metadata").write_bytes(data)
+    return lambda: DataReader(folder)
+
+
+def read_tensor(folder: Path, data: bytes) -> Any:
+    (folder / ".metadata").write_bytes(metadata(len(data)))
+    (folder / "a.distcp").write_bytes(data)
+    return lambda: checkpoint.TensorSource(folder).read("a")
+
+
+def read_value(folder: Path, data: bytes) -> Any:
+    (folder / ".metadata").write_bytes(metadata(len(data)))
+    (folder / "v.distcp").write_bytes(data)
+
+    def attempt() -> None:
+        reader = DataReader(folder)
+        with checkpoint.named(folder):
+            checkpoint._read_alone(reader, "v", None, None)
+
+    return attempt
+
+
+def read_safetensors(folder: Path, data: bytes) -> Any:
+    (folder / "model.safetensors").write_bytes(data)
+
+    def attempt() -> None:
+        for stored in stored_tensors(folder).values():
+            read_part(stored, [slice(0, n) for n in stored.shape])
+
+    return attempt
+
+
+def read_data(name: str, read: Callable[[Path], Any]) -> Callable[[Path, bytes], Any]:
+    def attempt(folder: Path, data: bytes) -> Any:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return lambda: read(path)
+
+    return attempt
+
+
+def torch_file(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def safetensors_file() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.safetensors"
+        return safetensors_files.write(path, {"a": torch.arange(16.0), "b": torch.ones(3, 2)}).read_bytes()
+
+
+def cluster() -> bytes:
+    return json.dumps(ClusterSpec.preset("dgx-h100", nodes=2).to_dict()).encode()
+
+
+Reader = Callable[[Path, bytes], Any]
+READERS: dict[str, tuple[Reader, Callable[[], dict[str, bytes]], Callable[[], bytes]]] = {
+    "metadata": (read_metadata, hostile.bombs, lambda: metadata(1577)),
+    "tensor": (read_tensor, hostile.archives, lambda: torch_file(torch.arange(16.0))),
+    "value": (read_value, hostile.archives, lambda: torch_file({"a": [1, 2.5, "x", None], "b": (True, 1 << 40)})),
+    "safetensors": (read_safetensors, hostile.safetensors, safetensors_file),
+    "JSON cluster": (read_data("c.json", ClusterSpec.from_file), hostile.texts, cluster),
+    "YAML cluster": (read_data("c.yaml", ClusterSpec.from_file), hostile.texts, cluster),
+    "plan": (read_data("plan.json", Plan.load), hostile.texts, lambda: b"{}"),
+    "manifest": (read_data("manifest.json", lambda path: Manifest.read(path.parent)), hostile.texts, lambda: b"{}"),
+    "record": (
+        read_data("steps/0000000004/complete.json", lambda path: RunDirectory(path.parents[2]).read(4)),
+        hostile.texts,
+        lambda: b"{}",
+    ),
+}
+"""How a kind of file is read, what is crafted in its place, and a right one."""
+
+
+def read_all(kind: str, files: dict[str, bytes], folder: Path, accepted: bool = False) -> None:
+    """Raises AssertionError for a file that is not refused by name, or takes more than it may. accepted: files may be right."""
+    read, _, _ = READERS[kind]
+    wrong = []
+    for number, (name, data) in enumerate(files.items()):
+        own = folder / f"{number}"
+        own.mkdir()
+        done = reading(read(own, data), NAMED)
+        said = f"{name}: {done.said} ({done.megabytes:.0f} MB, {done.seconds:.1f} s)"
+        within = done.megabytes <= MOST_MB and done.seconds <= MOST_S
+        if not within or not done.named or (done.said == "accepted" and not accepted):
+            wrong.append(said)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kind", READERS)
+def test_crafted_files_are_refused_by_name_within_bounds(kind: str, tmp_path: Path) -> None:
+    files = dict(READERS[kind][1]())
+    if kind == "value":
+        for right in ("a list of it", "a value that is none", "another dtype"):
+            files.pop(right, None)
+    assert len(files) >= 30
+    read_all(kind, files, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("metadata", 20), ("tensor", 20), *(pytest.param(kind, 1000, marks=pytest.mark.slow) for kind in READERS)],
+)
+def test_mutated_files_are_read_or_refused_by_name_within_bounds(kind: str, count: int, tmp_path: Path) -> None:
+    whole = READERS[kind][2]()
+    files = {f"mutant {seed}": mutated_bytes(whole, random.Random(seed)) for seed in range(count)}
+    read_all(kind, files, tmp_path, accepted=True)
+
+
+@pytest.mark.parametrize("kind", ["metadata", "tensor", "value", "safetensors", "JSON cluster", "YAML cluster"])
+def test_a_right_file_is_read(kind: str, tmp_path: Path) -> None:
+    read, _, whole = READERS[kind]
+    read(tmp_path, whole())()
+
+
+def test_schedulers_are_read_within_the_same_bounds() -> None:
+    for name, data in list(hostile.archives().items())[::3]:
+        text = base64.b64encode(data).decode()
+        done = reading(lambda text=text: read_schedulers(text, []), NAMED)  # type: ignore[misc]
+        assert done.named, (name, done)
+        assert done.said != "accepted", name
+        assert done.megabytes <= MOST_MB, (name, done)
+        assert done.seconds <= MOST_S, (name, done)
+    with pytest.raises(RuntimeProgramError, match="not the state of 0 schedulers"):
+        read_schedulers(plain_text([1]), [])
