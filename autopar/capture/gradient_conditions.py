@@ -61,7 +61,7 @@ def with_conditions(exported: Exported) -> tuple[Exported, Mapping[str, Conditio
     spoken_of = sorted({number for ways in found.values() for way in ways for number, _ in way}, reverse=True)
     names = tuple(_count(exported, gates, counted[number]) for number in spoken_of)
     for gate in gates:
-        gate.replace_all_uses_with(gate.args[0])  # type: ignore[arg-type]
+        gate.replace_all_uses_with(gate.args[0])
         graph.erase_node(gate)
     place = {number: len(exported.outputs) + k for k, number in enumerate(spoken_of)}
     conditions = {name: _in_order(ways, place) for name, ways in found.items()}
@@ -85,7 +85,7 @@ def _conditions(exported: Exported, counted: list[Counted]) -> dict[str, Ways]:
                 parameters[name] = _either(parameters.get(name, NEVER), here)
         elif node.target is gradient_if:
             x, *_ = node.args
-            ways[x] = _either(ways.get(x, NEVER), _through(node, here, exported.sometimes, counted))  # type: ignore[arg-type, index]
+            ways[x] = _either(ways.get(x, NEVER), _through(node, here, exported.sometimes, counted))
         elif node.target not in _NO_WAY and _differentiable(node):
             for read in node.all_input_nodes:
                 ways[read] = _either(ways.get(read, NEVER), here)
@@ -99,7 +99,7 @@ def _through(gate: fx.Node, here: Ways, sometimes: Mapping[int, Sometimes], coun
     numbers = one.numbers.get(slot)
     if numbers is None:
         return here
-    chosen: fx.Node = choices[one.choice]  # type: ignore[index]
+    chosen: Any = choices[one.choice]  # type: ignore[index]
     what = chosen, one.one_hot, chosen.meta["val"].shape[-1] if one.one_hot else one.below
     if what not in counted:
         counted.append(what)
