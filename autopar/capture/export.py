@@ -187,10 +187,7 @@ def export_step(
     guards: bool = True,
 ) -> Exported:
     """Capture one step; the loss is divided by `pieces`. as_example: branches on data go the example's way. guards: see
-    Options.
-
-    Raises CaptureError, InputError.
-    """
+    Options. Raises CaptureError, InputError."""
     check_outside()
     export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
     with classes_named(model), known_forwards(model) as uses:

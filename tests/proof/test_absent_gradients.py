@@ -288,3 +288,11 @@ def test_verify_holds_gradients_to_none(on_two: autopar.ParallelProgram) -> None
     result = autopar.verify(on_two, Model(), batches()[0], steps=3)
     assert result.ok
     assert len(result.errors) < 2 * len(on_two.ir.parameters) + 3
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_what_rests_in_a_memory_tier_is_left_alone_there(offload: str) -> None:
+    model = Model()
+    cluster, options = autopar.ClusterSpec.local(2).with_tiers(), autopar.Options(offload=offload, mesh={"dp": 2})
+    program = autopar.compile(model, cluster, batches()[0], loss_fn=F.mse_loss, optimizer=ADAMW, options=options)
+    assert largest_difference(program.run(batches()).state_dict(), eager(model, ADAMW)[0]) <= 1e-9
