@@ -23,6 +23,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from autopar.runtime.errors import CheckpointError
 from autopar.runtime.manifest import TUNED, WORLDS, factory_modules, world_folder
 from autopar.runtime.schema import SchemaError, is_identifier
 from autopar.runtime.update_rule import ClipNorm, UpdateRule
-from autopar.runtime.whole_files import begin, commit, partial
+from autopar.runtime.whole_files import begin, commit, give_up, partial
 
 MOST_RANK_FILES = 1024
 CANDIDATES = "candidates"
@@ -108,6 +109,8 @@ def write_directory(
         last = [f"{folder}/{name}".removeprefix("./") for folder in programs for name in ("manifest.json", FACTS)]
         commit(directory, last, gone)
     except (OSError, SchemaError, CheckpointError) as error:
+        with suppress(OSError):  # the error that is told says what the directory lacks
+            give_up(directory)
         said = getattr(error, "strerror", None) or error
         raise EmitError(f"cannot write to {directory}: {said}; save to another directory") from error
     return directory

@@ -40,6 +40,7 @@ from .spares import AGAIN, DONE, LOST, START_AGAIN, tell_spares
 from .spikes import Losses
 from .stop import Stop
 from .telling import one_line
+from .whole_files import share_of
 from .worlds import started_ranks
 
 ENDINGS = {AGAIN: "to leave out a machine", LOST: "as torchrun, or the job's store, is gone"}
@@ -72,8 +73,7 @@ def last_good_step(directory: RunDirectory, session: Session) -> StepRecord | No
     for step in steps:
         try:
             found = directory.read(step)
-            names = sorted(found.files)[comm.rank :: comm.world_size]
-            problem = directory.check(found, names)
+            problem = directory.check(found, share_of(found.files, comm.rank, comm.world_size))
         except CheckpointError as error:
             found, problem = None, str(error)
         problem = next((text for text in comm.share(one_line(problem), paragraph()) if text), "")
