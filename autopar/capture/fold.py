@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,6 +27,8 @@ from autopar.capture.marks import is_cast, may_part, shown
 from autopar.ir.program import is_getitem
 
 LEAST_SEGMENTS = 8
+MANY_LAYERS = 32
+"""That compute alike in a container; then each is a block and they are traced once."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +83,33 @@ def block_of(node: fx.Node, families: dict[str, int]) -> str:
 
 
 def _is_block(cls: str) -> bool:
-    """Whether a module class may be a block: torch's own layers (a Linear, a ReLU) are too small to be one."""
+    """Whether a module class may be a block on its own: torch's own layers (a Linear, a ReLU) are too small to be one."""
     return not cls.startswith("torch.nn.modules.") or cls.startswith(
         ("torch.nn.modules.transformer.", "torch.nn.modules.container.")
     )
 
 
 def repeated_containers(nodes: list[fx.Node]) -> dict[str, int]:
-    """Container path -> how many of its numbered children are of the most frequent class."""
-    classes: dict[str, dict[Any, set[str]]] = {}
+    """Container path -> how many of its numbered children are blocks of the most frequent kind: modules of one class, or
+    torch's own layers where there are many that compute alike."""
+    children: dict[str, dict[str, tuple[str, list[object]]]] = {}
     for node in nodes:
         for path, cls in (node.meta.get("nn_module_stack") or {}).values():
             head, _, last = _own(path).rpartition(".")
-            if last.isdigit() and _is_block(str(cls)):
-                classes.setdefault(head, {}).setdefault(cls, set()).add(last)
-    return {head: max(len(s) for s in by_class.values()) for head, by_class in classes.items()}
+            if last.isdigit():
+                _, ops = children.setdefault(head, {}).setdefault(last, (str(cls), []))
+                if not _is_block(str(cls)):
+                    ops.append((node.target, *(_shape(read) for read in (node, *node.all_input_nodes))))
+    families: dict[str, int] = {}
+    for head, own in children.items():
+        kinds = Counter((cls, tuple(ops)) for cls, ops in own.values())
+        counts = [count for (cls, _), count in kinds.items() if _is_block(cls) or count >= MANY_LAYERS]
+        families[head] = max(counts, default=0)
+    return families
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(getattr(node.meta.get("val"), "shape", ()))
 
 
 def cut(

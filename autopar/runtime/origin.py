@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
+import types
+
+_HEAP_TYPE = 1 << 9
+"""Python's flag of classes that are made while a program runs (Py_TPFLAGS_HEAPTYPE)."""
 
 
 def module_of(value: object) -> str:
@@ -11,8 +14,12 @@ def module_of(value: object) -> str:
     module = getattr(value, "__module__", None)
     if not isinstance(module, str):
         return ""
-    name = getattr(value, "__name__", "")
-    return "" if module == "builtins" and getattr(builtins, name, None) is not value else module
+    return "" if module == "builtins" and _made_in_python(value) else module
+
+
+def _made_in_python(value: object) -> bool:
+    """Whether a class or function was written in Python, and not in the C of the interpreter."""
+    return bool(value.__flags__ & _HEAP_TYPE) if isinstance(value, type) else isinstance(value, types.FunctionType)
 
 
 def package_of(value: object) -> str:

@@ -104,6 +104,9 @@ class Ownership:
 
     def problem(self) -> str:
         """Why the directory is no longer this process's; empty where it is. Raises OSError."""
+        if not (self._root / FOLDER).is_dir():  # somebody deleted it, and did not take it over
+            (self._root / FOLDER).mkdir(parents=True, exist_ok=True)
+            _made(self._root, self._number, self._own)
         last = max(_numbers(self._root), default=0)
         if last == self._number:
             return ""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -144,8 +144,7 @@ class Run:
         if arguments.on_nan == "skip":
             self.session.skip_not_finite()
         self._take(found)
-        assert isinstance(self.comm, TorchComm)
-        self.stop = Stop(store, self.comm.flight, arguments.timeout)
+        self.stop = Stop(store, cast(TorchComm, self.comm), arguments.timeout)
         if (torchrun := launcher()) is not None:
             torchrun.saves_s = arguments.timeout
         self.metrics, self.line = Metrics(self.session, self.manifest, arguments), StepLine(arguments.steps)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .flight import Flight, say
+from .flight import say
 from .launcher import launcher
+from .process import TorchComm
 from .spares import LOST, STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -29,10 +30,10 @@ APART_S = 10.0
 class Stop:
     """Agrees on the last step after a signal. why: it is the last; store_gone: there is no store any more."""
 
-    def __init__(self, store: dist.Store, flight: Flight, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, comm: TorchComm, timeout_s: float) -> None:
         """All ranks make one, in the same order among their groups. timeout_s: of the agreement without a store."""
         self._store = store
-        self._flight = flight
+        self._flight = comm.flight
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._proposed: tuple[torch.Tensor, Any] | None = None
         self._last: int | None = None

@@ -172,3 +172,16 @@ def test_what_says_no_package_has_none() -> None:
     assert package_of(without_module().__class__) == ""
     assert package_of(type("Helper", (), {"__module__": "builtins"})) == ""
     assert package_of(functools.partial(len)) == "functools"
+
+
+def test_what_the_interpreter_makes_is_pythons_own() -> None:
+    own = (
+        types.ModuleType,
+        types.FunctionType,
+        types.MethodType,
+        type({}.items()),
+        type(dict.__dict__),
+        type(print),
+        type(iter([])),
+    )
+    assert {package_of(cls) for cls in own} == {"builtins"}

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -112,6 +113,19 @@ def test_a_number_of_an_owner_long_gone_is_no_ownership(tmp_path):
     with pytest.raises(CheckpointError, match="in use"):
         owned(tmp_path, "b")
     mine.release()
+
+
+def test_a_directory_that_somebody_deletes_stays_the_owners(tmp_path):
+    first = owned(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert first.problem() == ""
+    with pytest.raises(CheckpointError, match="in use by process"):
+        owned(tmp_path / "run", "b")
+    first.release()
+    second = owned(tmp_path / "run", "b")
+    assert first.problem()
+    assert second.problem() == ""
+    second.release()
 
 
 def test_a_step_is_not_completed_by_who_is_no_longer_the_owner(tmp_path):

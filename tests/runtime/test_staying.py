@@ -225,6 +225,7 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
     shown = types.SimpleNamespace(seed=5, save_every=1, plan_hash="a plan", worlds={}, inputs=program.pipeline.INPUTS)
     monkeypatch.setattr(staying, "Stop", lambda *_: None)  # its signals are the process's
     monkeypatch.setattr(staying, "Metrics", lambda *_: None)
+    monkeypatch.setattr(staying.Run, "_say_changes", lambda _: None)  # there are no files of a program
     monkeypatch.setattr(staying, "Saver", lambda _, session, seed, *__: types.SimpleNamespace(seed=seed, saved=None))
 
     def started(comm: Comm, *more: str) -> staying.Run:
