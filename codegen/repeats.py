@@ -46,6 +46,7 @@ def runs(
     for i, (text, _) in enumerate(shapes):
         places.setdefault(text, []).append(i)
     chosen: list[Run] = []
+    ends: dict[int, int] = {}
     start = 0
     while start < len(shapes):
         alike = places[shapes[start][0]]
@@ -55,7 +56,7 @@ def runs(
             period = again - start
             if best is not None and period % best.period == 0 and again < best_end:
                 continue
-            end = _repeats_until(shapes, start, period)
+            end = _repeats_until(shapes, start, period, ends)
             run = Run(start, period, (end - start) // period)
             if run.count > 1 and worth(run) and (best is None or _left_out(run) > _left_out(best) * _times(best, run)):
                 best, best_end = run, end
@@ -76,13 +77,15 @@ def _times(inner: Run, outer: Run) -> int:
     return outer.count if outer.period >= inner.period * inner.count else 1
 
 
-def _repeats_until(shapes: Sequence[Shape], start: int, period: int) -> int:
-    """The end of what repeats with a period from `start` on."""
-    i = start + period
+def _repeats_until(shapes: Sequence[Shape], start: int, period: int, ends: dict[int, int]) -> int:
+    """The end of what repeats with a period from `start` on. ends: by period what was found for an earlier start, and is from now
+    on: up to there items need not be looked at again."""
+    i = max(start + period, ends.get(period, 0))
     while i < len(shapes) and shapes[i][0] == shapes[i - period][0]:
         if i >= start + 2 * period and _growth(shapes, i, period) != _growth(shapes, i - period, period):
             break
         i += 1
+    ends[period] = i
     return i
 
 
