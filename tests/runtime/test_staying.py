@@ -22,7 +22,7 @@ from autopar.runtime import Comm, RuntimeProgramError, checkpoint, run_threads, 
 from autopar.runtime.arguments import parser
 from autopar.runtime.batches import random_batches
 from autopar.runtime.run_directory import RunDirectory, StepRecord
-from autopar.runtime.whole_files import file_facts
+from autopar.runtime.whole_files import COMPLETE, file_facts
 from tests.warm import TORCHRUN, python, torchrun
 
 from . import stages
@@ -237,7 +237,7 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
     def save(run: staying.Run) -> None:
         folder = run.directory.partial(1)
         checkpoint.save(folder, run.session)
-        files = {path.name: file_facts(path) for path in folder.iterdir()}
+        files = {path.name: file_facts(path) for path in folder.iterdir() if path.name != COMPLETE}
         run.directory.complete(StepRecord(1, 3, run.saver.seed, 1, "a plan", files))
 
     def body(comm: Comm) -> None:
