@@ -175,4 +175,5 @@ def _setting(request: Request, program: Program, ranks: int) -> Setting:
         offload=forced_offload(request.options.offload),
         compensated=request.update.compensated,
         compression=request.options.gradient_compression or "",
+        changes_gradients=request.update.changes_gradients,
     )

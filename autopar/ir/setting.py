@@ -79,7 +79,8 @@ class Setting:
     optimizer: what is known of its state. in_flight: microbatches whose values are held for backward at once (pipelines).
     offload: kinds of bytes that rest in memory tiers whatever the plan (`autopar.ir.memory_levers`), which therefore take
     no memory of the device. compensated: gradients of microbatches are summed with what rounding loses. compression: how
-    gradients travel while they are reduced (`runtime.compression.CODECS`; "": as they are).
+    gradients travel while they are reduced (`runtime.compression.CODECS`; "": as they are). changes_gradients: they are written
+    to before the optimizer sees them, those that others may hold in a copy.
     """
 
     microbatches: int = 1
@@ -88,3 +89,4 @@ class Setting:
     offload: frozenset[str] = frozenset()
     compensated: bool = False
     compression: str = ""
+    changes_gradients: bool = False

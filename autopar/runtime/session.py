@@ -214,10 +214,11 @@ class Session(State):
             computed = self.step_graph(batch)
         self.absent = form.absent.names(computed.counts)
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
-        loss = computed.loss
+        loss, borrowed = computed.loss, computed.borrowed
+        del computed  # the last to hold gradients that the update copies
         self.comm.at(self.rt.step + 1, "update")
         with spanned(self.recorder, "update"):
-            updated = self.updater.step(self.grads, loss, computed.borrowed)
+            updated = self.updater.step(self.grads, loss, borrowed)
         if updated:
             with spanned(self.recorder, "parameters"):
                 for wait in [stage.start_regather() for stage in self.stages.values()]:

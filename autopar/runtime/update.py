@@ -94,10 +94,8 @@ class Updater:
 
         borrowed: gradients that somebody else may hold too, to be copied before they are changed.
         """
-        if any(group.get("fused") for one in self.optimizers for group in one.param_groups):
-            # as parameters are: these go by places
-            grads.update({name: grad.contiguous() for name, grad in grads.items() if name in self.own})
-        self.skipped = not self._prepare(grads, loss, borrowed)
+        self._copy_where_needed(grads, borrowed if self.rule.changes_gradients else ())
+        self.skipped = not self._prepare(grads, loss)
         self.skips.count(self.skipped, not self.not_finite)
         if self.skipped or not self.optimizers:
             return False
@@ -140,7 +138,16 @@ class Updater:
         for parameter in self.own.values():
             parameter.grad = None
 
-    def _prepare(self, grads: dict[str, Tensor], loss: Handle[Tensor], borrowed: Collection[str]) -> bool:
+    def _copy_where_needed(self, grads: dict[str, Tensor], borrowed: Collection[str]) -> None:
+        """Gradients that may be written to, laid out as parameters are where kernels are fused, which go by places. They are
+        copied one at a time, so that the first is let go before the last one's copy needs room."""
+        fused = any(group.get("fused") for one in self.optimizers for group in one.param_groups)
+        for name in grads:
+            grad = grads[name].contiguous() if fused and name in self.own else grads[name]
+            grads[name] = grad.clone() if name in borrowed and grad is grads[name] else grad
+            del grad
+
+    def _prepare(self, grads: dict[str, Tensor], loss: Handle[Tensor]) -> bool:
         """Unscale and clip; False where the step is to be skipped, on all ranks alike."""
         clip, value, scaler, device = self.rule.clip_norm, self.rule.clip_value, self.scaler, self.comm.device
         norm_type = clip.norm_type if clip is not None else 2.0 if self.measure_norm else None
@@ -150,10 +157,6 @@ class Updater:
         self.not_finite, self.spoiled = False, None
         if not reduced and value is None:
             return True
-        changed = clip is not None or value is not None or scaler is not None
-        for name in borrowed if changed else ():
-            if name in grads:
-                grads[name] = grads[name].clone()
         own = list(grads.values())
         overflowed = not_finite = torch.zeros(1, dtype=torch.float64, device=device)
         if self.skip_not_finite:

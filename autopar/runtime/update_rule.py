@@ -77,6 +77,11 @@ class UpdateRule:
     loss_scaling: LossScaling | None = None
     compensated: bool = False
 
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether gradients are written to before the optimizer sees them: those that others may hold are copied first."""
+        return self.clip_norm is not None or self.clip_value is not None or self.loss_scaling is not None
+
 
 def as_rule(rule: UpdateRule | OptimizerFactory | None) -> UpdateRule:
     """A rule, or the rule of a bare optimizer factory."""

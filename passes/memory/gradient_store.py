@@ -7,6 +7,7 @@ what is handed out until `forget`. `hold` is what the store holds now, `top` the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,16 +60,20 @@ class Flight:
     landing: int = 0
 
 
+@dataclass(frozen=True)
+class Storage:
+    """One of so many bytes in which gradients of a microbatch lie that the store was lent."""
+
+    microbatch: int
+    block: int
+    nbytes: int
+
+
 class StoreBytes:
     """Mirrors GradStore: names are the same, tensors are their bytes."""
 
     def __init__(
-        self,
-        parameters: Mapping[str, StoredParameter],
-        mesh: Mesh,
-        microbatches: int,
-        scaled: bool,
-        compensated: bool = False,
+        self, parameters: Mapping[str, StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
     ) -> None:
         self.due = {n: p.contributions * microbatches for n, p in parameters.items() if p.contributions}
         self.microbatches = microbatches
@@ -76,7 +81,7 @@ class StoreBytes:
         self.itemsize = {n: p.type.dtype.itemsize for n, p in parameters.items()}
         self.codecs = {n: CODECS[p.compression] for n, p in parameters.items() if p.compression}
         self.dims = {n: len(p.type.shape) for n, p in parameters.items()}
-        self.sizes, self.scaled, self.compensated = mesh.sizes, scaled, compensated
+        self.sizes, self.compensated = mesh.sizes, compensated
         self.bucket_sizes = BucketSizes(step=sum(summed_bytes(p, mesh) for p in parameters.values() if p.contributions))
         self.hold = self.top = 0
         self.tier = {n: p.tier for n, p in parameters.items() if p.tier}
@@ -89,18 +94,27 @@ class StoreBytes:
         self._buckets: dict[Any, list[tuple[str, int, int, Steps]]] = {}
         self._flights: list[Flight] = []
         self._done: dict[str, int] = {}
+        self._borrowed: dict[str, int] = {}
+        self._storage: dict[str, Storage] = {}
+        self._lying: Counter[Storage] = Counter()
+        self._twice = 0  # of what is added now, bytes that are counted elsewhere
         self._sent = 0
         self._finished = False
 
     def peak(self, nbytes: int = 0) -> None:
-        self.top = max(self.top, self.hold + nbytes)
+        self.top = max(self.top, self.hold - self._twice + nbytes)
 
-    def add(self, name: str, nbytes: int, owned: bool, itemsize: int = 0) -> None:
-        """A gradient that the store now holds alone. itemsize: of its elements, where that is not the parameter's."""
+    def add(
+        self, name: str, nbytes: int, owned: bool, itemsize: int = 0, storage: Storage | None = None, held: bool = False
+    ) -> None:
+        """A gradient that the store now holds. itemsize: of its elements, where that is not the parameter's; storage: what a
+        lent one lies in, maybe with others (None: it lies alone); held: the caller counts that already."""
         if self._finished:
             self._finished = False
             self.forget()
         self.hold += nbytes
+        if storage is not None and not owned:
+            self._twice = nbytes - storage.nbytes * (1 - held - (self._lying[storage] > 0))
         self.peak()
         count = self._counts[name] = self._counts.get(name, 0) + 1
         compensated = self.compensated and self.due[name] > 2
@@ -123,20 +137,21 @@ class StoreBytes:
                 self.hold -= nbytes
             else:
                 cast = nbytes  # the caller has what it gave until the end
+            self._leave(name, wide)
             owned = True
         elif compensated:  # what the sum loses rests beside it
             self.hold += wide
             self.peak()
         if count < self.due[name]:
             self._sums[name] = int(owned)
+            if not owned and name not in self.tier:
+                self._lie(name, storage, wide)
             if name in self.tier:
                 self._move(name, wide * (2 if compensated else 1))
         else:
-            if self.scaled and not owned:
-                self.peak(wide)
-                owned = True
-            self._route(name, wide, owned, self.steps[name])
+            self._route(name, wide, owned, self.steps[name], storage=None if count > 1 or cast else storage)
         self.hold -= cast
+        self._twice = 0
 
     def skip(self, microbatches: int) -> None:
         """So many microbatches more, none of them the last, which add to sums that are there: what is held stays the same."""
@@ -163,21 +178,58 @@ class StoreBytes:
 
     def earn(self, name: str) -> None:
         """A gradient goes to the stage that owns its parameter."""
-        self.hold -= self._done.pop(name, 0)
+        nbytes = self._done.pop(name, 0)
+        self.hold -= nbytes
+        self._leave(name, nbytes)
+        self._borrowed.pop(name, None)
+
+    def copy_borrowed(self) -> None:
+        """Gradients that others may hold are copied, one at a time, before they are changed."""
+        for name, nbytes in self._borrowed.items():
+            self.hold += nbytes
+            self.peak()
+            self.hold -= nbytes
+            self._leave(name, nbytes)
+            self._done[name] = nbytes
+        self._borrowed.clear()
 
     def forget(self) -> None:
         """The step after: gradients handed out are let go."""
-        self.hold -= sum(self._done.values()) + self._lent
+        for name in list(self._done):
+            self.earn(name)
+        self.hold -= self._lent
         self._lent = 0
-        self._done.clear()
         for name, nbytes in self._given.items():
             self.parked[self.tier[name]] -= nbytes
         self._given.clear()
 
     # ---- small print
 
-    def _route(self, name: str, nbytes: int, owned: bool, steps: Steps, view: bool = False) -> None:
-        """view: the bytes are part of a lent buffer."""
+    def _lie(self, name: str, storage: Storage | None, nbytes: int) -> None:
+        """What is now held for a name, of so many bytes, lies in a storage, which counts once for all that lie there."""
+        if storage is not None:
+            self._storage[name], self._twice = storage, 0
+            self._lying[storage] += 1
+            self.hold += (storage.nbytes if self._lying[storage] == 1 else 0) - nbytes
+
+    def _leave(self, name: str, nbytes: int) -> None:
+        """So many bytes that were let go for a name were part of the storage that it lay in, which goes with the last one."""
+        storage = self._storage.pop(name, None)
+        if storage is not None:
+            self._lying[storage] -= 1
+            self.hold += nbytes - (storage.nbytes if self._lying[storage] == 0 else 0)
+
+    def _route(
+        self,
+        name: str,
+        nbytes: int,
+        owned: bool,
+        steps: Steps,
+        view: bool = False,
+        landed: bool = False,
+        storage: Storage | None = None,
+    ) -> None:
+        """view: the bytes are part of a lent buffer; landed: they come out of a bucket; storage: as `add` has it."""
         while steps and (steps[0].kind not in BUCKETED or self._size(steps[0]) == 1):
             size = self._size(steps[0])
             if size > 1:
@@ -194,6 +246,9 @@ class StoreBytes:
                 self._given[name] = nbytes
             elif not view:
                 self._done[name] = nbytes
+                if not (owned or landed):
+                    self._lie(name, storage, nbytes)
+                    self._borrowed[name] = nbytes
             return
         kind, axes, dims = steps[0].kind, steps[0].axes, steps[0].dims
         item = (name, nbytes, 0 if view else nbytes, steps)
@@ -277,7 +332,7 @@ class StoreBytes:
             self._pool[key] = self._pool.get(key, 0) + 1
         view = packed or bool(scratch)
         for (name, _, _, steps), result in zip(items, results, strict=True):
-            self._route(name, result, False, steps[1:], view)
+            self._route(name, result, False, steps[1:], view, landed=True)
         if parked and view:
             self.hold -= sum(results)
         if scratch and not packed:
@@ -297,6 +352,7 @@ class StoreBytes:
     def _release(self, items: Sequence[tuple[str, int, int, Steps]]) -> None:
         """What items held goes, one by one, after it is copied."""
         self.hold -= sum(own for _, _, own, _ in items)
+        self._twice = 0
 
     def _take(self, buffer: tuple[int, int], lent: bool = False, fresh: bool = False) -> None:
         """A buffer of the pool; lent: one to be handed out; fresh: one that is let go when it has landed."""

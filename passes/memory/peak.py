@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.actions import Action, StageGraph, Table
 from autopar.ir.lowered import LoweredProgram, LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
-from autopar.passes.memory.gradient_store import StoreBytes
+from autopar.passes.memory.gradient_store import Storage, StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.lines import unsent_bytes
@@ -53,7 +53,8 @@ class StageMemory:
     """resting: bytes by kind that are always there. actions: per kind of action, of a microbatch among others; first and
     last: of a stage's first and last action of a kind, where gradients begin or end. step: the most beside what rests
     when gradients are finished, parameters updated and gathered. tiers: bytes by kind that are always in a memory tier,
-    per tier; gradients: bytes of gradients there when the step ends."""
+    per tier; gradients: bytes of gradients there when the step ends; copied: bytes of gradients that there are more from the time
+    when they are changed, each in a tensor of its own."""
 
     resting: dict[str, float]
     actions: dict[str, Moment]
@@ -62,6 +63,7 @@ class StageMemory:
     step: float = 0.0
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)
+    copied: float = 0.0
 
     @property
     def resting_bytes(self) -> float:
@@ -75,27 +77,47 @@ def stage_memory(stage: LoweredStage, setting: Setting, device: Device = CPU) ->
     if not stage.training:
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers)
-    store = StoreBytes(
-        stage.parameters, stage.mesh, stage.microbatches, stage.microbatches > 1, compensated=setting.compensated
-    )
+    store = StoreBytes(stage.parameters, stage.mesh, stage.microbatches, compensated=setting.compensated)
     order: list[dict[str, Moment]] = []
-    replayed = min(stage.microbatches, _REPLAYED)
+    replayed, again = min(stage.microbatches, _REPLAYED), 0
     for microbatch in range(replayed):
         last = microbatch == replayed - 1
         if last:
-            store.skip(stage.microbatches - replayed)
-        order.append({k: _moment(a, store, last and k == list(played)[-1]) for k, a in played.items()})
+            store.skip(stage.microbatches - replayed - again)
+        order.append({k: _moment(a, store, microbatch, last and k == list(played)[-1]) for k, a in played.items()})
+        if microbatch == 1 and stage.microbatches > _REPLAYED and any(m.sums for m in order[1].values()):
+            again = 1
+            steady = {k: _moment(a, store, -1) for k, a in played.items()}
+            order[:2] = _grown_at_once(order[0], order[1], steady)
     store.top = store.hold
     store.finish()
     for name, parameter in stage.parameters.items():
         if not parameter.owned:
             store.earn(name)
+    summed = store.hold
+    if setting.changes_gradients:
+        store.copy_borrowed()
     step = max(store.top, store.hold + _update_peak(stage, setting, device))
     middle = order[1] if len(order) > 2 else order[0]
-    return StageMemory(resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked))
+    return StageMemory(
+        resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked), copied=store.hold - summed
+    )
 
 
-def _moment(action: ActionBytes, store: StoreBytes, flush: bool = False) -> Moment:
+def _grown_at_once(
+    first: dict[str, Moment], second: dict[str, Moment], third: dict[str, Moment]
+) -> list[dict[str, Moment]]:
+    """The first microbatch with all that sums will ever hold, and one after it that needs what the second or the third does.
+
+    In the second, sums that lay in one tensor get their own."""
+    grown = {kind: second[kind].sums - third[kind].sums for kind in second}
+    return [
+        {kind: replace(moment, sums=moment.sums + grown[kind]) for kind, moment in first.items()},
+        {k: replace(third[k], peak=max(third[k].peak, second[k].peak - sum(grown.values()))) for k in third},
+    ]
+
+
+def _moment(action: ActionBytes, store: StoreBytes, microbatch: int, flush: bool = False) -> Moment:
     """An action of a microbatch, its gradients going to the store; beside what the store holds before."""
     before, peak, parked = store.hold, 0, dict(store.parked)
     parked_peak: dict[str, int] = {}
@@ -106,9 +128,11 @@ def _moment(action: ActionBytes, store: StoreBytes, flush: bool = False) -> Mome
             parked_peak[tier] = max(parked_peak.get(tier, 0), now)
 
     for gradient in action.gradients:
-        peak = max(peak, gradient.top + store.hold - before)
+        if not gradient.at_once:  # after the one before, with what both it and the store hold
+            peak = max(peak, gradient.top + store.hold - before)
         store.top = 0
-        store.add(gradient.name, gradient.nbytes, gradient.owned, gradient.itemsize)
+        storage = Storage(microbatch, *gradient.storage) if gradient.storage is not None else None
+        store.add(gradient.name, gradient.nbytes, gradient.owned, gradient.itemsize, storage, gradient.held)
         peak = max(peak, gradient.alive + store.top - before)
         look_at_tiers(gradient.parked)
     peak = max(peak, action.top + store.hold - before)
@@ -139,9 +163,8 @@ def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) 
         for action, moment, others, _, need in _replayed(row, stages):
             worst = max(worst, others + sum(sums.values()) + need)
             sums[action.stage] += moment.sums
-        worst = max(
-            worst, max((stages[s].step + sum(v for t, v in sums.items() if t != s) for s in group), default=0.0)
-        )
+        for s in group:
+            worst = max(worst, stages[s].step + sum(v + stages[t].copied for t, v in sums.items() if t != s))
         peaks.append(resting + worst)
     return tuple(peaks)
 
@@ -185,9 +208,10 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
                 worst, split = others + summed + need, (summed + grown, others + own)
             summed += moment.sums
             sums[action.stage] += moment.sums
-        last = max(stages[s].step + summed - sums[s] for s in group)
+        copied = sum(stages[s].copied for s in group)
+        last = max(stages[s].step + summed - sums[s] + copied - stages[s].copied for s in group)
         if last > worst:
-            worst, split = last, (min(summed, last), 0.0)
+            worst, split = last, (min(summed + copied, last), 0.0)
         kinds = {
             **resting,
             "gradients": resting.get("gradients", 0.0) + split[0],

@@ -27,7 +27,9 @@ Binding = LiveValue | list[LiveValue]
 @dataclass(frozen=True)
 class HandedGradient:
     """A gradient goes to the store: the most alive since the one before it, what is alive without it, and its bytes.
-    owned: nobody else holds it; itemsize: of its elements; parked: bytes that the microbatch has in tiers then."""
+    owned: nobody else holds it; itemsize: of its elements; parked: bytes that the microbatch has in tiers then; storage: the
+    one it lies in, and its bytes (None: what rests); held: whether `alive` has these, as somebody else holds it; at_once: no
+    line ran since the one before."""
 
     top: int
     alive: int
@@ -36,6 +38,9 @@ class HandedGradient:
     owned: bool
     itemsize: int
     parked: dict[str, int] = field(default_factory=dict)
+    storage: tuple[int, int] | None = field(default=None, compare=False)
+    held: bool = field(default=False, compare=False)
+    at_once: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,14 @@ class _Walk:
         ports = {"F": stage.received, "B": stage.gradients_received}.get(action, ())
         received = self._bind_arguments(function, ports)
         machine.top = machine.alive
-        returned = {n for n in function.returns if n}
+        returned, handed = {n for n in function.returns if n}, False
         for line, dropped in zip(function.lines, dropped_after(function, returned), strict=True):
             if isinstance(line, ir.AddGradient):
-                self._hand_over(line, dropped)
+                self._hand_over(line, dropped, handed)
             else:
                 self._line(line)
                 self._drop(dropped)
+            handed = isinstance(line, ir.AddGradient)
         state = set(stage.state if action == "F" else stage.later if action == "B" else ())
         top, leaving = machine.top, {n: self.names[n] for n in returned if n in self.names}
         self.kept |= {n: v for n, v in leaving.items() if n in state}
@@ -214,12 +220,17 @@ class _Walk:
         for name, value in zip(line.outs, results, strict=True):
             self._bind(name, value)
 
-    def _hand_over(self, line: ir.AddGradient, dropped: tuple[str, ...]) -> None:
-        layout, top = self._one(line.value).layout, self.machine.top
+    def _hand_over(self, line: ir.AddGradient, dropped: tuple[str, ...], at_once: bool) -> None:
+        value, top = self._one(line.value), self.machine.top
+        layout = value.layout
         self._drop(dropped)
         nbytes, itemsize = (layout.nbytes, layout.dtype.itemsize) if layout is not None else (0, 0)
         alive, parked = self.machine.alive, dict(self.machine.parked)
-        self.gradients.append(HandedGradient(top, alive, line.parameter, nbytes, line.owned, itemsize, parked))
+        storage = (value.block, self.machine.size[value.block]) if value.block >= 0 else None
+        held = storage is not None and self.machine.refs[value.block] > 0
+        self.gradients.append(
+            HandedGradient(top, alive, line.parameter, nbytes, line.owned, itemsize, parked, storage, held, at_once)
+        )
         self.machine.top = alive
 
     def _park(self, saved: list[LiveValue], places: Sequence[int], tier: str) -> None:
