@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.runtime import run_threads
-from autopar.runtime.update_rule import ClipNorm, UpdateRule
+from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
 
 from . import pipelines, stages
 from .scenarios import session_of, train
@@ -76,10 +76,11 @@ def test_clipping_by_value():
         agree(got, want)
 
 
-def test_gradients_in_one_memory_are_clipped_once():
-    """On one rank nothing is reduced, and two parameters may be given the same tensor as gradient."""
+def gradients_in_one_memory(rule):
+    """A step in which two parameters are given one tensor as gradient: (gradients, norm, whether that tensor was changed). On
+    one rank nothing is reduced, so nobody copies it on the way."""
     program = stages.mlp(1, 1)
-    backward, rule = program.stage.backward, UpdateRule(stages.adamw, clip_norm=ClipNorm(0.5))
+    backward, seen = program.stage.backward, []
     program.stage.PARAMETERS["c2"] = dict(program.stage.PARAMETERS["b2"])
     program.stage.GRADS["c2"] = {"contributions": 1, "steps": ()}
 
@@ -90,6 +91,7 @@ def test_gradients_in_one_memory_are_clipped_once():
             add(name, grad, owned and name != "b2")
             if name == "b2":
                 given.append(grad)
+                seen.extend((grad, grad.clone()))
                 add("c2", grad)
 
         rt.grads.add = adding
@@ -107,7 +109,28 @@ def test_gradients_in_one_memory_are_clipped_once():
         return session.full_grads(), session.grad_norm
 
     grads, norm = run_threads(1, program.mesh, body, timeout_s=30)[0]
+    assert torch.equal(grads["b2"], grads["c2"])
+    return grads, norm, not torch.equal(*seen)
+
+
+def test_gradients_in_one_memory_are_clipped_once():
+    grads, norm, changed = gradients_in_one_memory(UpdateRule(stages.adamw, clip_norm=ClipNorm(0.5)))
+    assert not changed
     total = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt().item()
     assert norm.item() > 0.5
     assert total == pytest.approx(0.5, rel=1e-5)
-    assert torch.equal(grads["b2"], grads["c2"])
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        UpdateRule(stages.adamw, clip_value=0.01),
+        UpdateRule(stages.adamw, clip_norm=ClipNorm(0.5)),
+        UpdateRule(stages.adamw, loss_scaling=LossScaling(initial=4.0)),
+    ],
+)
+def test_what_others_may_hold_of_a_gradient_is_never_written_to(rule):
+    grads, _, changed = gradients_in_one_memory(rule)
+    assert not changed
+    if rule.clip_value is not None:
+        assert grads["b2"].abs().max() == rule.clip_value
