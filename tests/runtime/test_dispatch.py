@@ -14,6 +14,7 @@ from autopar.runtime import experts, run_threads
 from autopar.runtime.along import Along
 from autopar.runtime.comm import Comm
 from autopar.runtime.dispatch import Piece, Promise, Spread, pieces
+from autopar.runtime.errors import ExpertOverflow
 from tests.runtime import experts_worker
 from tests.warm import torchrun
 
@@ -54,6 +55,50 @@ def test_every_pair_travels_once_to_its_expert_and_no_piece_is_larger_than_promi
         assert torch.equal(sent.sort()[0], (chosen.flatten() < ranks * experts).nonzero().flatten())
 
     run_threads(ranks, {"ep": ranks}, on_rank, timeout_s=60)
+
+
+def test_pieces_of_one_rank_hold_every_pair_once_and_say_where() -> None:
+    """Experts 1 and 2 of four live here and get more than half of the rows: the promise rounds up, the last piece is short."""
+    chosen = torch.tensor([[1, 2], [2, 1], [2, 0], [2, 3], [2, 2]])
+    most = Promise(0.9, "chunk").most(chosen.numel(), 2)
+    assert most == 5
+    parts = list(pieces(chosen, 2, Promise(0.9, "chunk"), Spread(first=1, parts=2)))
+    assert [len(piece.pairs) for piece in parts] == [5, 3]
+    assert [piece.ends.tolist() for piece in parts] == [[2, 5], [0, 3]]
+    assert torch.cat([chosen.flatten()[piece.pairs] for piece in parts]).tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
+    for piece in parts:
+        place = piece.place.flatten()
+        here = (place >= 0) & (place < len(piece.pairs))
+        assert sorted(here.nonzero().flatten().tolist()) == sorted(piece.pairs.tolist())
+        assert torch.equal(place[piece.pairs], torch.arange(len(piece.pairs)))
+
+
+@pytest.mark.parametrize("imbalance", [2.0, 1.75])
+def test_a_rank_that_computes_as_many_rows_as_are_promised_stops_nobody(imbalance: float) -> None:
+    """All of both ranks' four rows go to rank 0: eight are twice the mean."""
+
+    def on_rank(comm: Comm) -> None:
+        chosen = torch.zeros(4, 1, dtype=torch.long)
+        sent = pieces(chosen, 1, Promise(imbalance, "error"), Spread(along=Along(comm, "ep")))
+        if imbalance == 2.0:
+            assert [len(piece.pairs) for piece in sent] == [4]
+            return
+        with pytest.raises(ExpertOverflow, match=r"rank 0 along ep is to compute 8 rows"):
+            list(sent)
+
+    run_threads(2, {"ep": 2}, on_rank, timeout_s=30)
+
+
+def test_no_rank_sends_more_rows_at_once_than_one_may_compute() -> None:
+    """Where the mean is that of others (by node), a rank's own rows may be more."""
+
+    def on_rank(comm: Comm) -> None:
+        chosen = (torch.arange(8) % 2).view(8, 1)
+        parts = list(pieces(chosen, 1, Promise(1.0, "chunk"), Spread(along=Along(comm, "ep"), mean=4)))
+        assert all(len(piece.pairs) <= 4 for piece in parts)
+        assert sorted(torch.cat([piece.pairs for piece in parts]).tolist()) == list(range(8))
+
+    run_threads(2, {"ep": 2}, on_rank, timeout_s=30)
 
 
 def whole(case: tuple[str, int]) -> tuple[Tensor, ...]:
