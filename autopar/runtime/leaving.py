@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -46,11 +46,14 @@ class Leaving:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Inside, this rank waits for all others to do the same."""
+        """Inside, this rank waits for all others to do the same. Where the store is gone nobody can read that: a run whose torchrun
+        was killed still saves."""
         said = json.dumps([self._comm.rank, machine_name(), what, self._same_data.taken])
-        self._store.set(_WAITS, said)
+        with suppress(RuntimeError):
+            self._store.set(_WAITS, said)
         yield
-        self._store.delete_key(_WAITS)
+        with suppress(RuntimeError):
+            self._store.delete_key(_WAITS)
 
     def _look(self, store: dist.Store) -> None:
         """The thread."""

@@ -69,7 +69,7 @@ def test_ranks_whose_torchrun_is_killed_save_after_the_same_step_and_lose_nothin
         == 2
     )
     (last, *_) = RunDirectory(run).steps()
-    assert 7 <= last <= 9
+    assert 7 <= last <= 9, said
     assert f"stopped as torchrun, or the job's store, is gone after step {last}" in said
     assert "Traceback" not in said
     assert not [line for line in said.splitlines() if "DistNetworkError" in line and not line.startswith("frame #")]

@@ -197,7 +197,7 @@ def test_actions_and_the_end_of_the_step_are_ops_collectives_and_optimizer(zoo: 
     """Two walks over a pipeline: by action, where work hides messages, and by kind of cost."""
     program = on_ranks(zoo.name, 4, 3)
     for seed in range(6):
-        made = program.with_plan(autopar.random_plan(program, seed))
+        made = program.with_plan(autopar.random_plan(program, seed, pieces=1))
         m = made.plan.microbatches
         for counted, total in zip(made.account.stages, bill(made), strict=True):
             hidden_s = m * sum(hidden_seconds(counted.bill).values())
