@@ -1,7 +1,8 @@
 """What a program is made of, file by file: compared between ranks before any of it computes, and recorded in a run's folder.
 
 Ranks that run other lines compute something else, and mostly nothing says so: a stage file that was edited on one machine, an
-older runtime on another. So every rank takes the hash of each file that it runs, and ranks compare these through the job's store
+older runtime on another, another torch. So every rank takes the versions of torch and Python and the
+hash of each file that it runs, and ranks compare these through the job's store
 before the first of them is imported. A run's directory keeps them with plan and precision: a later start says what is no longer
 the same.
 """
