@@ -1,7 +1,8 @@
 """What a program is made of, file by file: compared between ranks before any of it computes, and recorded in a run's folder.
 
 Ranks that run other lines compute something else, and mostly nothing says so: a stage file that was edited on one machine, an
-older runtime on another. So every rank takes the hash of each file that it runs, and ranks compare these through the job's store
+older runtime on another, another torch. So every rank takes the versions of torch and Python and the
+hash of each file that it runs, and ranks compare these through the job's store
 before the first of them is imported. A run's directory keeps them with plan and precision: a later start says what is no longer
 the same.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .datafile import read_json
@@ -29,6 +32,7 @@ from .schema import SchemaError, record, table, text
 
 RECORD = "program.json"
 SEED = "--seed"
+TORCH, PYTHON = "version of torch", "version of Python"
 OF_A_PROGRAM = (
     "manifest.json",
     "plan.json",
@@ -47,9 +51,9 @@ _RECORD = record({"plan": text(), "precision": text(), "files": table(text(), te
 
 def hashes(manifest: Manifest, seed: int) -> dict[str, str]:
     """SHA-256 of every file that a rank runs, by name: of the program, of the runtime, and of modules of the user's that make its
-    optimizer; the seed is told as one of them. Raises OSError."""
+    optimizer; the seed and the versions of torch and Python are told as some of them. Raises OSError."""
     own = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(_paths(manifest))}
-    return {**own, SEED: str(seed)}
+    return {TORCH: str(torch.__version__), PYTHON: platform.python_version(), **own, SEED: str(seed)}
 
 
 def _paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
@@ -76,7 +80,7 @@ def compare(store: dist.Store, rank: int, ranks: int, own: Mapping[str, str], ti
     files: list[dict[str, str]] = _told(store, "each", rank, ranks, dict(own), timeout_s)
     usual = next(files[other] for other in range(ranks) if other not in odd)
     said = "; ".join(
-        f"rank {one} ({everyone[one]['machine']}) has another {_listed(differing(files[one], usual))}"
+        f"rank {one} ({everyone[one]['machine']}) has another {_listed(_shown(files[one], usual))}"
         for one in odd[:MOST_SHOWN]
     )
     raise RankError(
@@ -104,6 +108,14 @@ def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Names of files that are not alike; the program's before the runtime's."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     return sorted(names, key=lambda name: (name.startswith("autopar_runtime/"), name))
+
+
+def _shown(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Names of what is not alike: versions first, with both of them."""
+    names = differing(one, other)
+    versions = [name for name in (TORCH, PYTHON) if name in names]
+    said = [f"{name} ({one.get(name, 'unknown')}, not {other.get(name, 'unknown')})" for name in versions]
+    return [*said, *(name for name in names if name not in versions)]
 
 
 def _listed(names: Sequence[str]) -> str:

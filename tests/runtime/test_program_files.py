@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from autopar.runtime import program_files
@@ -133,3 +134,29 @@ def test_a_later_start_says_what_is_no_longer_as_it_was(folders, tmp_path, monke
     (tmp_path / program_files.RECORD).write_text("{")
     assert "is damaged" in recorded(tmp_path, one, 4)
     assert recorded(tmp_path, one, 4) == ""
+
+
+def test_another_torch_on_one_rank_is_named_with_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = object.__new__(Manifest)
+    monkeypatch.setattr(program_files, "_paths", lambda manifest: iter(()))
+    usual = program_files.hashes(program, 0)
+    monkeypatch.setattr("torch.__version__", "2.1.0")
+    odd = program_files.hashes(program, 0)
+    monkeypatch.undo()
+    store, errors = dist.HashStore(), []
+
+    def start(rank: int) -> None:
+        try:
+            program_files.compare(store, rank, 3, odd if rank == 1 else usual, 20.0)
+        except RankError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 3
+    for said in errors:
+        assert "rank 1 " in said
+        assert f"version of torch (2.1.0, not {torch.__version__})" in said
