@@ -26,14 +26,16 @@ TELL_S = 30.0
 
 @dataclass(frozen=True)
 class Told:
-    """Of one rank: seconds of steps since it last told, and of them those that it waited in; what it
-    runs (plan and seed); checksums of parameters, by where their shards are (empty: not asked for)."""
+    """Of one rank: seconds of steps since it last told, and of them those that it waited in; what it runs (plan and seed);
+    checksums of parameters, by where their shards are (empty: not asked for); stood: whether its process stood still meanwhile, as
+    one that was stopped or suspended, so that its seconds say nothing of its machine."""
 
     seconds: float
     waited_s: float
     host: str = ""
     program: str = ""
     copies: Mapping[str, int] = field(default_factory=dict)
+    stood: bool = False
 
     @property
     def busy_s(self) -> float:
@@ -47,6 +49,7 @@ TOLD = schema.record(
         "host": schema.text(),
         "program": schema.text(),
         "copies": schema.table(schema.text(), schema.integer(0, 1 << 32)),
+        "stood": schema.flag(),
     }
 )
 """What is read of a rank that tells this."""
@@ -109,7 +112,9 @@ def odd_text(step: int, told: Sequence[Told]) -> tuple[list[int], str]:
 
 
 def slow_ranks(told: Sequence[Told]) -> list[int]:
-    """Ranks that are busy for much longer than the others, the slowest first."""
+    """Ranks that are busy for much longer than the others, the slowest first; none where that cannot be told."""
+    if any(one.stood for one in told):
+        return []
     usual_s = statistics.median(one.busy_s for one in told)
     slow = [rank for rank, one in enumerate(told) if one.busy_s > SLOW * usual_s]
     return sorted(slow, key=lambda rank: -told[rank].busy_s)

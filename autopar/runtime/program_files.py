@@ -53,7 +53,8 @@ def hashes(manifest: Manifest, seed: int) -> dict[str, str]:
     """SHA-256 of every file that a rank runs, by name: of the program, of the runtime, and of modules of the user's that make its
     optimizer; the seed and the versions of torch and Python are told as some of them. Raises OSError."""
     own = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(_paths(manifest))}
-    return {TORCH: str(torch.__version__), PYTHON: platform.python_version(), **own, SEED: str(seed)}
+    versions = {TORCH: torch.__version__.partition("+")[0], PYTHON: ".".join(platform.python_version_tuple()[:2])}
+    return {**versions, **own, SEED: str(seed)}
 
 
 def _paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
@@ -84,8 +85,8 @@ def compare(store: dist.Store, rank: int, ranks: int, own: Mapping[str, str], ti
         for one in odd[:MOST_SHOWN]
     )
     raise RankError(
-        f"ranks do not run the same program: {said}. Copy the directory of the program to every machine whole, and start all "
-        "ranks alike",
+        f"ranks do not run the same program: {said}. Copy the directory of the program to every machine whole, with one version of "
+        "torch and Python, and start all ranks alike",
         odd,
     )
 

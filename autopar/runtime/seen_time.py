@@ -48,6 +48,10 @@ class SeenTime:
         before, awaited_s = self.awaited
         self.awaited = awaited, awaited_s + took_s if awaited is not None and awaited is before else 0.0
 
+    def stood_since(self, seconds: float) -> bool:
+        """Whether the process stood still after it had seen so many seconds."""
+        return any(ended_s > seconds for ended_s, _ in list(self.standstills))
+
     def stood(self) -> tuple[tuple[float, float], ...]:
         """The last standstills: for how many seconds each has been over, and what it took."""
         return tuple((self.seconds - ended_s, took_s) for ended_s, took_s in list(self.standstills))

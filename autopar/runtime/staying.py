@@ -155,7 +155,7 @@ class Run:
         self._slow: dict[str, int] = {}
         self._lost = set[Path]()
         self._said, self._settled = "", self.saver.saved
-        self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), 0.0
+        self._steps_told, self._told_at, self._waited_s, self._seen_s = 0, time.perf_counter(), 0.0, 0.0
 
     def train(self) -> int:
         """Steps until the last; the exit status. Raises RuntimeProgramError."""
@@ -244,6 +244,7 @@ class Run:
             self.machines[self.comm.rank],
             f"{self.manifest.plan_hash} {self.seed}",
             copies_of(self.session) if copies else {},
+            flight is not None and flight.seen.stood_since(self._seen_s),
         )
         everyone = [Told(**one) for one in self.comm.share(asdict(own), TOLD)]
         odd, problem = odd_text(step, everyone)
@@ -252,10 +253,12 @@ class Run:
         text = slow_text(everyone, steps) if self._tellings > 1 and steps else ""  # the first step warms up
         if text and self.comm.rank == 0:
             print(f"step {step}  {text}", flush=True)
-        if self.arguments.exclude_slow and self.comm.rank == 0 and self._tellings > 1:
+        told = not any(one.stood for one in everyone)
+        if self.arguments.exclude_slow and self.comm.rank == 0 and self._tellings > 1 and told:
             self._leave_out_slow(step, {everyone[rank].host for rank in slow_ranks(everyone)}, text)
         self._tellings, self._tell_after = self._tellings + 1, steps_to_next(step, steps, everyone)
         self._steps_told, self._told_at, self._waited_s = 0, time.perf_counter(), flight.waited_s if flight else 0.0
+        self._seen_s = flight.seen.seconds if flight else 0.0
 
     def _leave_out_slow(self, step: int, slow: set[str], text: str) -> None:
         """Where machines were slow again and again, see that the run ends soon and starts again without them."""

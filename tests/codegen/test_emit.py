@@ -162,7 +162,9 @@ def test_emission_is_the_same_every_time(two, tmp_path):
             {
                 str(p.relative_to(out)): p.read_bytes()
                 for p in out.rglob("*")
-                if p.is_file() and p.suffix != ".distcp" and p.name not in (".metadata", "complete.json", "program.json")
+                if p.is_file()
+                and p.suffix != ".distcp"
+                and p.name not in (".metadata", "complete.json", "program.json")
             }
         )
     assert texts[0] == texts[1] == texts[2]

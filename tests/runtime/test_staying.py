@@ -231,7 +231,9 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
     def started(comm: Comm, *more: str) -> staying.Run:
         session = session_of(program, comm)
         session.load_weights(stages.weights())
-        own = types.SimpleNamespace(session=session, manifest=shown, resume=lambda step, **how: checkpoint.load(step, session, **how))
+        own = types.SimpleNamespace(
+            session=session, manifest=shown, resume=lambda step, **how: checkpoint.load(step, session, **how)
+        )
         return staying.Run(own, parser().parse_args(["--run-dir", str(tmp_path), *more]), None)
 
     def save(run: staying.Run) -> None:
