@@ -20,17 +20,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from .checkpoint_files import RecordedWriter
+from .checkpoint_files import Files, RecordedWriter, plan_files
 from .checkpoint_reader import METADATA, DataPlanner, DataReader, named, verified
 from .comm import Comm
 from .dtensors import pack, unpack
 from .errors import CheckpointError
+from .host_copy import HostCopy
 from .layout import StateEntry
 from .process import TorchComm
-from .schema import SchemaError, paragraph, row
+from .save_plans import WRITTEN, Written
+from .schema import SchemaError, paragraph, text
 from .session import Session
-from .telling import one_line
-from .whole_files import COMPLETE, FILES, begin, commit, file_facts, give_up, partial, write_record
+from .telling import MOST_BYTES, one_line
+from .whole_files import COMPLETE, begin, commit, file_facts, give_up, partial, write_record
 
 Signature = tuple[tuple[int, ...], torch.dtype] | None
 Signatures = dict[str, Signature]
@@ -41,28 +43,43 @@ _lock = threading.Lock()
 def save(directory: str | Path, session: Session) -> None:
     """Write the session's state; every rank calls it. An existing checkpoint in the directory is replaced, once the new one is
     whole. Raises CheckpointError where `directory` is no directory and cannot be made one, or cannot be written."""
-    state, comm, folder = session.state_dict(), session.comm, Path(directory)
+    comm, folder = session.comm, Path(directory)
+    if not isinstance(comm, TorchComm):
+        state = session.state_dict()
+        _on_first_rank(session, lambda: write_full(folder, state), directory)
+        return
+    entries = session.state_entries()
     _on_first_rank(session, lambda: begin(folder), directory)
-    try:
-        if isinstance(comm, TorchComm):
-            with named(directory, *_UNWRITABLE):
-                dcp.save(state, storage_writer=RecordedWriter(partial(folder)))
-        own, problem = {path.name: file_facts(path) for path in partial(folder).glob(f"__{comm.rank}_*")}, ""
-    except (CheckpointError, OSError) as error:
-        own, problem = {}, str(error)
-    everyone = comm.share((own, one_line(problem)), row(FILES, paragraph()))
-    problem = next((said for _, said in everyone if said), "")
+    with named(directory, "cannot be planned", "see what is wrong with it"):
+        state = {name: pack(entry) for name, entry in entries.items()}
+        files = plan_files(state, comm.rank, lambda said: comm.share(said, text(MOST_BYTES)))
+    everyone = [Written(**told) for told in comm.share(_write_own(partial(folder), files, entries).told(), WRITTEN)]
+    problem = next((one.problem for one in everyone if one.problem), "")
 
     def complete() -> None:
         if problem:
             give_up(folder)
             raise CheckpointError(problem)
-        if isinstance(comm, TorchComm):
-            _complete(folder, {name: facts for files, _ in everyone for name, facts in files.items()})
-        else:
-            _write_alone(folder, state)
+        with named(directory, *_UNWRITABLE):
+            files.write_metadata(partial(folder), [one.texts for one in everyone])
+        _complete(folder, {name: facts for one in everyone for name, facts in one.files.items()})
 
     _on_first_rank(session, complete, directory)
+
+
+def _write_own(folder: Path, files: Files, entries: Mapping[str, StateEntry]) -> Written:
+    """Write this rank's file of a state."""
+    copy = HostCopy({name: entries[name].value for name in files.own.tensors})
+    copy.fill({name: entries[name].value for name in files.own.tensors})
+    try:
+        texts = files.own.write(
+            folder, copy.numbers, {index.fqn: entries[index.fqn].value for index in files.own.texts}
+        )
+        return Written({files.own.name: file_facts(folder / files.own.name)}, texts)
+    except OSError as error:
+        return Written({}, [], f"{folder.parent} cannot be written: {error.strerror or error}")
+    except CheckpointError as error:
+        return Written({}, [], str(error))
 
 
 def write_full(directory: str | Path, state: Mapping[str, Any]) -> None:

@@ -19,13 +19,12 @@ import os
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,7 +34,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .errors import CheckpointError
 from .save_plans import places_rows, plan_text, read_places, read_plan
-from .telling import tell_all
 from .whole_files import COMPLETE
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -111,12 +109,12 @@ class Files:
         return folder / ".metadata"
 
 
-def plan_files(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Files:
-    """Who writes what of a state of such tensors and values; all ranks of the group call it together, and nothing is written.
-    The group's ranks are on CPUs. Raises CheckpointError, and what torch's planner does."""
-    rank, planner = dist.get_rank(group), DefaultSavePlanner()
+def plan_files(state: Mapping[str, Any], rank: int, tell: Callable[[str], list[str]]) -> Files:
+    """Who writes what of a state of such tensors and values; all ranks call it together, and nothing is written. tell: tells all
+    ranks a text, and gives everyone's. Raises CheckpointError, and what torch's planner does."""
+    planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=rank == 0)
-    plans = [read_plan(told) for told in tell_all(plan_text(planner.create_local_plan()), group)]
+    plans = [read_plan(told) for told in tell(plan_text(planner.create_local_plan()))]
     everyone, metadata = planner.create_global_plan(plans)  # the same on every rank
     items = everyone[rank].items
     blocks = tuple(
@@ -126,7 +124,7 @@ def plan_files(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> Fil
     )
     texts = tuple(item.index for item in items if item.type == WriteItemType.BYTE_IO)
     own = RankFile(f"__{rank}_0.distcp", blocks, texts)
-    told = tell_all(json.dumps(places_rows(own.places())), group)
+    told = tell(json.dumps(places_rows(own.places())))
     places = [place for one in told for place in read_places(one)] if rank == 0 else []
     return Files(own, metadata if rank == 0 else None, places)
 

@@ -27,8 +27,8 @@ TELL_S = 30.0
 @dataclass(frozen=True)
 class Told:
     """Of one rank: seconds of steps since it last told, and of them those that it waited in; what it runs (plan and seed);
-    checksums of parameters, by where their shards are (empty: not asked for); stood: whether its process stood still meanwhile, as
-    one that was stopped or suspended, so that its seconds say nothing of its machine."""
+    checksums of parameters, by where their shards are (empty: not asked for); stood: whether its process stood still meanwhile,
+    stopped or suspended, so that its seconds say nothing of its machine."""
 
     seconds: float
     waited_s: float

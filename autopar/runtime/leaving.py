@@ -46,8 +46,8 @@ class Leaving:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Inside, this rank waits for all others to do the same. Where the store is gone nobody can read that: a run whose torchrun
-        was killed still saves."""
+        """Inside, this rank waits for all others to do the same. Where the store is gone nobody can read that: a run whose
+        torchrun was killed still saves."""
         said = json.dumps([self._comm.rank, machine_name(), what, self._same_data.taken])
         with suppress(RuntimeError):
             self._store.set(_WAITS, said)

@@ -85,8 +85,8 @@ def compare(store: dist.Store, rank: int, ranks: int, own: Mapping[str, str], ti
         for one in odd[:MOST_SHOWN]
     )
     raise RankError(
-        f"ranks do not run the same program: {said}. Copy the directory of the program to every machine whole, with one version of "
-        "torch and Python, and start all ranks alike",
+        f"ranks do not run the same program: {said}. Copy the directory of the program to every machine whole, with one "
+        "version of torch and Python, and start all ranks alike",
         odd,
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +29,14 @@ from .schema import (
     integer,
     listed,
     optional,
+    paragraph,
     record,
     row,
     table,
     text,
 )
+from .telling import one_line
+from .whole_files import FILES
 
 _SIZE = integer(0, MOST_SIZE)
 _SIZES = listed(_SIZE, most=64)
@@ -99,6 +103,28 @@ PLACES: Schema[list[WriteResult]] = _places
 def read_places(told: str) -> list[WriteResult]:
     """Those that a rank told as JSON. Raises CheckpointError."""
     return _read(told, PLACES, "where its tensors lie")
+
+
+WRITTEN = record({"files": FILES, "texts": PLACES, "problem": paragraph()})
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a rank tells of the file that it wrote. files: bytes and SHA-256 by name; texts: where values that are no tensors lie;
+    problem: why nothing was written."""
+
+    files: dict[str, dict[str, Any]]
+    texts: list[WriteResult]
+    problem: str = ""
+
+    def told(self) -> dict[str, Any]:
+        """Plain data, whose schema is WRITTEN."""
+        return {"files": self.files, "texts": places_rows(self.texts), "problem": one_line(self.problem)}
+
+
+def read_written(told: str) -> Written:
+    """What a rank told as JSON. Raises CheckpointError."""
+    return Written(**_read(told, WRITTEN, "what it wrote"))
 
 
 def _read(told: str, schema: Schema[Any], what: str) -> Any:

@@ -24,37 +24,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.storage import WriteResult
 
 from .checkpoint_files import Files, plan_files
 from .checkpoint_reader import named
-from .datafile import parse_json
 from .dtensors import pack
 from .errors import CheckpointError
 from .host_copy import HostCopy
 from .layout import StateEntry
 from .process import TorchComm
 from .run_directory import RunDirectory, StepRecord
-from .save_plans import PLACES, places_rows
-from .schema import SchemaError, flag, paragraph, record
+from .save_plans import Written, read_written
+from .schema import flag
 from .session import Session
 from .telling import one_line, tell_all
-from .whole_files import FILES, file_facts
+from .whole_files import file_facts
 
 Signature = dict[str, tuple[torch.Size, torch.dtype, torch.device] | None]
 """What files depend on: of tensors the local shape, dtype and device; None for values that are none."""
-
-
-_WRITTEN = record({"files": FILES, "texts": PLACES, "problem": paragraph()})
-
-
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    """What a rank tells of a step. texts: where values that are no tensors lie; problem: why nothing was written."""
-
-    files: dict[str, dict[str, Any]]
-    texts: list[WriteResult]
-    problem: str = ""
 
 
 class Saver:
@@ -107,7 +93,8 @@ class Saver:
         if not any(self.session.comm.share(signature != self._signature, flag())):
             return
         with named(self.directory.root, "cannot be planned", "see what is wrong with it"):
-            self._files = plan_files({name: pack(entry) for name, entry in entries.items()}, self._group)
+            state = {name: pack(entry) for name, entry in entries.items()}
+            self._files = plan_files(state, self._rank, lambda said: tell_all(said, self._group))
         self._copy = HostCopy({name: entries[name].value for name in self._files.own.tensors})
         self._signature = signature
 
@@ -120,11 +107,11 @@ class Saver:
         try:
             written = self._write_own(values, found.step)
         except (OSError, CheckpointError) as error:
-            written = _Written({}, [], str(error))
+            written = Written({}, [], str(error))
         if flight is not None:
             flight.working = ""
         try:
-            everyone = [_read_written(told) for told in tell_all(_written_text(written), self._group)]
+            everyone = [read_written(told) for told in tell_all(json.dumps(written.told()), self._group)]
             problem = next((one.problem for one in everyone if one.problem), "")
             if not problem and self._rank == 0:
                 problem = self._complete(found, everyone)
@@ -136,15 +123,15 @@ class Saver:
         self._problem = f"step {found.step} was not saved: {problem}" if problem else ""
         self.saved = self.saved if problem else found.step
 
-    def _write_own(self, values: Mapping[str, Any], step: int) -> _Written:
+    def _write_own(self, values: Mapping[str, Any], step: int) -> Written:
         """Write this rank's file and see that it is durable. Raises CheckpointError, OSError."""
         self._copy.check_finite()
         folder, own = self.directory.partial(step), self._files.own
         folder.mkdir(parents=True, exist_ok=True)
         texts = own.write(folder, self._copy.numbers, values)
-        return _Written({own.name: file_facts(folder / own.name)}, texts)
+        return Written({own.name: file_facts(folder / own.name)}, texts)
 
-    def _complete(self, found: StepRecord, everyone: list[_Written]) -> str:
+    def _complete(self, found: StepRecord, everyone: list[Written]) -> str:
         """Write what there is of all files and give the step its name; what was wrong."""
         folder = self.directory.partial(found.step)
         try:
@@ -155,22 +142,6 @@ class Saver:
         except OSError as error:
             return f"{folder}: {error.strerror or error}"
         return ""
-
-
-def _written_text(written: _Written) -> str:
-    return json.dumps(
-        {"files": written.files, "texts": places_rows(written.texts), "problem": one_line(written.problem)}
-    )
-
-
-def _read_written(told: str) -> _Written:
-    """The inverse. Raises RuntimeProgramError."""
-    try:
-        return _Written(**_WRITTEN(parse_json(told), ""))
-    except SchemaError as error:
-        raise CheckpointError(
-            f"a rank tells what it wrote in other words than this one ({error}); do all ranks run the same versions?"
-        ) from error
 
 
 def _signature(value: Any) -> tuple[torch.Size, torch.dtype, torch.device] | None:

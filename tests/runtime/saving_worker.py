@@ -19,6 +19,7 @@ from autopar.runtime.host_copy import HostCopy
 from autopar.runtime.process import TorchComm
 from autopar.runtime.run_directory import RunDirectory
 from autopar.runtime.saver import Saver
+from autopar.runtime.telling import tell_all
 from autopar.runtime.whole_files import file_facts, write_record
 from tests.runtime import scenarios, stages
 
@@ -43,7 +44,7 @@ def kinds(turn: int) -> dict[str, Any]:
 def files(out: Path) -> dict[str, Any]:
     """Files of two states, planned once; rank 0 writes what says where everything lies."""
     state = kinds(0)
-    planned = plan_files(state, None)
+    planned = plan_files(state, dist.get_rank(), tell_all)
     copy = HostCopy({name: state[name] for name in planned.own.tensors})
     for turn in range(2):
         state, folder = kinds(turn), out / f"turn {turn}"

@@ -18,7 +18,7 @@ import autopar.runtime
 from autopar.runtime import run_threads, telling
 from autopar.runtime.errors import CheckpointError, RuntimeProgramError
 from autopar.runtime.save_plans import plan_text, read_places, read_plan
-from autopar.runtime.saver import _read_written
+from autopar.runtime.saver import read_written
 from autopar.runtime.schema import integer, listed, table, text
 from autopar.runtime.telling import one_line, tell_all
 
@@ -26,14 +26,14 @@ UNPICKLING = ("all_gather_object", "broadcast_object_list", "gather_object", "sc
 
 
 def test_nothing_of_the_runtime_sends_or_receives_objects():
-    """`dcp.load` sends pickled plans where it is not told `no_dist`."""
+    """`dcp.load` and `dcp.save` send pickled plans where they are not told `no_dist`."""
     for path in Path(autopar.runtime.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             assert node.func.attr not in UNPICKLING, path
             alone = [one for one in node.keywords if one.arg == "no_dist" and ast.unparse(one.value) == "True"]
-            if ast.unparse(node.func) == "dcp.load":
+            if ast.unparse(node.func) in ("dcp.load", "dcp.save"):
                 assert alone, f"{path}:{node.lineno}"
 
 
@@ -142,7 +142,7 @@ def test_mutated_plans_are_named_errors():
         {"files": {"f": {"bytes": 3, "sha256": "0"}}, "texts": [[["w", [0], 0], 3, "f", 0, 3]], "problem": ""}
     )
     generator, refused = random.Random(0), 0
-    for read, whole in ((read_plan, said), (_read_written, written), (read_places, "[]")):
+    for read, whole in ((read_plan, said), (read_written, written), (read_places, "[]")):
         read(whole)
         for _ in range(300):
             data = list(whole)
