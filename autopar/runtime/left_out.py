@@ -110,7 +110,7 @@ def unwanted(found: Sequence[Failure], most: int, slow: bool, now: float) -> dic
     """Machines that are to be left out, and why. most: failures, from which on one is (0: never); slow: those that were, too."""
     reasons: dict[str, str] = {}
     for machine in dict.fromkeys(failure.machine for failure in found):
-        own = [one for one in found if one.machine == machine and now - one.at < WITHIN_S]
+        own = [one for one in found if one.machine == machine and abs(now - one.at) < WITHIN_S]  # clocks jump
         ended = [one for one in own if one.kind == FAILED]
         slowed = [one for one in own if one.kind == SLOW]
         if most and len(ended) >= most:

@@ -317,3 +317,10 @@ def test_a_slow_machine_leaves_where_that_is_asked_for_and_no_step_is_lost(progr
     assert "stopped to leave out a machine after step 103" in everything
     assert "steps 104 to 300" in everything
     assert RunDirectory(tmp_path / "run").read(300).position == 300
+
+
+def test_a_failure_that_a_wrong_clock_wrote_years_ahead_is_not_counted_for_ever():
+    now = 1e9
+    ahead = [Failure(now + 365 * 86400, "a", FAILED, "it ended"), Failure(now + 60, "a", FAILED, "it ended")]
+    assert unwanted(ahead, 1, False, now) != {}
+    assert unwanted(ahead, 2, False, now) == {}
