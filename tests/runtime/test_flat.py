@@ -53,9 +53,10 @@ def batches():
 exec(TAKEN)
 
 
-def flat(first: dict[str, int], last: dict[str, int]) -> None:
-    """Objects: of 8,000 steps less than one in eight leaves any."""
-    assert last["bytes"] - first["bytes"] < MOST_BYTES, (first, last)
+def flat(first: dict[str, int], last: dict[str, int], steps: int) -> None:
+    """Objects: of 8,000 steps less than one in eight leaves any. Memory is looked at after many steps: of few, what a process that
+    has run other tests gives back is more."""
+    assert steps < LONG or last["bytes"] - first["bytes"] < MOST_BYTES, (first, last)
     assert last["descriptors"] <= first["descriptors"], (first, last)
     assert last["threads"] <= first["threads"], (first, last)
     assert last["objects"] - first["objects"] < MOST_OBJECTS, (first, last)
@@ -94,7 +95,7 @@ def test_eight_ranks_as_threads(steps, tmp_path, nothing_kept):
     files = run_threads(8, program.mesh, body, timeout_s=1500)
     assert files[0] <= 4
     assert threading.active_count() == before
-    flat(*measured)
+    flat(*measured, steps)
 
 
 @pytest.mark.parametrize("steps", MARKS)
@@ -111,4 +112,4 @@ def test_two_processes_with_a_run_directory(steps, emitted, tmp_path, monkeypatc
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == steps
     for rank in range(2):
         rows = [json.loads(line) for line in (out / f"taken_{rank}.jsonl").read_text().splitlines()]
-        flat(*rows)
+        flat(*rows, steps)
