@@ -54,8 +54,8 @@ exec(TAKEN)
 
 
 def flat(first: dict[str, int], last: dict[str, int], steps: int) -> None:
-    """Objects: of 8,000 steps less than one in eight leaves any. Memory is looked at after many steps: of few, what a process that
-    has run other tests gives back is more."""
+    """Objects: of 8,000 steps less than one in eight leaves any. Memory is looked at after many steps: of few, what a process
+    that has run other tests gives back is more."""
     assert steps < LONG or last["bytes"] - first["bytes"] < MOST_BYTES, (first, last)
     assert last["descriptors"] <= first["descriptors"], (first, last)
     assert last["threads"] <= first["threads"], (first, last)
