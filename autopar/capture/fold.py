@@ -28,7 +28,7 @@ from autopar.ir.program import is_getitem
 
 LEAST_SEGMENTS = 8
 MANY_LAYERS = 32
-"""That compute alike in a container; then each is a block and they are traced once."""
+"""So many layers of torch that compute alike in a container are blocks, and are traced once."""
 
 
 @dataclass(frozen=True)
