@@ -30,7 +30,7 @@ Integers = Callable[[nn.Module, tuple[int, ...], torch.Generator], Tensor]
 """(module, shape, generator) → integers that the module may be given."""
 Forward = Callable[..., Any]
 Chosen = Callable[..., Tensor]
-"""What a module's forward is given, and the module → integers that say which of its parts each row takes."""
+"""A function of a module and of what its forward is given: integers that say which of its parts each row takes."""
 Values = dict[str, Tensor | None]
 """Results, and gradients (None: there is none)."""
 GRADIENT = "the gradient of "
@@ -66,7 +66,7 @@ class Proof:
 def largest_difference(
     module: nn.Module, known: Forward, given: Given, integers: Integers, steps: int | None = None
 ) -> tuple[float, str]:
-    """Of the forward of the module's class and `known`: see `compared`."""
+    """The largest difference of the forward of the module's class and `known`, and in which tensor, as `compared` finds it."""
     proof = compared(module, known, given, integers, steps)
     return proof.difference, proof.tensor
 
@@ -121,7 +121,7 @@ def compared(
 
 
 def _differences(wanted: Values, values: Values, left_out: frozenset[str]) -> list[tuple[float, str]]:
-    """Of every tensor. left_out: those whose zeros a program leaves out where there is no gradient."""
+    """How far every tensor differs. left_out: tensors whose zeros a program leaves out where there is no gradient."""
     found = []
     for name in {**wanted, **values}:
         one, other = wanted.get(name), values.get(name)

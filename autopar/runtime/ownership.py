@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from .datafile import read_json
 from .errors import CheckpointError, RuntimeProgramError
-from .run_directory import sync
 from .schema import SchemaError, flag, integer, record, text
+from .whole_files import replace_file, sync
 
 FOLDER = "owner"
 BEAT_S = 2.0
@@ -122,9 +122,8 @@ class Ownership:
         self._over.set()
         self._thread.join()
         if not self.problem():
-            partial = self._root / FOLDER / f".{self._own.token}"
-            partial.write_text(json.dumps({**asdict(self._own), "ended": True}), encoding="utf-8")
-            partial.rename(_path(self._root, self._number))
+            said = json.dumps({**asdict(self._own), "ended": True})
+            replace_file(_path(self._root, self._number), said.encode())
 
     def _beat(self) -> None:
         """The thread."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +25,9 @@ from .datafile import read_json
 from .errors import CheckpointError, CollectiveTimeout, RankError
 from .left_out import machine_name
 from .manifest import Manifest
-from .run_directory import sync
 from .same_data import odd_ranks
 from .schema import SchemaError, record, table, text
+from .whole_files import replace_file
 
 RECORD = "program.json"
 SEED = "--seed"
@@ -136,17 +135,12 @@ def precision_of(manifest: Manifest) -> str:
 def recorded(root: Path, manifest: Manifest, seed: int) -> str:
     """What is no longer as it was when the run of a directory was last started, in words; empty where nothing is, or at the first
     start. Writes down how it is now. One rank calls this. Raises CheckpointError."""
-    path, partial = root / RECORD, root / f".{RECORD}-{os.getpid()}"
+    path = root / RECORD
     own = {"plan": f"{manifest.show()}, {manifest.plan_hash}", "precision": precision_of(manifest)}
     try:
         now = {**own, "files": hashes(manifest, seed)}
         changes = _changes(path, now)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(now, indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        sync(root)
+        replace_file(path, json.dumps(now, indent=1).encode())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}") from error
     return changes
