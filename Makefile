@@ -44,8 +44,8 @@ FAST := tests/test_house.py tests/ir tests/cluster tests/costmodel/test_collecti
 	tests/costmodel/textbook tests/passes/check tests/passes/rules tests/passes/stage tests/passes/branch tests/passes/place \
 	tests/passes/price tests/passes/memory tests/passes/shard/test_solver.py tests/passes/schedule/test_proof.py \
 	tests/passes/search/test_schedule_choice.py tests/passes/search/test_segment_chain.py tests/passes/search/test_submesh.py \
-	tests/passes/search/test_within_memory.py tests/runtime/test_threads.py tests/runtime/test_grads.py \
-	tests/runtime/test_order.py tests/runtime/test_transfer.py tests/capture/test_trees.py tests/capture/test_inputs.py \
+	tests/passes/search/test_within_memory.py tests/runtime/comm/test_threads.py tests/runtime/gradients/test_grads.py \
+	tests/runtime/program/test_order.py tests/runtime/program/test_transfer.py tests/capture/examples/test_trees.py tests/capture/examples/test_inputs.py \
 	tests/codegen/test_gantt.py
 SMALL := "tests/zoo/test_zoo.py::test_training_equals_one_device[4-mlp]" "tests/zoo/test_zoo.py::test_inference_equals_one_device[2-mlp]"
 test-fast: $(READY)
@@ -62,7 +62,7 @@ test-all: $(READY)
 gpu: $(READY)
 	@$(PY) -c 'import torch; gpus = torch.cuda.device_count(); print(f"{gpus} GPUs" if gpus else \
 		"no GPU: what needs one is skipped, the rest runs on fake CUDA tensors")'
-	$(PY) -m pytest -q -rs tests/gpu tests/runtime/test_kernels.py tests/runtime/test_attention_kernels.py
+	$(PY) -m pytest -q -rs tests/gpu tests/runtime/kernels/test_kernels.py tests/runtime/kernels/attention/test_attention_kernels.py
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -7,7 +7,7 @@ if not (_HERE / "passes").is_dir():  # a checkout: passes, costmodel and codegen
     __path__.append(str(_HERE.parent))
 
 from autopar.api import compile
-from autopar.capture.known_blocks import forward_of
+from autopar.capture.known.known_blocks import forward_of
 from autopar.cluster import ClusterSpec
 from autopar.compiled import Prediction
 from autopar.errors import (
@@ -36,8 +36,8 @@ from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
 from autopar.runtime.errors import ExpertOverflow, GuardError
-from autopar.runtime.launch import load
-from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule
+from autopar.runtime.run.launch import load
+from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
 
 __version__ = "0.1.0"
 __all__ = [

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from autopar.bucketed import bucket_request, laid_out_as, with_buckets
-from autopar.capture.buckets import Sizes
-from autopar.capture.default_device import with_cpu_as_default
-from autopar.capture.inputs import LossFunction
-from autopar.capture.lean import settled
+from autopar.capture.examples.buckets import Sizes
+from autopar.capture.examples.default_device import with_cpu_as_default
+from autopar.capture.examples.inputs import LossFunction
+from autopar.capture.export.faster_export import settled
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError, NoRoomError, PlanError
 from autopar.ir.memory_levers import forced_offload
@@ -39,7 +39,7 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan
 from autopar.program import ParallelProgram, emit
 from autopar.request import Request, checked_options, make_request
-from autopar.runtime.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
+from autopar.runtime.update.update_rule import ClipNorm, LossScaling, OptimizerFactory, SchedulerFactory, UpdateRule
 
 
 @with_cpu_as_default

@@ -3,7 +3,7 @@
 The largest batch needs the most memory and the most time, so its plan decides on which ranks and how every parameter is
 stored, and with it meshes and stages. Each other bucket is captured and planned by itself with these given: its own
 microbatches, shardings of values, recompute, messages and schedule. At run time all of them use one set of tensors
-(`autopar.runtime.forms`).
+(`autopar.runtime.step.shape_variants`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from autopar.passes.recompute.curve import as_data, curves
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import Plan
 from autopar.request import Request
-from autopar.runtime.update_rule import OptimizerFactory
+from autopar.runtime.update.update_rule import OptimizerFactory
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Compiled:
 
     @property
     def predicted(self) -> Prediction:
-        """Of a step of the largest bucket; the peak is that of any bucket."""
+        """The prediction for a step of the largest bucket; the peak is that of any bucket."""
         own = self.decision.predicted
         return replace(own, peak_bytes=max([own.peak_bytes, *(b.predicted.peak_bytes for b in self.buckets)]))
 

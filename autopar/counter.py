@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import MemoryLimitError
-from autopar.runtime.tiers import allocating
+from autopar.runtime.memory.tiers import allocating
 
 
 class ByteCounter(TorchDispatchMode):

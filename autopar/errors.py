@@ -98,7 +98,7 @@ class InfeasibleError(AutoparError):
 
 
 class NoRoomError(InfeasibleError):
-    """It is memory that is short: on the device, or in the tiers that a plan is to use."""
+    """Memory is short: on the device, or in the tiers that a plan is to use."""
 
 
 class MemoryLimitError(AutoparError):

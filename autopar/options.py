@@ -10,9 +10,9 @@ from typing import Any
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
 from autopar.ir.mesh import Mesh
-from autopar.runtime.compression import CODECS
-from autopar.runtime.inductor import COMPILERS
-from autopar.runtime.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
+from autopar.runtime.compiled.inductor import COMPILERS
+from autopar.runtime.data.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
+from autopar.runtime.gradients.compression import CODECS
 
 BRANCHES = ("refuse", "as-example")
 ON_OVERFLOW = ("stop", "chunk")

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster.tiers import TIER_NAMES
 from autopar.errors import PlanError
 from autopar.ir.actions import parse_row, show_row
 from autopar.ir.memory_levers import PRECISIONS
@@ -22,11 +21,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.rule import Strategy
 from autopar.ir.spec import Spec, parse_spec
-from autopar.runtime.compression import CODECS
-from autopar.runtime.datafile import read_json
-from autopar.runtime.schema import (
+from autopar.runtime.data.datafile import read_json
+from autopar.runtime.data.schema import (
     MOST_RANKS,
-    Schema,
     SchemaError,
     choice,
     flag,
@@ -43,7 +40,9 @@ from autopar.runtime.schema import (
     text,
     where,
 )
-from autopar.runtime.whole_files import replace_file
+from autopar.runtime.data.whole_files import replace_file
+from autopar.runtime.gradients.compression import CODECS
+from autopar.runtime.memory.tiers import HOST_MEMORY, tier_names
 
 VERSION = 1
 OVERLAPS = ("", "between", "next", "any")
@@ -71,7 +70,7 @@ class TemplatePlan:
     specs: dict[str, Spec]
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
-    offload_tier: str = "ddr"
+    offload_tier: str = HOST_MEMORY.name
     overlap: str = ""
     pieces: int = 1
     cut: tuple[tuple[str, int], ...] = ()
@@ -114,7 +113,7 @@ class Plan:
     actions of every group where they do not follow from the name ("F0.0 F1.0 B0.0 …"). placement: logical rank of every
     physical one (empty: the same). precision: "bf16" or "fp16" where the program computes in it ("": as the model is).
     order: causal sequences are in zigzag order of so many blocks (`autopar.passes.order`; 0: as they are). gradient_compression:
-    how gradients travel while they are reduced, a name of `runtime.compression.CODECS` ("": as they are).
+    how gradients travel while they are reduced, a name of `runtime.gradients.compression.CODECS` ("": as they are).
     """
 
     program: str
@@ -289,11 +288,14 @@ def _stage_out(stage: StagePlan) -> dict[str, Any]:
 # --- what a plan's data may hold --------------------------------------------------------------------------------------------
 
 
-def _tier(names: tuple[str, ...]) -> Schema[str]:
-    return where(
-        lambda value: isinstance(value, str) and value in names,
-        f"a memory tier, of {', '.join(TIER_NAMES)}{' (or empty: on the device)' if '' in names else ''}",
-    )
+def _tier(value: object, path: str) -> Any:
+    what = f"a memory tier, of {', '.join(tier_names())}"
+    return where(lambda name: isinstance(name, str) and name in tier_names(), what)(value, path)
+
+
+def _tier_or_device(value: object, path: str) -> Any:
+    what = f"a memory tier, of {', '.join(tier_names())} (or empty: on the device)"
+    return where(lambda name: isinstance(name, str) and name in ("", *tier_names()), what)(value, path)
 
 
 _NAMES = listed(text())
@@ -301,15 +303,14 @@ _SPEC = parsed(parse_spec)
 _AXES = table(identifier(), integer(1, MOST_RANKS), most=16)
 
 _PARAMETER = record(
-    {"storage": _SPEC, "optimizer": _SPEC},
-    {"tier": _tier(("", *TIER_NAMES)), "optimizer_tier": _tier(("", *TIER_NAMES))},
+    {"storage": _SPEC, "optimizer": _SPEC}, {"tier": _tier_or_device, "optimizer_tier": _tier_or_device}
 )
 _TEMPLATE = record(
     {"strategies": table(text(), text()), "specs": table(text(), _SPEC)},
     {
         "recompute": _NAMES,
         "offload": _NAMES,
-        "offload_tier": _tier(TIER_NAMES),
+        "offload_tier": _tier,
         "overlap": choice(OVERLAPS),
         "pieces": integer(1, MOST_PIECES),
         "cut": table(text(), integer(0)),
@@ -382,7 +383,7 @@ def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
             t["specs"],
             tuple(t.get("recompute", ())),
             tuple(t.get("offload", ())),
-            t.get("offload_tier", "ddr"),
+            t.get("offload_tier", HOST_MEMORY.name),
             t.get("overlap", ""),
             t.get("pieces", 1),
             tuple(t.get("cut", {}).items()),

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from autopar.capture.default_device import with_cpu_as_default
-from autopar.capture.saved_names import saved_names, saved_state
-from autopar.capture.trees import check_like, rebuild
+from autopar.capture.examples.default_device import with_cpu_as_default
+from autopar.capture.examples.trees import check_like, rebuild
+from autopar.capture.export.saved_names import saved_names, saved_state
 from autopar.cluster import ClusterSpec, resized
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
@@ -40,12 +40,12 @@ from autopar.report.beside import Profile, beside_text
 from autopar.report.candidates import ruled_out_stages, worth_measuring
 from autopar.report.words import no_faster
 from autopar.request import Request, as_cluster
+from autopar.runtime.comm.recorder import Recorder, StepRecord
+from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
-from autopar.runtime.recorder import Recorder, StepRecord
-from autopar.runtime.schema import is_integer, shown
-from autopar.runtime.session import Session
-from autopar.runtime.shapes import Shapes
+from autopar.runtime.program.shapes import Shapes
+from autopar.runtime.step.session import Session
 
 T = TypeVar("T")
 Steps = tuple[StepRecord, ...]

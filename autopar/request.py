@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.buckets import Sizes, bucket_examples, checked_pad_values
-from autopar.capture.inputs import LossFunction, batch_dim, batch_size, check_batch_dims, split_example
-from autopar.capture.trees import flatten
+from autopar.capture.examples.buckets import Sizes, bucket_examples, checked_pad_values
+from autopar.capture.examples.inputs import LossFunction, batch_dim, batch_size, check_batch_dims, split_example
+from autopar.capture.examples.trees import flatten
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.errors import InputError, PlanError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.options import Options
 from autopar.plan import Plan, checked_plan
-from autopar.runtime.compression import CODECS
-from autopar.runtime.update_rule import UpdateRule
+from autopar.runtime.gradients.compression import CODECS
+from autopar.runtime.update.update_rule import UpdateRule
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,8 +35,8 @@ from autopar.passes.shard.graph import Key
 from autopar.passes.shard.plans import spmd_plan
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Solution, solve
-from autopar.runtime.comm import Comm
-from autopar.runtime.threads import run_threads
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.threads import run_threads
 from benchmarks.delayed import Link, steps_on_link
 from benchmarks.turns import print_json
 from tests.ops.rings import Layer

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 import autopar
 from autopar.costmodel import by_node
-from autopar.runtime.hierarchical import KINDS
-from autopar.runtime.nodes import ByNode, use_nodes
-from autopar.runtime.process import TorchComm
+from autopar.runtime.comm.hierarchical import KINDS
+from autopar.runtime.comm.nodes import ByNode, use_nodes
+from autopar.runtime.comm.process import TorchComm
 from benchmarks.calibrated_models import gpt, wide
 from benchmarks.calibrated_plans import Case, Loaded, calibrate, compiled, priced_s, timed, turn_s
 from benchmarks.shaped import ranks_on

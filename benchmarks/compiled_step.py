@@ -157,7 +157,7 @@ def whole_step(model: nn.Module) -> Callable[[Any], float]:
 def measure(name: str, layers: int, steps: int) -> dict[str, Any]:
     """One model, in this process."""
     import autopar
-    from autopar.runtime.heap import keep_freed_memory
+    from autopar.runtime.memory.heap import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from autopar.program import ParallelProgram
-from autopar.runtime.calls import Call
-from autopar.runtime.comm import Comm
-from autopar.runtime.threads import ThreadComm, run_threads
+from autopar.runtime.comm.calls import Call
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.threads import ThreadComm, run_threads
 
 Meeting = tuple[object, ...]
 

@@ -40,8 +40,9 @@ from benchmarks.sameness import ADAMW, cases, of_model, of_zoo
 from tests.zoo.models import MODELS
 
 Compile = Callable[[], autopar.ParallelProgram]
-WITHOUT_SEARCH = ("random", "refused", "own op")
-"""First words of the cases of `benchmarks.sameness` that search for nothing, find nothing, or cannot be made twice."""
+WITHOUT_SEARCH = ("random", "refused", "own op", "zoo", "large")
+"""First words of the cases of `benchmarks.sameness` that search for nothing, find nothing, or cannot be made twice; and of
+those that are measured here already."""
 AS_GOOD = 1 + 1e-9
 """Ratios up to here are the same plan, added up in another order."""
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autopar.runtime.heap import keep_freed_memory  # noqa: E402
+from autopar.runtime.memory.heap import keep_freed_memory  # noqa: E402
 from benchmarks.models import Gpt, Llama, LlamaShape, next_token_loss  # noqa: E402
 from benchmarks.reference_steps import Model, autopar_step, ddp_step, fsdp2_step, pipelined_step  # noqa: E402
 from benchmarks.tensor_parallel_steps import tensor_parallel_step  # noqa: E402

@@ -56,7 +56,7 @@ def measure(directory: Path, steps: int, warmup: int, microbatches: int) -> dict
 
 def recorded_actions(session: Any, first: int) -> list[tuple[str, float]]:
     """Seconds of every action of a few recorded steps, of all ranks."""
-    from autopar.runtime.recorder import Recorder
+    from autopar.runtime.comm.recorder import Recorder
 
     session.recorder = recorder = Recorder(session.comm.device)
     for index in range(RECORDED_STEPS):

@@ -1,7 +1,10 @@
-"""Whether two commits compile alike: what the compiler produces for some sixty requests, recorded and compared.
+"""Whether two commits compile alike: what the compiler produces for some 150 requests, recorded and compared.
 
     python -m benchmarks.sameness record OUT.json [--only PATTERN]   # in a checkout; PATTERN is part of a case's name
     python -m benchmarks.sameness compare A.json B.json              # exits with 1 where anything differs
+
+Cases are every option once ("schedule zb-v", "tight memory"), every model of the zoo under every option set of the
+differential suite ("zoo mlp pp=2"), and three models as people train them, of which the plan is kept ("large …").
 
 A case is one call of `autopar.compile`. Kept of it are the prediction, the alternatives, the report and every emitted
 file (the plan among them), or the error. Python is kept without comments, docstrings and the order of definitions; times
@@ -33,7 +36,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import ClusterSpec
+from autopar.costmodel.estimator.shape import TransformerShape
+from benchmarks.models import LLAMA_405B, LlamaShape
+from benchmarks.models import Llama as LargeLlama
+from benchmarks.published_models import Transformer
 from tests.branching import Driving, driving_batch, driving_loss
+from tests.differential.suite import OPTION_SETS
 from tests.zoo.models import ADAMW, BY_NAME, MODELS, SGD, token_loss
 from tests.zoo.transformers import Gpt2, Llama
 
@@ -129,6 +137,41 @@ def of_text(
     return of_model(model, cluster, (ids, ids), given, **options)
 
 
+def under_options(name: str, options: str) -> autopar.ParallelProgram:
+    """A zoo model under an option set of the differential suite."""
+    program = of_zoo(name, **OPTION_SETS[options])
+    return program.with_plan(autopar.random_plan(program, len(name))) if options == "random plan" else program
+
+
+def large(make: Callable[[], nn.Module], devices: int, batch: int, seq: int) -> autopar.ParallelProgram:
+    """A model in bf16 on the meta device, trained with AdamW on so many H100, everything searched."""
+    with torch.device("meta"):
+        model, ids = make().to(torch.bfloat16), torch.zeros(batch, seq, dtype=torch.long)
+    cluster = ClusterSpec.preset("dgx-h100", nodes=devices // 8)
+    return of_model(model, cluster, (ids, ids), {"optimizer": ADAMW})
+
+
+LLAMA_8B = LlamaShape(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
+MIXTRAL = TransformerShape(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    ffn=14336,
+    vocab=32000,
+    seq_len=4096,
+    kv_heads=8,
+    gated_mlp=True,
+    experts=8,
+    topk=2,
+    moe_ffn=14336,
+)
+LARGE: dict[str, Callable[[], autopar.ParallelProgram]] = {
+    "large 8B on 8": functools.partial(large, functools.partial(LargeLlama, LLAMA_8B, 4096), 8, 16, 4096),
+    "large 405B on 16384": functools.partial(large, functools.partial(LargeLlama, LLAMA_405B, 8192), 16384, 2048, 8192),
+    "large Mixtral on 64": functools.partial(large, functools.partial(Transformer, MIXTRAL), 64, 256, 4096),
+}
+
+
 # --- cases
 
 
@@ -148,6 +191,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     wide = layers, slow(devices=8, devices_per_node=4), (rows, rows), {"loss_fn": F.mse_loss, "optimizer": SGD}
     seen = driving_batch(16), {"loss_fn": driving_loss, "optimizer": SGD}
     found: dict[str, Callable[[], Any]] = {f"auto {zoo.name}": run(of_zoo, zoo.name) for zoo in MODELS}
+    found |= {f"zoo {zoo.name} {name}": run(under_options, zoo.name, name) for zoo in MODELS for name in OPTION_SETS}
     for name in ("bert", "recommender", "resnet"):
         found[f"inference {name}"] = run(inferred, name)
     for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zb-v"):
@@ -194,6 +238,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "refused pipeline": run(of_zoo, "mlp", 2, memory_bytes=1e4, pp=2, microbatches=4),
         "refused constraint": run(of_zoo, "mlp", constraints={"nothing.like.it": "[., .]"}),
         "refused capture": lambda: of_model(WithOp(some_rows), 2, *own),
+        **LARGE,
     }
 
 
@@ -201,8 +246,11 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 
 def bare_python(source: str) -> str:
-    """Python without comments and docstrings, its functions and classes last and sorted by name."""
+    """Python without comments, docstrings and imports of the runtime, its functions and classes last and sorted by name."""
     tree = ast.parse(source)
+    tree.body = [
+        s for s in tree.body if not (isinstance(s, ast.ImportFrom) and (s.module or "").startswith("autopar_runtime"))
+    ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
             node.body = [s for s in node.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
@@ -230,14 +278,18 @@ def emitted(directory: Path) -> Iterator[tuple[str, str]]:
             yield name, bare.get(path.suffix, bare_text)(path.read_text())
 
 
-def described(program: autopar.ParallelProgram) -> dict[str, str]:
-    """What is compared of a program, as texts by name; numbers have all their digits."""
+def described(program: autopar.ParallelProgram, files: bool) -> dict[str, str]:
+    """What is compared of a program, as texts by name; numbers have all their digits. files: every file that it writes, or
+    its plan alone."""
     report = [line for line in program.report().splitlines() if not line.startswith("compiled in ")]
     others = [f"{other.name}: {NUMBERS(other.predicted)}" for other in program.alternatives]
     found = {"predicted": str(NUMBERS(program.predicted))}
     found |= {"alternatives": "\n".join(others), "report": "\n".join(report)}
     with tempfile.TemporaryDirectory() as directory:
-        return found | dict(emitted(program.save(directory)))
+        if files:
+            return found | dict(emitted(program.save(directory)))
+        program.plan.save(Path(directory) / "plan.json")
+        return found | dict(emitted(Path(directory)))
 
 
 @mock.patch("time.monotonic", new=float)  # no deadline of a search passes, however busy the machine is
@@ -252,7 +304,7 @@ def record(only: str) -> Recording:
             continue
         before = time.process_time()
         try:
-            found[name] = described(compile_case())
+            found[name] = described(compile_case(), files=name not in LARGE)
         except Exception as error:
             found[name] = {"error": bare_text(f"{type(error).__name__}: {error}")}
         said = found[name].get("error", "").split("\n")[0][:80]

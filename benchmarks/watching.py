@@ -45,11 +45,11 @@ def cpu_s(action: Callable[[], Any], repeats: int = REPEATS) -> float:
 def measure(directory: Path, steps: int, warmup: int) -> dict[str, Any]:
     """One rank."""
     import autopar
-    from autopar.runtime.process import TorchComm
-    from autopar.runtime.run_directory import RunDirectory
-    from autopar.runtime.saver import Saver
-    from autopar.runtime.seen_time import TICK_S
-    from autopar.runtime.watch import Watch
+    from autopar.runtime.checkpoint.run_directory import RunDirectory
+    from autopar.runtime.checkpoint.saver import Saver
+    from autopar.runtime.comm.process import TorchComm
+    from autopar.runtime.health.observed_time import TICK_S
+    from autopar.runtime.health.watch import Watch
 
     program = autopar.load(directory / "program")
     session = program.session

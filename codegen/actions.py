@@ -13,6 +13,7 @@ from autopar.ir.lines import Function, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.steps import rows
 from autopar.ops.homes import HOMES
+from autopar.runtime.memory.tiers import TIER_KINDS
 
 WHAT = {
     "prepare": "What forward must know of the whole batch, of one microbatch; PREPARED says how all are put together.",
@@ -23,8 +24,6 @@ WHAT = {
 }
 _RESERVED = ("rt", "torch", "aten", *HOMES, "user_ops", "float", "range", "reversed", "zip")
 """Names of the file that the functions read."""
-
-TIERS = {"ddr": "host memory", "nvme": "a file"}
 
 
 def stage_functions(stage: LoweredStage, printer: Printer) -> list[dict[str, Any]]:
@@ -89,7 +88,7 @@ def _text(line: Line, stage: LoweredStage, printer: Printer) -> str:
         case ir.ParkSaved(saved, places, tier, template):
             values = [stage.templates[template].saved[i] for i in places]
             what = ", ".join(values[:4]) + (", …" if len(values) > 4 else "")
-            return f"rt.park({local(saved)}, {places!r}, {tier!r})  # {what} rest in {TIERS.get(tier, tier)} until backward"
+            return f"rt.park({local(saved)}, {places!r}, {tier!r})  # {what} rest in {TIER_KINDS[tier].holds} until backward"
         case ir.FetchSaved(saved):
             return f"rt.fetch({local(saved)})  # on their way back, one call ahead"
         case ir.AwaitSaved(saved):

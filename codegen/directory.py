@@ -31,18 +31,18 @@ from typing import Any
 import torch
 
 from autopar import runtime
-from autopar.capture.trees import flatten
+from autopar.capture.examples.trees import flatten
 from autopar.codegen.owned_files import FACTS, WEIGHTS, digest, facts_text, settle, to_replace
 from autopar.codegen.stage import render
 from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
+from autopar.runtime.data.schema import SchemaError, is_identifier
+from autopar.runtime.data.whole_files import begin, commit, give_up, partial
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.manifest import TUNED, WORLDS, factory_modules, world_folder
-from autopar.runtime.schema import SchemaError, is_identifier
-from autopar.runtime.update_rule import ClipNorm, UpdateRule
-from autopar.runtime.whole_files import begin, commit, give_up, partial
+from autopar.runtime.program.manifest import TUNED, WORLDS, factory_modules, world_folder
+from autopar.runtime.update.update_rule import ClipNorm, UpdateRule
 
 MOST_RANK_FILES = 1024
 CANDIDATES = "candidates"
@@ -90,9 +90,9 @@ def write_directory(
 ) -> Path:
     """Write everything; returns the directory. candidates: the program under other plans; worlds: for other numbers of ranks.
 
-    Whatever ends this, the directory holds the program that was there before, or the new one (autopar/runtime/whole_files.py).
-    Raises EmitError when a part cannot be written, and, before anything is touched, where a file is in the way that autopar did
-    not write.
+    Whatever ends this, the directory holds the program that was there before, or the new one
+    (autopar/runtime/data/whole_files.py). Raises EmitError when a part cannot be written, and, before anything is touched,
+    where a file is in the way that autopar did not write.
     """
     beside = {candidate_folder(n): one for n, one in enumerate(candidates)}
     beside |= {world_folder(one.plan.ranks): one for one in worlds}
@@ -294,7 +294,7 @@ def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | Non
 
 def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, str]:
     """Write the folder of the weights; its files for the manifest's list."""
-    from autopar.runtime.checkpoint import write_full  # takes as long to import as all of autopar
+    from autopar.runtime.checkpoint.checkpoint import write_full  # takes as long to import as all of autopar
 
     folder = directory / WEIGHTS
     with warnings.catch_warnings():

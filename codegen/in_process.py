@@ -14,13 +14,12 @@ from autopar import runtime
 from autopar.codegen.pipeline import pipeline_module
 from autopar.codegen.user_ops import used_ops, user_ops_module
 from autopar.ir.lowered import LoweredProgram
-from autopar.ops.homes import HOMES
-from autopar.runtime import random
-from autopar.runtime.comm import Comm
-from autopar.runtime.session import Session
-from autopar.runtime.tables import world_mesh
-from autopar.runtime.threads import run_threads
-from autopar.runtime.update_rule import UpdateRule
+from autopar.ops.homes import HOMES, home_packages
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.program.tables import world_mesh
+from autopar.runtime.step.session import Session
+from autopar.runtime.update.update_rule import UpdateRule
 
 T = TypeVar("T")
 
@@ -89,8 +88,8 @@ def load(lowered: LoweredProgram, sources: Sequence[str], pipeline: str) -> InPr
 
 def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleType] | None = None) -> types.ModuleType:
     """Execute a stage file. `autopar_runtime` is this package's runtime; `importable` are other modules it may import."""
-    sys.modules.setdefault("autopar_runtime", runtime)
-    vars(runtime).update({**HOMES, "random": random})
+    for package in ("", *(f".{package}" for package in home_packages(HOMES))):
+        sys.modules.setdefault(f"autopar_runtime{package}", sys.modules[f"{runtime.__name__}{package}"])
     sys.modules.update(importable or {})
     module = types.ModuleType(name)
     module.__dict__["__source__"] = source

@@ -16,9 +16,9 @@ from typing import Any
 
 from autopar.errors import EmitError, PlanError
 from autopar.plan import Plan
-from autopar.runtime.datafile import path_inside, read_bytes, read_json
-from autopar.runtime.schema import SchemaError, table, text
-from autopar.runtime.whole_files import current, finish
+from autopar.runtime.data.datafile import path_inside, read_bytes, read_json
+from autopar.runtime.data.schema import SchemaError, table, text
+from autopar.runtime.data.whole_files import current, finish
 
 FACTS, WEIGHTS = "program.json", "weights"
 _METADATA = f"{WEIGHTS}/.metadata"
@@ -87,7 +87,7 @@ def settle(directory: Path, plan: Plan) -> None:
 
 
 def _own(directory: Path, names: Iterable[str], lists: Sequence[Mapping[str, str]], plan: Plan) -> list[str]:
-    """Those of some files, and of the files on the first list, that are there. lists: of what may be there. Raises EmitError
+    """Names of some files, and of the files on the first list, that are there. lists: of what may be there. Raises EmitError
     where another file is in the way."""
     present = [name for name in dict.fromkeys((*lists[0], *names)) if _there(directory / name)]
     foreign = [name for name in present if not any(_ours(directory, name, before, plan) for before in lists)]

@@ -125,7 +125,7 @@ class Variable:
 
     @staticmethod
     def choose(name: str, count: int, numbers: Iterable[Progression]) -> Variable:
-        """It goes through what most of the numbers that vary go through, if all others are whole multiples of that."""
+        """The variable goes through what most of the numbers that vary go through, if all others are whole multiples of that."""
         often = Counter(p for p in numbers if p.step)
         for values, _ in often.most_common():
             if all(p.step % values.step == 0 for p in often):

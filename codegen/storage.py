@@ -117,7 +117,7 @@ def _equalities(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def places(run: Run, lives: Lives, place: int) -> list[tuple[str, ...]]:
-    """Of every name at a line of a run's body, the names that stand there round by round."""
+    """The names that stand, round by round, for every name at a line of a run's body."""
     return list(zip(*(lives.names[i] for i in run.rounds(place)), strict=True))
 
 

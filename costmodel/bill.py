@@ -136,7 +136,7 @@ class ParameterTraffic:
         )
 
     def total_s(self, microbatches: int) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return microbatches * (self.each_forward_s + self.each_backward_s) + self.reduce_s + self.gather_s
 
 
@@ -198,7 +198,7 @@ class CallSeconds(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Of all three actions."""
+        """Seconds of all three actions."""
         return self.F + self.B + self.W
 
 

@@ -8,7 +8,7 @@ Gloo knows no nodes. With k nodes of r ranks, n = k r and S bytes, what leaves a
     reduce_scatter    r (k-1)/k S     (k-1)/k S
 
 The ranks of a node share its link: B is the rate of one of them while all send, so the one that closes a ring has r B. By node
-(`runtime/hierarchical.py`) two or three collectives follow each other, each with latencies of its own, so what is small goes
+(`runtime/comm/hierarchical.py`) two or three collectives follow each other, each with latencies of its own, so what is small goes
 flat. `least_bytes` decides from which size on; emitted programs are told it, and `gloo_time_s` is the price of what they then
 do. NCCL does all this by itself: groups of GPUs have the price of `collective.py`.
 """
@@ -22,8 +22,8 @@ from functools import lru_cache
 from autopar.cluster import ClusterSpec
 from autopar.cluster.link import LinkLevel
 from autopar.costmodel.collective import collective_time_s, one_level_s, shape_on_levels
-from autopar.runtime.gloo import EXCHANGE_BYTES
-from autopar.runtime.hierarchical import KINDS, grid_of
+from autopar.runtime.comm.gloo import EXCHANGE_BYTES
+from autopar.runtime.comm.hierarchical import KINDS, grid_of
 
 SIZES = tuple(2**i for i in range(10, 31))
 """Bytes at which the two ways are compared."""
@@ -118,7 +118,7 @@ def _level_s(levels: Levels, kind: str, nbytes: float, ranks: tuple[int, ...]) -
 
 
 def _is_exchange(kind: str, nbytes: float, n: int) -> bool:
-    """Whether every rank sends to every other one at once (`runtime/gloo.py`); large all_reduces are rings."""
+    """Whether every rank sends to every other one at once (`runtime/comm/gloo.py`); large all_reduces are rings."""
     return kind != "all_reduce" or nbytes * (n - 1) <= EXCHANGE_BYTES
 
 

@@ -28,9 +28,9 @@ from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
 from autopar.costmodel.host_kernels import Measured, as_measured, fit_kernels, measure_kernels, middle
-from autopar.runtime.hierarchical import KINDS
-from autopar.runtime.process import TorchComm
-from autopar.runtime.schema import listed
+from autopar.runtime.comm.hierarchical import KINDS
+from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.data.schema import listed
 
 SWEEPS = 3
 """Ops and collectives are measured so often, one after the other, and each takes the median: what the machine does meanwhile for
@@ -174,8 +174,8 @@ def groups_of(nodes: int, local: int) -> list[Groups]:
 
 
 def measure_ranks(device: torch.device, quick: bool, groups: Sequence[Groups], say: Progress) -> Ranks:
-    """Of this rank, in the initialised process group; every rank must call it. Ranks of all groups of a kind are at work
-    meanwhile, as those of a program are."""
+    """The measurements of this rank, in the initialised process group; every rank must call it. Ranks of all groups of a
+    kind are at work meanwhile, as those of a program are."""
     comms = [TorchComm(one.mesh, device) for one in groups]
     whole = comms[-1]
     ops: list[list[Measured]] = []

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from autopar.costmodel.calibrate_lateness import usual_of_slowest_s
-from autopar.runtime import experts
-from autopar.runtime.along import Along
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.kernels.experts import experts
 
 BURSTS = 4
 """Of a mixture forward and backward: there and back in each."""

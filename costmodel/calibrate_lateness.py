@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from autopar.costmodel.host_kernels import Measured, usual_s
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm.comm import Comm
 
 WINDOW_S = 0.05
 """What ranks compute between two meetings; the share hardly depends on it from 10 ms to 100."""

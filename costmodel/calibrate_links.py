@@ -20,8 +20,8 @@ from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.calibrate_lateness import usual_of_slowest_s
 from autopar.costmodel.host_kernels import usual_s
-from autopar.runtime.calls import Handle, Message
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm.calls import Handle, Message
+from autopar.runtime.comm.comm import Comm
 
 Progress = Callable[[str], None]
 Links = dict[str, dict[str, Any]]

@@ -109,7 +109,7 @@ def simulate(work_s: float, interval_s: float, saving: Saving, failures: Failure
 
 
 class _Nodes:
-    """Those that compute, spares, and those under repair."""
+    """Nodes that compute, spares, and those under repair."""
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
@@ -119,7 +119,7 @@ class _Nodes:
 
     @property
     def speed(self) -> float:
-        """Of the run, of that with all nodes."""
+        """The run's speed as a share of its speed with all nodes."""
         return 1 - self.missing / self.failures.nodes
 
     @property
@@ -128,7 +128,7 @@ class _Nodes:
         return self._back[0]
 
     def repaired(self, now: float) -> None:
-        """Those that have come back by now compute again, or are spares."""
+        """Nodes that have come back by now compute again, or are spares."""
         while self._back and self._back[0] <= now:
             heappop(self._back)
             if self.missing:

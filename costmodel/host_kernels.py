@@ -19,8 +19,11 @@ import numpy as np
 import torch
 
 from autopar.cluster.kernels import COPY, FILL, KernelTimes, Product
-from autopar.runtime import attention, experts, ops, schema
-from autopar.runtime.heap import keep_freed_memory
+from autopar.runtime.data import schema
+from autopar.runtime.kernels import ops
+from autopar.runtime.kernels.attention import attention
+from autopar.runtime.kernels.experts import experts
+from autopar.runtime.memory.heap import keep_freed_memory
 
 Tensor = torch.Tensor
 T = TypeVar("T", bound=Any)

@@ -19,11 +19,12 @@ from torch import nn
 
 import autopar
 from autopar.cli import export as cli
-from autopar.runtime import checkpoint, launch
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.weights import load_weights
+from autopar.runtime.comm.threads import run_threads
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.threads import run_threads
-from autopar.runtime.weights import load_weights
+from autopar.runtime.program.manifest import Manifest
+from autopar.runtime.run import launch
 
 from .runtime import stages
 from .runtime.scenarios import session_of

@@ -27,11 +27,12 @@ from autopar import ClusterSpec, Plan
 from autopar.cli import dump
 from autopar.cluster.yaml_text import parse_yaml
 from autopar.errors import AutoparError
-from autopar.runtime import RuntimeProgramError, checkpoint
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.schema import SchemaError, is_identifier
-from autopar.runtime.threads import run_threads
-from autopar.runtime.weights import load_weights
+from autopar.runtime import RuntimeProgramError
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.weights import load_weights
+from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.data.schema import SchemaError, is_identifier
+from autopar.runtime.program.manifest import Manifest
 
 from .mutations import CANARY, PAYLOADS, mutants, mutated_bytes, pickles
 from .runtime import safetensors_files, stages

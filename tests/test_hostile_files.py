@@ -9,6 +9,7 @@ import pickle
 import random
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from autopar import ClusterSpec, Plan
 from autopar.errors import AutoparError
-from autopar.runtime import RuntimeProgramError, checkpoint
-from autopar.runtime.checkpoint_reader import DataReader
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.run_directory import RunDirectory
-from autopar.runtime.safetensors import read_part
-from autopar.runtime.update_state import plain_text, read_schedulers
-from autopar.runtime.weights import stored_tensors
+from autopar.runtime import RuntimeProgramError
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.checkpoint_reader import DataReader
+from autopar.runtime.checkpoint.run_directory import RunDirectory
+from autopar.runtime.checkpoint.weights import stored_tensors
+from autopar.runtime.data.safetensors import read_part
+from autopar.runtime.program.manifest import Manifest
+from autopar.runtime.run.excluded_nodes import FAILED, Failure, failures
+from autopar.runtime.run.ownership import Owner, _read
+from autopar.runtime.run.program_files import _changes
+from autopar.runtime.update.update_state import plain_text, read_schedulers
 
 from . import hostile
 from .bounds import MOST_MB, MOST_S, reading
@@ -166,6 +171,53 @@ def test_mutated_files_are_read_or_refused_by_name_within_bounds(kind: str, coun
     whole = READERS[kind][2]()
     files = {f"mutant {seed}": mutated_bytes(whole, random.Random(seed)) for seed in range(count)}
     read_all(kind, files, tmp_path, accepted=True)
+
+
+def owner() -> bytes:
+    return json.dumps(asdict(Owner.this_process("job"))).encode()
+
+
+def ledger() -> bytes:
+    return b"".join(json.dumps(asdict(Failure(1e9, "a", FAILED, f"ended {n}"))).encode() + b"\n" for n in range(3))
+
+
+def record_of_program() -> bytes:
+    return json.dumps({"plan": "dp=2, 1f", "precision": "", "files": {"run.py": "0" * 64}}).encode()
+
+
+def changes_since(path: Path) -> str:
+    now = {"plan": "dp=4, 2f", "precision": "", "files": {"run.py": "1" * 64}}
+    return _changes(path, now)
+
+
+NOTES: dict[str, tuple[Reader, Callable[[], bytes]]] = {
+    "owner": (read_data("owner/0000000001", lambda path: _read(path.parents[1], 1)), owner),
+    "failures": (read_data("failures.jsonl", lambda path: failures(path.parent)), ledger),
+    "program": (read_data("program.json", changes_since), record_of_program),
+    "learned cluster": (read_data("learned.json", ClusterSpec.from_file), cluster),
+}
+"""What a run or a tuning leaves beside checkpoints: how it is read, and a right one. What is damaged is said and left out."""
+
+
+@pytest.mark.parametrize("kind", NOTES)
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_notes_of_a_run_that_are_damaged_end_nothing_and_take_little(kind: str, count: int, tmp_path: Path) -> None:
+    read, whole = NOTES[kind]
+    files = dict(hostile.texts()) | {f"mutant {n}": mutated_bytes(whole(), random.Random(n)) for n in range(count)}
+    wrong = []
+    for number, (name, data) in enumerate(files.items()):
+        own = tmp_path / f"{number}"
+        own.mkdir()
+        done = reading(read(own, data), NAMED)
+        if not done.named or done.megabytes > MOST_MB or done.seconds > MOST_S:
+            wrong.append(f"{name}: {done.said} ({done.megabytes:.0f} MB, {done.seconds:.1f} s)")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", NOTES)
+def test_notes_of_a_run_are_read(kind: str, tmp_path: Path) -> None:
+    read, whole = NOTES[kind]
+    assert read(tmp_path, whole())()
 
 
 @pytest.mark.parametrize("kind", ["metadata", "tensor", "value", "safetensors", "JSON cluster", "YAML cluster"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,47 @@ ORDER = """
 """
 """Rooms in the order in which they may know each other; rooms in one line do not import each other. A room is a folder or
 a module of `autopar/`, the folder beside it of that name, or a folder of `passes/`."""
+
+ROOMS = {
+    "runtime": """
+        errors
+        data
+        health
+        comm
+        memory
+        guards
+        kernels
+        gradients
+        rank
+        update
+        compiled
+        program
+        step
+        checkpoint
+        preflight
+        run
+    """,
+    "runtime.kernels": """
+        kernels tiles random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions
+        attention
+        experts
+        images
+    """,
+    "capture": """
+        before examples
+        source_lines explain
+        while_traced
+        exported
+        known
+        graph
+        templates export
+        build
+    """,
+}
+"""The same inside large rooms. Modules beside the rooms of one stand in the order too."""
+MOST_MODULES = 24
+ONE_FAMILY_A_FILE = ("autopar.ops",)
+POINTS_ELSEWHERE = ("Of", "That", "Those", "It", "They", "These")
 
 PLACE = {room: place for place, line in enumerate(ORDER.split("\n")) for room in line.split()}
 WINGS = ("passes", "costmodel", "codegen")
@@ -112,6 +154,34 @@ def test_every_file_belongs_to_a_room() -> None:
     assert {room(module) for module in SOURCES.keys() - ENTRANCES.keys()} == PLACE.keys()
 
 
+def inner_place(outer: str, module: str) -> int | None:
+    """The line of `ROOMS[outer]` that a module belongs to, None where it lies elsewhere or is the package itself."""
+    names = module.removeprefix(f"autopar.{outer}.").split(".")
+    lines = enumerate(ROOMS[outer].split("\n"))
+    return (
+        None if not module.startswith(f"autopar.{outer}.") else next(k for k, line in lines if names[0] in line.split())
+    )
+
+
+@pytest.mark.parametrize("outer", ROOMS)
+def test_no_import_goes_up_inside_a_room(outer: str) -> None:
+    inner = [m for m in SOURCES if m.startswith(f"autopar.{outer}.")]
+    assert {m.removeprefix(f"autopar.{outer}.").split(".")[0] for m in inner} == set(ROOMS[outer].split())
+    up = []
+    for a, b in ARROWS:
+        above, below = inner_place(outer, a), inner_place(outer, b)
+        own = a.removeprefix(f"autopar.{outer}.").split(".")[0] == b.removeprefix(f"autopar.{outer}.").split(".")[0]
+        if above is not None and below is not None and not own and above < below:
+            up.append(f"{a} imports {b}")
+    assert not up, "\n".join(up)
+
+
+def test_no_folder_is_a_corridor() -> None:
+    """Modules of a folder are seen at a glance; what is one family a file is looked up by its name."""
+    modules = Counter(module.rpartition(".")[0] for module, path in SOURCES.items() if path.name != "__init__.py")
+    assert {folder: n for folder, n in modules.items() if n > MOST_MODULES and folder not in ONE_FAMILY_A_FILE} == {}
+
+
 def test_only_the_users_names_stand_outside_the_order() -> None:
     assert IMPORTS["autopar.passes"] == set()
     assert [module for module in SOURCES if "autopar" in IMPORTS[module]] == []
@@ -161,3 +231,14 @@ def test_no_import_hides_in_a_string(module: str) -> None:
         if called in ("import_module", "__import__", "find_spec", "spec_from_file_location"):
             texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
             assert not any(str(text).startswith(("autopar", ".")) for text in texts), f"{module}:{node.lineno}"
+
+
+def test_docstrings_have_a_subject() -> None:
+    """A stranger who reads one alone is told what it is about: none opens with a word that points elsewhere."""
+    found = []
+    for module in SOURCES:
+        for node in ast.walk(tree_of(module)):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                first = (ast.get_docstring(node) or "-").split()[0].strip(",:;.")
+                found += [f"{module}:{node.body[0].lineno} opens with {first!r}"] if first in POINTS_ELSEWHERE else []
+    assert not found, "\n".join(found)

@@ -23,12 +23,12 @@ from torch import nn
 import autopar
 from autopar.cli.export import export
 from autopar.codegen.owned_files import digest, written_before
-from autopar.runtime import checkpoint
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.weights import stored_tensors
+from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.data.whole_files import COMPLETE, current, problem_of, read_record
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.process import TorchComm
-from autopar.runtime.weights import stored_tensors
-from autopar.runtime.whole_files import COMPLETE, current, problem_of, read_record
+from autopar.runtime.program.manifest import Manifest
 
 from .runtime import stages
 from .runtime.scenarios import session_of

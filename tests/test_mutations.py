@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.capture import canonical, position_masks
+from autopar.capture.graph import position_masks
+from autopar.capture.templates import canonical
 from autopar.codegen import stage
 from autopar.codegen.stage import rows
 from autopar.costmodel import collective, compute

@@ -23,16 +23,16 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError, ClusterError, InfeasibleError, InputError
-from autopar.runtime.batches import user_batches
-from autopar.runtime.run_directory import RunDirectory
-from autopar.runtime.worlds import manifest_for
+from autopar.runtime.checkpoint.run_directory import RunDirectory
+from autopar.runtime.program.batches import user_batches
+from autopar.runtime.program.worlds import manifest_for
 from tests.warm import python
 
 NOTED = """import os, sys, time
 from pathlib import Path
 OUT = Path(os.environ["PROGRAM"])
 sys.path.insert(0, str(OUT))
-from autopar_runtime import launch
+from autopar_runtime.run import launch
 step = launch.LoadedProgram.__call__
 
 def noted(self, *batch):

@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.capture.differentiate import trace_template
-from autopar.capture.export import Exported, export_step
-from autopar.capture.fake import fake_mode
-from autopar.capture.fold import Segment, cut, signature
-from autopar.capture.gradient_conditions import with_conditions
-from autopar.capture.head_losses import join_head_losses
-from autopar.capture.index_guards import guard_indices, without_guards
-from autopar.capture.inputs import batch_dim
-from autopar.capture.lean import lean
-from autopar.capture.precision import lower_precision, use_dtype
-from autopar.capture.tidy import tidied
+from autopar.capture.examples.inputs import batch_dim
+from autopar.capture.export.export import export_step
+from autopar.capture.export.fake import fake_mode
+from autopar.capture.export.faster_export import lean
+from autopar.capture.exported import Exported
+from autopar.capture.graph.head_losses import join_head_losses
+from autopar.capture.graph.index_guards import guard_indices, without_guards
+from autopar.capture.graph.precision import lower_precision, use_dtype
+from autopar.capture.graph.tidy import tidied
+from autopar.capture.templates.differentiate import trace_template
+from autopar.capture.templates.fold import Segment, cut, signature
+from autopar.capture.templates.gradient_conditions import with_conditions
 from autopar.errors import CaptureError
 from autopar.ir.memory_levers import PRECISIONS
 from autopar.ir.program import Buffer, Call, Conditions, Parameter, Program, Template, ValueRef, op_name

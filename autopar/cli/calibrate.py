@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autopar.runtime.whole_files import replace_file
+from autopar.runtime.data.whole_files import replace_file
 
 
 def main(argv: list[str] | None = None) -> int:

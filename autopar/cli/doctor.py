@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from autopar.errors import AutoparError, InputError
-from autopar.runtime import launch
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.flight_files import Left, conclusion, read_flights
+from autopar.runtime.health.flight_files import Left, conclusion, read_flights
+from autopar.runtime.run import launch
 
 
 def message_lines(left: Left, last: int = 12) -> Iterator[str]:

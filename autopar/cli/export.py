@@ -21,13 +21,13 @@ import torch
 
 from autopar.errors import AutoparError, InputError
 from autopar.ir.text import size_text
-from autopar.runtime.checkpoint import TensorSource
+from autopar.runtime.checkpoint.checkpoint import TensorSource
+from autopar.runtime.checkpoint.weights import FLOATS, INDEX, SUFFIX
+from autopar.runtime.data.safetensors import DTYPES, file_order, header, tensor_bytes
+from autopar.runtime.data.schema import shown
+from autopar.runtime.data.whole_files import begin, commit, file_facts, finish, give_up, write_record
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.safetensors import DTYPES, file_order, header, tensor_bytes
-from autopar.runtime.schema import shown
-from autopar.runtime.weights import FLOATS, INDEX, SUFFIX
-from autopar.runtime.whole_files import begin, commit, file_facts, finish, give_up, write_record
+from autopar.runtime.program.manifest import Manifest
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """Of a tensor: dtype and shape."""

@@ -12,9 +12,9 @@ from autopar.costmodel.simulate import Timeline, simulate
 from autopar.errors import InputError, PlanError
 from autopar.ir.actions import StageGraph, parse_row
 from autopar.plan import Plan
-from autopar.runtime.datafile import read_json, read_text
-from autopar.runtime.schema import SchemaError
-from autopar.runtime.whole_files import current
+from autopar.runtime.data.datafile import read_json, read_text
+from autopar.runtime.data.schema import SchemaError
+from autopar.runtime.data.whole_files import current
 
 Facts = dict[str, Any]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from autopar.errors import InputError
 from autopar.report.beside import Profile
-from autopar.runtime.datafile import read_json
-from autopar.runtime.recorder import KEPT, Sent, Span, StepRecord
-from autopar.runtime.schema import (
+from autopar.runtime.comm.recorder import KEPT, Sent, Span, StepRecord
+from autopar.runtime.data.datafile import read_json
+from autopar.runtime.data.schema import (
     MOST_RANKS,
     Schema,
     SchemaError,

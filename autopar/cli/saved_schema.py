@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from autopar.ir.actions import parse_row
-from autopar.runtime.schema import (
+from autopar.runtime.data.schema import (
     MOST_RANKS,
     Schema,
     SchemaError,

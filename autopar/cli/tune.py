@@ -26,8 +26,8 @@ from autopar.ir.text import time_text
 from autopar.plan import Plan
 from autopar.report.beside import Profile
 from autopar.report.learned import learned
-from autopar.runtime.manifest import TUNED
-from autopar.runtime.whole_files import current, replace_file
+from autopar.runtime.data.whole_files import current, replace_file
+from autopar.runtime.program.manifest import TUNED
 
 LEARNED = "learned.json"
 INTERRUPTED = 130

@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from autopar.errors import ClusterError
-from autopar.runtime.schema import MOST_NUMBER, MOST_RANKS, Schema, SchemaError, integer, number, positive, record, text
+from autopar.runtime.data.schema import (
+    MOST_NUMBER,
+    MOST_RANKS,
+    Schema,
+    SchemaError,
+    integer,
+    number,
+    positive,
+    record,
+    text,
+)
 
 T = TypeVar("T")
 MOST_SECONDS = 1e9

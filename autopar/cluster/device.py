@@ -19,8 +19,8 @@ from autopar.cluster.checks import RATE, SECONDS, check_fields, checked, name_te
 from autopar.cluster.kernels import KernelTimes, kernels_from_dict
 from autopar.cluster.tiers import Tier, fastest_first, tiers_from_dict
 from autopar.errors import ClusterError
-from autopar.runtime.devices import LEAST_CUDA, Device
-from autopar.runtime.schema import (
+from autopar.runtime.comm.devices import LEAST_CUDA, Device
+from autopar.runtime.data.schema import (
     Schema,
     anything,
     either,
@@ -195,6 +195,12 @@ class DeviceSpec:
         had = ", ".join(t.name for t in self.tiers) or "none"
         raise ClusterError(f"{self.name} has no memory tier {name!r} (it has {had}); {NO_TIERS}")
 
+    def some_tiers(self) -> tuple[Tier, ...]:
+        """The memory tiers, fastest first. Raises ClusterError where there are none."""
+        if not self.tiers:
+            raise ClusterError(f"{self.name} has no memory tiers; {NO_TIERS}")
+        return self.tiers
+
     def slower(self, factor: float) -> DeviceSpec:
         """A device that takes `factor` times as long for whatever it computes."""
         return replace(
@@ -359,9 +365,13 @@ def usual_tiers(device: DeviceSpec) -> tuple[Tier, ...]:
     table = load_data("tiers.json")
     families: dict[str, dict[str, Any]] = table["families"]
     key = next((k for k in sorted(families, key=len, reverse=True) if device.name.startswith(k)), "default")
-    row = families[key]
-    share = 1.0 / row["devices"]
-    return (
-        Tier("ddr", row["ddr_bytes"] * share, device.host_bandwidth_Bps, table["ddr_latency_s"]),
-        Tier("nvme", row["nvme_bytes"] * share, row["nvme_Bps"] * row["drives"] * share, table["nvme_latency_s"]),
+    share = 1.0 / families[key]["devices"]
+    return fastest_first(
+        Tier(
+            name,
+            figures["bytes"] * share,
+            figures["Bps"] * share if "Bps" in figures else device.host_bandwidth_Bps,
+            table["latency_s"][name],
+        )
+        for name, figures in families[key]["tiers"].items()
     )

@@ -26,8 +26,20 @@ from autopar.cluster.reliability import Reliability, reliability_from_dict, reli
 from autopar.cluster.tiers import tiers_from_dict
 from autopar.cluster.yaml_text import parse_yaml
 from autopar.errors import ClusterError
-from autopar.runtime.datafile import parse_json, read_text
-from autopar.runtime.schema import Schema, anything, either, flag, listed, number, record, shown, table, text, where
+from autopar.runtime.data.datafile import parse_json, read_text
+from autopar.runtime.data.schema import (
+    Schema,
+    anything,
+    either,
+    flag,
+    listed,
+    number,
+    record,
+    shown,
+    table,
+    text,
+    where,
+)
 
 MOST_BYTES = {"JSON": 1 << 26, "YAML": 1 << 16}
 """Of a cluster file."""

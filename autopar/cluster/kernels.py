@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.cluster.checks import RATE, SECONDS, checked
 from autopar.errors import ClusterError
-from autopar.runtime.schema import Schema, listed, number, record, row, shown, table, text
+from autopar.runtime.data.schema import Schema, listed, number, record, row, shown, table, text
 
 Points = tuple[tuple[float, float], ...]
 """(bytes, seconds), the bytes ascending."""
@@ -62,7 +62,7 @@ class Product:
     half_dim: float
 
     def seconds(self, flops: float, dims: Sequence[float]) -> float:
-        """Of one op."""
+        """Seconds of one op."""
         return self.launch_s + flops / self.rate * math.prod(1 + self.half_dim / max(dim, 1.0) for dim in dims)
 
 

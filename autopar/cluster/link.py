@@ -16,7 +16,7 @@ from typing import Any
 from autopar.cluster.checks import OVERSUBSCRIPTION, RANKS, RATE, SECONDS, SHARE, check_fields, checked, name_text
 from autopar.cluster.kernels import POINTS, Points, points_of, seconds_at
 from autopar.errors import ClusterError
-from autopar.runtime.schema import MOST_RANKS, Schema, flag, integer, listed, record, row, shown, text
+from autopar.runtime.data.schema import MOST_RANKS, Schema, flag, integer, listed, record, row, shown, text
 
 MeasuredCollective = tuple[str, int, Points]
 """A kind of collective, how many ranks took part, and seconds by bytes of the full array."""

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.cluster.checks import MOST_SECONDS, RATE, check_fields, checked
-from autopar.runtime.schema import Schema, integer, number, optional, positive, record
+from autopar.runtime.data.schema import Schema, integer, number, optional, positive, record
 
 _SECONDS = number(0, MOST_SECONDS)
 _FIELDS: dict[str, Schema[Any]] = {

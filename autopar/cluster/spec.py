@@ -26,8 +26,8 @@ from autopar.cluster.link import PROFILED_LINK, LinkLevel, profiled_link
 from autopar.cluster.reliability import Reliability
 from autopar.cluster.tiers import Tier
 from autopar.errors import ClusterError
-from autopar.runtime.datafile import read_json
-from autopar.runtime.schema import (
+from autopar.runtime.data.datafile import read_json
+from autopar.runtime.data.schema import (
     Schema,
     anything,
     choice,

@@ -1,4 +1,4 @@
-"""Memory tiers beyond the device: host memory ("ddr") and solid state disks ("nvme"), and what moving bytes costs.
+"""Memory tiers beyond the device, such as host memory ("ddr") and solid state disks ("nvme"), and what moving bytes costs.
 
 A tier belongs to a rank: its share of the node's capacity, and the bandwidth at which the rank alone moves bytes there
 or back (both directions at once: links are full duplex). Moving n bytes in p pieces takes
@@ -17,10 +17,9 @@ from typing import Any
 
 from autopar.cluster.checks import RATE, SECONDS, check_fields
 from autopar.errors import ClusterError, NoRoomError
-from autopar.runtime.schema import Schema, is_number, shown
+from autopar.runtime.data.schema import Schema, is_number, shown
+from autopar.runtime.memory.tiers import TIER_KINDS, tier_names
 
-TIER_NAMES = ("ddr", "nvme")
-"""Fastest first: the order in which a device has them, and in which they are filled."""
 _FIELDS: dict[str, Schema[float]] = {"capacity_bytes": RATE, "bandwidth_Bps": RATE, "latency_s": SECONDS}
 
 
@@ -34,8 +33,8 @@ class Tier:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in TIER_NAMES:
-            raise ClusterError(f"unknown memory tier {shown(self.name)}; tiers are {', '.join(TIER_NAMES)}")
+        if self.name not in tier_names():
+            raise _unknown(self.name)
         check_fields(_FIELDS, self, f"tier {self.name}")
 
     def move_s(self, nbytes: float, pieces: int = 1) -> float:
@@ -48,8 +47,12 @@ class Tier:
 
 
 def fastest_first(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
-    """The tiers in the order of TIER_NAMES."""
-    return tuple(sorted(tiers, key=lambda tier: TIER_NAMES.index(tier.name)))
+    """The tiers in the order of their kinds' ranks."""
+    return tuple(sorted(tiers, key=lambda tier: TIER_KINDS[tier.name].rank))
+
+
+def _unknown(name: object) -> ClusterError:
+    return ClusterError(f"unknown memory tier {shown(name)}; tiers are {', '.join(tier_names())}")
 
 
 def exposed_s(transfer_s: float, compute_s: float) -> float:
@@ -123,9 +126,9 @@ def tiers_from_dict(data: Any, devices_per_node: int = 1) -> tuple[Tier, ...]:
         raise ClusterError(
             f"tiers: a mapping such as {{ddr: {{capacity_GB: 2000, bandwidth_GBps: 50}}}}, got {shown(data)}"
         )
-    unknown = [name for name in data if name not in TIER_NAMES]
+    unknown = [name for name in data if name not in tier_names()]
     if unknown:
-        raise ClusterError(f"unknown memory tier {shown(unknown[0])}; tiers are {', '.join(TIER_NAMES)}")
+        raise _unknown(unknown[0])
     return fastest_first(_tier(name, row, devices_per_node) for name, row in data.items())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from autopar.runtime.schema import MOST_NUMBER, SchemaError, shown
+from autopar.runtime.data.schema import MOST_NUMBER, SchemaError, shown
 
 MOST_DEPTH = 32
 MOST_NODES = 1 << 17

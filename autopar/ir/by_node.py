@@ -1,4 +1,4 @@
-"""Collectives that go by node: inside the machines first, and then between them (`autopar/runtime/hierarchical.py`)."""
+"""Collectives that go by node: inside the machines first, and then between them (`autopar/runtime/comm/hierarchical.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class AxisByNode:
 
 @dataclass(frozen=True)
 class ByNode:
-    """Of a program. nodes: the ranks of each machine; both empty where every collective goes flat."""
+    """The collectives of a program that go by node. nodes: the ranks of each machine; both empty where every collective goes
+    flat."""
 
     nodes: tuple[tuple[int, ...], ...] = ()
     axes: tuple[AxisByNode, ...] = ()

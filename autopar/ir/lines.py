@@ -315,7 +315,7 @@ class WriteBuffer(ValueLine):
 
 @dataclass(frozen=True)
 class ParkSaved(ValueLine):
-    """Of the list that a call of `template` saved, the values at `places` go to a memory tier."""
+    """The values at `places` of the list that a call of `template` saved go to a memory tier."""
 
     places: tuple[int, ...]
     tier: str

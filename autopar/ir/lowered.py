@@ -61,7 +61,7 @@ class StoredParameter:
 
     owned: its optimizer state is here (a parameter of several stages is owned by one). tier: where the stored shard and
     its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device). compression: how its gradient
-    travels while it is reduced, a name of `runtime.compression.CODECS` ("": as it is).
+    travels while it is reduced, a name of `runtime.gradients.compression.CODECS` ("": as it is).
     """
 
     name: str
@@ -101,7 +101,7 @@ class Port:
     spec: Spec
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoweredStage:
     """One stage's program: functions of its templates, and the functions that an action runs.
 

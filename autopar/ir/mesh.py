@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import ShardingError
-from autopar.runtime.schema import is_identifier, shown
+from autopar.runtime.data.schema import is_identifier, shown
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,28 @@ def one_f_one_b(after: int, stages: int, M: int) -> float:
     return min(M, after + 1)
 
 
+def twice_one_f_one_b(after: int, stages: int, M: int) -> float:
+    """ZB-H2: the last stage holds one microbatch, every stage before it two more."""
+    return min(M, 2 * after + 1)
+
+
+def every_microbatch(after: int, stages: int, M: int) -> float:
+    """GPipe: all that there are."""
+    return M
+
+
+def as_the_first(rule: InFlight) -> InFlight:
+    """Every stage holds as many as the first by another rule: what one of them does not wait for before B, it has left for W."""
+    return lambda after, stages, M: rule(stages - 1, stages, M)
+
+
 def interleaved(V: int) -> InFlight:
     """Interleaved 1F1B with V stages per group: what is in flight per stage when the warm-up of its group ends."""
 
     def rule(after: int, stages: int, M: int) -> float:
         p = max(1, stages // V)
         chunk, group = divmod(stages - 1 - after, p)
-        alive = min(2 * (p - 1 - group) + (V - 1) * p + 1, M * V)
+        alive = min(2 * (p - 1 - group) + (V - 1) * p + 1, -(-M // p) * p * V)
         rounds, rest = divmod(alive, p * V)
         return min(M, rounds * p + min(p, max(0, rest - chunk * p)))
 
@@ -60,9 +75,10 @@ class Schedule:
     whether B (inputs) and W (weights) are apart.
 
     For the search: tried is its place among the schedules that are tried unless the user names one (0: only when it is
-    named), most_actions the longest step for which it is. in_flight(V) is what a cut counts on that a stage holds with V
-    stages per group; a table that holds more is refused later, by its bytes. branch_idle_left is the share
-    that is left of what 1F1B idles on branches side by side.
+    named), most_actions the longest step for which it is. in_flight(V) is what a stage of a chain holds from F to B with V stages
+    per group, which cuts count on; of a timed schedule it is the least, and a table that holds more is refused later, by its
+    bytes. until_weights: the same from F to W (None: B has all of backward). branch_idle_left is the share that is left of
+    what 1F1B idles on branches side by side.
     """
 
     name: str
@@ -76,12 +92,19 @@ class Schedule:
     tried: int = 0
     most_actions: int | None = None
     in_flight: Callable[[int], InFlight] = as_one_f_one_b
+    until_weights: InFlight | None = None
     branch_idle_left: float = 0.4
 
     def serves(self, stages_per_group: int) -> bool:
         """Whether groups may run that many stages each."""
         least, most = self.stages
         return least <= stages_per_group and (most is None or stages_per_group <= most)
+
+    def held_by_group(self, group: int, p: int, M: int, V: int = 1) -> float:
+        """Microbatches, of all its V stages together, that a group of a chain of p groups in a loop holds until backward has
+        done with them."""
+        rule = self.until_weights or self.in_flight(V)
+        return sum(rule(p * V - 1 - stage, p * V, M) for stage in range(group, p * V, p)) / V
 
 
 SCHEDULES: dict[str, Schedule] = {}
@@ -123,6 +146,7 @@ for _row in (
         tables.gpipe,
         stages=(1, None),
         tried=5,
+        in_flight=lambda V: every_microbatch,
         branch_idle_left=1.0,
     ),
     Schedule(
@@ -145,6 +169,7 @@ for _row in (
         tables.zb_h1,
         splits_backward=True,
         tried=2,
+        until_weights=as_the_first(one_f_one_b),
     ),
     Schedule(
         "zb-h2",
@@ -152,6 +177,8 @@ for _row in (
         tables.zb_h2,
         splits_backward=True,
         tried=3,
+        in_flight=lambda V: twice_one_f_one_b,
+        until_weights=as_the_first(twice_one_f_one_b),
     ),
 ):
     register(_row)

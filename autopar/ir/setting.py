@@ -18,8 +18,8 @@ from typing import TypeVar
 import numpy as np
 
 from autopar.ir.types import TensorType
-from autopar.runtime.devices import CPU, Device
-from autopar.runtime.kernels import has_fused_update
+from autopar.runtime.comm.devices import CPU, Device
+from autopar.runtime.kernels.kernels import has_fused_update
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
 """Bytes of one shard, or of several at once."""
@@ -79,8 +79,8 @@ class Setting:
     optimizer: what is known of its state. in_flight: microbatches whose values are held for backward at once (pipelines).
     offload: kinds of bytes that rest in memory tiers whatever the plan (`autopar.ir.memory_levers`), which therefore take
     no memory of the device. compensated: gradients of microbatches are summed with what rounding loses. compression: how
-    gradients travel while they are reduced (`runtime.compression.CODECS`; "": as they are). changes_gradients: they are written
-    to before the optimizer sees them, those that others may hold in a copy.
+    gradients travel while they are reduced (`runtime.gradients.compression.CODECS`; "": as they are). changes_gradients:
+    they are written to before the optimizer sees them, those that others may hold in a copy.
     """
 
     microbatches: int = 1

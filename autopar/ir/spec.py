@@ -17,7 +17,7 @@ from functools import cached_property
 from autopar.errors import ShardingError
 from autopar.ir.mesh import Mesh
 from autopar.ir.types import TensorType
-from autopar.runtime.schema import is_identifier
+from autopar.runtime.data.schema import is_identifier
 
 REDUCTIONS = ("sum", "max", "min")
 

@@ -16,7 +16,8 @@ from typing import Any
 LOCAL_KINDS = frozenset({"slice", "shard", "to_partial"})
 """Kinds of steps that send nothing."""
 GATHERED = ("all_gather",)
-"""Kinds of steps of updated values that travel in one message with others; those of gradients are `runtime.buckets.BUCKETED`."""
+"""Kinds of steps of updated values that travel in one message with others; those of gradients are
+`runtime.gradients.buckets.BUCKETED`."""
 
 _SCATTERS = ("reduce_scatter", "shard")
 

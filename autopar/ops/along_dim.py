@@ -33,7 +33,7 @@ def told_dim(block: Block) -> dict[str, object]:
 
 
 def row_bytes(sending: Sending, operand: int = 0) -> float:
-    """Of one row of an operand on a rank: one entry of the dim that is in blocks."""
+    """Bytes of one row of an operand on a rank: one entry of the dim that is in blocks."""
     size = sending.call.shapes[operand][carried_dim(sending.choice)]
     return sending.operand_bytes[operand] * sending.ranks / size
 

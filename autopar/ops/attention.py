@@ -1,8 +1,8 @@
 """Scaled dot-product attention: one op forward, one for the gradients of queries, keys and values, one for a mask's.
 
 Batch, key/value heads and query rows can be sharded; keys stay whole, or are cut along one axis together with the rows
-(`+s+t`, a ring: `autopar.runtime.attention`). A mask keeps all its columns, which have a factor of their own. A block of query
-rows needs its offset for the causal triangle, and its place in the whole score matrix for dropout.
+(`+s+t`, a ring: `autopar.runtime.kernels.attention.attention`). A mask keeps all its columns, which have a factor of their
+own. A block of query rows needs its offset for the causal triangle, and its place in the whole score matrix for dropout.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.random import next_site
 from autopar.ops.registry import Block, Gemm, Sending, define
-from autopar.runtime import attention as local
-from autopar.runtime.plain_scores import softmax_dtype
-from autopar.runtime.rings import turn_count
-from autopar.runtime.zigzag import runs
+from autopar.runtime.kernels.attention import attention as local
+from autopar.runtime.kernels.attention.plain_scores import softmax_dtype
+from autopar.runtime.kernels.attention.rings import turn_count
+from autopar.runtime.kernels.attention.zigzag import runs
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ def _attention_block(block: Block) -> dict[str, Any]:
 
 
 def _imbalance(call: OpCall, parts: Mapping[str, int], tile: float) -> float:
-    """Of n blocks of rows that see the keys before them the last does n - 1 blocks of work and half of its own; on average
+    """The last of n blocks of rows that see the keys before them does n - 1 blocks of work and half of its own; on average
     they do half of n; in zigzag order all do as much. A kernel that skips keys by tiles looks at half a tile too many
     for every row."""
     if not call["causal"]:

@@ -1,4 +1,5 @@
-"""What attention does beside its scores where a block of rows meets its keys piece by piece (`autopar.runtime.attention`).
+"""What attention does beside its scores where a block of rows meets its keys piece by piece
+(`autopar.runtime.kernels.attention.attention`).
 
 A ring brings the keys rank by rank, and the keys before a causal block of rows are apart from its own triangle. Every piece is a
 kernel of its own, and what it gives is put together. Bytes that are read and written, by rows and keys of the pieces:
@@ -16,10 +17,10 @@ from collections.abc import Mapping
 
 from autopar.ir.call import OpCall
 from autopar.ops.registry import Merged
-from autopar.runtime.devices import CPU, Device
-from autopar.runtime.rings import turn_count
-from autopar.runtime.triangle import pieces
-from autopar.runtime.zigzag import runs
+from autopar.runtime.comm.devices import CPU, Device
+from autopar.runtime.kernels.attention.rings import turn_count
+from autopar.runtime.kernels.attention.triangle import pieces
+from autopar.runtime.kernels.attention.zigzag import runs
 
 
 def merged(call: OpCall, parts: Mapping[str, int], _: Device = CPU) -> Merged | None:

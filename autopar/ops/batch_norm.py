@@ -3,8 +3,8 @@
     n c s2 s3, c, c -> n c s2 s3, c, c      channels shard; a sample's place in the batch and a row's in the image are whole
 
 The carried choices `+n`, `+s2`, … cut the batch, or the image, along an axis: then forward gathers every rank's mean and
-variance, and backward adds up two sums, in one message each (`runtime/batch_norm.py`). The gradients of weight and bias are such
-sums already, so nothing is owed. With statistics that are given (eval mode) batch and image are plain factors.
+variance, and backward adds up two sums, in one message each (`runtime/kernels/batch_norm.py`). The gradients of weight and
+bias are such sums already, so nothing is owed. With statistics that are given (eval mode) batch and image are plain factors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autopar.ir.rule import Carried, Labels, Rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import AlongAxis, Block, Sending, define, named
-from autopar.runtime import batch_norm as local
-from autopar.runtime.ops import norm_dtype
+from autopar.runtime.kernels import batch_norm as local
+from autopar.runtime.kernels.ops import norm_dtype
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
 In eager an expert that no row chose has no gradient, which is not a gradient of zeros: optimizers leave it alone. A captured
 graph says so at the place where a tensor is used: `gradient_if` is the tensor itself, and its gradient exists if the integers
-`choices` say so (`autopar.capture.gradient_conditions` takes these nodes out again). At run time the counts decide.
+`choices` say so (`autopar.capture.templates.gradient_conditions` takes these nodes out again). At run time the counts decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
 from autopar.ops.dialect import captured_op, differentiable, empty_like, graph_op
 from autopar.ops.labels import Maker
-from autopar.runtime import ops as local
+from autopar.runtime.kernels import ops as local
 
 Tensor = torch.Tensor
 

@@ -19,7 +19,7 @@ from autopar.ir.rule import Rule, parse_rule
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Gemm, define, named, register
-from autopar.runtime import ops as local
+from autopar.runtime.kernels import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

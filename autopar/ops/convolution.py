@@ -15,8 +15,8 @@ from autopar.ops import rows
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, define, named, resized
-from autopar.runtime import images
-from autopar.runtime import ops as local
+from autopar.runtime.kernels import ops as local
+from autopar.runtime.kernels.images import images
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

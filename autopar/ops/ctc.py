@@ -17,7 +17,7 @@ from autopar.ops.dialect import graph_op, lifts, shapes
 from autopar.ops.integers import in_range
 from autopar.ops.labels import Maker
 from autopar.ops.reduction import mean_all
-from autopar.runtime import ctc as local
+from autopar.runtime.kernels import ctc as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

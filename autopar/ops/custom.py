@@ -25,7 +25,7 @@ from autopar.errors import InputError
 from autopar.ir.call import OpCall, bind
 from autopar.ir.rule import Rule, parse_rule
 from autopar.ops.registry import define
-from autopar.runtime.schema import is_identifier
+from autopar.runtime.data.schema import is_identifier
 
 Tensor = torch.Tensor
 Function = Callable[..., Tensor]

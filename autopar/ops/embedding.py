@@ -12,7 +12,7 @@ from autopar.ir.rule import Rule
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Offset, define
-from autopar.runtime import ops as local
+from autopar.runtime.kernels import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

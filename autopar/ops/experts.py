@@ -4,9 +4,10 @@
 
 Tokens shard, and so do experts (a rank that has all tokens and some experts leaves a partial sum) and their inner dim.
 The carried choice `+t+e` is expert parallelism: one axis shards tokens and experts together, rows travel to the experts
-that they chose and back (`autopar.runtime.dispatch`), and nothing is owed over it. Two axes may take it: then a row travels
-along the first once to every node that has any of its experts, and inside that along the second (`autopar.runtime.legs`).
-How many rows a rank gets only the data decides; memory is counted for `Options.expert_imbalance` times the mean.
+that they chose and back (`autopar.runtime.kernels.experts.dispatch`), and nothing is owed over it. Two axes may take it:
+then a row travels along the first once to every node that has any of its experts, and inside that along the second
+(`autopar.runtime.kernels.experts.two_level_dispatch`). How many rows a rank gets only the data decides; memory is counted
+for `Options.expert_imbalance` times the mean.
 
 gate and up have a dim of their own in w_in, so that the inner dim shards: a view of the matrix that holds both.
 """
@@ -28,8 +29,8 @@ from autopar.ir.visits import visits
 from autopar.ops.dialect import differentiable, empty_like, given, graph_op
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, Grouped, Sending
-from autopar.runtime import experts as local
-from autopar.runtime.gates import ACTIVATIONS
+from autopar.runtime.kernels.experts import experts as local
+from autopar.runtime.kernels.gates import ACTIVATIONS
 
 Tensor = torch.Tensor
 _OPERANDS = "Tensor x, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor chosen, Tensor weights"
@@ -284,7 +285,7 @@ def experts(
     x: (…, d); chosen, weights: (…, choices), which experts each token takes and with what weight (a choice that is no
     number of an expert adds nothing); w_in: (experts, d, 1, f), or (experts, d, 2, f) for gate and up; w_out: (experts, f,
     d); b_in: (experts, 1 or 2, f), b_out: (experts, d). act: "silu", "gelu", "gelu_tanh", "relu", "relu2"; alpha, limit
-    and shift as in `autopar.runtime.gates`. Returns (…, d). Raises InputError.
+    and shift as in `autopar.runtime.kernels.gates`. Returns (…, d). Raises InputError.
     """
     if act not in ACTIVATIONS:
         raise InputError(f"experts: the activation {act!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")

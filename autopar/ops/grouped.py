@@ -23,7 +23,7 @@ from autopar.ops.contraction import contract
 from autopar.ops.dialect import differentiable, graph_op, lifts, shapes
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Gemm, define
-from autopar.runtime import grouped as local
+from autopar.runtime.kernels import grouped as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -1,9 +1,9 @@
-"""A head's product and its cross-entropy as one op, which is computed in chunks of tokens (`autopar.runtime.losses`).
+"""A head's product and its cross-entropy as one op, which is computed in chunks of tokens (`autopar.runtime.kernels.losses`).
 
     … h!, v! h!, …, … -> 1, … h!, v! h!         tokens shard (the loss and dw are partial sums); carried: +v, dx is partial
 
-Capture puts the two together where that pays (`autopar.capture.head_losses`); rows that count, class weights and the mean are
-those of the loss over logits (`autopar.ops.loss`).
+Capture puts the two together where that pays (`autopar.capture.graph.head_losses`); rows that count, class weights and the
+mean are those of the loss over logits (`autopar.ops.loss`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from autopar.ops.dialect import captured_op, empty_like, graph_op
 from autopar.ops.labels import Maker
 from autopar.ops.loss import SUM, counted_rows
 from autopar.ops.registry import Block, Gemm, Merged, Sending
-from autopar.runtime import losses as local
-from autopar.runtime.devices import Device
+from autopar.runtime.comm.devices import Device
+from autopar.runtime.kernels import losses as local
 
 Tensor = torch.Tensor
 
@@ -53,7 +53,7 @@ def _told(block: Block) -> dict[str, Any]:
 
 
 def _sends(sending: Sending) -> list[Sent]:
-    """Of every chunk of rows their maxima, then sums: exponentials, the labels' logits, with smoothing all logits."""
+    """Messages of every chunk of rows: maxima, then sums: exponentials, the labels' logits, with smoothing all logits."""
     scale, index = sending.call.operand("scale"), sending.call.operand("index")
     tokens = sending.bytes_of("index") / index.dtype.itemsize
     rows = min(tokens, local.chunk_rows(sending.call.operand("x").shape[-1], sending.device))

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 
-from autopar.runtime import (
-    attention,
-    batch_norm,
-    experts,
-    images,
-    losses,
-    moves,
-    ops,
-    pools,
-    rnn,
-    scans,
-    selection,
-    softmax,
-    zigzag,
-)
+from autopar import runtime
+from autopar.runtime.kernels import batch_norm, losses, moves, ops, rnn, scans, selection, softmax
+from autopar.runtime.kernels.attention import attention, zigzag
+from autopar.runtime.kernels.experts import experts
+from autopar.runtime.kernels.images import images, pools
 
 HOMES: dict[str, types.ModuleType] = {
     "attention": attention,
@@ -37,3 +28,12 @@ HOMES: dict[str, types.ModuleType] = {
 }
 ALWAYS = ("attention", "ops", "rnn")
 """Those that every file imports."""
+
+
+def home_packages(names: Iterable[str]) -> dict[str, list[str]]:
+    """Packages of the runtime, below its own name, with the modules of `names` that lie in each: `kernels.images: pools`."""
+    packages: dict[str, list[str]] = {}
+    for name in sorted(names):
+        package = HOMES[name].__name__.removeprefix(f"{runtime.__name__}.").rpartition(".")[0]
+        packages.setdefault(package, []).append(name)
+    return dict(sorted(packages.items()))

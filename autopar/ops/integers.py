@@ -1,6 +1,6 @@
 """What is known of integers: which operands are an index and into how much, and which values a result can have.
 
-Indices are checked where they come from (`autopar.capture.index_guards`); what can be proven in range is not.
+Indices are checked where they come from (`autopar.capture.graph.index_guards`); what can be proven in range is not.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _sides(call: OpCall, operands: Ranges) -> tuple[Range, Range] | None:
 
 
 def _corners(f: Callable[[int, int], int]) -> Callable[[OpCall, Ranges, int], Range | None]:
-    """Of a function that is monotonous in either argument: its values at the ends."""
+    """The range of a function that is monotonous in either argument: its values at the ends."""
 
     def values(call: OpCall, operands: Ranges, result: int) -> Range | None:
         sides = _sides(call, operands)
@@ -226,7 +226,7 @@ def _filled(call: OpCall, operands: Ranges, result: int) -> Range | None:
 
 
 def _summed(call: OpCall, operands: Ranges, result: int) -> Range | None:
-    """Of up to so many elements, as cumulative sums have them."""
+    """The range of sums of up to so many elements, as cumulative sums have them."""
     out = math.prod(call.out_shape) or 1
     n = _along(call) if call.op.startswith("aten.cumsum") else math.prod(call.shapes[0]) // out
     low, high = operands[0].low, operands[0].high - 1

@@ -19,7 +19,7 @@ from autopar.ops.labels import Maker, leading
 from autopar.ops.pointwise import pointwise
 from autopar.ops.reduction import mean_all
 from autopar.ops.registry import Block, define, named, register
-from autopar.runtime import ops as local
+from autopar.runtime.kernels import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

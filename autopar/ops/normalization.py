@@ -17,7 +17,7 @@ from autopar.ops.batch_norm import normed_by
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import define, named, register
-from autopar.runtime import ops as local
+from autopar.runtime.kernels import ops as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from autopar.ir.call import OpCall
 from autopar.ir.rule import Rule
 from autopar.ops.dialect import empty_like, graph_op
 from autopar.ops.labels import Maker
-from autopar.runtime import zigzag as local
+from autopar.runtime.kernels.attention import zigzag as local
 
 
 @graph_op(

@@ -9,8 +9,8 @@ from autopar.ir.rule import Labels, Rule
 from autopar.ops import rows
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, define, named, register
-from autopar.runtime.images import conv_window
-from autopar.runtime.pools import each
+from autopar.runtime.kernels.images.images import conv_window
+from autopar.runtime.kernels.images.pools import each
 
 define(
     *named("max_pool1d max_pool2d max_pool3d max_pool2d_with_indices avg_pool1d avg_pool2d avg_pool3d"),

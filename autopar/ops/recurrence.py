@@ -14,7 +14,7 @@ from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.random import lift_dropout
 from autopar.ops.registry import define, named
-from autopar.runtime import rnn as local
+from autopar.runtime.kernels import rnn as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

@@ -21,13 +21,13 @@ from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.ranges import Index, Range
 from autopar.ir.rule import Labels, Rule, Strategy, carried_choices, factors_of
-from autopar.runtime.devices import CPU, Device
+from autopar.runtime.comm.devices import CPU, Device
 
 RuleFunction = Callable[[OpCall], Rule]
 Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
 """FLOPs of the whole op, kind of work, and for products the factors of m, n and k."""
 Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
-"""What an op computes in under mixed precision (`autopar.capture.precision` defines each word)."""
+"""What an op computes in under mixed precision (`autopar.capture.graph.precision` defines each word)."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Sending:
     device: Device = CPU
 
     def bytes_of(self, name: str) -> float:
-        """Of the operand that an argument names, on this rank."""
+        """Bytes of the operand that an argument names, on this rank."""
         operand = self.call[name]
         assert isinstance(operand, Operand)
         return self.operand_bytes[operand.index]

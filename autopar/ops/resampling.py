@@ -15,7 +15,7 @@ from autopar.ir.rule import Carried, Labels, Rule
 from autopar.ops import rows
 from autopar.ops.labels import Maker, all_float, leading
 from autopar.ops.registry import Block, define, named, register, resized
-from autopar.runtime.images import CUBIC, LINEAR, pad_window, resampled_window
+from autopar.runtime.kernels.images.images import CUBIC, LINEAR, pad_window, resampled_window
 
 define(*named("upsample_nearest1d upsample_nearest2d upsample_nearest3d"), precision="follow")
 

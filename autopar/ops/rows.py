@@ -1,7 +1,7 @@
 """What rules of ops over windows of rows say of the dims of an image (rows stand for columns and planes too).
 
 h2, y2     dim 2 of the image and of what is made of it: two factors of one choice `+h2+y2`, since a block of results
-           reads rows of other blocks, which the op's implementation gets (`runtime/halos.py`)
+           reads rows of other blocks, which the op's implementation gets (`runtime/kernels/images/halos.py`)
 s2, r2     where blocks of the result read their own rows alone (kernels of one row, patches): a plain factor
 """
 
@@ -16,7 +16,7 @@ from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Labels, factors_of
 from autopar.ops.labels import Maker
 from autopar.ops.registry import AlongAxis, Block, Sending
-from autopar.runtime.halos import Window, most_rows
+from autopar.runtime.kernels.images.halos import Window, most_rows
 
 Dim = tuple[str, ...]
 Pair = Callable[[Maker, int, int, int], tuple[Dim, Dim]]

@@ -3,7 +3,7 @@
     h[t] = a[t] · h[t-1] + b[t]          linear_scan(a, b, dim): elementwise over all other dims, from a state of zero
 
 A loop over time is as many ops as there are steps; this is one, whose other dims shard, and whose scanned dim may be in
-blocks (`autopar.runtime.scans`): one row of every block is sent. The way back of a scan is a scan from the end.
+blocks (`autopar.runtime.kernels.scans`): one row of every block is sent. The way back of a scan is a scan from the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.ops.along_dim import carry, gathers
 from autopar.ops.dialect import differentiable, empty_like, graph_op, lifts
 from autopar.ops.labels import Maker, all_float, reduced_dims
 from autopar.ops.registry import define, named, register
-from autopar.runtime import scans as local
+from autopar.runtime.kernels import scans as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -148,7 +148,7 @@ _lift_extreme(aten.cummin.default)
 
 
 def _labels(make: Maker, call: OpCall) -> tuple[Labels, Labels]:
-    """Of a, which may have size one, and of b."""
+    """Labels of the dims of a, which may have size one, and of b."""
     states = make.dims(call.shapes[1], whole={int(call["dim"])})
     return tuple(() if n == 1 else label for n, label in zip(call.shapes[0], states, strict=True)), states
 

@@ -1,6 +1,6 @@
 """The largest and smallest entries along a dim, with their places: max, min, argmax, argmin, topk.
 
-Where the dim is in blocks every rank sends its own candidates (`autopar.runtime.selection`). Sorts are not among these: a
+Where the dim is in blocks every rank sends its own candidates (`autopar.runtime.kernels.selection`). Sorts are not among these: a
 sorted dim has as many candidates as entries, so it is gathered and sorted whole.
 """
 
@@ -19,7 +19,7 @@ from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker, reduced_dims
 from autopar.ops.pointwise import pointwise
 from autopar.ops.registry import Sending, define, named, register
-from autopar.runtime import selection as local
+from autopar.runtime.kernels import selection as local
 
 Tensor = torch.Tensor
 aten = torch.ops.aten

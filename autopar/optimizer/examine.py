@@ -22,11 +22,11 @@ from autopar.counter import ByteCounter
 from autopar.errors import InputError
 from autopar.ir.program import Program
 from autopar.ir.setting import OptimizerState
+from autopar.runtime.data.origin import package_of
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.optimizer_forms import is_fusible
-from autopar.runtime.origin import package_of
-from autopar.runtime.scheduler_steps import step_scheduler
-from autopar.runtime.update_rule import (
+from autopar.runtime.update.optimizer_forms import is_fusible
+from autopar.runtime.update.scheduler_steps import step_scheduler
+from autopar.runtime.update.update_rule import (
     REFUSED_OPTIMIZERS,
     WHOLE_TENSOR_OPTIMIZERS,
     UpdateRule,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from autopar.errors import InputError
-from autopar.runtime.scaling import LEAST_SCALE
-from autopar.runtime.schema import is_integer, is_number, shown
-from autopar.runtime.update_rule import ClipNorm, LossScaling, UpdateRule, as_rule
+from autopar.runtime.data.schema import is_integer, is_number, shown
+from autopar.runtime.update.scaling import LEAST_SCALE
+from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule, as_rule
 
 
 def update_rule(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.capture.promoted import Promote, cast
+from autopar.capture.known.promoted import Promote, cast
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.capture.default_device import with_cpu_as_default
-from autopar.capture.inputs import batch_size, microbatch
-from autopar.capture.trees import flatten
+from autopar.capture.examples.default_device import with_cpu_as_default
+from autopar.capture.examples.inputs import batch_size, microbatch
+from autopar.capture.examples.trees import flatten
 from autopar.errors import AutoparError, InputError
 from autopar.ops.registry import find
 from autopar.program import ParallelProgram
@@ -120,7 +120,7 @@ def _expected_s(program: ParallelProgram, steps: int) -> float:
 
 
 def _flops_per_s(size: int = 256) -> float:
-    """Of a product of matrices in float64 on this machine."""
+    """FLOPs per second of a product of matrices in float64 on this machine."""
     x = torch.ones(size, size, dtype=torch.float64)
     torch.mm(x, x)
     started = time.perf_counter()

@@ -19,8 +19,8 @@ import torch
 
 from autopar.counter import ByteCounter
 from autopar.program import ParallelProgram
-from autopar.runtime.comm import Comm
-from autopar.runtime.session import Session
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.step.session import Session
 
 T = TypeVar("T")
 

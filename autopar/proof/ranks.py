@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.capture.promoted import replaced
+from autopar.capture.known.promoted import replaced
 from autopar.codegen.in_process import load
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_sources
@@ -23,7 +23,7 @@ from autopar.passes.shard.problem import Problem
 from autopar.program import ParallelProgram
 from autopar.proof.casts import DividedAs
 from autopar.proof.compare import Values, difference, largest
-from autopar.runtime.session import Session
+from autopar.runtime.step.session import Session
 
 
 def values_on_ranks(

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.export import split_inputs
-from autopar.capture.promoted import cast
-from autopar.capture.scalar_outputs import own_loss
-from autopar.capture.trees import flatten
+from autopar.capture.examples.trees import flatten
+from autopar.capture.export.export import split_inputs
+from autopar.capture.known.promoted import cast
+from autopar.capture.while_traced.scalar_outputs import own_loss
 from autopar.program import ParallelProgram
 from autopar.proof.casts import cast_model, map_tensors, promoted
 from autopar.proof.compare import nudged
-from autopar.runtime.scheduler_steps import step_scheduler
-from autopar.runtime.update_rule import Named, UpdateRule, make_optimizers
+from autopar.runtime.update.scheduler_steps import step_scheduler
+from autopar.runtime.update.update_rule import Named, UpdateRule, make_optimizers
 
 
 def eager_values(

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture.default_device import with_cpu_as_default
-from autopar.capture.promoted import cast
-from autopar.capture.trees import rebuild
+from autopar.capture.examples.default_device import with_cpu_as_default
+from autopar.capture.examples.trees import rebuild
+from autopar.capture.known.promoted import cast
 from autopar.errors import InputError
 from autopar.ir.program import op_name
 from autopar.ops.registry import find

@@ -1,6 +1,6 @@
 """A recorded run beside its prediction: what each action and each kind of message was expected to take, and took.
 
-Expectations are `program.json`'s, as `facts` wrote them; records are what `autopar_runtime.recorder` noted on every rank.
+Expectations are `program.json`'s, as `facts` wrote them; records are what `autopar_runtime.comm.recorder` noted on every rank.
 A step's time is the slowest rank's; what a table says of many actions or messages is their median over steps and ranks,
 which a first step that warms up does not move. What a rank waits for others is no part of an action's time.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.ir.actions import Action, parse_row
 from autopar.ir.text import size_text, time_text
-from autopar.runtime.recorder import Sent, StepRecord
+from autopar.runtime.comm.recorder import Sent, StepRecord
 
 Facts = Mapping[str, Any]
 

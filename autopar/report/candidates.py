@@ -35,7 +35,8 @@ def ruled_out_stages(options: Options, ranks: int, plans: Iterable[Plan]) -> boo
 
 
 def worth_measuring(plan: Plan, others: Sequence[Alternative], count: int) -> Iterator[Alternative]:
-    """Of plans that are predicted to come next, so many whose shapes differ from that of `plan` and from each other's."""
+    """The first `count` plans that are predicted to come next and whose shapes differ from that of `plan` and from each
+    other's."""
     seen = {shape_of(plan)}
     for other in sorted(others, key=lambda one: one.predicted.step_time_s):
         if count and shape_of(other.plan) not in seen:

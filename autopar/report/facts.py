@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.capture.trees import shapes_text
+from autopar.capture.examples.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.actions import show_row

@@ -18,7 +18,7 @@ from autopar.costmodel.calibrate_links import Sample, fit_links
 from autopar.costmodel.collective import shape_on_levels
 from autopar.ir.mesh import Mesh
 from autopar.report.beside import Facts, Profile, action_of, group_of, stages_of
-from autopar.runtime.recorder import StepRecord
+from autopar.runtime.comm.recorder import StepRecord
 
 Run = tuple[Facts, Profile]
 AT_ONCE = 0.1

@@ -30,7 +30,7 @@ class LongRun:
 
 
 def state_bytes(program: Compiled) -> float:
-    """Of parameters, buffers and optimizer state, each once."""
+    """Bytes of parameters, buffers and optimizer state, each once."""
     optimizer, parameters = program.setting.optimizer, program.ir.parameters
     total = sum(
         float(p.type.nbytes + optimizer.shard_bytes(p.type, float(p.type.nbytes), n)) for n, p in parameters.items()

@@ -1,4 +1,4 @@
-"""What the manifest says of the machines that a program is for (`autopar.runtime.machines`)."""
+"""What the manifest says of the machines that a program is for (`autopar.runtime.program.machines`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.ops.registry import find
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.rules.hubs import phase_is_late
 from autopar.report.long_run import state_bytes
-from autopar.runtime.machines import LinkRate, Machines
+from autopar.runtime.program.machines import LinkRate, Machines
 
 
 def machine_facts(program: Compiled) -> dict[str, Any]:

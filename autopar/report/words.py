@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.capture.trees import shapes_text
+from autopar.capture.examples.trees import shapes_text
 from autopar.compiled import Compiled
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.program import Program

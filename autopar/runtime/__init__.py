@@ -1,7 +1,8 @@
 """The runtime of emitted programs. It needs torch and nothing else, and is copied next to them as `autopar_runtime`."""
 
-from .calls import Handle
-from .comm import Comm, Group
+from .comm.calls import Handle
+from .comm.comm import Comm, Group
+from .comm.threads import run_threads
 from .errors import (
     CheckpointError,
     CollectiveMismatch,
@@ -10,10 +11,9 @@ from .errors import (
     GuardError,
     RuntimeProgramError,
 )
-from .grads import GradEntry, GradStore
+from .gradients.grads import GradEntry, GradStore
 from .rank import Rank
-from .session import Session
-from .threads import run_threads
+from .step.session import Session
 
 __all__ = [
     "CheckpointError",

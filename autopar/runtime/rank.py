@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .along import Along
-from .calls import Handle
-from .comm import Comm, Step
+from .comm.axis_comm import Along
+from .comm.calls import Handle
+from .comm.comm import Comm, Step
 from .errors import RuntimeProgramError
-from .gather import Gather, start_gathers
-from .grads import GradStore
+from .gradients.gather import Gather, start_gathers
+from .gradients.grads import GradStore
 from .guards import Guards
-from .random import make_key
-from .tiers import Tiers
+from .kernels.random import make_key
+from .memory.tiers import Tiers
 
 Steps = tuple[Step, ...]
 Wanted = tuple[str, Steps] | tuple[str, Steps, torch.dtype]
@@ -85,7 +85,7 @@ class Rank:
         self.tiers.fetch(saved)
 
     def ready(self, saved: list[Any]) -> None:
-        """It is there."""
+        """Wait until what was fetched of the list has arrived."""
         self.tiers.ready(saved)
 
     def key(self, call: int, site: int) -> int:

@@ -1,8 +1,8 @@
 """What the estimator knows of every pipeline schedule: one row each.
 
-Rows that name an `order` are timed by the simulator on that schedule's table (`autopar.ir.schedules`); the others have a
-closed form for as many microbatches as one likes. "zb-1p" and "zb-2p" are the names under which the zero-bubble paper
-reports its searched schedules with the memory of 1F1B and with twice that.
+Rows that name an `order` are timed by the simulator on that schedule's table, and hold what it holds
+(`autopar.ir.schedules`); the others have closed forms for as many microbatches as one likes. "zb-1p" and "zb-2p" are the
+names under which the zero-bubble paper reports its searched schedules with the memory of 1F1B and with twice that.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from autopar.errors import ConstraintError
+from autopar.ir.schedules import schedule_row
 
-Held = Callable[[int, int, int, int], float]
-"""(stage, groups p, microbatches m, chunks V) -> microbatches of a whole stage whose activations it holds at its peak."""
+Held = Callable[[int, int, int], float]
+"""(group, groups p, microbatches m) -> microbatches of all its stages whose activations a group holds at its peak."""
 ClosedForm = Callable[[int, int, float, Mapping[tuple[int, str], float], float], float]
 """(p, m, seconds of the slowest group, seconds of (stage, kind), seconds of a send) -> seconds of the pipeline."""
 
@@ -23,15 +24,15 @@ ClosedForm = Callable[[int, int, float, Mapping[tuple[int, str], float], float],
 class EstimatedSchedule:
     """How a schedule is timed and what it holds.
 
-    order: the schedule whose table is simulated; rounds(p, m): for how many microbatches, after which every further one
-    adds the same period. sends_wait: whether the period includes sends. W_saved: weight gradients per group that fill
-    the pipeline where it is too large to be simulated. chunks: stages per group (None: two or more). least(p): fewest
-    microbatches. fills: whether the groups wait for the first microbatch to reach the last one (a bound of the search
-    rests on it).
+    order: the schedule whose table is simulated, else held and closed_s say what it holds and takes; rounds(p, m): for how
+    many microbatches, after which every further one adds the same period. sends_wait: whether the period includes sends.
+    W_saved: weight gradients per group that fill the pipeline where it is too large to be simulated. chunks: stages per
+    group (None: two or more). least(p): fewest microbatches. fills: whether the groups wait for the first microbatch to
+    reach the last one (a bound of the search rests on it).
     """
 
-    held: Held
     order: str = ""
+    held: Held | None = None
     closed_s: ClosedForm | None = None
     rounds: Callable[[int, int], int] = lambda p, m: min(m, p + 1)
     sends_wait: bool = False
@@ -51,30 +52,25 @@ def _as_zb_2p(p: int, m: int, slowest_s: float, seconds: Mapping[tuple[int, str]
     return m * slowest_s + max(0.0, lag_s) + (p - 1) * comm_s
 
 
-def _one_p(stage: int, p: int, m: int, V: int) -> float:
+def _one_p(group: int, p: int, m: int) -> float:
     return min(m, p)
 
 
-def _two_p(stage: int, p: int, m: int, V: int) -> float:
-    return min(m, 2 * (p - stage) - 1 + stage)
+def _two_p(group: int, p: int, m: int) -> float:
+    return min(m, 2 * p - 1 - group)
 
 
 ESTIMATED = {
-    "gpipe": EstimatedSchedule(lambda stage, p, m, V: m, "gpipe"),
-    "1f1b": EstimatedSchedule(lambda stage, p, m, V: min(p - stage, m), "1f1b", sends_wait=True),
-    "interleaved": EstimatedSchedule(
-        lambda stage, p, m, V: min(m, (2 * (p - 1 - stage) + (V - 1) * p + 1) / V),
-        "interleaved",
-        rounds=lambda p, m: min(ceil(m / p), 2) * p,
-        chunks=None,
-    ),
-    "zb-h1": EstimatedSchedule(_one_p, "zb-h1", W_saved=2, least=lambda p: p),
+    "gpipe": EstimatedSchedule("gpipe"),
+    "1f1b": EstimatedSchedule("1f1b", sends_wait=True),
+    "interleaved": EstimatedSchedule("interleaved", rounds=lambda p, m: min(ceil(m / p), 2) * p, chunks=None),
+    "zb-h1": EstimatedSchedule("zb-h1", W_saved=2, least=lambda p: p),
     "zb-h2": EstimatedSchedule(
-        _two_p, "zb-h2", rounds=lambda p, m: min(m, 2 * p), W_saved=2, least=lambda p: 2 * p, fills=False
+        "zb-h2", rounds=lambda p, m: min(m, 2 * p), W_saved=2, least=lambda p: 2 * p, fills=False
     ),
-    "zb-1p": EstimatedSchedule(_one_p, "zb-h1", W_saved=2),
-    "zb-2p": EstimatedSchedule(_two_p, closed_s=_as_zb_2p, fills=False),
-    "zb-v": EstimatedSchedule(_one_p, closed_s=_as_zb_v, chunks=2, least=lambda p: 2 * p, fills=False),
+    "zb-1p": EstimatedSchedule("zb-h1", W_saved=2),
+    "zb-2p": EstimatedSchedule(held=_two_p, closed_s=_as_zb_2p, fills=False),
+    "zb-v": EstimatedSchedule(held=_one_p, closed_s=_as_zb_v, chunks=2, least=lambda p: 2 * p, fills=False),
 }
 _ALIASES = {
     "none": "1f1b",
@@ -103,6 +99,11 @@ def same_form(name: str) -> str:
     return ESTIMATED[name].order or name
 
 
-def microbatches_held(name: str, stage: int, p: int, m: int, V: int) -> float:
-    """Microbatches (of a whole stage) whose activations a stage holds at its peak."""
-    return 1.0 if p == 1 else float(ESTIMATED[name].held(stage, p, m, V))
+def microbatches_held(name: str, group: int, p: int, m: int, V: int) -> float:
+    """Microbatches (of all its stages) whose activations a group holds at its peak."""
+    row = ESTIMATED[name]
+    if p == 1:
+        return 1.0
+    return float(
+        row.held(group, p, m) if row.held is not None else schedule_row(row.order).held_by_group(group, p, m, V)
+    )

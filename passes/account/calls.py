@@ -40,7 +40,7 @@ class Units:
     boundary_s: np.ndarray
 
     def at(self, calls: Sequence[int]) -> Units:
-        """Those of these calls."""
+        """Call costs restricted to `calls`."""
         return Units(*(getattr(self, field.name)[list(calls)] for field in fields(Units)))
 
 
@@ -60,17 +60,21 @@ def measure(
             _spread(function, seconds[action], per_call, stage, pricer)
     peaks = {name: max(function_bytes(f, stage.mesh).peak for f in t.functions) for name, t in stage.templates.items()}
     resting, held, step = np.zeros(n), np.zeros(n), np.zeros(n)
-    first: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
     for i, call in enumerate(program.calls):
         for name in call.params:
-            first.setdefault(name, i)
+            readers.setdefault(name, []).append(i)
     work = gradient_work(stage, pricer, setting)
     for name, p in stage.parameters.items():
-        i = first.get(name, 0)
-        resting[i] += p.storage.local_bytes(p.type, stage.mesh)
+        read_by = readers.get(name, [0])
+        i = read_by[0]
+        on_device = (
+            not p.tier or len(read_by) > 1
+        )  # where a cut parts its readers, it rests on the device (lower/pipeline.py)
+        resting[i] += p.storage.local_bytes(p.type, stage.mesh) if on_device else 0.0
         if p.contributions:
             shard = p.optimizer.local_bytes(p.type, stage.mesh)
-            resting[i] += shard
+            resting[i] += shard if on_device else 0.0
             if not p.optimizer_tier:
                 resting[i] += setting.optimizer.shard_bytes(p.type, shard, name)
             step[i] += work[name]

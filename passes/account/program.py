@@ -60,7 +60,7 @@ class Account:
 
     @property
     def seconds(self) -> dict[tuple[int, str], float]:
-        """Of one action, by (stage, kind)."""
+        """Seconds of one action, by (stage, kind)."""
         return {(i, kind): s for i, stage in enumerate(self.stages) for kind, s in stage.seconds.items()}
 
     @cached_property
@@ -84,7 +84,7 @@ class Account:
 
     @property
     def resting_bytes(self) -> dict[str, float]:
-        """Of the stage that rests most."""
+        """Resting bytes, by kind, of the stage that has most of them."""
         return max((s.memory for s in self.stages), key=lambda m: m.resting_bytes).resting
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from autopar.capture import capture_program
-from autopar.capture.inputs import microbatch
+from autopar.capture.examples.inputs import microbatch
 from autopar.passes.batch.microbatches import Captured, Microbatches
 from autopar.passes.rules.book import RuleBook
 from autopar.request import Request

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autopar.capture.export import Exported
+from autopar.capture.exported import Exported
 from autopar.errors import CoupledError, InputError
 from autopar.ir.program import Join, Microbatched, Program
 from autopar.passes.batch.divided import divided, divides

@@ -296,7 +296,7 @@ class _CallPass:
         return ["whole"] * len(call.results)
 
     def _must_be_known(self, node: fx.Node, values: list[str]) -> None:
-        """These sums are needed before the op: beforehand, where they depend on inputs alone."""
+        """Sums `values` are needed before the op: beforehand, where they depend on inputs alone."""
         self.waits = True
         for value in values:
             if not self.plain[value] or self.states[value] == "shard":

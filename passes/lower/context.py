@@ -21,7 +21,7 @@ from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan, TemplatePlan
-from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.gradients.buckets import BUCKETED
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 A conversion that sends becomes two lines: it starts as soon as its operand is made and the link is free, and is waited for
 where its result is first read, or where nothing else is left to do. An op that stops for messages of its own
-(`autopar.runtime.suspended`) is started likewise, and goes on whenever its message has arrived. Lines are taken one by one, on
-a clock of the rank and one of its link (`autopar.passes.price.link_clock`). Backward of a row-parallel product, whose weights'
-gradient needs no message:
+(`autopar.runtime.comm.suspended`) is started likewise, and goes on whenever its message has arrived. Lines are taken one by
+one, on a clock of the rank and one of its link (`autopar.passes.price.link_clock`). Backward of a row-parallel product,
+whose weights' gradient needs no message:
 
     dw = g.T @ x                          dx = g @ w
     dx = g @ w                            dx_coming = rt.comm.start_all_reduce(dx, 'tp')

@@ -1,4 +1,4 @@
-"""The bytes of a stage's gradient store over a step: the runtime's order of events (runtime/grads.py) over numbers.
+"""The bytes of a stage's gradient store over a step: the runtime's order of events (runtime/gradients/grads.py) over numbers.
 
 Gradients are summed over microbatches, packed in buckets, reduced and handed out; scratch stays in a pool until `finish`,
 what is handed out until `forget`. `hold` is what the store holds now, `top` the most since it was set.
@@ -15,9 +15,9 @@ from typing import Any
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.steps import RuntimeStep, bytes_after
-from autopar.passes.price.lines import summed_bytes
-from autopar.runtime.buckets import BUCKETED, BucketSizes
-from autopar.runtime.compression import CODECS, Codec
+from autopar.passes.price.gradients import summed_bytes
+from autopar.runtime.gradients.buckets import BUCKETED, BucketSizes
+from autopar.runtime.gradients.compression import CODECS, Codec
 
 Steps = tuple[RuntimeStep, ...]
 
@@ -35,7 +35,7 @@ class Wire:
 
     @staticmethod
     def of(codec: Codec, nbytes: Iterable[int], n: int, itemsize: int, second: bool) -> Wire:
-        """That of a bucket of values of so many bytes each."""
+        """The wire of a bucket of values of so many bytes each."""
         parts = 1 if second else n  # a value is cut into rows, or the bucket is
         used = sum(codec.padded(size // itemsize // parts) for size in nbytes)
         elements = codec.padded(-(-used // n)) if second else used

@@ -20,9 +20,9 @@ from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import Storage, StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
-from autopar.passes.price.lines import unsent_bytes
+from autopar.passes.price.gradients import unsent_bytes
 from autopar.passes.price.tiers import step_parts
-from autopar.runtime.devices import CPU, Device
+from autopar.runtime.comm.devices import CPU, Device
 
 _REPLAYED = 3
 """Microbatches that the gradient store is replayed over: from the second to the last but one they are alike."""

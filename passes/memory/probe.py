@@ -27,11 +27,10 @@ from autopar.ir.steps import RuntimeStep, rows
 from autopar.ir.types import TensorType
 from autopar.ops.homes import HOMES
 from autopar.ops.registry import find
-from autopar.runtime.along import Along
-from autopar.runtime.calls import Call
-from autopar.runtime.comm import Comm
-from autopar.runtime.devices import CPU, Device, standing_for
-from autopar.runtime.gather import Gather, start_gathers
+from autopar.passes.price.meta_comm import MetaComm
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.devices import CPU, Device, standing_for
+from autopar.runtime.gradients.gather import Gather, start_gathers
 from autopar.runtime.guards import Guards
 
 SMALL = 4 << 20
@@ -84,28 +83,6 @@ class Effect:
     outs: tuple[Out, ...]
     fresh: tuple[int, ...]
     peak: int
-
-
-class MetaComm(Comm):
-    """A rank, by default the last, whose collectives move nothing: buffers without data, of the right size."""
-
-    def __init__(self, mesh: Mapping[str, int], rank: int | None = None, device: str = "meta") -> None:
-        super().__init__(math.prod(mesh.values()) - 1 if rank is None else rank, mesh, device)
-
-    def _start(self, call: Call) -> Callable[[], None]:
-        def wait(held: Call = call) -> None:
-            """Until then the backend holds the buffers."""
-
-        return wait
-
-    def _post(self, messages: Any) -> Any:
-        raise NotImplementedError
-
-    def _part(self, mesh: Any, first_rank: int, inside: bool) -> Any:
-        raise NotImplementedError
-
-    def _tell(self, text: str) -> Any:
-        raise NotImplementedError
 
 
 class _Rank:
@@ -266,7 +243,7 @@ def _probe(line: WholeLine, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
 
 
 def _names(layouts: Sequence[Layout]) -> list[str]:
-    """Of operands, in text that is run."""
+    """Names of operands, in text that is run."""
     return [f"v{i}" for i in range(len(layouts))]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.ir.lines import Function, GoOn, Start, Wait
 from autopar.ir.mesh import Mesh
 from autopar.passes.memory.probe import Effect, Layout, line_effect
-from autopar.runtime.devices import CPU, Device
+from autopar.runtime.comm.devices import CPU, Device
 
 
 @dataclass(frozen=True)

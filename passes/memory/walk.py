@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.passes.memory.probe import GatheredShard, Layout, gather_effect, line_effect, local
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
 from autopar.passes.rules.once import once
-from autopar.runtime.devices import CPU, Device
+from autopar.runtime.comm.devices import CPU, Device
 
 Binding = LiveValue | list[LiveValue]
 """What a local name of a stage's function stands for: a value, or a list of saved ones."""
@@ -162,7 +162,7 @@ class _Walk:
                 raise TypeError(f"the memory of a {type(line).__name__} is not known")
 
     def _layout(self, line: Line) -> Layout:
-        """Of the only result."""
+        """The layout of a line's only result."""
         ((_, type_, spec),) = line.made()
         assert type_ is not None
         assert spec is not None
@@ -325,5 +325,5 @@ def _taped(
 
 @once
 def _tapes(template: LoweredTemplate) -> dict[Hashable, Tape]:
-    """Those made so far."""
+    """The tapes of a template made so far."""
     return {}

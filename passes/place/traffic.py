@@ -109,7 +109,7 @@ class Tree:
 
     @staticmethod
     def of(cluster: ClusterSpec, ranks: Sequence[int], distance: Sequence[float] | None = None) -> Tree:
-        """Of some of a cluster's ranks. distance: one number per cluster level, innermost first."""
+        """The tree of some of a cluster's ranks. distance: one number per cluster level, innermost first."""
         levels = cluster.levels
         if distance is None:
             rates = np.array([level.rate_Bps(tuple({level.group_of(r) for r in ranks})) for level in levels])

@@ -55,7 +55,7 @@ def template_bill(
 
 @once
 def _bills(lowered: LoweredTemplate) -> WeakKeyDictionary[Pricer, CallBill]:
-    """Those made so far."""
+    """The bills of a template made so far."""
     return WeakKeyDictionary()
 
 

@@ -9,8 +9,8 @@ from autopar.costmodel.by_node import least_bytes, nodes_of
 from autopar.ir.by_node import ALL_FLAT, AxisByNode, ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
-from autopar.runtime.hierarchical import KINDS, grid_of
-from autopar.runtime.mesh import group_ranks
+from autopar.runtime.comm.hierarchical import KINDS, grid_of
+from autopar.runtime.comm.mesh import group_ranks
 
 
 def by_node(lowered: LoweredProgram, cluster: ClusterSpec, placement: Sequence[int] = ()) -> ByNode:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.ir.types import TensorType
-from autopar.runtime.compression import CODECS
+from autopar.runtime.gradients.compression import CODECS
 
 _ENCODE = {"bf16": 1.5, "int8": 9.25}
 _DECODE = {"bf16": 1.5, "int8": 3.25}

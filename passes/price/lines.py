@@ -18,14 +18,14 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after, bytes_before_per_byte, rows
+from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
+from autopar.passes.price.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.lattice import copied_s
-from autopar.runtime.buckets import BUCKETED, BucketSizes, bytes_in_buckets
-from autopar.runtime.compression import CODECS
+from autopar.runtime.gradients.buckets import BUCKETED
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
 """Seconds of a call by template, then by action: F, B and W."""
@@ -51,7 +51,7 @@ class Message:
 
     @property
     def purpose(self) -> Purpose:
-        """Of a message between ops. What software overlaps are the gathers and scatters around products (sequence
+        """The purpose of a message between ops. What software overlaps are the gathers and scatters around products (sequence
         parallelism), and the exchange of tokens between experts."""
         return Purpose(self.axis, _OVERLAPS.get(self.kind, ""))
 
@@ -70,7 +70,7 @@ class Dispatch:
 
     @property
     def purpose(self) -> Purpose:
-        """Of an exchange of tokens between experts."""
+        """The purpose of an exchange of tokens between experts."""
         return Purpose(self.axes[0], _OVERLAPS["all_to_all"])
 
 
@@ -143,21 +143,6 @@ def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
             yield message
 
 
-def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
-    """Bytes of a parameter's gradient on a rank before its reduction."""
-    return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
-
-
-def summed_bytes(p: StoredParameter, mesh: Mesh) -> int:
-    """Bytes that a rank puts into the messages that sum a parameter's gradient, of all of them together."""
-    return bytes_in_buckets(p.optimizer.local_bytes(p.type, mesh), rows(p.reduce), mesh.product)
-
-
-def unsent_bytes(p: StoredParameter, mesh: Mesh) -> int:
-    """Bytes that a rank keeps of what compressing a parameter's gradient has lost: as much as every sum is of."""
-    return summed_bytes(p, mesh) if p.compression and CODECS[p.compression].feedback else 0
-
-
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
     held = float(p.optimizer.local_bytes(p.type, mesh))
@@ -227,15 +212,8 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
     p, mesh = stage.parameters[line.parameter], stage.mesh
     nbytes, due = unreduced_bytes(p, mesh), p.contributions * stage.microbatches
     added_bytes = (due - 1) * (2 * nbytes + held.get(line.value, nbytes))
-    packed_bytes = 0.0 if is_sent_in_place(p, mesh) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
+    packed_bytes = 0.0 if p.name in sent_in_place(stage) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
     return pricer.copy_s * (added_bytes + packed_bytes) / due
-
-
-def is_sent_in_place(p: StoredParameter, mesh: Mesh) -> bool:
-    """Whether a gradient is so large that it is scattered from where it lies, in a message of its own."""
-    first = next((step for step in p.reduce if step.kind in BUCKETED and mesh.product(step.axes) > 1), None)
-    scattered = first is not None and first.kind == "reduce_scatter" and first.dims[0] == 0 and not p.compression
-    return scattered and _sums(p, mesh)[0].nbytes >= BucketSizes.direct
 
 
 def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:

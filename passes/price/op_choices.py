@@ -27,7 +27,7 @@ class OpChoices:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Of both."""
+        """Seconds of computing and of sending."""
         return np.asarray(self.computed_s + self.sent_s)
 
     @cached_property
@@ -46,7 +46,7 @@ class OpChoices:
         return tuple(None if n is None else distinct(n) for n in self.results)
 
     def only(self, kept: Sequence[int]) -> OpChoices:
-        """Those at these places."""
+        """The choices at the places `kept`."""
         operands, results = (
             tuple(None if n is None else n[kept] for n in numbers) for numbers in (self.operands, self.results)
         )

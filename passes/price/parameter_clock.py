@@ -6,8 +6,8 @@ A call's gather sets out one call ahead. A gradient does when its bucket is full
     backward    [call n, gathers of n-1 beside it] … first bucket … [last bucket]    nor beside the last bucket
 
 So a program whose gradients fill no bucket but the first hides little of them, however long its backward is. Buckets are those
-of the runtime (`runtime/buckets.py`); gradients that other stages send, and values that are gathered after the step, are not
-among them.
+of the runtime (`runtime/gradients/buckets.py`); gradients that other stages send, and values that are gathered after the
+step, are not among them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,10 @@ from dataclasses import astuple, dataclass
 from autopar.costmodel.bill import CallBill, Purpose, Shown, call_seconds
 from autopar.ir.lines import AddGradient, Function, Prefetch, TakeParameters, TemplateCall
 from autopar.ir.lowered import LoweredStage, StoredParameter
-from autopar.passes.price.lines import (
-    gather_alone_s,
-    gradient_messages,
-    is_sent_in_place,
-    line_messages,
-    line_seconds,
-    reduce_seconds,
-    summed_bytes,
-    unreduced_bytes,
-)
+from autopar.passes.price.gradients import bucket_sizes, sent_in_place, summed_bytes, unreduced_bytes
+from autopar.passes.price.lines import gather_alone_s, gradient_messages, line_messages, line_seconds, reduce_seconds
 from autopar.passes.price.link_clock import LinkClock
 from autopar.passes.price.pricer import Pricer
-from autopar.runtime.buckets import BucketSizes
 
 GATHER, REDUCE = Purpose("gather"), Purpose("reduce")
 
@@ -100,8 +91,7 @@ class _Buckets:
 
     def __init__(self, clock: LinkClock, pricer: Pricer, stage: LoweredStage) -> None:
         self.clock, self.pricer = clock, pricer
-        trained = (p for p in stage.parameters.values() if p.contributions)
-        self.sizes = BucketSizes(step=sum(summed_bytes(p, pricer.mesh) for p in trained))
+        self.sizes, self.in_place = bucket_sizes(stage), sent_in_place(stage)
         self._added: Counter[str] = Counter()
         self._open = _Bucket()
         self._axes: set[str] = set()
@@ -116,7 +106,7 @@ class _Buckets:
             return
         self._axes |= {message.axis for message in messages}
         gradient = _Bucket(reduce_seconds(p, self.pricer), unreduced_bytes(p, mesh), summed_bytes(p, mesh))
-        if is_sent_in_place(p, mesh):
+        if p.name in self.in_place:
             self._start(gradient)
             return
         self._open += gradient

@@ -20,7 +20,7 @@ from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_before_per_byte
 from autopar.passes.price.lines import TemplateSeconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.storages import storage_owners
-from autopar.runtime.parts import divide
+from autopar.runtime.update.optimizer_parts import divide
 
 
 @dataclass(frozen=True)

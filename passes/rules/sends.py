@@ -9,7 +9,7 @@ from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ops.registry import Sending, find
-from autopar.runtime.devices import CPU, Device
+from autopar.runtime.comm.devices import CPU, Device
 
 
 def sent_by(call: OpCall, rule: Rule, strategy: Strategy, mesh: Mesh, device: Device = CPU) -> tuple[Sent, ...]:

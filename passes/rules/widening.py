@@ -1,6 +1,6 @@
 """Gradients of parameters are reduced in the dtype that the parameter is stored in, never in a narrower one it is used in.
 
-The gradient store casts what it is given before it reduces (runtime/grads.py), which leaves what happens on the way
+The gradient store casts what it is given before it reduces (runtime/gradients/grads.py), which leaves what happens on the way
 there: between the op that makes a gradient and the end of its template lie views, sums over uses, and casts. Where a
 plan reduces a value of that tail, the value is cast up first and stays wide. Planner and lowering both ask here, so such
 a reduction is priced as what it is.

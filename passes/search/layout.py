@@ -27,7 +27,7 @@ class Layout:
 
     @staticmethod
     def of(plan: Plan, program: Program) -> Layout:
-        """That of a plan of this program."""
+        """The layout of a plan of this program."""
         places = [*_places(program)]
         return Layout(plan.stages, tuple(tuple(places[slice(*stage.calls)]) for stage in plan.stages))
 

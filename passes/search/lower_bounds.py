@@ -34,7 +34,7 @@ def model_bytes(task: Task) -> dict[str, float]:
 
 
 def model_bytes_on_devices(task: Task) -> dict[str, float]:
-    """Those of `model_bytes` that do not rest in memory tiers."""
+    """The part of `model_bytes` that does not rest in memory tiers."""
     away = task.setting.offload
     return {kind: nbytes for kind, nbytes in model_bytes(task).items() if _OFFLOADED_WITH[kind] not in away}
 

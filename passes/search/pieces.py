@@ -69,7 +69,7 @@ def _stage_in_pieces(plan: StagePlan, pieces: int, program: Program, lowered: Lo
 
 
 def _as_they_come(program: Program, lowered: LoweredStage) -> dict[tuple[str, str], Spec | None]:
-    """Of placeholders that are converted right before every call of their template, the spec before that; None where calls
+    """Specs of placeholders before the conversion that precedes every call of their template; None where calls
     differ."""
     specs: dict[tuple[str, str], Spec | None] = {}
     for function in lowered.functions:

@@ -141,7 +141,7 @@ class _Passing:
         self.pair_costs = [*self._together(firsts, firsts)]
 
     def _together(self, edges: np.ndarray, row: np.ndarray) -> Iterable[_Sent]:
-        """These messages in groups, with their pair costs."""
+        """Messages over `edges` in groups, with their pair costs."""
         source, target = self.edges.source[edges], self.edges.target[edges]
         for places in alike(edges, self.sizes[source], self.sizes[target]):
             rows, columns = self.sizes[source[places]].max(), self.sizes[target[places]].max()

@@ -30,7 +30,7 @@ def offloaded(program: Program, stage: StagePlan, device: DeviceSpec, setting: S
     ClusterError where the device has none."""
     if not setting.offload or not program.training:
         return stage
-    tiers = device.tiers or (device.tier("ddr"),)
+    tiers = device.some_tiers()
     templates, used = stage.templates, dict.fromkeys((t.name for t in tiers), 0.0)
     if "activations" in setting.offload:
         held = _held_bytes(program, stage, setting)
@@ -43,8 +43,9 @@ def offloaded(program: Program, stage: StagePlan, device: DeviceSpec, setting: S
             )
         used[tier.name] += held
         names = {program.calls[i].template for i in program.backward_calls}
+        leaving = {name: parkable(program, name, t) for name, t in stage.templates.items() if name in names}
         templates = {
-            name: replace(t, offload=parkable(program, name, t), offload_tier=tier.name) if name in names else t
+            name: replace(t, offload=leaving[name], offload_tier=tier.name) if leaving.get(name) else t
             for name, t in stage.templates.items()
         }
     return replace(stage, templates=templates, parameters=_parameters(program, stage, tiers, used, setting))

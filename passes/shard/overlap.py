@@ -15,12 +15,13 @@ from autopar.ir.setting import Setting
 from autopar.passes.price.compression import LEAST_ITEMSIZE
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
-from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.gradients.buckets import BUCKETED
 
 
 @dataclass(frozen=True)
 class OverlapShares:
-    """Of gathers for every microbatch, of reductions of gradients, and of gathers of updated values."""
+    """Shares of the seconds that a step pays: of gathers for every microbatch, of reductions of gradients, and of gathers of
+    updated values."""
 
     each: float = 1.0
     reduce: float = 1.0

@@ -113,7 +113,7 @@ class Level:
 
     @staticmethod
     def of(edges: Edges, variables: list[int], forward: bool) -> Level:
-        """These variables in the order of their numbers, or in the opposite one."""
+        """`variables` in the order of their numbers, or in the opposite one."""
         behind, ahead, row, share = [], [], [], []
         for i, v in enumerate(variables):
             earlier = [(int(edges.source[e]) < v) == forward for e in edges.entering[v]]

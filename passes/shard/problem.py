@@ -33,7 +33,7 @@ from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
 from autopar.passes.shard.parameters import Resting
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
-from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.gradients.buckets import BUCKETED
 
 _OWED = tuple(
     tuple(sorted({"sum", *(op for op in REDUCTIONS if bits & BIT[op])})) for bits in range(1 << len(REDUCTIONS))
@@ -60,9 +60,7 @@ class Problem:
     ) -> None:
         self.program, self.pricer, self.mesh, self.rules = program, pricer, pricer.mesh, rules
         self.setting = setting
-        away = (
-            (pricer.device.tiers or (pricer.device.tier("ddr"),))[0] if setting.offload and program.training else None
-        )
+        away = pricer.device.some_tiers()[0] if setting.offload and program.training else None
         self._move_s = 1 / away.bandwidth_Bps if away else 0.0  # seconds per byte to a memory tier and back, one way
         self.given = given
         self.allowed = allowed

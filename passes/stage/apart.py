@@ -40,7 +40,7 @@ class _Stages:
 
     @classmethod
     def starting_at(cls, problem: StageProblem, option: int, l: int, k: int, may_hold: np.ndarray) -> _Stages:
-        """Those of 1 to k units. alone: M (f + b + w). behind: f + (M - h) f + M (b + w), which comes beside tail'. may_hold: by
+        """Stages of 1 to k units. alone: M (f + b + w). behind: f + (M - h) f + M (b + w), which comes beside tail'. may_hold: by
         stages after them."""
         o, M = problem.options[option], problem.microbatches
         sums = o.sums
@@ -67,7 +67,7 @@ class _Pairs:
             row[units, 0, 0, devices if no_idle else 0 :] = 0.0
 
     def keep(self, l: int, need: np.ndarray, tail: np.ndarray, choices: np.ndarray) -> None:
-        """Of (choices, stages, devices) pairs of a unit those that no other beats in both, spread evenly where they are many."""
+        """The (choices, stages, devices) pairs of a unit that no other beats in both, spread evenly where they are many."""
         most = self.need.shape[1]
         order = np.argsort(need, axis=0, kind="stable")
         need, tail = np.take_along_axis(need, order, 0), np.take_along_axis(tail, order, 0)

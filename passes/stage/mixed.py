@@ -37,7 +37,7 @@ class DeviceSpan:
 
     @classmethod
     def of(cls, devices: int, first: int, end: int, link_groups: tuple[int, ...]) -> DeviceSpan:
-        """Of an option with so many devices, of the kind from device `first` on to `end`."""
+        """The span of an option with so many devices, of the kind from device `first` on to `end`."""
         start = np.arange(max(end - devices, first - 1) + 1)
         across = [(start + devices - 1) // n - start // n <= -(-devices // n) - 1 for n in link_groups]
         return cls(devices, first, end - devices, np.logical_and.reduce([start >= first, *across]))

@@ -127,7 +127,7 @@ class Neighbours:
             self.table[level, :-half] = join(self.table[level - 1, :-half], self.table[level - 1, half:])
 
     def between(self, first: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Of values[first:end], for arrays of runs with at least one value."""
+        """The least (or largest) of values[first:end], for arrays of runs with at least one value."""
         level = np.frexp(end - first)[1] - 1
         return np.asarray(self.join(self.table[level, first], self.table[level, end - (1 << level)]))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture_program
-from autopar.capture.inputs import split_example
+from autopar.capture.examples.inputs import split_example
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from tests.capture.equal import Net

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.cli.doctor import main
-from autopar.runtime.flight import Flight
+from autopar.runtime.health.flight import Flight
 from tests.warm import python
 
 ALL = (0, 1, 2)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import autopar
 from autopar.cli import export
 from autopar.counter import ByteCounter
-from autopar.runtime import checkpoint
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.weights import load_weights
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.weights import load_weights
+from autopar.runtime.program.manifest import Manifest
 from tests.runtime import safetensors_files as files
 from tests.warm import torchrun
 

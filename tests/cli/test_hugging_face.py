@@ -11,10 +11,11 @@ import torch
 
 import autopar
 from autopar.cli import export
-from autopar.runtime import CheckpointError, checkpoint
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.safetensors import read_header
-from autopar.runtime.weights import load_weights
+from autopar.runtime import CheckpointError
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.weights import load_weights
+from autopar.runtime.data.safetensors import read_header
+from autopar.runtime.program.manifest import Manifest
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,9 +22,9 @@ from autopar.report import facts
 from autopar.report.beside import Profile
 from autopar.report.candidates import shape_of
 from autopar.report.learned import learned, slowness
+from autopar.runtime.comm.recorder import Sent, Span, StepRecord
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.recorder import Sent, Span, StepRecord
+from autopar.runtime.program.manifest import Manifest
 from tests.warm import python, torchrun
 
 

@@ -21,8 +21,8 @@ from autopar.costmodel.compute import filling_time_s, op_time_s, update_time_s
 from autopar.costmodel.host_kernels import Measured, fit_kernels, fit_product, middle, usual_s
 from autopar.costmodel.software import NEUTRAL, emitted_on
 from autopar.errors import ClusterError
-from autopar.runtime.comm import Comm
-from autopar.runtime.threads import run_threads
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.threads import run_threads
 
 KERNELS = KernelTimes(
     {

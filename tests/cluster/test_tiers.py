@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import load_data
-from autopar.cluster.tiers import Tier, place, tiers_from_dict
+from autopar.cluster.tiers import Tier, place
 from autopar.errors import ClusterError, InfeasibleError
 
 MACHINES = sorted(load_data("machines.json")["machines"])
@@ -142,14 +141,3 @@ def test_exercise_25_3_fills_hbm_and_ddr() -> None:
     assert sum(away[n] for n, tier in where.items() if tier == "ddr") * 2048 == pytest.approx(240e12)
     with pytest.raises(InfeasibleError, match="short per rank"):
         place({n: 8 * b for n, b in layers.items()}, device.tiers)  # 16 bytes a parameter with Adam
-
-
-def test_a_device_has_its_tiers_fastest_first_whatever_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.cluster.tiers.TIER_NAMES", ("ddr", "cxl", "nvme"))
-    disk, expander, host = (Tier(name, 1e12, rate) for name, rate in (("nvme", 7e9), ("cxl", 20e9), ("ddr", 50e9)))
-    given = ClusterSpec.local(2).with_tiers(disk, expander, host)
-    direct = replace(given.device(0), tiers=(expander, disk, host))
-    read = tiers_from_dict({tier.name: tier.to_dict() for tier in (disk, expander, host)})
-    for tiers in (given.device(0).tiers, direct.tiers, read):
-        assert [tier.name for tier in tiers] == ["ddr", "cxl", "nvme"]
-    assert place({"first": 1e12, "second": 1e12}, given.device(0).tiers) == {"first": "ddr", "second": "cxl"}

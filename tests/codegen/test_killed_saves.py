@@ -17,10 +17,10 @@ import autopar
 from autopar.cli.export import export
 from autopar.codegen.owned_files import digest, written_before
 from autopar.errors import EmitError
-from autopar.runtime import checkpoint
-from autopar.runtime.manifest import Manifest
-from autopar.runtime.weights import stored_tensors
-from autopar.runtime.whole_files import COMPLETE, current, problem_of, read_record
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.weights import stored_tensors
+from autopar.runtime.data.whole_files import COMPLETE, current, problem_of, read_record
+from autopar.runtime.program.manifest import Manifest
 from tests.killed import killed_after
 from tests.warm import torchrun
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import EmitError
-from autopar.runtime import checkpoint
+from autopar.runtime.checkpoint import checkpoint
 
 
 @pytest.fixture(scope="module")

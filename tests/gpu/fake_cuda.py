@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from autopar.runtime.devices import Device, standing_for
+from autopar.runtime.comm.devices import Device, standing_for
 
 aten = torch.ops.aten
 A100, H100 = Device("cuda", (8, 0)), Device("cuda", (9, 0))

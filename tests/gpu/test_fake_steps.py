@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.passes.memory.probe import MetaComm
-from autopar.runtime.devices import Device
-from autopar.runtime.step_record import StepRecord, difference
-from autopar.runtime.tables import world_mesh
+from autopar.passes.price.meta_comm import MetaComm
+from autopar.runtime.comm.devices import Device
+from autopar.runtime.program.tables import world_mesh
+from autopar.runtime.step.step_record import StepRecord, difference
 from tests.gpu.fake_cuda import A100, H100, fake_cuda
 from tests.proof.precise import without_dropout
 from tests.zoo.models import ADAMW, BY_NAME

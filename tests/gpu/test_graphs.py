@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autopar.proof.casts import DividedAs
-from autopar.runtime.cuda_graphs import CudaCapture, CudaGraphWarning
-from autopar.runtime.session import Session
+from autopar.runtime.step.cuda_graphs import CudaCapture, CudaGraphWarning
+from autopar.runtime.step.session import Session
 from benchmarks.one_rank import MODELS
 from benchmarks.turns import take_turns
 from tests.gpu import one_gpu
@@ -25,7 +25,7 @@ def captured(both: Beside, dtype: torch.dtype | None = None) -> Session:
     return session
 
 
-@pytest.mark.filterwarnings("error::autopar.runtime.cuda_graphs.CudaGraphWarning")
+@pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
 @pytest.mark.parametrize("name", one_gpu.NO_DROPOUT)
 def test_played_steps_are_those_of_the_text_in_float64(name: str) -> None:
     both = beside(name)
@@ -49,7 +49,7 @@ def test_dropout_is_refused_by_name(name: str) -> None:
         session.train_step(both.batch(2))
 
 
-@pytest.mark.filterwarnings("error::autopar.runtime.cuda_graphs.CudaGraphWarning")
+@pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", one_gpu.NO_DROPOUT)
 def test_played_steps_take_no_longer(name: str, precision: str | None, capsys: pytest.CaptureFixture[str]) -> None:

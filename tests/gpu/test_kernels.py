@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from autopar.runtime import ops, scores
-from autopar.runtime.devices import kind_of
-from autopar.runtime.kernels import AttentionCall, attention_kernels
+from autopar.runtime.comm.devices import kind_of
+from autopar.runtime.kernels import ops
+from autopar.runtime.kernels.attention import scores
+from autopar.runtime.kernels.kernels import AttentionCall, attention_kernels
 from tests.gpu import one_gpu
 
 pytestmark = pytest.mark.gpu

@@ -27,8 +27,8 @@ from autopar.ops.homes import HOMES
 from autopar.ops.registry import Block, find
 from autopar.passes.lower.body import local_arguments
 from autopar.runtime import run_threads
-from autopar.runtime.along import Along
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.comm import Comm
 from autopar.runtime.guards import Guards
 
 Tensor = torch.Tensor

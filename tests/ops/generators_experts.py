@@ -6,7 +6,7 @@ import torch
 
 from autopar.ops import experts
 from autopar.ops.chosen import count_chosen
-from autopar.runtime.gates import ACTIVATIONS
+from autopar.runtime.kernels.gates import ACTIVATIONS
 from tests.ops.execution import Case
 from tests.ops.generators import Draw, call, makes
 

@@ -16,10 +16,10 @@ from autopar.costmodel.compute import merging_time_s
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.types import TensorType
 from autopar.ops.attention_pieces import merged
-from autopar.runtime import attention as runtime
-from autopar.runtime.along import Along
-from autopar.runtime.comm import Comm
-from autopar.runtime.threads import run_threads
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.kernels.attention import attention as runtime
 
 Tensor = torch.Tensor
 RANKS, HEADS = 4, 4

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.capture.fake import faked
+from autopar.capture.export.fake import faked
 from autopar.ir.program import op_name
 from autopar.ops.dialect import LIFT
-from autopar.runtime import ops
+from autopar.runtime.kernels import ops
 from tests.ops.traced import run, traced
 
 from .gradients import assert_equal_gradients, f

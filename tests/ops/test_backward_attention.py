@@ -12,8 +12,8 @@ from torch import Tensor
 from autopar.ops.attention import Attention
 from autopar.ops.dialect import LIFT
 from autopar.ops.random import Dropout
-from autopar.runtime import attention as att
-from autopar.runtime import random as rng
+from autopar.runtime.kernels import random as rng
+from autopar.runtime.kernels.attention import attention as att
 
 from .gradients import assert_equal_gradients, f
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from autopar.ops.dialect import LIFT
-from autopar.runtime import ops
+from autopar.runtime.kernels import ops
 
 from .gradients import assert_equal_gradients, f
 

@@ -15,9 +15,10 @@ from autopar.ir.program import op_call
 from autopar.ops import batch_norm
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.sends import sent_by
-from autopar.runtime import batch_norm as local
-from autopar.runtime import pools, run_threads
-from autopar.runtime.along import Along
+from autopar.runtime import run_threads
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.kernels import batch_norm as local
+from autopar.runtime.kernels.images import pools
 from tests.capture.equal import assert_equal_to_eager
 from tests.ops.execution import Case, as_node, check_strategy
 

@@ -20,11 +20,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import factors_of
 from autopar.ops import experts as ops
 from autopar.ops.registry import find
-from autopar.passes.memory.probe import MetaComm
+from autopar.passes.price.meta_comm import MetaComm
 from autopar.runtime import ExpertOverflow, run_threads
-from autopar.runtime import experts as local
-from autopar.runtime.along import Along
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.kernels.experts import experts as local
 from tests.ops.execution import Case, check_strategy, rule_of
 
 GATES: dict[str, tuple[tuple[Any, ...], int, Callable[..., Tensor]]] = {

@@ -17,15 +17,15 @@ from torch import Tensor
 from autopar.counter import ByteCounter
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import op_call
-from autopar.passes.memory.probe import MetaComm
+from autopar.passes.price.meta_comm import MetaComm
 from autopar.passes.rules.sends import sent_by
 from autopar.runtime import ExpertOverflow, run_threads
-from autopar.runtime import experts as local
-from autopar.runtime.along import Along
-from autopar.runtime.calls import Call, Message, Posted
-from autopar.runtime.comm import Comm
-from autopar.runtime.dispatch import Promise, Spread
-from autopar.runtime.legs import legs
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.calls import Call, Message, Posted
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.kernels.experts import experts as local
+from autopar.runtime.kernels.experts.dispatch import Promise, Spread
+from autopar.runtime.kernels.experts.two_level_dispatch import legs
 from tests.ops.execution import as_node, rule_of
 from tests.ops.test_experts import GATES, ROUTES, Mixture, check, mixture
 

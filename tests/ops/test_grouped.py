@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
-from autopar.capture.fake import faked
+from autopar.capture.export.fake import faked
 from autopar.ir.program import op_name
 from autopar.ops.grouped import grouped_by_loops, grouped_mm
 from autopar.passes.rules.book import RuleBook
-from autopar.runtime import grouped as local
+from autopar.runtime.kernels import grouped as local
 from tests.ops.traced import MESHES, check_shards, run, traced
 
 ENDS = torch.tensor([3, 3, 8, 11], dtype=torch.int32)

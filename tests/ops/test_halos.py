@@ -16,10 +16,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import is_getitem, op_call
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.sends import sent_by
-from autopar.runtime import halos, run_threads
-from autopar.runtime.along import Along
-from autopar.runtime.comm import Comm
-from autopar.runtime.halos import Window
+from autopar.runtime import run_threads
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.kernels.images import halos
+from autopar.runtime.kernels.images.halos import Window
 from tests.ops.execution import Case, as_node, check_strategy
 from tests.ops.generators import Draw
 from tests.ops.traced import Function, check_gradients

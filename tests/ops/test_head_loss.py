@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import head_losses
+from autopar.capture.graph import head_losses
 from autopar.ops.dialect import LIFT
 from autopar.ops.head_loss import head_loss
 from autopar.proof.measure import measure_peak
-from autopar.runtime import losses
-from autopar.runtime.devices import Device
-from autopar.runtime.losses import chunk_rows
+from autopar.runtime.comm.devices import Device
+from autopar.runtime.kernels import losses
+from autopar.runtime.kernels.losses import chunk_rows
 from benchmarks.models import Llama, LlamaShape
 from tests.ops.gradients import f
 

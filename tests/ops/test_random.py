@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.runtime import ops
-from autopar.runtime import random as rng
+from autopar.runtime.kernels import ops
+from autopar.runtime.kernels import random as rng
 
 
 @st.composite

@@ -17,8 +17,9 @@ from autopar.counter import ByteCounter
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
 from autopar.passes.rules.book import RuleBook
-from autopar.runtime import run_threads, scans
-from autopar.runtime.along import Along
+from autopar.runtime import run_threads
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.kernels import scans
 from tests.ops.traced import check_carried, check_gradients
 
 RULES = RuleBook()

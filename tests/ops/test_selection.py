@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import op_call
 from autopar.passes.rules.book import RuleBook
-from autopar.runtime import selection, softmax
+from autopar.runtime.kernels import selection, softmax
 from tests.ops.execution import Case, as_node
 from tests.ops.test_scans import BAD, RANKS, drawn, on_ranks
 from tests.ops.traced import check_carried, check_gradients

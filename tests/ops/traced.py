@@ -15,8 +15,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.capture.differentiate import trace_template
-from autopar.capture.fold import Segment
+from autopar.capture.templates.differentiate import trace_template
+from autopar.capture.templates.fold import Segment
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Template, is_getitem, op_call
 from autopar.ir.rule import Rule, Strategy

@@ -14,7 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.optimizer.examine import ELEMENTWISE
-from autopar.runtime.update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, UpdateRule
+from autopar.runtime.update.update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, UpdateRule
 
 BATCH = (torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 8)
 OPTIONS = {

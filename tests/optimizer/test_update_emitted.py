@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.runtime.launch import Manifest
-from autopar.runtime.update_rule import UpdateRule
+from autopar.runtime.run.launch import Manifest
+from autopar.runtime.update.update_rule import UpdateRule
 from tests import optimizer_groups
 from tests.optimizer.test_optimizers import with_update
 from tests.proof.test_processes import batch, compiled, in_torchrun, same, saved

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture.promoted import cast
+from autopar.capture.known.promoted import cast
 from autopar.proof.casts import map_tensors
 from autopar.proof.reference import loss_of, microbatches
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.runtime.session import Session
+from autopar.runtime.step.session import Session
 
 EXPERTS, D, ROWS = 4, 4, 8
 Factory = Callable[..., Any]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.ir.lowered import StoredParameter
-from autopar.runtime.compression import CODECS
+from autopar.runtime.gradients.compression import CODECS
 from tests.proof.test_memory_measured import WIDE, assert_kept
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo

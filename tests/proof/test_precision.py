@@ -17,7 +17,7 @@ from autopar.codegen import in_process as running
 from autopar.ir.lines import Convert
 from autopar.ir.lowered import LoweredTemplate
 from autopar.passes.rules.widening import wide_gradients
-from autopar.runtime import ops
+from autopar.runtime.kernels import ops
 from tests.passes.recompute.recomputed import with_policy
 from tests.proof import test_processes as processes
 from tests.proof.precise import emitted, without_dropout

@@ -16,7 +16,7 @@ from torch import nn
 
 import autopar
 from autopar.passes.search.overlap import overlapping
-from autopar.runtime import checkpoint
+from autopar.runtime.checkpoint import checkpoint
 from tests.passes.lower import test_overlap, test_overlap_experts
 from tests.warm import python, torchrun
 

@@ -16,7 +16,7 @@ from autopar.cli.saved_profile import read_profile
 from autopar.errors import InputError
 from autopar.report.beside import Profile, action_rows, message_rows, waited_s
 from autopar.report.recorded import measured_timeline
-from autopar.runtime.recorder import Recorder, Sent, Span, StepRecord
+from autopar.runtime.comm.recorder import Recorder, Sent, Span, StepRecord
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

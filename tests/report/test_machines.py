@@ -11,7 +11,7 @@ from torch import nn
 import autopar
 from autopar.cluster.device import device_preset
 from autopar.report.machines import has_known_peak, machine_facts, step_work
-from autopar.runtime.manifest import Manifest
+from autopar.runtime.program.manifest import Manifest
 
 
 def compiled(cluster: autopar.ClusterSpec, layers: int = 3) -> autopar.ParallelProgram:

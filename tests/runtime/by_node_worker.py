@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.runtime.process import TorchComm
+from autopar.runtime.comm.process import TorchComm
 from tests.runtime import scenarios, stages, two_nodes
 from tests.runtime.process_worker import caught
 

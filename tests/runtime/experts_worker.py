@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.runtime import ExpertOverflow, experts
-from autopar.runtime.along import Along
-from autopar.runtime.comm import Comm
-from autopar.runtime.process import TorchComm
+from autopar.runtime import ExpertOverflow
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.kernels.experts import experts
 
 RANKS, TOKENS, EXPERTS, D, F = 4, 12, 8, 5, 6
 ROUTES = ("any", "all to one", "one rank has none", "one expert twice", "some choices are none")

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.runtime import checkpoint
-from autopar.runtime.process import TorchComm
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.comm.process import TorchComm
 from tests.runtime import pipelines, scenarios, stages
-from tests.runtime.test_pipeline import made
+from tests.runtime.step.test_pipeline import made
 
 PIPELINES = ("two stages", "zero bubble", "interleaved on unlike meshes")
 TRAININGS = [(dp, tp, zero) for dp, tp in ((2, 2), (4, 1)) for zero in (0, 1, 3)]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.runtime import attention
-from autopar.runtime.along import Along
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.kernels.attention import attention
 
 NAMES = ("out", "dq", "dk", "dv", "dmask")
 

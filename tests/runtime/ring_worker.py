@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.runtime import rings
-from autopar.runtime.process import TorchComm
+from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.kernels.attention import rings
 from tests.runtime.ring_cases import Call, call, on_rank
 
 MESHES = ({"cp": 4}, {"dp": 2, "cp": 2})

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autopar.runtime import checkpoint
-from autopar.runtime.checkpoint_files import plan_files
-from autopar.runtime.host_copy import HostCopy
-from autopar.runtime.process import TorchComm
-from autopar.runtime.run_directory import RunDirectory
-from autopar.runtime.saver import Saver
-from autopar.runtime.telling import tell_all
-from autopar.runtime.whole_files import file_facts, write_record
+from autopar.runtime.checkpoint import checkpoint
+from autopar.runtime.checkpoint.checkpoint_files import plan_files
+from autopar.runtime.checkpoint.run_directory import RunDirectory
+from autopar.runtime.checkpoint.saver import Saver
+from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.comm.text_exchange import tell_all
+from autopar.runtime.data.whole_files import file_facts, write_record
+from autopar.runtime.memory.host_copy import HostCopy
 from tests.runtime import scenarios, stages
 
 DTYPES = (

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from autopar.runtime import Comm, GradEntry, GradStore, Session
-from autopar.runtime.buckets import BucketSizes
-from autopar.runtime.calls import Message, Posted
-
-from . import stages
+from autopar.runtime.comm.calls import Message, Posted
+from autopar.runtime.gradients.buckets import BucketSizes
+from tests.runtime import stages
 
 MESH = {"a": 2, "b": 2}
 AXES = ("a", "b", ("a", "b"), ("b", "a"))

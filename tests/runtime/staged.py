@@ -18,20 +18,28 @@ from tests.warm import python
 GRACE_S = 5.0
 
 
-def run(out: Path, argv: Sequence[object], ranks: int, log: Path) -> tuple[list[int], str]:
+def run(out: Path, argv: Sequence[object], ranks: int, log: Path, master: str = "127.0.0.1") -> tuple[list[int], str]:
     """run.py of a directory: exit statuses of all ranks (minus the signal that ended one), and all that they said."""
     log.mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(master, 0, is_master=True, wait_for_workers=False)
     files = [log / f"rank_{rank}.txt" for rank in range(ranks)]
-    processes = [_start(out, argv, rank, ranks, store.port, file) for rank, file in enumerate(files)]
+    processes = [_start(out, argv, rank, ranks, (master, store.port), file) for rank, file in enumerate(files)]
     _wait(processes)
     return [process.returncode for process in processes], "".join(file.read_text() for file in files)
 
 
-def _start(out: Path, argv: Sequence[object], rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+def _start(
+    out: Path, argv: Sequence[object], rank: int, ranks: int, place: tuple[str, int], log: Path
+) -> subprocess.Popen[bytes]:
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_PORT": place[1],
+    }
     environment = os.environ | {name: str(value) for name, value in numbers.items()}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": place[0], "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
     command = [python(), str(out / "run.py"), *map(str, argv)]
     with log.open("wb") as file:
         return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)

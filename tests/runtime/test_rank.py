@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.runtime import run_threads
-from autopar.runtime.buckets import BucketSizes
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.grads import GradStore
-from autopar.runtime.random import keep_mask
+from autopar.runtime.gradients.buckets import BucketSizes
+from autopar.runtime.gradients.grads import GradStore
+from autopar.runtime.kernels.random import keep_mask
 from autopar.runtime.rank import Rank
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from autopar.runtime import Comm
-from autopar.runtime.hierarchical import KINDS
-from autopar.runtime.nodes import ByNode, use_nodes
-
-from .scenarios import value
+from autopar.runtime.comm.hierarchical import KINDS
+from autopar.runtime.comm.nodes import ByNode, use_nodes
+from tests.runtime.scenarios import value
 
 MESH = {"dp": 4}
 NODES = [(0, 1), (2, 3)]

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autopar.runtime.update_rule import UpdateRule, make_optimizers
-
-from . import pipelines, stages
+from autopar.runtime.update.update_rule import UpdateRule, make_optimizers
+from tests.runtime import pipelines, stages
 
 
 class Eager:

@@ -10,6 +10,7 @@ import array
 import contextlib
 import fcntl
 import hashlib
+import ipaddress
 import os
 import platform
 import resource
@@ -23,12 +24,13 @@ from typing import Any
 
 import torch
 
-from ..datafile import read_json
-from ..environment import MASTER_PORT, started, whole
-from ..schema import MOST_RANKS, SchemaError
-from ..whole_files import file_facts
+from ..comm.environment import MASTER_PORT, started, whole
+from ..data.datafile import read_json
+from ..data.schema import MOST_RANKS, SchemaError
+from ..data.whole_files import file_facts
 
 SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+IF_INET6 = Path("/proc/net/if_inet6")
 _SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
 
 
@@ -83,7 +85,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one rank. Bytes where nothing else is said.
+    """Facts of one rank. Bytes where nothing else is said.
 
     named: the interfaces that the environment names; address: by which others reach this rank. files: one hash of all files of
     the program; changed: those that are not as they were written; wanted: paths of arguments that are not there. versions: of
@@ -142,7 +144,7 @@ class Facts:
 
 
 def own_facts(place: Place, folders: Sequence[Path], backend: str, run: str | None, wanted: Sequence[str]) -> Facts:
-    """Those of this process. folders: of the program, and of the candidate that runs in its place; run: the run directory;
+    """The facts of this process. folders: of the program, and of the candidate that runs in its place; run: the run directory;
     wanted: files that arguments name."""
     names = {str(folder / name): digest for folder in folders for name, digest in _written(folder).items()}
     found = {name: _digest(Path(name), bool(digest)) for name, digest in names.items()}
@@ -197,7 +199,7 @@ def _written(directory: Path) -> dict[str, str]:
 
 
 def _digest(path: Path, read: bool) -> str:
-    """Of a file's content, or of how many bytes it has; empty where it is not there, or cannot be read."""
+    """A hash of a file's content, or of how many bytes it has; empty where it is not there, or cannot be read."""
     try:
         if read or path.suffix in (".py", ".json"):
             return str(file_facts(path)["sha256"])
@@ -207,8 +209,9 @@ def _digest(path: Path, read: bool) -> str:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Those of this machine."""
-    found = []
+    """The network interfaces of this machine, each with its IPv4 address, or, where it has none, one of IPv6 that is no
+    link-local one."""
+    found, of_ipv6 = [], _ipv6_addresses()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])
@@ -216,11 +219,21 @@ def interfaces() -> tuple[Interface, ...]:
                 (flags,) = array.array("h", fcntl.ioctl(one.fileno(), _SIOCGIFFLAGS, asked)[16:18])
             except OSError:
                 continue
-            address = ""
+            address = of_ipv6.get(name, "")
             with contextlib.suppress(OSError):
                 address = socket.inet_ntoa(fcntl.ioctl(one.fileno(), _SIOCGIFADDR, asked)[20:24])
             found.append(Interface(name, bool(flags & _UP), address))
     return tuple(found)
+
+
+def _ipv6_addresses() -> dict[str, str]:
+    """Addresses by interface, as Linux tells them (address, index, prefix, scope, flags, name); link-local ones are left out, as
+    they say nothing without their interface."""
+    try:
+        rows = [line.split() for line in IF_INET6.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[5]: socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[3] != "20"}
 
 
 def _addresses(host: str) -> tuple[str, ...]:
@@ -238,9 +251,10 @@ def _own_address(backend: str) -> str:
     if name and not name.startswith("^"):
         return next((one.address for one in known if one.name == name), "")
     if backend == "nccl":
-        return next((one.address for one in known if not one.address.startswith("127.")), "")
+        return next((one.address for one in known if not ipaddress.ip_address(one.address).is_loopback), "")
     try:
-        return socket.gethostbyname(socket.gethostname())
+        own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        return str(min(own, key=lambda row: row[0] != socket.AF_INET)[4][0])
     except OSError:
         return "127.0.0.1"
 

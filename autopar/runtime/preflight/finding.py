@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..machines import Machines
+from ..program.machines import Machines
 from .facts import Facts
 
 

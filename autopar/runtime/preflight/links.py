@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..machines import LinkRate, Machines
+from ..program.machines import LinkRate, Machines
 from .facts import Facts, Place
 from .finding import Finding, who
 
@@ -142,11 +142,12 @@ def _rate(bytes_per_s: float) -> str:
 
 def listener(address: str) -> socket.socket:
     """A socket that others can connect to, at any free port of this rank's address."""
-    one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family, everywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")
+    one = socket.socket(family, socket.SOCK_STREAM)
     try:
-        one.bind((address or "0.0.0.0", 0))
+        one.bind((address or everywhere, 0))
     except OSError:
-        one.bind(("0.0.0.0", 0))
+        one.bind((everywhere, 0))
     one.listen(64)
     return one
 

@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..machines import Machines
-from ..manifest import Manifest
-from ..worlds import WrongWorldSize, manifest_for, started_ranks
+from ..program.machines import Machines
+from ..program.manifest import Manifest
+from ..program.worlds import WrongWorldSize, manifest_for, started_ranks
 from . import machine, ranks
 from .facts import Facts, Place, own_facts
 from .finding import Check, Expected, Finding, who

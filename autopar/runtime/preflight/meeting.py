@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..environment import no_answer, place_text
+from ..comm.environment import no_answer, place_text
 from .facts import Place
 from .finding import Finding
 

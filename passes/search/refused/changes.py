@@ -33,7 +33,7 @@ from autopar.passes.search.stages.pipelines import search_pipelines
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
-from autopar.runtime.schema import MOST_RANKS
+from autopar.runtime.data.schema import MOST_RANKS
 
 SettingFor = Callable[[int], Setting]
 """The setting on so many ranks: what an optimizer updates as whole tensors may depend on them."""
@@ -101,7 +101,7 @@ def nearest_changes(
 
 
 def fastest_in_time(task: Task, batch: int, limit_s: float) -> Account | None:
-    """Of the fastest plan that is found in so many seconds; None where nothing fits.
+    """The account of the fastest plan that is found in so many seconds; None where nothing fits.
 
     These are parts of `search_plans` in another order: that search starts with the fastest plans and tells nothing until it
     ends, this one starts with the smallest, so that it soon knows whether anything fits, and whenever it is stopped it has
@@ -128,7 +128,7 @@ def fastest_in_time(task: Task, batch: int, limit_s: float) -> Account | None:
 
 
 def _on_one_mesh(task: Task, batch: int, end: float, limit_s: float) -> Iterator[Account]:
-    """Of the smallest plans that fit, for a third of the time, and then of the fastest plans on the same meshes."""
+    """Accounts of the smallest plans that fit, for a third of the time, and then of the fastest plans on the same meshes."""
     smallest = []
     for small in smallest_plans(task, batch):
         if small.account.peak_bytes <= task.limit:
@@ -150,7 +150,7 @@ def _stages_are_open(task: Task) -> bool:
 
 
 def _pipeline(task: Task, batch: int, best_s: float) -> list[Account]:
-    """Of the fastest pipeline that is predicted faster than best_s, if there is one."""
+    """The account of the fastest pipeline that is predicted faster than best_s, if there is one."""
     check_pipeline_options(task)
     submeshes = SubmeshPlans(TasksByCount(task, batch))
     *_, plans = [], *search_pipelines(submeshes, best_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from autopar.capture.branches import LEAST_PIECE, LEAST_UNORDERED, unordered
+from autopar.capture.templates.branches import LEAST_PIECE, LEAST_UNORDERED, unordered
 from autopar.ir.program import Program
 from autopar.passes.lower.cut import Range, cut_points
 from autopar.passes.search.lower_bounds import template_work_s
@@ -31,7 +31,7 @@ def branches(task: Task) -> bool:
 
 
 def work_shares(task: Task) -> list[float]:
-    """Of every call, its part of the program's arithmetic."""
+    """The part of the program's arithmetic that every call has."""
     work_s = template_work_s(task)
     total = sum(work_s[c.template] for c in task.program.calls) or 1.0
     return [work_s[c.template] / total for c in task.program.calls]

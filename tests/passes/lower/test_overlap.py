@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar.ir.lines import Compute, Convert, Function, Line, Ref, Start
@@ -18,8 +19,8 @@ from autopar.passes.lower.overlap import overlapped
 from autopar.passes.search.overlap import overlapping
 from autopar.plan import OVERLAPS, TemplatePlan
 from autopar.proof.measure import measure_peak
-from autopar.runtime.comm import Comm
-from autopar.runtime.threads import run_threads
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.threads import run_threads
 from tests.passes.price.stages import ROWS, WHOLE, pricer, reduced
 from tests.zoo.models import ADAMW, token_loss
 from tests.zoo.transformers import Gpt2
@@ -157,3 +158,40 @@ def test_the_search_overlaps_where_it_is_faster_and_fits() -> None:
         )
         assert {t.overlap for t in found.plan.stages[0].templates.values()} <= expected
         assert found.predicted.peak_bytes <= memory
+
+
+# --- torch's own layers, whose backward goes in pieces while messages travel
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.layers(x, src_key_padding_mask=padding)
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Transformer(16, 2, 1, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.layers(x, x, src_key_padding_mask=padding, memory_key_padding_mask=padding)
+
+
+@pytest.mark.parametrize("model", [Encoder, Translator])
+def test_every_value_of_a_function_has_a_name_of_its_own(model: type[nn.Module]) -> None:
+    """A name that is given twice has readers before it is made, for which there is no place among the lines."""
+    options = autopar.Options(mesh={"dp": 1, "tp": 2}, overlap=True)
+    rows = torch.randn(4, 8, 16), torch.arange(8).expand(4, 8) > 5, torch.randn(4, 8, 16)
+    found = autopar.compile(
+        model(), autopar.ClusterSpec.local(2), rows, loss_fn=nn.functional.mse_loss, options=options
+    )
+    (stage,) = found.lowered.stages
+    assert {t.overlap for t in found.plan.stages[0].templates.values()} >= {"any"}
+    for function in (*stage.functions, *(f for t in stage.templates.values() for f in t.functions)):
+        given = [*function.args, *(out for line in function.lines for out in line.outs if out != "_")]
+        assert len(given) == len(set(given)), function.name

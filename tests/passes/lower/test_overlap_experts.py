@@ -18,7 +18,7 @@ from autopar.passes.search.overlap import overlapping
 from autopar.plan import OVERLAPS
 from autopar.proof.measure import measure_peak
 from autopar.runtime import ExpertOverflow, run_threads
-from autopar.runtime.comm import Comm
+from autopar.runtime.comm.comm import Comm
 from tests.ops.rings import with_choices
 from tests.proof.test_memory_measured import UNDER
 

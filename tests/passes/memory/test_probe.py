@@ -28,9 +28,9 @@ from autopar.passes.memory.probe import (
     local,
     regather_peak,
 )
-from autopar.runtime import attention as attention_runtime
-from autopar.runtime import ops
-from autopar.runtime.devices import CPU, Device
+from autopar.runtime.comm.devices import CPU, Device
+from autopar.runtime.kernels import ops
+from autopar.runtime.kernels.attention import attention as attention_runtime
 
 F32, BF16 = torch.float32, torch.bfloat16
 A100 = Device("cuda", (8, 0))

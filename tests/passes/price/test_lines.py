@@ -23,7 +23,7 @@ from autopar.passes.price.lines import (
     line_messages,
     regather_messages,
 )
-from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.gradients.buckets import BUCKETED
 
 from .stages import (
     BF16,

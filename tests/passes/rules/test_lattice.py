@@ -16,8 +16,8 @@ from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import Converter
 from autopar.passes.lower.names import Names
 from autopar.passes.price.pricer import Pricer
-from autopar.runtime.comm import Comm
-from autopar.runtime.threads import run_threads
+from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.threads import run_threads
 
 MESHES = (Mesh.of(dp=2, tp=2), Mesh.of(dp=2, tp=2, cp=2), Mesh.of(tp=4))
 SHAPE = (8, 8)

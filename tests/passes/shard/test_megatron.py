@@ -12,7 +12,7 @@ from torch import nn
 
 import autopar
 from autopar import ClusterSpec, Options, ParallelProgram
-from autopar.runtime.losses import chunk_rows
+from autopar.runtime.kernels.losses import chunk_rows
 from benchmarks.models import Llama, LlamaShape
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo

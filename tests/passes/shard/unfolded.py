@@ -9,7 +9,7 @@ from autopar.ir.steps import GATHERED
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.sends import sent_by
-from autopar.runtime.buckets import BUCKETED
+from autopar.runtime.gradients.buckets import BUCKETED
 
 
 def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:

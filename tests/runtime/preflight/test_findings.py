@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.runtime.machines import LinkRate, Machines
 from autopar.runtime.preflight.facts import Device, Facts, Interface, Place, own_facts
 from autopar.runtime.preflight.finding import Expected, Finding
 from autopar.runtime.preflight.links import Measured, rounds, slow_links
 from autopar.runtime.preflight.main import findings
 from autopar.runtime.preflight.ranks import roll_call
+from autopar.runtime.program.machines import LinkRate, Machines
 
 MACHINES = Machines(4, "h100", True, (LinkRate("node", 4, 4e11, 2e-6), LinkRate("cluster", 8, 5e10, 5e-6)))
 EXPECTED = Expected(8, MACHINES)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ..test_launch import emitted  # noqa: F401
+from tests.runtime.run.test_launch import emitted  # noqa: F401
+
 from . import two_machines
 from .two_machines import Ended, looking, on_two
 
@@ -138,7 +139,7 @@ def test_a_port_that_somebody_has(program, tmp_path):
 def test_another_program_on_one_machine(program, tmp_path):
     """Its runtime is of another version."""
     shutil.copytree(program, tmp_path / "old")
-    with (tmp_path / "old" / "autopar_runtime" / "gates.py").open("a") as file:
+    with (tmp_path / "old" / "autopar_runtime" / "kernels" / "gates.py").open("a") as file:
         file.write("\n# another\n")
     ended, _ = on_two(tmp_path, [looking(program), looking(tmp_path / "old")])
     assert [one.status for one in ended] == [1, 1]

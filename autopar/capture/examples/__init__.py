@@ -1,0 +1,1 @@
+"""Example inputs: trees of tensors, batch dims, buckets of shapes."""

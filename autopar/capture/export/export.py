@@ -1,0 +1,375 @@
+"""Capture: `torch.export` of model and loss under fake CPU tensors, as one flat graph of functional ATen training ops.
+
+The semantic ops (linear, attention, norms, losses) stay whole. What cannot be captured fails with the user's source line
+and the usual fix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.capture.before.changed import check_changes, kept
+from autopar.capture.before.op_trace import Recorded, compute_the_same
+from autopar.capture.before.state import Change, State, state_of
+from autopar.capture.before.unsupported_state import check_inputs, check_model, check_written_buffers, shared_memory
+from autopar.capture.examples.trees import flatten, rebuild
+from autopar.capture.explain import dynamic, dynamic_node, explain, first_line, quiet, user_frame
+from autopar.capture.export.fake import fake_like, faked
+from autopar.capture.export.functional import check_writes, functional, traced_step
+from autopar.capture.export.named_constants import check_constants, named_by_content, same_constants
+from autopar.capture.export.parameters_with_grad import parameters_reached
+from autopar.capture.exported import Exported
+from autopar.capture.known.known_blocks import known_forwards, prove
+from autopar.capture.while_traced import functions
+from autopar.capture.while_traced.autocast import check_outside
+from autopar.capture.while_traced.classes_without_module import classes_named
+from autopar.capture.while_traced.clocks import noted_clocks, same_graph
+from autopar.capture.while_traced.compiling import noted_questions
+from autopar.capture.while_traced.decisions import Condition, Decisions, decisions_of
+from autopar.capture.while_traced.scalar_outputs import NoLoss, own_loss
+from autopar.capture.while_traced.watch import memory_of, watched
+from autopar.errors import AutoparError, CaptureError, InputError
+from autopar.ops.integers import expect
+
+
+class _Step(nn.Module):
+    """The user's model and loss as one module over flat tensor leaves."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        structure: Any,
+        names: Sequence[str],
+        targets: int,
+        seen: dict[str, Any],
+        pieces: int,
+    ) -> None:
+        """names: of the leaves.
+        seen: what a run of the step tells beside its outputs: "training", "structure" of the outputs, "conditions"."""
+        super().__init__()
+        self.owned: dict[int, str] | None = memory_of(model)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.structure = structure
+        self.names = [str(name) for name in names]
+        self.targets = targets
+        self.pieces = pieces
+        self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
+        self.decisions: Decisions | None = None
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs, then the conditions under which the step is the example's."""
+        with self.decisions.taken() if self.decisions is not None else nullcontext():
+            outputs, conditions = self._outputs(leaves)
+        if self.decisions is not None:
+            conditions = [*conditions, *self.decisions.conditions]
+        self._note({"conditions": [(condition.value, condition.asked) for condition in conditions]})
+        return (*outputs, *(condition.tensor for condition in conditions))
+
+    def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[Condition]]:
+        args, kwargs, targets = split_inputs(rebuild(self.structure, list(leaves)), self.targets, self.model)
+        state = state_of(self.model, self.loss_fn)
+        with watched(self.model, self.owned, dict(zip(self.names, leaves, strict=True))) as watch:
+            with _assigned_buffers_written(self.model):
+                out = self.model(*args, **kwargs)
+            loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
+        self._note({"changes": state.changes()})
+        training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        if not training:
+            if watch.in_inference:
+                raise watch.in_inference[0]
+            tensors, _, structure = flatten(out)
+            if not tensors:
+                raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
+            self._note({"training": False, "structure": structure, "no_loss": NoLoss.of(out)})
+            return tuple(tensors), watch.held
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
+        if loss.is_complex():
+            raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
+        self._note({"training": True, "structure": None, "reached": parameters_reached(loss, self)})
+        return (self._piece(loss),), watch.held
+
+    def _piece(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.reshape(()) / self.pieces if self.pieces > 1 else loss.reshape(())
+
+
+def _run_example(step: nn.Module, leaves: Sequence[torch.Tensor], decisions: Decisions) -> None:
+    """The step on values, answers noted."""
+    assert isinstance(step, _Step)
+    step.owned, step.decisions = None, decisions
+    with torch.enable_grad():
+        step(*(leaf.detach().clone() for leaf in leaves))
+
+
+def _trace_into(loss_fn: Any) -> None:
+    """Let nodes say which line of the loss they come from: export keeps the frames of methods `forward` alone, and of
+    functions that are named to it."""
+    name_to_export = getattr(torch.fx.proxy, "_register_stack_trace_anchor", None)
+    if name_to_export is not None and loss_fn is not None:
+        name_to_export(loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn)
+
+
+@contextmanager
+def _assigned_buffers_written(model: nn.Module) -> Iterator[None]:
+    """`self.buffer = value` becomes a write to the buffer: export would forget the assignment without a word."""
+    before = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    yield
+    assigned = [(table, name, old, table[name]) for table, name, old in before if table.get(name) is not old]
+    if not assigned:
+        return  # an empty `no_grad` would be a region of the graph, which export rewrites as a whole
+    with torch.no_grad():
+        values = [None if new is None else new.detach().clone() for *_, new in assigned]
+        for (table, name, old, _), value in zip(assigned, values, strict=True):
+            if value is None or value.shape != old.shape:
+                raise CaptureError(
+                    f"forward replaces the buffer {name} of shape {tuple(old.shape)} by {_describe(value)}; a buffer keeps its "
+                    "shape from step to step"
+                )
+            old.copy_(value)
+            table[name] = old
+
+
+def split_inputs(value: Any, targets: int, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """(args, kwargs, targets) of one batch: the last `targets` entries go to the loss."""
+    if isinstance(value, dict):
+        names = list(value)
+        cut = len(names) - targets
+        return (), {k: value[k] for k in names[:cut]}, tuple(value[k] for k in names[cut:])
+    cut = len(value) - targets
+    return tuple(value[:cut]), {}, tuple(value[cut:])
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def export_step(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Any,
+    targets: int,
+    mode: FakeTensorMode,
+    pieces: int = 1,
+    as_example: bool = False,
+    guards: bool = True,
+) -> Exported:
+    """Capture one step; the loss is divided by `pieces`. as_example: branches on data go the example's way. guards: see
+    Options. Raises CaptureError, InputError."""
+    check_outside()
+    export = functools.partial(_export_step, model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
+    with classes_named(model), known_forwards(model) as uses:
+        first = not as_example  # what a compiled model leaves out would become guards there
+        try:
+            with noted_questions(as_in_eager=first) as asked:
+                exported = export()
+        except CaptureError:
+            if not asked:
+                raise
+            with noted_questions(as_in_eager=not first):
+                exported = export()
+    known_blocks, sometimes = prove(uses)
+    return replace(exported, known_blocks=known_blocks, sometimes=sometimes)
+
+
+def _export_step(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Any,
+    targets: int,
+    mode: FakeTensorMode,
+    pieces: int,
+    as_example: bool,
+    guards: bool,
+) -> Exported:
+    leaves, names, structure = flatten(inputs)
+    check_inputs(leaves, names)
+    check_model(model, loss_fn)
+    fakes = [fake_like(t.detach(), mode) for t in leaves]
+    seen: dict[str, Any] = {}
+    step = _Step(model, loss_fn, structure, names, targets, seen, pieces)
+    step.training = model.training
+    if as_example:
+        step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
+        seen.clear()  # what the example's run noted: it draws random numbers, which a trace does not
+    _trace_into(loss_fn)
+    sharing = shared_memory(model)
+    with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
+        try:
+            with functions.recording() as without_gradient, quiet(), noted_clocks(state.functions) as clocks:
+                traced, writes = traced_step(step, fakes)
+                exported = functional(traced, writes)
+        except Exception as error:
+            check_changes(seen.get("changes", []), state, lambda: step(*fakes), mode)
+            if seen.get("training") and not isinstance(error, AutoparError):
+                _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
+            raise explain(error, model) from error
+        later_changes = functools.partial(_later_changes, traced, step, fakes, mode, state, seen)
+        check_changes(seen["changes"], state, lambda: step(*fakes), mode, later_changes)
+        _check_dynamic(exported.graph, step, fakes, mode)
+        if clocks:
+            _check_clocks(traced, step, fakes, state, clocks)
+        by_name = dict(step.named_parameters(remove_duplicate=False))
+        first = {name: fake_names[id(p)] for name, p in by_name.items()}
+        eager = frozenset(first[n] for n in seen.get("reached", ()))
+        if seen["training"] and not eager:
+            raise _nothing_to_train(without_gradient)
+        if seen["training"] and (writes or any(n.target is functions.OP for n in exported.graph.nodes)):
+            state.restore()
+            eager = _eager_grads(step, fakes, mode, fake_names)
+    signature = exported.graph_signature
+    outputs = exported.graph.output_node().args[0]
+    check_writes(exported, names)
+    kinds = _kinds(signature, first)
+    ends = [(spec.kind.name, spec.target, n.name) for spec, n in zip(signature.output_specs, outputs, strict=True)]
+    updates = {_strip(buffer): name for kind, buffer, name in ends if kind == "BUFFER_MUTATION"}
+    check_written_buffers(sharing, updates)
+    users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
+    users, conditions = users[: len(users) - len(seen["conditions"])], users[len(users) - len(seen["conditions"]) :]
+    if guards:
+        _guard_conditions(exported.graph, conditions, seen["conditions"])
+    kept_outputs = [n for n in exported.graph.output_node().args[0] if guards or n.name not in conditions]
+    exported.graph.output_node().args = (tuple(kept_outputs),)
+    constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
+    check_constants(
+        {name: constants[name] for kind, name in kinds.values() if kind == "constant" and name in constants}
+    )
+    kinds, constants = named_by_content(kinds, constants)
+    if isinstance(loss_fn, nn.Module):
+        own = (*loss_fn.named_parameters("loss_fn"), *loss_fn.named_buffers("loss_fn"))
+        constants |= {name: tensor.detach() for name, tensor in own}
+    return Exported(
+        exported.graph,
+        kinds,
+        updates,
+        users,
+        seen["structure"],
+        structure,
+        tuple(names),
+        seen["training"],
+        constants,
+        frozenset(_strip(n) for n in eager),
+        {_strip(k): _strip(v) for k, v in first.items()},
+        tuple(n.name for n in outputs if guards or n.name not in conditions),
+        no_loss=seen.get("no_loss"),
+    )
+
+
+def _nothing_to_train(checkpoints: Sequence[str]) -> CaptureError:
+    """checkpoints: lines of reentrant ones that no gradient passes."""
+    if checkpoints:
+        return CaptureError(
+            "the loss does not depend on any parameter that requires a gradient: no input of the reentrant checkpoint at "
+            f"{checkpoints[0]} needs a gradient, so that nothing inside gets one, as in eager; write "
+            "checkpoint(…, use_reentrant=False)"
+        )
+    return CaptureError("the loss does not depend on any parameter that requires a gradient; nothing to train")
+
+
+def _check_dynamic(graph: fx.Graph, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode) -> None:
+    node = dynamic_node(graph)
+    if node is None:
+        return
+    try:
+        with mode:
+            step(*fakes)  # stops at the user's line, which the graph does not know
+    except Exception as error:
+        raise explain(error, step.model) from error
+    raise dynamic(node.target, step.model)
+
+
+def _traces_alike(traced: Any, step: _Step, fakes: list[torch.Tensor]) -> bool:
+    """Whether the step traced once more is the same. Traces that write may differ in what nobody reads, such as a layer that
+    the first step alone makes: they are compared as graphs that write nothing."""
+    with functions.recording(), quiet():
+        again, _ = traced_step(step, fakes)
+        if same_graph(traced.graph, again.graph):
+            return same_constants(traced.constants, again.constants)
+        alike = same_graph(functional(traced, True).graph, functional(again, True).graph)
+        return alike and same_constants(traced.constants, again.constants)
+
+
+def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: State, clocks: Sequence[str]) -> None:
+    """A model that reads clocks is traced again: both traces must compute the same."""
+    state.restore()
+    if not _traces_alike(traced, step, fakes):
+        raise CaptureError(
+            f"forward computes with a clock or with random bytes of the system ({', '.join(clocks)}), which would be a constant "
+            "of the program; pass the value as an input, or draw with torch"
+        )
+
+
+def _later_changes(
+    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
+) -> Sequence[Change] | None:
+    """What Python state the second step in a row changes; None where it computes something else than the first."""
+    state.restore()
+    runs, results = (Recorded(), Recorded()), []
+    try:
+        with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode:
+            for recorded in runs:
+                with torch.enable_grad(), recorded:
+                    results.append((step(*fakes), seen["training"], str(seen["structure"]), str(seen["conditions"])))
+        alike = compute_the_same(runs, results) or _traces_alike(traced, step, fakes)
+    except Exception:  # what is found in the first trace is the better reason
+        return None
+    return seen["changes"] if alike else None
+
+
+def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:
+    """The outputs that are conditions must be these values, which these lines ask for, when the program runs."""
+    nodes, output = {node.name: node for node in graph.nodes}, graph.output_node()
+    for name, (value, asked) in dict(zip(conditions, values, strict=True)).items():
+        condition = nodes[name]
+        with graph.inserting_after(condition):
+            expected = graph.call_function(expect, (condition, value))
+        expected.meta = {**condition.meta, "stack_trace": asked}
+        output.replace_input_with(condition, expected)
+
+
+def _strip(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _kinds(signature: Any, first: dict[str, str]) -> dict[str, tuple[str, Any]]:
+    kinds: dict[str, tuple[str, Any]] = {}
+    index = 0
+    for spec in signature.input_specs:
+        kind = spec.kind.name
+        if kind == "PARAMETER":
+            kinds[spec.arg.name] = ("param", _strip(first[spec.target]))
+        elif kind == "BUFFER":
+            kinds[spec.arg.name] = ("buffer", _strip(spec.target))
+        elif kind == "CONSTANT_TENSOR":
+            kinds[spec.arg.name] = ("constant", _strip(spec.target))
+        else:
+            kinds[spec.arg.name] = ("input", index)
+            index += 1
+    return kinds
+
+
+def _eager_grads(
+    step: nn.Module, fakes: list[torch.Tensor], mode: FakeTensorMode, names: dict[int, str]
+) -> frozenset[str]:
+    """Names of the parameters that get a gradient when the model runs eagerly (under fake tensors)."""
+    parameters = [p for p in step.parameters() if p.requires_grad]
+    try:
+        with mode, torch.enable_grad():
+            loss, *_ = step(*fakes)
+            if loss.requires_grad:
+                loss.backward()
+    except Exception as error:
+        where = user_frame(error)
+        raise CaptureError(
+            f"the model itself cannot be trained{f' ({where})' if where else ''}: {first_line(str(error))}"
+        ) from error
+    return frozenset(names[id(p)] for p in parameters if p.grad is not None)

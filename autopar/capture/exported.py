@@ -1,0 +1,36 @@
+"""What `torch.export` gives of a step, as the passes over the captured graph read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.capture.before.conditional_gradients import Sometimes
+from autopar.capture.while_traced.scalar_outputs import NoLoss
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """`kinds[placeholder]` = ("param" | "buffer" | "constant" | "input", name or index). known_blocks: modules that were
+    traced by another forward than their own, in words; sometimes: which of their tensors have a gradient in some steps only, by
+    the modules' numbers. no_loss: what the model returned, where it is for inference."""
+
+    graph: fx.Graph
+    kinds: dict[str, tuple[str, Any]]
+    updates: dict[str, str]
+    outputs: tuple[str, ...]
+    output_structure: Any
+    input_structure: Any
+    input_names: tuple[str, ...]
+    training: bool
+    constants: dict[str, torch.Tensor]
+    eager_grads: frozenset[str]
+    parameter_names: dict[str, str]
+    output_names: tuple[str, ...]
+    known_blocks: tuple[str, ...] = ()
+    sometimes: Mapping[int, Sometimes] = field(default_factory=dict)
+    no_loss: NoLoss | None = None

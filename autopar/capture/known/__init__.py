@@ -1,0 +1,1 @@
+"""Modules that are traced by another forward than their own, and the proof that it computes the same."""

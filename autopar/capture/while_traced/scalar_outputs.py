@@ -1,0 +1,95 @@
+"""What a model returned that could be its loss, as one writes it: `out[1]`, `out["loss"]`, `out.loss`.
+
+A model is trained on the scalar that it returns, on `.loss`, or on what loss_fn makes of its output. One that was meant to be
+trained and returns something else is told which of its outputs to name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.capture.examples.trees import flatten
+from autopar.errors import InputError
+
+
+@dataclass(frozen=True)
+class ScalarOutput:
+    """One real number of a model's output. path: from `out` on. has_grad: whether a gradient reaches a parameter from it."""
+
+    path: str
+    has_grad: bool
+
+
+def own_loss(out: Any) -> torch.Tensor | None:
+    """What a model is trained on where no loss_fn is given, if it returned that."""
+    if isinstance(out, torch.Tensor):
+        return out if out.ndim == 0 and out.is_floating_point() else None
+    loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
+def scalar_outputs(out: Any, path: str = "out") -> tuple[ScalarOutput, ...]:
+    """The scalars in an output, what is called a loss first."""
+    found = tuple(_scalars(out, path))
+    return tuple(sorted(found, key=lambda one: "loss" not in one.path.lower()))
+
+
+def _scalars(value: Any, path: str) -> Iterator[ScalarOutput]:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and value.is_floating_point():
+            yield ScalarOutput(path, value.requires_grad)
+        return
+    for part, item in _parts(value):
+        yield from _scalars(item, path + part)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, and how one gets there from it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]".replace("'", '"'), item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{name}", getattr(value, name)) for name in value._fields)
+    elif isinstance(value, (list, tuple)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+
+
+@dataclass(frozen=True)
+class NoLoss:
+    """The output of a model that has no loss: in words, and the scalars in it."""
+
+    returned: str
+    scalars: tuple[ScalarOutput, ...]
+
+    @staticmethod
+    def of(out: Any) -> NoLoss:
+        leaves, _, _ = flatten(out)
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves[:4]) + (", …" if len(leaves) > 4 else "")
+        made = "a tensor" if isinstance(out, torch.Tensor) else f"a {type(out).__name__} with tensors"
+        return NoLoss(f"{made} of shape {shapes}", scalar_outputs(out))
+
+    def error(self, asked: Sequence[str]) -> InputError:
+        """For a model that was meant to be trained. asked: for what means nothing in inference."""
+        named = [one for one in self.scalars if one.has_grad]
+        if named:
+            first, *others = named
+            also = f" (or {', '.join(one.path for one in others[:3])})" if others else ""
+            how = f"if {first.path}{also} is the loss, pass loss_fn=lambda out: {first.path}"
+        elif self.scalars:
+            how = (
+                f"{self.scalars[0].path} is a scalar, but depends on no parameter that requires a gradient: is it detached, "
+                "computed under no_grad, or is every parameter frozen?"
+            )
+        else:
+            how = "let it return a scalar, or pass loss_fn(output, *targets), such as torch.nn.functional.cross_entropy"
+        return InputError(
+            f"{' and '.join(asked)}: that is for training, and there is no loss. A model is trained on the scalar it returns "
+            f"or on `.loss` of what it returns; this one returned {self.returned}; {how}. To compile it for inference "
+            f"leave {'that' if len(asked) == 1 else 'these'} out"
+        )

@@ -1,0 +1,1 @@
+"""Stages compiled by torch's inductor, region by region."""

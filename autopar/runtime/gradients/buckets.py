@@ -1,0 +1,305 @@
+"""Values reduced over mesh axes, many in one message, while what makes them still runs.
+
+A value goes along its resharding steps: leading local steps (shard) at once, and an all_reduce or reduce_scatter as part
+of a bucket, one flat asynchronous collective per (kind, axes, dtype) that is issued when the bucket is full. Steps left
+after that go the same way in the next round, when the bucket lands. A large value is a bucket of its own and is reduced
+where it lies when that is allowed: reduce_scatter never writes its input, all_reduce does, so it asks that the caller
+gave the tensor away (`owned`). Nothing hides a message that starts when backward is over, so no large bucket has more than
+half of what is left of the step: the last one is small, also of a model that would fit into one.
+
+    all_reduce bucket        [ g0 ........ | g1 .... | g2 ...... ]                 results are views of the bucket
+    reduce_scatter bucket    [ g0[0] g1[0] | g0[1] g1[1] | … ]  row i: the i-th shards    results are views of one row
+
+What is packed to be scattered lies in a pool; results are parts of buckets that last until `forget`. All ranks run the
+same program, so buckets fill, and collectives start, in the same order everywhere. Values that are to be compressed have
+buckets of their own, always packed, whose rows compression.py sums. Each then has blocks of its own, so that what it becomes
+does not depend on its neighbours: ranks that hold the same parameter may hold other shards of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.buffers import BufferPool
+from ..comm.calls import Handle
+from ..comm.comm import Axes, Comm, Step, front_chunks
+from ..errors import RuntimeProgramError
+from .compression import Codec, Unsent, start_gathered_rows, start_scattered_sum
+
+Steps = tuple[Step, ...]
+MIB = 1 << 20
+BUCKETED = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """Bytes: when a bucket is full; when the first one of a step is, so that messages start early; from where on a value is
+    scattered where it lies; when a late one is full at the earliest, as ranks that share cores pay for every message, more than
+    for copying what fills less; and of all that a step sends, where that is known."""
+
+    full: int = 25 * MIB
+    first: int = MIB
+    direct: int = 8 * MIB
+    least: int = 8 * MIB
+    step: int | None = None
+
+    def limit(self, begun: bool, sent: int) -> int:
+        """When a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
+        if not begun:
+            return min(self.first, self.full)
+        left = self.full if self.step is None else (self.step - sent) // 2
+        return min(max(self.least, left), self.full)
+
+
+def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], int]) -> int:
+    """What a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along axes."""
+    total, nbytes = 0.0, shard_bytes
+    for kind, axes, *_ in reversed(steps):
+        if kind in ("reduce_scatter", "shard"):
+            nbytes *= size(axes)
+        elif kind == "all_gather":
+            nbytes /= size(axes)
+        if kind in BUCKETED and size(axes) > 1:
+            total += nbytes
+    return int(total)
+
+
+@dataclass(slots=True)
+class _Item:
+    name: str
+    value: Tensor
+    owned: bool
+    dim: int
+    rest: Steps
+    codec: Codec | None = None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    items: list[_Item] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class _Flight:
+    """An issued bucket: wait, then hand every item its part of the result. second: starts the message that has to follow the
+    first before there is a result."""
+
+    items: list[_Item]
+    handle: Handle[Tensor]
+    results: list[Tensor]
+    scratch: Tensor | None
+    packed: bool
+    second: Callable[[], Handle[Tensor]] | None = None
+
+
+class Buckets:
+    """Values under way; `arrive(name, value, owned)` is called for each that has no step left.
+
+    leaving: names whose results leave the device when they arrive, so their buckets are made anew each time and land
+    early. codecs: of names that are compressed. unsent: what compressing these lost and sends later.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        arrive: Callable[[str, Tensor, bool], None],
+        leaving: Collection[str],
+        sizes: BucketSizes,
+        codecs: Mapping[str, Codec],
+    ) -> None:
+        self.comm = comm
+        self.arrive = arrive
+        self.leaving = leaving
+        self.sizes = sizes
+        self.codecs = codecs
+        self.unsent = Unsent()
+        self._pool = BufferPool()
+        self._lent: list[Tensor] = []
+        self._buckets: dict[tuple[Any, ...], _Bucket] = {}
+        self._flights: list[_Flight] = []
+        self._sent = 0
+
+    def flush(self) -> None:
+        """Issue every bucket that is open, without waiting. To issue one may land others, whose values fill, and so issue,
+        buckets of the steps that follow."""
+        for key in list(self._buckets):
+            if key in self._buckets:
+                self._issue(key)
+
+    def drain(self) -> None:
+        """Issue what is open, wait for everything; all values have arrived."""
+        while self._buckets or self._flights:
+            self.flush()
+            flights, self._flights = self._flights, []
+            while flights:
+                self._land(flights.pop(0))
+
+    def clear(self) -> None:
+        """The step's values have all arrived: let go of the pool."""
+        self._pool.clear()
+        self._sent = 0
+
+    def forget(self) -> None:
+        """What arrived is used: its buckets go when the caller has dropped it."""
+        self._lent.clear()
+
+    def add(self, name: str, value: Tensor, owned: bool, steps: Steps, landed: bool = False) -> None:
+        """Send a value along its steps. owned: it may be reduced in place. landed: it is part of a bucket of ours."""
+        while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
+            if self.comm.axis_size(steps[0][1]) > 1:
+                value, owned = self.comm.run_step(value, steps[0], site=f"gradient of {name}"), True
+            steps = steps[1:]
+        if not steps:
+            self.arrive(name, value, owned or landed)
+            return
+        kind, axes, *dims = steps[0]
+        codec = self.codecs.get(name)
+        key = (kind, axes, value.dtype, name in self.leaving, codec)
+        nbytes = value.numel() * value.element_size()
+        item = _Item(name, value, owned, dims[0] % value.dim() if dims else 0, steps[1:], codec)
+        if self._direct(kind, item, nbytes):
+            self._launch(kind, axes, [item], packed=False)
+        else:
+            bucket = self._buckets.setdefault(key, _Bucket())
+            bucket.items.append(item)
+            bucket.nbytes += nbytes
+        if key in self._buckets and self._buckets[key].nbytes >= self._limit():
+            self._issue(key)
+
+    def _limit(self) -> int:
+        return self.sizes.limit(bool(self._flights), self._sent)
+
+    def _direct(self, kind: str, item: _Item, nbytes: int) -> bool:
+        """Whether a value is reduced where it lies. A message of its own must pay: an all_reduce as large as a bucket."""
+        least = self._limit() if kind == "all_reduce" else self.sizes.direct
+        if nbytes < least or item.codec is not None or not item.value.is_contiguous():
+            return False
+        return item.owned if kind == "all_reduce" else item.dim == 0
+
+    def _issue(self, key: tuple[Any, ...]) -> None:
+        kind, axes, *_ = key
+        self._launch(kind, axes, self._buckets.pop(key).items, packed=True)
+
+    def _launch(self, kind: str, axes: Any, items: list[_Item], packed: bool) -> None:
+        names = items[0].name if len(items) == 1 else f"{items[0].name} … {items[-1].name}"
+        site = f"gradients of {names}"
+        self._sent += sum(item.value.numel() * item.value.element_size() for item in items)
+        if kind == "all_reduce":
+            if items[0].name in self.leaving:
+                self._land_oldest([f for f in self._flights if f.scratch is None and f.items[0].name in self.leaving])
+            if items[0].codec is not None:
+                self._land_oldest([flight for flight in self._flights if flight.second is not None])
+            self._flights.append(self._all_reduce(axes, items, packed, site))
+            return
+        self._land_oldest([flight for flight in self._flights if flight.scratch is not None])
+        self._flights.append(self._reduce_scatter(axes, items, packed, site))
+
+    def _land_oldest(self, flights: list[_Flight]) -> None:
+        """Two of a kind may be under way at once; what has landed is let go."""
+        if len(flights) >= 2:
+            self._flights.remove(flights[0])
+            self._land(flights.pop(0))
+
+    def _all_reduce(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
+        if not packed:
+            buffer = items[0].value
+            return _Flight(items, self.comm.start_all_reduce_into(buffer, axes, site=site), [buffer], None, False)
+        codec, n = items[0].codec, self.comm.axis_size(axes)
+        sizes = [item.value.numel() for item in items]
+        starts, used = _places(sizes, codec)
+        flat = self._take(used if codec is None else n * codec.padded(-(-used // n)), items[0], lent=True)
+        if used > sum(sizes):
+            flat.zero_()
+        results = []
+        for item, start, size in zip(items, starts, sizes, strict=True):
+            results.append(flat[start : start + size].view(item.value.shape).copy_(item.value))
+            item.value = flat
+        if codec is None:
+            return _Flight(items, self.comm.start_all_reduce_into(flat, axes, site=site), results, None, True)
+        rows, index = flat.view(n, -1), self.comm.axis_index(axes)
+        lost = [(item.name, len(item.rest), result) for item, result in zip(items, results, strict=True)]
+        self.unsent.add_to(lost, codec)
+        row = torch.empty_like(rows[0])
+        first = start_scattered_sum(self.comm, codec, rows, row, axes, site)
+
+        def second() -> Handle[Tensor]:
+            handle = start_gathered_rows(self.comm, codec, row, rows, axes, site)
+            if codec.feedback:
+                rows[index].add_(row)
+            self.unsent.keep(lost, codec)
+            return handle
+
+        return _Flight(items, first, results, None, True, second)
+
+    def _reduce_scatter(self, axes: Any, items: list[_Item], packed: bool, site: str) -> _Flight:
+        n = self.comm.axis_size(axes)
+        shapes = [self._shard_shape(item, n) for item in items]
+        sizes = [item.value.numel() // n for item in items]
+        codec = items[0].codec
+        starts, width = _places(sizes, codec)
+        out = self._take(width, items[0], lent=True)
+        lost = []
+        if packed:
+            scratch = self._take(n * width, items[0])
+            rows = scratch.view(n, width)
+            if width > sum(sizes):
+                rows.zero_()
+            for item, start, size, shape in zip(items, starts, sizes, shapes, strict=True):
+                part = rows[:, start : start + size].view(n, *shape)
+                lost.append((item.name, len(item.rest), part.copy_(front_chunks(item.value, item.dim, n))))
+                item.value = scratch
+        else:
+            scratch = items[0].value
+            rows = scratch.view(n, sizes[0])
+        results = [
+            out[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        ]
+        if codec is None:
+            handle = self.comm.start_reduce_scatter_into(out, rows, axes, site=site)
+        else:
+            self.unsent.add_to(lost, codec)
+            handle = start_scattered_sum(self.comm, codec, rows, out, axes, site)
+            self.unsent.keep(lost, codec)
+        return _Flight(items, handle, results, scratch, packed)
+
+    def _shard_shape(self, item: _Item, n: int) -> tuple[int, ...]:
+        shape = list(item.value.shape)
+        if shape[item.dim] % n:
+            raise RuntimeProgramError(
+                f"gradient of {item.name!r}: dim {item.dim} of {tuple(shape)} cannot be split in {n}"
+            )
+        shape[item.dim] //= n
+        return tuple(shape)
+
+    def _land(self, flight: _Flight) -> None:
+        flight.handle.wait()
+        if flight.second is not None:
+            self._flights.append(replace(flight, handle=flight.second(), second=None))
+            return
+        if flight.scratch is not None and flight.packed and flight.items[0].name not in self.leaving:
+            self._pool.give(flight.scratch)
+        for item, result in zip(flight.items, flight.results, strict=True):
+            # Results of later all_reduce rounds are packed anew: views of a bucket are never given away.
+            self.add(item.name, result, False, item.rest, landed=True)
+
+    def _take(self, numel: int, item: _Item, lent: bool = False) -> Tensor:
+        """A flat buffer: of the pool, or of its own when what lands in it leaves the device or is lent out."""
+        if not lent and item.name not in self.leaving:
+            return self._pool.take(numel, item.value)
+        buffer = torch.empty(numel, dtype=item.value.dtype, device=item.value.device)
+        if item.name not in self.leaving:
+            self._lent.append(buffer)
+        return buffer
+
+
+def _places(sizes: Sequence[int], codec: Codec | None) -> tuple[list[int], int]:
+    """Where values of so many elements start in a bucket, and where the last one's blocks end."""
+    ends = list(accumulate(sizes if codec is None else map(codec.padded, sizes)))
+    return [0, *ends[:-1]], ends[-1]

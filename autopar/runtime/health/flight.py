@@ -1,0 +1,281 @@
+"""What a rank did last, kept at all times, and told when a run hangs or fails.
+
+The last messages of a rank stay in a ring buffer, with step, action and times. Threads of watch.py say from it where the rank is
+(`diagnosis.Beat`); a rank that ends because the run hangs, or fails, writes it to a file, with its error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median_low
+from types import FrameType
+from typing import Any
+
+from ..errors import RankError
+from .diagnosis import Beat
+from .message_order import MessageOrder, Row, stable_hash
+from .observed_time import KEPT_STANDSTILLS, STOOD_S, SeenTime
+
+KEPT = 256
+"""Messages."""
+KEPT_STEPS = 9
+"""Of which the median is the usual step."""
+COLUMNS = "started", "step", "action", "number", "group", "members", "what", "waited", "ended", "turn", "place", "hash"
+FLIGHT = "flight"
+"""The folder of a run for what its ranks write when they end."""
+STARTED, WAITED, ENDED = COLUMNS.index("started"), COLUMNS.index("waited"), COLUMNS.index("ended")
+
+
+class Flight:
+    """One rank's buffer and beats. machines: names by rank, once ranks have told each other."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.step = 0
+        self.action = ""
+        self.usual_step_s = 0.0
+        self.waited_s = 0.0
+        self.machines: Sequence[str] = ()
+        self.started: dict[str, int] = {}
+        self.recent: deque[list[Any]] = deque(maxlen=KEPT)
+        self.order = MessageOrder()
+        self._known: dict[tuple[Any, ...], tuple[str, int]] = {}
+        self._partners: set[int] = set()
+        self.seen = SeenTime()
+        self.halted = False
+        self.ended = threading.Event()
+        self.waiting: list[Any] | None = None
+        self.asking: list[str] | None = None
+        self.working = ""
+        self._excuse = ("", 0.0)
+        self._excuses: deque[tuple[float, float]] = deque(maxlen=KEPT_STANDSTILLS)
+        self._beats = 0
+        self._main = threading.get_ident()
+        self._steps_s: deque[float] = deque(maxlen=KEPT_STEPS)
+        self._step_began = time.monotonic()
+
+    # ---- what the rank does
+
+    def begin_step(self, step: int) -> None:
+        """A step begins."""
+        now = time.monotonic()
+        if self.step:
+            self._steps_s.append(now - self._step_began)
+            self.usual_step_s = median_low(self._steps_s)  # neither the first step nor one that stalled makes it longer
+        self.step, self._step_began = step, now
+
+    def end_step(self) -> None:
+        """All messages of a step, or of a forward, have been started."""
+        self.order.end_turn()
+
+    def start(
+        self,
+        number: int,
+        group: str,
+        members: tuple[int, ...],
+        signature: tuple[Any, ...],
+        describe: Callable[[], str],
+        own: tuple[Any, ...] = (),
+    ) -> list[Any]:
+        """A message starts, the number-th of its group; the entry that `wait` and `end` take.
+
+        signature: what all members have alike; describe, own: the message in words, and what these depend on beside it.
+        """
+        if self.halted:
+            self.ended.wait()  # for the end of this process: the last messages of all ranks are to be compared
+        known = self._known.get((signature, own))
+        if known is None:
+            known = self._known[signature, own] = describe(), stable_hash(signature)
+            self._partners.update(members)
+        what, own_hash = known
+        turn, place = self.order.turn, self.order.note(group, own_hash)
+        entry = [
+            time.monotonic(),
+            self.step,
+            self.action,
+            number,
+            group,
+            members,
+            what,
+            None,
+            None,
+            turn,
+            place,
+            own_hash,
+        ]
+        self.started[group] = number
+        self.recent.append(entry)
+        return entry
+
+    def wait(self, entry: list[Any]) -> None:
+        """The rank begins to wait for it."""
+        entry[WAITED] = time.monotonic()
+        self.waiting = entry
+
+    def end(self, entry: list[Any]) -> None:
+        """The rank has what it waited for."""
+        entry[ENDED] = time.monotonic()
+        self.waited_s += entry[ENDED] - (entry[WAITED] or entry[ENDED])
+        self.waiting = None
+
+    def fail(self) -> None:
+        """The last message failed, while it was started or waited for."""
+        if self.waiting is None and self.recent:
+            self.waiting = self.recent[-1]
+
+    @contextmanager
+    def asks(self, what: str) -> Iterator[None]:
+        """Inside, this rank waits for an answer that is no message of a group."""
+        self.asking = [what]
+        try:
+            yield
+        finally:
+            self.asking = None
+
+    @property
+    def partners(self) -> list[int]:
+        """Ranks that it shares messages with."""
+        return sorted(self._partners - {self.rank})
+
+    @contextmanager
+    def excused(self, why: str) -> Iterator[None]:
+        """Inside, this rank is known to take its time: nobody is to end because of it, for as long as a collective may take. What
+        it took counts as a standstill afterwards."""
+        before, began = self._excuse, time.monotonic()
+        self._excuse = (why, began)
+        try:
+            yield
+        finally:
+            self._excuse = before
+            if (took_s := time.monotonic() - began) > STOOD_S:
+                self._excuses.append((self.seen.seconds, took_s))
+
+    # ---- what it says
+
+    def beat(self, asked: bool = False) -> Beat:
+        """Where it is now. asked: with its last messages."""
+        self._beats += 1
+        waiting, (excuse, excused_at) = self.waiting, self._excuse
+        over = tuple((self.seen.seconds - ended_s, took_s) for ended_s, took_s in list(self._excuses))
+        at: dict[str, Any] = {}
+        if waiting is not None:
+            message = dict(zip(COLUMNS, waiting, strict=True))
+            at = {"waits": message["what"], "since_s": self._since_s(waiting)}
+            at |= {"group": message["group"], "place": message["number"], "members": message["members"]}
+        return Beat(
+            self.rank,
+            self._beats,
+            self.step,
+            self.action,
+            started=dict(self.started),
+            line=self._line(),
+            excuse=excuse,
+            excused_s=time.monotonic() - excused_at if excuse else 0.0,
+            working=self.working,
+            turn=self.order.turn,
+            marks=self.order.marks(),
+            stood=self.seen.stood() + over,
+            last=tuple(row_of(dict(zip(COLUMNS, entry, strict=True))) for entry in list(self.recent)) if asked else (),
+            **at,
+        )
+
+    def _since_s(self, entry: list[Any]) -> float:
+        """Seconds of waiting for it: those that this process saw, where a thread counts them."""
+        if self.seen.seconds:
+            awaited, awaited_s = self.seen.awaited
+            return awaited_s if awaited is entry else 0.0
+        return time.monotonic() - (entry[WAITED] or entry[STARTED])
+
+    def failed(self, error: BaseException) -> Beat:
+        """Where it was when an error ended it; in a message, it ended because of another rank."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
+        line = _place(frames[-1]) if frames else ""
+        blamed = error.ranks if isinstance(error, RankError) else ()
+        return replace(self.beat(), line=line, error=f"{type(error).__name__}: {error}", blamed=blamed)
+
+    def _line(self) -> str:
+        """The innermost line of Python that is not the runtime's or torch's, of the thread that trains."""
+        frame: FrameType | None = sys._current_frames().get(self._main)
+        while frame is not None and not _is_users(frame):
+            frame = frame.f_back
+        return "" if frame is None else _place(frame)
+
+    def as_data(self, beat: Beat) -> dict[str, Any]:
+        """What its file holds."""
+        rows = [dict(zip(COLUMNS, entry, strict=True)) for entry in list(self.recent)]
+        since_epoch_s = time.time() - time.monotonic()
+        for row in rows:
+            row |= {k: row[k] + since_epoch_s for k in ("started", "waited", "ended") if row[k] is not None}
+        where = asdict(replace(beat, last=()))
+        del where["stood"]
+        own = {"beat": where, "recent": rows}
+        return {"autopar_flight": 3, "ranks": self.world_size, "machines": list(self.machines), **own}
+
+    def write(self, folder: Path, beat: Beat) -> None:
+        """Its file, for autopar-doctor."""
+        path = folder / f"rank_{self.rank}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.as_data(beat)), encoding="utf-8")
+        except OSError as error:
+            with suppress(OSError):
+                path.unlink()
+            print(f"rank {self.rank}: {folder} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a frame is neither the runtime's nor torch's."""
+    path = Path(frame.f_code.co_filename)
+    return (
+        Path(__file__).parents[1] not in path.parents
+        and "torch" not in path.parts
+        and not path.name.startswith("<frozen")
+    )
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def row_of(message: Mapping[str, Any]) -> Row:
+    """What others compare of a message of the buffer."""
+    return Row(message["group"], message["turn"], message["place"], message["hash"], message["what"])
+
+
+def set_aside(folder: Path) -> None:
+    """Give what ranks of a run before wrote another name."""
+    if not folder.exists():
+        return
+    before = folder.with_name(f"{folder.name}-before")
+    shutil.rmtree(before, ignore_errors=True)
+    with suppress(OSError):
+        folder.rename(before)
+
+
+def say(text: str) -> None:
+    """A line on stderr. Where that is gone, as with a launcher or a terminal, nobody is left to read it, and the rank that was
+    to end ends all the same."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def end_process(rank: int) -> Callable[[str], None]:
+    """Ends this process with the diagnosis, at once: its main thread is waiting."""
+
+    def end(text: str) -> None:
+        say(f"error on rank {rank}: {text}")
+        os._exit(1)
+
+    return end

@@ -1,0 +1,1 @@
+"""Local implementations of the ops that emitted programs call beyond plain torch."""

@@ -1,0 +1,229 @@
+"""Rows on their way to the experts that they chose, and back.
+
+A row is a (token, choice) pair. Rows are computed sorted by expert, where the expert lives: on this rank, or, along an
+axis that shards tokens and experts together, on the rank that has the expert's block. How many rows a rank gets only the
+data decides; memory is promised for at most
+
+    most = ceil(imbalance · rows that a rank would get if all got as many)
+
+Rows beyond it stop the step on every rank of the axis alike, or are computed in more pieces. Along an axis counts are
+gathered first, so that every rank knows what all others send. Every rank's rows stand in the order (expert, source), and
+piece k is the places k · most … (k + 1) · most of all of them: no piece is larger, and every rank finds the same pieces
+by itself. Where rows go to a node first (two_level_dispatch.py), what is said here is of the rows that a rank of it passes
+on inside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ...comm.axis_comm import Along
+from ...comm.calls import Handle
+from ...errors import ExpertOverflow
+from ..grouped import by_group
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What memory is promised for. source: the user's line."""
+
+    imbalance: float
+    on_overflow: str
+    source: str = ""
+
+    def most(self, rows: int, ranks: int = 1) -> int:
+        """Rows that are computed at once where so many are shared by so many ranks."""
+        return math.ceil(self.imbalance * rows / ranks)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where the experts are that tokens chose: on this rank from number `first` on, one of so many `parts` of them, or, with
+    `along`, those of all ranks of this axis from this number on. mean: rows that each of these would compute if all got as
+    many, where that are not those of the tokens at hand."""
+
+    first: int = 0
+    parts: int = 1
+    along: Along | None = None
+    mean: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that are computed at once.
+
+    pairs: (n,) numbers of the (token, choice) pairs that this rank sends, sorted by expert. place: (tokens, choices), where
+    each pair is among these; out of range for pairs of other pieces. ends: (experts here,) where the rows of every expert
+    end among those that arrive. arrange: which of the arriving rows stand where, once sorted by expert (None: as they are).
+    few: most choices of the tokens are not among the pairs.
+    """
+
+    pairs: Tensor
+    place: Tensor
+    ends: Tensor
+    along: Along | None = None
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    arrange: Tensor | None = None
+    few: bool = False
+
+    def of_tokens(self, x: Tensor) -> Tensor:
+        """The row of x, (tokens, …), that every pair has."""
+        return x[self.pairs // self.place.shape[1]]
+
+    def to_experts(self, rows: Tensor) -> Handle[Tensor]:
+        """One row per pair, to where it is computed, sorted by expert there."""
+        if self.along is None:
+            return Handle(None, rows)
+        handle, arrange = self.along.start_exchange(rows, self.sent, self.received), self.arrange
+        return handle if arrange is None else handle.then(lambda arrived: arrived[arrange])
+
+    def back(self, rows: Tensor) -> Handle[Tensor]:
+        """One row per pair, from where it was computed, in the order of `pairs`."""
+        if self.along is None:
+            return Handle(None, rows)
+        if self.arrange is not None:
+            as_arrived = torch.empty_like(rows)
+            as_arrived[self.arrange] = rows
+            rows = as_arrived
+        return self.along.start_exchange(rows, self.received, self.sent)
+
+    def add_to(self, y: Tensor, rows: Tensor, weights: Tensor | None = None) -> None:
+        """y[token] += weights[token, choice] · rows[its place], choice after choice. rows: in the order of `pairs`."""
+        if not len(rows):
+            return
+        if self.few:
+            self._add_few(y, rows, weights)
+            return
+        for choice in range(self.place.shape[1]):
+            place = self.place[:, choice]
+            here = (place >= 0) & (place < len(rows))
+            weight = here.to(y.dtype) if weights is None else (weights[:, choice] * here).to(y.dtype)
+            y.addcmul_(rows[place.clamp(0, len(rows) - 1)].to(y.dtype), weight.unsqueeze(-1))
+
+    def _add_few(self, y: Tensor, rows: Tensor, weights: Tensor | None) -> None:
+        """The same without a look at the pairs that are elsewhere; of one choice a token has one row."""
+        choices = self.place.shape[1]
+        choice = self.pairs % choices
+        most = min(len(rows), len(y))
+        counts = [most] if rows.is_meta else choice.bincount(minlength=choices).tolist()
+        for places in choice.argsort(stable=True)[: sum(counts)].split(counts):
+            added = rows[places].to(y.dtype)
+            if weights is not None:
+                added.mul_(weights.reshape(-1)[self.pairs[places]].unsqueeze(-1))
+            y.index_add_(0, self.pairs[places] // choices, added)
+
+
+def pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread) -> Iterator[Piece]:
+    """None where they go to a node first. chosen: (tokens, choices). experts: on this rank. Raises ExpertOverflow."""
+    if spread.along is not None and spread.along.inner is not None:
+        return
+    if spread.along is not None:
+        yield from _sent_pieces(chosen, experts, promise, spread, spread.along)
+        return
+    order, ends = by_group(chosen, spread.first, experts)
+    place = _placed(order, len(order)).view_as(chosen)
+    if spread.parts == 1:
+        yield Piece(order, place, ends)
+        return
+    most = promise.most(chosen.numel(), spread.parts)
+    rows = min(most, chosen.numel()) if chosen.is_meta else int(ends[-1])
+    for start in range(0, rows, most):
+        count = min(most, rows - start)
+        yield Piece(order[start : start + count], place - start, (ends - start).clamp(0, count))
+
+
+def _sent_pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread, along: Along) -> Iterator[Piece]:
+    order, ends = by_group(chosen, spread.first, experts * along.size)
+    counting = along.start_all_gather(torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(0), 0)
+    mean, few = chosen.numel() if spread.mean is None else spread.mean, spread.mean is not None
+    place, most = _placed(order, len(order)), promise.most(mean)
+    if chosen.is_meta:
+        yield _promised_piece(order, place.view_as(chosen), experts, most, along, few)
+        return
+    counts = counting.wait().cpu()
+    loads = counts.view(along.size, along.size, experts).sum((0, 2))
+    if promise.on_overflow != "chunk" and int(loads.max()) > most:
+        raise ExpertOverflow(overflow(loads, counts.sum(0), promise, most, mean, along.axis))
+    mine, own = slice(along.index * experts, (along.index + 1) * experts), counts[along.index]
+    starts = own.cumsum(0) - own
+    fits = int(counts.sum(1).max()) <= most
+    for piece in _shares(counts, experts, most if fits else max(most // along.size, 1)):
+        sent, arriving = piece[along.index], piece[:, mine]
+        pairs = _ranges(starts, sent).to(order.device)
+        starts = starts + sent
+        yield Piece(
+            order[pairs],
+            _placed(pairs, len(order))[place].view_as(chosen),
+            arriving.sum(0).cumsum(0).to(ends.device),
+            along,
+            tuple(sent.view(along.size, experts).sum(1).tolist()),
+            tuple(arriving.sum(1).tolist()),
+            None if experts == 1 else _by_expert(arriving).to(order.device),
+            few,
+        )
+
+
+def _shares(counts: Tensor, experts: int, most: int) -> Iterator[Tensor]:
+    """The counts of every piece. counts: (source, expert of all ranks)."""
+    ranks = len(counts)
+    by_rank = counts.t().reshape(ranks, experts * ranks)
+    ends = by_rank.cumsum(1)
+    for start in range(0, int(ends[:, -1].max()), most):
+        before, after = ((ends - by_rank).clamp(start, start + most), ends.clamp(start, start + most))
+        yield (after - before).view(ranks * experts, ranks).t()
+
+
+def _by_expert(arriving: Tensor) -> Tensor:
+    """Which of the rows that arrive, by source and then by expert, stand where, once sorted by expert. arriving: counts,
+    (source, expert)."""
+    flat = arriving.flatten()
+    starts = (flat.cumsum(0) - flat).view_as(arriving)
+    return _ranges(starts.t().flatten(), arriving.t().flatten())
+
+
+def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """start, start + 1, … of every range, one range after the other."""
+    shift = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+    return shift + torch.arange(len(shift))
+
+
+def _placed(order: Tensor, size: int) -> Tensor:
+    """(size,): where in `order` each number stands, -1 for those that it lacks."""
+    place = order.new_full((size,), -1)
+    place[order] = torch.arange(len(order), device=order.device)
+    return place
+
+
+def _promised_piece(order: Tensor, place: Tensor, experts: int, most: int, along: Along, few: bool) -> Piece:
+    """Without data: as many rows as are promised, and what tells of them."""
+    arrange, leaving = None if experts == 1 else order.new_empty(most), min(len(order), max(most, along.size))
+    sent, received = in_equal_parts(leaving, along.size), in_equal_parts(most, along.size)
+    pairs = order.new_empty(leaving)
+    return Piece(pairs, place.clone(), order.new_empty(experts), along, sent, received, arrange, few)
+
+
+def in_equal_parts(rows: int, parts: int) -> tuple[int, ...]:
+    """How many of these rows each part has, as even as can be."""
+    return tuple(rows // parts + (part < rows % parts) for part in range(parts))
+
+
+def overflow(
+    loads: Tensor, of_experts: Tensor, promise: Promise, most: int, mean: int, axes: str, what: str = "compute"
+) -> str:
+    """What is said where a rank is to compute, or pass on, more rows than are promised. loads: rows by rank."""
+    rank, expert = int(loads.argmax()), int(of_experts.argmax())
+    needed = math.ceil(int(loads[rank]) / max(mean, 1) * 100) / 100
+    return (
+        f"{promise.source or 'experts'}: rank {rank} along {axes} is to {what} {int(loads[rank])} rows for its experts, memory "
+        f"is promised for {most} ({promise.imbalance:g} times the mean of {mean}); rows by rank: {loads.tolist()}, most of "
+        f"one expert: {int(of_experts[expert])} of expert {expert}. No token is dropped: compile with "
+        f'Options(expert_imbalance={needed:g}) or more, or with Options(on_overflow="chunk"), which computes such a step '
+        "in more pieces"
+    )

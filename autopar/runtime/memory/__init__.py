@@ -1,0 +1,1 @@
+"""Memory beside the device's own: tiers, the process's heap, copies on the host."""

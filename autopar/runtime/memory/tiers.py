@@ -1,0 +1,199 @@
+"""Memory tiers of one rank, beside the device's own memory: one row of `TIER_KINDS` says all that is known of a kind of tier.
+
+What is parked in a tier is a tensor of the host: pinned memory where the device is a GPU, or a memory-mapped file (unlinked
+as soon as it is mapped, so nothing is left behind however the process ends). On a CPU the device and the host are one
+memory, and bytes are copied all the same: a tier is then a second allocator, whose bytes whoever counts tells apart by
+`allocating()`.
+
+Copies run on a stream of their own where there is a GPU. A fetched value may be used after `ready` or `arrived`.
+
+    forward    saved = [x, h, m]  --park(0, 1)-->  [Parked, Parked, m]          x's and h's device memory is free
+    backward   fetch: [x', h', m], on their way     ready: they are there        the tier's memory is free
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RuntimeProgramError
+
+
+@dataclass(frozen=True)
+class TierKind:
+    """A kind of memory tier. rank: its place among the kinds, fastest first, which is the order in which a device has its tiers
+    and in which they are filled. holds: what its bytes lie in, in words; in_files: whether that is a file, else it is memory of
+    the host."""
+
+    name: str
+    rank: float
+    holds: str
+    in_files: bool = False
+
+
+HOST_MEMORY = TierKind("ddr", 1, "host memory")
+TIER_KINDS = {kind.name: kind for kind in (HOST_MEMORY, TierKind("nvme", 2, "a file", in_files=True))}
+"""Every kind of tier by its name; to add one, add its row."""
+
+
+def tier_names() -> tuple[str, ...]:
+    """The names of all kinds of tiers, fastest first."""
+    return tuple(sorted(TIER_KINDS, key=lambda name: TIER_KINDS[name].rank))
+
+
+_thread = threading.local()
+
+
+def allocating() -> str:
+    """The tier in which this thread is making a tensor ("": on the device)."""
+    return getattr(_thread, "tier", "")
+
+
+@contextmanager
+def _in_tier(tier: str) -> Iterator[None]:
+    before, _thread.tier = allocating(), tier
+    try:
+        yield
+    finally:
+        _thread.tier = before
+
+
+@dataclass(slots=True)
+class Parked:
+    """A tensor whose whole storage lies in a tier, as `flat`; views of one storage share it."""
+
+    flat: Tensor
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Tiers:
+    """Where one rank parks tensors. directory: of the files of tiers that lie in files (default: that of temporary files)."""
+
+    def __init__(self, device: torch.device | str = "cpu", directory: str | os.PathLike[str] | None = None) -> None:
+        self.device = torch.device(device)
+        self.directory = directory
+        cuda = self.device.type == "cuda"
+        self._streams = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else None
+        self._events: dict[int, Any] = {}
+
+    # ---- tensors
+
+    def empty_like(self, value: Tensor, tier: str) -> Tensor:
+        """Room for a tensor in a tier, dense and in its order of dims."""
+        return self.empty(tuple(value.shape), value.dtype, tier).as_strided(value.shape, _dense(value))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, tier: str) -> Tensor:
+        """Room for a contiguous tensor in a tier."""
+        if tier not in TIER_KINDS:
+            raise RuntimeProgramError(f"unknown memory tier {tier!r}; tiers are {', '.join(tier_names())}")
+        with _in_tier(tier):
+            if TIER_KINDS[tier].in_files:
+                return self._file(math.prod(shape), dtype, tier).view(tuple(shape))
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=self._streams is not None)
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Start copying a device tensor into its room in a tier."""
+        if self._streams is None:
+            target.copy_(value)
+            return
+        stream = self._streams[0]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(value, non_blocking=True)
+        value.record_stream(stream)
+
+    def read(self, source: Tensor) -> Tensor:
+        """Start copying a tensor of a tier to the device; use it after `arrived`."""
+        on_device = torch.empty_like(source, device=self.device)
+        if self._streams is None:
+            return on_device.copy_(source)
+        out, back = self._streams
+        back.wait_stream(out)
+        back.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(back):
+            on_device.copy_(source, non_blocking=True)
+        return on_device
+
+    def mark(self) -> Any:
+        """A mark behind all that was read so far; None where copies are done at once."""
+        return None if self._streams is None else self._streams[1].record_event()
+
+    def arrived(self, mark: Any) -> None:
+        """What computes from here on finds what was read before the mark."""
+        if mark is not None:
+            torch.cuda.current_stream(self.device).wait_event(mark)
+
+    # ---- saved values
+
+    def park(self, saved: list[Any], places: Sequence[int], tier: str, resting: Collection[int] = ()) -> None:
+        """Move these entries of a list to a tier, where they are `Parked`. resting: storages that stay as they are."""
+        flats: dict[int, Tensor] = {}
+        for place in places:
+            value = saved[place]
+            storage = value.untyped_storage()
+            key, itemsize = storage._cdata, value.element_size()
+            if key in resting or storage.nbytes() % itemsize:
+                continue
+            flat = flats.get(key)
+            if flat is None:
+                whole = value.as_strided((storage.nbytes() // itemsize,), (1,), 0)
+                flat = flats[key] = self.empty_like(whole, tier)
+                self.write(flat, whole)
+            saved[place] = Parked(flat, value.dtype, tuple(value.shape), value.stride(), value.storage_offset())
+
+    def fetch(self, saved: list[Any]) -> None:
+        """Start bringing the parked entries of a list back; `ready` says when they may be used."""
+        flats: dict[int, Tensor] = {}
+        for place, entry in enumerate(saved):
+            if isinstance(entry, Parked):
+                key = id(entry.flat)
+                if key not in flats:
+                    flats[key] = self.read(entry.flat)
+                saved[place] = flats[key].view(entry.dtype).as_strided(entry.size, entry.stride, entry.offset)
+        if flats and self._streams is not None:
+            self._events[id(saved)] = self.mark()
+
+    def ready(self, saved: list[Any]) -> None:
+        """What computes from here on finds the fetched entries of a list."""
+        self.arrived(self._events.pop(id(saved), None))
+
+    def _file(self, numel: int, dtype: torch.dtype, tier: str) -> Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        handle, path = tempfile.mkstemp(prefix="autopar_", suffix=".tier", dir=self.directory)
+        try:
+            os.posix_fallocate(handle, 0, numel * dtype.itemsize)  # a full disk is an error here, not a signal later
+            return torch.from_file(path, shared=True, size=numel, dtype=dtype)
+        except OSError as error:
+            raise RuntimeProgramError(
+                f"memory tier {tier}: no file of {numel * dtype.itemsize} bytes in {os.path.dirname(path)} ({error.strerror}); "
+                "make room there or give another directory"
+            ) from error
+        finally:
+            os.close(handle)
+            os.unlink(path)
+
+
+def _dense(value: Tensor) -> tuple[int, ...]:
+    """The strides that `torch.empty_like` gives: its own where they leave no holes, else contiguous ones."""
+    step = 1
+    for stride, size in sorted((st, n) for st, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if stride != step:
+            strides = [1]
+            for n in reversed(value.shape[1:]):
+                strides.append(strides[-1] * max(n, 1))
+            return tuple(reversed(strides[: value.dim()])) if value.dim() else ()
+        step *= size
+    return tuple(value.stride())

@@ -1,0 +1,137 @@
+"""Global batches: their tensors in input order, random ones for a first try, and a user's own from a file or module."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RuntimeProgramError
+from .layout import dtype_of
+
+
+def leaves(batch: Any, names: Sequence[str]) -> list[Tensor]:
+    """The tensors of a batch built like the example inputs. Mappings may have another order, and more entries.
+
+    names: of the inputs, such as `0`, `input_ids` or `1.mask`. Raises RuntimeProgramError when tensors are missing.
+    """
+    tensors = dict(_named(batch, ""))
+    if all(name in tensors for name in names) and (isinstance(batch, Mapping) or len(tensors) == len(names)):
+        return [tensors[name] for name in names]
+    if len(tensors) != len(names) or isinstance(batch, Mapping):
+        missing = [name for name in names if name not in tensors]
+        raise RuntimeProgramError(
+            f"a batch of {len(tensors)} tensors ({', '.join(tensors) or 'none'}), the program takes {len(names)}: "
+            f"{', '.join(names)}" + (f"; missing {', '.join(missing)}" if isinstance(batch, Mapping) else "")
+        )
+    return list(tensors.values())
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name or "0", value
+        return
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items: Iterable[tuple[Any, Any]] = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        items = value._asdict().items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        return
+    for key, entry in items:
+        yield from _named(entry, f"{name}.{key}" if name else str(key))
+
+
+def random_batches(inputs: Sequence[Mapping[str, Any]], seed: int, first_step: int = 0) -> Iterator[list[Tensor]]:
+    """Endless global batches that depend on (seed, step) alone: integers below `high`, else standard normal."""
+    step = first_step
+    while True:
+        make = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        batch = []
+        for row in inputs:
+            dtype = dtype_of(row["dtype"])
+            shape = tuple(row["shape"])
+            if dtype == torch.bool:
+                batch.append(torch.ones(shape, dtype=dtype))
+            elif dtype.is_floating_point:
+                batch.append(torch.randn(shape, generator=make, dtype=torch.float32).to(dtype))
+            else:
+                batch.append(torch.randint(int(row.get("high") or 2), shape, generator=make, dtype=dtype))
+        yield batch
+        step += 1
+
+
+def user_batches(source: str, first_step: int = 0) -> Iterator[Any]:
+    """Global batches of `MODULE_OR_FILE:FUNCTION`, called again when they run out; skips to first_step."""
+    where, separator, name = source.rpartition(":")
+    if not separator:
+        raise RuntimeProgramError(f"--data {source!r}: write MODULE:FUNCTION or FILE.py:FUNCTION")
+    try:
+        file = where.endswith(".py")
+        module = module_of(Path(where), f"autopar_data_{Path(where).stem}") if file else importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        raise RuntimeProgramError(f"--data {source!r}: {error}; is its folder on PYTHONPATH?") from error
+    function: Callable[[], Iterable[Any]] | None = getattr(module, name, None)
+    if function is None:
+        raise RuntimeProgramError(f"--data {source!r}: {where} has no function {name!r}")
+    _check_callable(source, function)
+    step = 0
+    while True:
+        before = step
+        for batch in _started(source, function()):
+            if step >= first_step:
+                yield batch
+            step += 1
+        if step == before:
+            ended = f"ended after {step} batches" if step else "gave no batch"
+            raise RuntimeProgramError(
+                f"--data {source!r} {ended}: it is called again when its batches run out, so let it return a new list or "
+                "generator each time"
+            )
+
+
+def _check_callable(source: str, function: Any) -> None:
+    """Raises RuntimeProgramError for what cannot be called without arguments."""
+    if not callable(function):
+        raise RuntimeProgramError(
+            f"--data {source!r} is {type(function).__name__}, no function; name one that returns batches"
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise RuntimeProgramError(f"--data {source!r} is called without arguments: {error}") from error
+    except ValueError:
+        return  # a function without a signature
+
+
+def _started(source: str, batches: Any) -> Iterator[Any]:
+    """An iterator over what a data function returned. Raises RuntimeProgramError for what has none."""
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise RuntimeProgramError(
+            f"--data {source!r} returned {type(batches).__name__}; return an iterable of global batches, such as a list of "
+            "tuples of tensors, or yield them"
+        )
+    return iter(batches)
+
+
+def module_of(path: Path, name: str) -> ModuleType:
+    """Import a file under a name of its own. Raises RuntimeProgramError when it is not there."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise RuntimeProgramError(f"{path} is missing: was the directory copied whole?")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

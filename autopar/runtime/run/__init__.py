@@ -1,0 +1,1 @@
+"""A run from start to end: launch, training loop, metrics, owners, machines left out, and ranks that end early."""

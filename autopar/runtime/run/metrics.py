@@ -1,0 +1,259 @@
+"""Watching a run: one record per step, on rank 0, to wherever it is wanted.
+
+A record is made of what the run knows anyway (no message, no wait for a device): its time, the loss that was told, the time that
+the host waited for messages, the memory's peak. Sinks take records: lines of JSON in a file, TensorBoard, the last one over HTTP
+for Prometheus, and a line on a terminal. What is not known is None: nothing is estimated, and a sink leaves it out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import errno
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..comm.process import TorchComm
+from ..data.datafile import open_lines
+from ..errors import RuntimeProgramError
+from ..program.manifest import Manifest
+from ..step.session import Session
+
+if TYPE_CHECKING:
+    from .prometheus import Prometheus
+
+BAR = 24
+"""Characters."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """A step as rank 0 saw it. Seconds and bytes.
+
+    tokens_per_s: of the global batch (None: no input has integers by position); mfu: share of the devices' peak that the products
+    of the step took (None: no peak is published or measured, or it runs on something else); grad_norm: where it is taken to clip
+    gradients; waited_s: in which the host waited for messages: what computing did not hide of them (None on GPUs, where the
+    stream waits: see --profile); peak_bytes: of rank 0, of the process on a CPU and of the device's allocator on a GPU;
+    save_s: of the step, for which saving kept training.
+    """
+
+    step: int
+    at: float
+    loss: float | None
+    seconds: float
+    tokens_per_s: float | None
+    mfu: float | None
+    grad_norm: float | None
+    peak_bytes: int
+    waited_s: float | None
+    save_s: float = 0.0
+
+    def known(self) -> dict[str, float]:
+        """What is known, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+Sink = Callable[[StepMetrics], None]
+
+
+class Metrics:
+    """Records the steps of a run. On other ranks than 0 it does nothing."""
+
+    def __init__(self, session: Session, manifest: Manifest, arguments: argparse.Namespace) -> None:
+        """Raises RuntimeProgramError where a sink cannot be had."""
+        self._session = session
+        self._sinks = sinks(arguments) if session.comm.rank == 0 else []
+        self._peak_s = peak_seconds(manifest, session.comm.device)
+        self._entries = sum(torch.Size(row["shape"]).numel() for row in manifest.inputs)
+        self._save_s = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: what was waited for before it is not its own."""
+        self._waited_s = self._waited()
+
+    def saved(self, seconds: float) -> None:
+        """Training stood still for so long, to save."""
+        self._save_s += seconds
+
+    def step(self, step: int, loss: float | None, seconds: float, batch: Sequence[Tensor]) -> None:
+        """A step is done. batch: its leaves."""
+        if not self._sinks:
+            return
+        device, norm, waited_s = self._session.comm.device, self._session.grad_norm, self._waited()
+        counts = [tokens_of_shape(t.shape, str(t.dtype).removeprefix("torch.")) for t in batch]
+        full = self._entries == sum(t.numel() for t in batch)  # of a smaller bucket the work is not known
+        record = StepMetrics(
+            step,
+            time.time(),
+            loss,
+            seconds,
+            max(counts) / seconds if any(counts) else None,
+            self._peak_s / seconds if self._peak_s is not None and full else None,
+            float(norm) if norm is not None else None,
+            peak_bytes(device),
+            waited_s - self._waited_s if waited_s is not None and self._waited_s is not None else None,
+            self._save_s,
+        )
+        self._save_s = 0.0
+        for sink in self._sinks:
+            sink(record)
+
+    def _waited(self) -> float | None:
+        comm = self._session.comm
+        return comm.flight.waited_s if isinstance(comm, TorchComm) and comm.device.type == "cpu" else None
+
+
+def tokens_of_shape(shape: Sequence[int], dtype: str) -> int:
+    """Entries of an input that is integers by sample and position; 0 of any other."""
+    return torch.Size(shape).numel() if dtype in ("int64", "int32") and len(shape) >= 2 else 0
+
+
+def peak_seconds(manifest: Manifest, device: torch.device) -> float | None:
+    """Seconds that a step's products take at the peak of the devices; None where these are not those it was compiled for."""
+    machines = manifest.machines
+    return machines.peak_s if machines is not None and machines.gpu == (device.type == "cuda") else None
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Since the start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+# ---- sinks
+
+
+def sinks(arguments: argparse.Namespace) -> list[Sink]:
+    """The sinks that the arguments ask for. Raises RuntimeProgramError."""
+    found: list[Sink] = []
+    path = arguments.metrics or (Path(arguments.run) / "metrics.jsonl" if arguments.run else None)
+    if path is not None:
+        found.append(JsonLines(Path(path)))
+    if arguments.tensorboard:
+        found.append(tensorboard(arguments.tensorboard))
+    if arguments.prometheus is not None:
+        from .prometheus import Prometheus  # asyncio takes a while to import
+
+        found.append(prometheus(Prometheus(*arguments.prometheus)))
+    return found
+
+
+class JsonLines:
+    """A line of JSON for every step, behind those that are there; what is no number of JSON (NaN, infinities) is null, as what is
+    not known. A file that goes away is said, and made anew where its folder still is."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises RuntimeProgramError where it cannot be had."""
+        self._path = path
+        self._said = False
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open_lines(path)
+        except OSError as error:
+            raise RuntimeProgramError(f"--metrics {path}: {error.strerror or error}; give another file") from error
+
+    def __call__(self, record: StepMetrics) -> None:
+        """A step is done."""
+        known = {n: v if v is not None and math.isfinite(v) else None for n, v in asdict(record).items()}
+        line = (json.dumps(known, allow_nan=False) + "\n").encode()
+        try:
+            if not self._is_there():
+                self._say(record.step, "the file is gone; what comes is written anew")
+                self._file.close()
+                self._file = open_lines(self._path)
+            written = self._file.write(line)
+            if written < len(line):
+                self._file.write(b"\n")  # the line is torn
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._said = False
+        except (OSError, ValueError) as error:  # of a file that is closed: it could not be opened again
+            self._say(record.step, f"{getattr(error, 'strerror', None) or error}; steps are left out")
+
+    def _is_there(self) -> bool:
+        """Whether the name still is that of the file."""
+        try:
+            return not self._file.closed and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
+
+    def _say(self, step: int, what: str) -> None:
+        """Once, until a step is written again."""
+        if not self._said:
+            print(f"--metrics {self._path}: step {step}: {what}", file=sys.stderr, flush=True)
+        self._said = True
+
+
+def tensorboard(folder: str) -> Sink:
+    """Scalars for TensorBoard. Raises RuntimeProgramError where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RuntimeProgramError(
+            f"--tensorboard {folder}: {error}; pip install tensorboard, or use --metrics FILE"
+        ) from error
+    writer: Any = SummaryWriter(folder, flush_secs=10)
+    atexit.register(writer.close)
+
+    def note(record: StepMetrics) -> None:
+        for name, value in record.known().items():
+            if name not in ("step", "at"):
+                writer.add_scalar(name, value, record.step, walltime=record.at)
+
+    return note
+
+
+def prometheus(served: Prometheus) -> Sink:
+    """A step's numbers by name, as gauges."""
+
+    def note(record: StepMetrics) -> None:
+        rows = [(f"autopar_{name}", value) for name, value in record.known().items()]
+        served.text = "".join(f"# TYPE {name} gauge\n{name} {value!r}\n" for name, value in rows).encode()
+
+    return note
+
+
+# ---- what a person sees
+
+
+class StepLine:
+    """The line of a step: one after the other, or, on a terminal, one that is written over, with how far it is."""
+
+    def __init__(self, last: int, out: Any = None) -> None:
+        self.out = out or sys.stdout
+        self.last = last
+        self._first: tuple[int, float] | None = None
+        self._bar = bool(self.out.isatty())
+
+    def show(self, step: int, what: str, seconds: float) -> None:
+        """A step is done."""
+        said = f"step {step}  {what}  {seconds * 1e3:.1f} ms"
+        if not self._bar:
+            print(said, file=self.out, flush=True)
+            return
+        now = time.monotonic()
+        first, began = self._first = self._first or (step - 1, now - seconds)
+        left_s = (now - began) / (step - first) * max(self.last - step, 0)
+        done = BAR * step // max(self.last, step)
+        bar = f"[{'#' * done}{'.' * (BAR - done)}] {said}  of {self.last}, {clock_text(left_s)} left"
+        self.out.write(f"\r{bar}\x1b[K" + ("\n" if step >= self.last else ""))
+        self.out.flush()
+
+
+def clock_text(seconds: float) -> str:
+    """`1:02:03`, or `2:03`."""
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

@@ -1,0 +1,156 @@
+"""Does a rank compute what another one computes from the same data? What a faulty device gets wrong, without an error, shows so.
+
+Every rank does forward and backward of its part of the batch's first microbatch, and then takes the place of its neighbour
+along an axis (rank_substitution.py): it has the neighbour's part of the batch, as every rank is given the whole batch, the
+parameters that both hold, and is sent those shards that it does not hold. Checksums of all contributions to gradients, before
+they are summed over ranks, must be equal to the last bit. Where they are not, the neighbour's other neighbour decides, if there
+is one. Nothing of this reaches the step: buffers are copies, and no gradient is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.calls import Handle
+from ..comm.comm import Comm
+from ..comm.rank_substitution import ONE_STAGE, Turned
+from ..data.schema import integer, listed, table, text
+from ..errors import RankError
+from ..guards import Guards
+from ..step.pipeline import Executor
+from ..step.same_data import checksum
+from ..step.session import Session
+from ..step.stage import Stage, inputs_of
+
+Sums = Mapping[str, int]
+"""Checksums of what was added to gradients, by name, in the order in which they were first added to."""
+
+
+class _Noted:
+    """In place of a store of gradients: it keeps checksums of what is added, and sends nothing."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, int] = {}
+
+    def add(self, name: str, grad: Tensor, owned: bool = False) -> None:
+        """A contribution."""
+        self.sums[name] = zlib.crc32(str(checksum([grad])).encode(), self.sums.get(name, 0))
+
+    def start_sum(self, value: Tensor, axes: Any) -> Handle[Tensor]:
+        """A loss: this rank's term of it."""
+        self.add("the loss", value)
+        return Handle(None, value)
+
+    def flush(self) -> None:
+        """Nothing is open."""
+
+
+def why_not(session: Session) -> str:
+    """Why ranks of a program cannot take each other's places; empty where they can."""
+    if len(session.pipeline.meshes) > 1:
+        return ONE_STAGE
+    if session.comm.world_size == 1:
+        return "there is one rank alone"
+    if any(rt.in_tier for rt in session.rts):
+        return "parameters rest in a memory tier"
+    return ""
+
+
+def recompute(session: Session, batch: Sequence[Tensor], step: int, machines: Sequence[str]) -> None:
+    """Compare what ranks compute of a batch. step: about to begin; machines: names by rank. Raises RankError."""
+    comm, axis = session.comm, cheapest_axis(session)
+    first, second = (sums_of(session, batch, axis, by) for by in (0, 1))
+    if not any(differing(comm, axis, [first, second])):
+        return
+    runs = [first, second, *([sums_of(session, batch, axis, 2)] if comm.mesh[axis] > 2 else [])]
+    odd, names = set[int](), set[str]()
+    for ranks, name in differing(comm, axis, runs):
+        odd.update(ranks)
+        names.add(name)
+    shown = ", ".join(f"{rank} ({machines[rank]})" for rank in sorted(odd)[:8])
+    than, without = (
+        ("others", "these machines")
+        if comm.mesh[axis] > 2
+        else ("the other", "that machine (which of two it is, a third rank could tell)")
+    )
+    raise RankError(
+        f"step {step}: {'one of ' if than == 'the other' else ''}ranks {shown} computed other gradients "
+        f"({', '.join(sorted(names)[:3])}) than {than} from the same data and parameters, so a device or its memory is faulty. "
+        f"Go back to a saved step, without {without}",
+        sorted(odd),
+    )
+
+
+def differing(comm: Comm, axis: str, runs: Sequence[Sums]) -> list[tuple[list[int], str]]:
+    """Ranks of which most others that did the same say that they are wrong, or all of these, and the first gradient that differs.
+    runs: this rank's sums in its own place, in the place before it, and so on."""
+    told = comm.share([dict(sums) for sums in runs], listed(table(text(), integer(0, 1 << 32)), most=3))
+    doers = [Turned(comm, axis, by).doers for by in range(len(runs))]
+    found = []
+    for place in range(comm.first_rank, comm.first_rank + comm.world_size):
+        who = [of[place] for of in doers]
+        sums: list[dict[str, int]] = [told[rank - comm.first_rank][by] for by, rank in enumerate(who)]
+        if any(one != sums[0] for one in sums):
+            usual = next((one for one in sums if sums.count(one) > 1), None)
+            odd = [rank for rank, one in zip(who, sums, strict=True) if one != usual]
+            names = [name for name in sums[0] if any(one.get(name) != sums[0][name] for one in sums)]
+            found.append((odd, next(iter(names), "another number of them")))
+    return found
+
+
+def cheapest_axis(session: Session) -> str:
+    """The axis along which the fewest bytes of parameters and buffers are shards, which a neighbour does not hold."""
+    (stage,) = session.stages.values()
+
+    def nbytes(axis: str) -> int:
+        return sum(value.nbytes for info, value in stage.stored() if any(axis in axes for axes in info.spec))
+
+    return min((axis for axis, size in session.comm.mesh.items() if size > 1), key=nbytes)
+
+
+def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Sums:
+    """Checksums of what a rank adds to gradients, in the first microbatch, in the place `by` before its own."""
+    place, batch = session.shapes.of(batch)
+    form = session.forms[place]
+    ((index, own),) = form.stages.items()
+    pipeline = copy.copy(form.pipeline)
+    pipeline.microbatches = 1
+    pipeline.rows = tuple(tuple(one for one in row if one.microbatch == 0) for row in pipeline.rows)
+    turned = Turned(session.comm, axis, by)
+    held = {}
+    for info, value in own.stored():
+        if by and any(axis in axes for axes in info.spec):
+            value = session.comm.start_shift(value, axis, by, site=f"{info.name} to recompute with").wait()
+        held[info.name] = value.clone() if info.name in own.tables.buffers else value
+    stage = Stage(pipeline, own.tables, turned, own.rt.seed, 1, held, tiers=own.tiers, guards=Guards(), owner=own)
+    stage.rt.step, stage.rt.loss_scale = session.rt.step, session.updater.loss_scale
+    stage.rt.grads = noted = _Noted()  # type: ignore[assignment]
+    with repeatable(turned.device):
+        executor = Executor(pipeline, turned, {index: stage}, turned.in_order)
+        for outputs in executor.run(inputs_of(batch))[index]:
+            for value in outputs:
+                if isinstance(value, Handle):
+                    value.wait()
+        executor.finish()
+    return noted.sums
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Kernels that give the same bits every time, as those of CPUs do; torch raises by name where an op has none."""
+    if device.type == "cpu":
+        yield
+        return
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn)

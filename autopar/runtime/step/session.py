@@ -1,0 +1,395 @@
+"""A program with its state: weights in, training steps, forwards and full tensors out (checkpoints: state.py).
+
+One optimizer step: take the form of the batch's bucket (shapes.py, shape_variants.py), run the group's row of actions over the
+microbatches (pipeline.py), finish the gradients, bring those of shared parameters to their owners (which may all be one
+CUDA graph: cuda_graphs.py), update this rank's optimizer shards of all its stages (update.py), gather
+the new shards back into storage, and tell everyone the loss. A program without pipeline is one stage on all ranks, with
+a row like `F0.0 B0.0 F1.0 B1.0`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.calls import Handle
+from ..comm.comm import Comm
+from ..comm.recorder import Recorder, recorded, spanned
+from ..compiled.inductor import compile_met
+from ..data.origin import package_of
+from ..errors import RuntimeProgramError
+from ..gradients.buckets import MIB
+from ..guards import Guards
+from ..memory.tiers import Tiers
+from ..program.layout import TensorInfo, gather_full, local_shape
+from ..program.shapes import PadValues, Shapes
+from ..program.tables import Modules, Pipeline
+from ..rank import Rank
+from ..update.clipping import counts
+from ..update.optimizer_parts import Parts
+from ..update.update import Updater
+from ..update.update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, OptimizerFactory, UpdateRule, as_rule
+from .buffer_copies import BufferCopies
+from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
+from .pipeline import Executor, join_microbatches, joined_shape
+from .same_data import SameData
+from .shape_variants import Form
+from .stage import Inputs, SliceReader, inputs_of
+from .state import State
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What forward and backward leave on a rank. borrowed: gradients that somebody else may hold too; counts: of what rows
+    chose, where parameters have a gradient in some steps only."""
+
+    grads: dict[str, Tensor]
+    loss: Handle[Tensor]
+    borrowed: frozenset[str]
+    counts: Tensor | None
+
+
+class Session(State):
+    """A running program on one rank. Every method is called by all ranks together."""
+
+    def __init__(
+        self,
+        pipeline: Any,
+        stages: Modules,
+        comm: Comm,
+        update: UpdateRule | OptimizerFactory | None = None,
+        seed: int = 0,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = 25 * MIB,
+        tier_directory: str | os.PathLike[str] | None = None,
+        buckets: Sequence[tuple[Any, Modules]] = (),
+        pad: PadValues | None = None,
+        compiler: str = "none",
+        cuda_graphs: bool = False,
+        compare: bool = False,
+    ) -> None:
+        """pipeline: the module of pipeline.py; stages: the stage modules by index (all, or a function that imports
+        one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
+        every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
+        pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
+        compiler: "inductor" runs what computes between messages compiled by it; cuda_graphs: capture steps where they can be;
+        compare: see that all ranks are given the same batches, where each has its own."""
+        rule = as_rule(update)
+        self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
+        self.comm = comm
+        if comm.world_size != self.pipeline.world:
+            raise RuntimeProgramError(
+                f"the program is for {self.pipeline.world} ranks ({self.pipeline.show()}), the ranks form {comm.mesh}"
+            )
+        if len(self.pipeline.meshes) == 1 and list(comm.mesh.items()) != list(self.pipeline.meshes[0][0].items()):
+            raise RuntimeProgramError(
+                f"the program is for the mesh {self.pipeline.meshes[0][0]}, the ranks form {comm.mesh}"
+            )
+        self.training = self.pipeline.training
+        self.group = self.pipeline.group_of(comm.rank)
+        tiers = Tiers(comm.device, tier_directory)
+        self.guards = Guards()
+        forms: list[Form] = []
+        for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
+            forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
+        self.forms, self._last = tuple(forms), forms[0]
+        self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
+        self.stages, self.shared = forms[0].stages, forms[0].shared
+        self.same_data = SameData(comm, every=len(forms) > 1) if compare and comm.world_size > 1 else None
+        if comm.in_order:
+            comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
+        self.grads: dict[str, Tensor] = {}
+        self.absent: frozenset[str] = frozenset()
+        self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
+        self.updater = self._updater(rule)
+        for one in self.updater.optimizers:
+            self._check_optimizer(one)
+        if rule.loss_scaling is not None and any(stage.rt.grads.feeds_back for stage in self.stages.values()):
+            raise RuntimeProgramError(
+                "int8 gradients keep what they have not sent in units of the loss scale, which moves; train without loss "
+                "scaling, or compile with gradient_compression='bf16'"
+            )
+        self.parts = self._parts(tiers)
+        self.buffer_copies: BufferCopies | None = None
+        self.step_graph: StepGraph[_Computed] | None = None
+        if cuda_graphs and comm.device.type != "cuda":
+            say_why(f"they run on a device of kind {comm.device.type!r}")
+        elif cuda_graphs:
+            self.capture_steps(partial(CudaCapture, comm.device))
+
+    @property
+    def rts(self) -> list[Rank]:
+        """The `rt` of every stage of this rank."""
+        return [stage.rt for stage in self.stages.values()]
+
+    @property
+    def rt(self) -> Rank:
+        """The `rt` of this rank's first stage."""
+        return self.rts[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """This rank's optimizer, the first where there are several (`updater.optimizers`)."""
+        return next(iter(self.updater.optimizers), None)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm of the last step's gradients before they were clipped."""
+        return self.updater.grad_norm
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What records the steps that are to come, actions, messages and all; nobody, unless it is set."""
+        return self.executor.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self.comm.watch(recorder)
+        for form in self.forms:
+            form.executor.recorder = recorder
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the last step's form, at first of the first one."""
+        return self._last.executor
+
+    # ---- weights
+
+    @torch.no_grad()
+    def load_weights(self, full: Mapping[str, Tensor] | SliceReader) -> None:
+        """Fill parameters and buffers: from full tensors by name, or from `reader(name, slices) -> Tensor`.
+
+        Only this rank's slice of each tensor is read and kept. Tied parameters appear once, under their table name.
+        """
+        for form in self.forms:
+            for stage in form.stages.values():
+                stage.load(full)
+
+    # ---- steps
+
+    def skip_not_finite(self) -> None:
+        """From now on a step whose loss or gradients are no numbers leaves parameters, optimizers, schedulers and buffers as they
+        were (`updater.not_finite` says so); it counts as a step, and its batch as taken."""
+        self.updater.skip_not_finite = True
+        self.buffer_copies = BufferCopies(b for rt in self.rts for b in rt.buffers.values())
+
+    def capture_steps(self, make_capture: Callable[[], Capture]) -> None:
+        """From now on forward and backward are captured once and played; where they cannot be, a warning says why."""
+        own, tiers = self.forms[0], any(rt.in_tier for rt in self.rts)
+        ranks, scaled = self.comm.world_size, self.updater.scaler is not None
+        if why := why_not(self.training, ranks, len(self.forms), scaled, tiers, self.pipeline.compiler):
+            say_why(why)
+            return
+        microbatches = own.pipeline.microbatches
+        self.step_graph = StepGraph(partial(self._compute, own), own.stages, microbatches, make_capture)
+
+    @recorded
+    def train_step(self, batch: Sequence[Tensor]) -> Tensor:
+        """One optimizer step on a global batch (its leaves in input order); the loss, over all microbatches. Raises TooManySkips.
+
+        `self.grads` holds the reduced local gradients, unscaled and clipped, until the next step, but those of parameters that
+        have none in eager (`self.absent`). Without an optimizer nothing is updated.
+        """
+        if not self.training:
+            raise RuntimeProgramError("this program was compiled for inference; use forward()")
+        self.grads = {}
+        self.updater.forget_gradients()
+        for stage in self._last.stages.values():
+            stage.rt.grads.forget()
+        if self.buffer_copies is not None:
+            self.buffer_copies.take()
+        form, batch = self._begin(batch)
+        if self.step_graph is None or self.recorder is not None:
+            computed = self._compute(form, inputs_of(batch))
+        else:
+            computed = self.step_graph(batch)
+        self.absent = form.absent.names(computed.counts)
+        self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
+        loss, borrowed = computed.loss, computed.borrowed
+        del computed  # the last to hold gradients that the update copies
+        self.comm.at(self.rt.step + 1, "update")
+        with spanned(self.recorder, "update"):
+            updated = self.updater.step(self.grads, loss, borrowed)
+        if updated:
+            with spanned(self.recorder, "parameters"):
+                for wait in [stage.start_regather() for stage in self.stages.values()]:
+                    wait()
+                self.shared.spread_parameters()
+        if self.updater.not_finite:
+            for stage in form.stages.values():
+                stage.rt.grads.unsent.forget()
+            if self.buffer_copies is not None:
+                self.buffer_copies.put_back()
+        self._end_step()
+        if (said := self.updater.judge(self.rt.step, loss)) and self.comm.rank == 0:
+            print(said, file=sys.stderr, flush=True)
+        return loss.wait() if self.step_graph is None else loss.wait().clone()
+
+    @recorded
+    def forward(self, batch: Sequence[Tensor], *, local: bool = False) -> list[Tensor | None]:
+        """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere)."""
+        if self.training:
+            raise RuntimeProgramError("this program was compiled for training; use train_step()")
+        form, batch = self._begin(batch)
+        runs = form.executor.run(inputs_of(batch))
+        results: list[Tensor | None] = []
+        for index, info in form.pipeline.outputs():
+            output: Tensor | None = None
+            if index in form.stages:
+                place = form.pipeline.tables(index).outputs.index(info)
+                values = [outputs[place] for outputs in runs[index]]
+                if not local:
+                    what, own = f"output {info.name}", form.stages[index].comm
+                    values = [gather_full(value, info.spec, own, what) for value in values]
+                output = values[0] if len(values) == 1 else join_microbatches(values, *info.join)
+            joined = joined_shape(info, form.pipeline.microbatches)
+            results.append(output if local else self._tell(index, output, joined, info))
+        self._end_step(advance=False)
+        return results
+
+    def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
+        """Before the actions of a step: the form that is for the batch, and the batch as it takes it."""
+        if self.same_data is not None:
+            self.same_data.take(batch, self.rt.step + 1)
+        place, batch = self.shapes.of(batch)
+        form = self.forms[place]
+        self.guards.check_batch(batch, form.pipeline.inputs, form.pipeline.ranges)
+        for stage in form.stages.values():
+            stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
+        self._last = form
+        form.shared.before_step()
+        return form, batch
+
+    def _compute(self, form: Form, inputs: Inputs) -> _Computed:
+        """Forward and backward of a step, up to reduced gradients and the loss of the whole batch."""
+        outputs = form.executor.run(inputs)
+        self.comm.at(self.rt.step + 1, "gradients")
+        with spanned(self.recorder, "gradients"):
+            gradients = {index: stage.rt.grads.finish() for index, stage in form.stages.items()}
+            form.shared.earn(gradients)
+        grads = {name: grad for reduced in gradients.values() for name, grad in reduced.items()}
+        borrowed = frozenset(name for stage in form.stages.values() for name in stage.rt.grads.borrowed)
+        return _Computed(grads, self._start_loss(form, outputs), borrowed, form.absent.counts(outputs))
+
+    def _end_step(self, advance: bool = True) -> None:
+        self._last.executor.finish()
+        self.guards.end_step()
+        self._last.shared.spread_buffers()
+        self.comm.release()
+        compile_met(region for stage in self._last.stages.values() for region in stage.regions)
+        for rt in self.rts:
+            rt.step += advance
+
+    def _start_loss(self, form: Form, outputs: dict[int, list[list[Any]]]) -> Handle[Tensor]:
+        """The loss of the batch, which its microbatches' add up to, from the stage that has it to every rank."""
+        assert form.loss is not None
+        stage, info = form.loss
+        loss: Tensor | None = None
+        if stage in outputs:
+            losses = [values[0].wait() if isinstance(values[0], Handle) else values[0] for values in outputs[stage]]
+            loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return self._start_tell(stage, loss, info.shape, info)
+
+    # ---- full tensors
+
+    def gather_full(self, name: str) -> Tensor:
+        """A parameter or buffer, full, on every rank."""
+        stage = self.pipeline.holders(name)[0]
+        info = self.pipeline.tables(stage).info(name)
+        assert info is not None
+        value: Tensor | None = None
+        if stage in self.stages:
+            rt = self.stages[stage].rt
+            own = rt.params[name] if name in rt.params else rt.buffers[name]
+            value = gather_full(own, info.spec, self.stages[stage].comm, f"full {name}")
+        return self._tell(stage, value, info.shape, info).clone()
+
+    def full_grads(self) -> dict[str, Tensor]:
+        """The gradients of the last train_step, full, on every rank; nothing of parameters that have none."""
+        gradients, absent = {}, self._last.absent.everywhere(self.absent & self.opt_params.keys())
+        for stage in self.pipeline.stages:
+            tables = self.pipeline.tables(stage)
+            for name, info in tables.parameters.items():
+                shared = name in self.pipeline.shared
+                if not (self.pipeline.earners(name) if shared else name in tables.gradients):
+                    continue
+                if not self.pipeline.owns(stage, name) or name in absent:
+                    continue
+                grad: Tensor | None = None
+                if stage in self.stages:
+                    own, what = self.stages[stage].comm, f"full gradient of {name}"
+                    grad = gather_full(self.grads[name], info.opt_spec, own, what)
+                gradients[name] = self._tell(stage, grad, info.shape, info).clone()
+        return gradients
+
+    # ---- small print
+
+    def _tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Tensor:
+        return self._start_tell(stage, value, shape, info).wait()
+
+    def _start_tell(self, stage: int, value: Tensor | None, shape: tuple[int, ...], info: TensorInfo) -> Handle[Tensor]:
+        """A full tensor that the ranks of one stage have, on every rank."""
+        if self.pipeline.covers(stage):
+            return Handle(None, value)
+        if value is None:
+            value = torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+        first = self.pipeline.meshes[stage][1]
+        return self.comm.start_broadcast(value, tuple(self.comm.mesh), first, site=f"{info.name} of stage {stage}")
+
+    def _updater(self, rule: UpdateRule) -> Updater:
+        """What updates this rank's parameters; nothing where the program is for inference."""
+        if not self.training:
+            return Updater(UpdateRule(), {}, {}, (), self.comm)
+        rows = [row for stage in self.pipeline.stages for row in self.pipeline.optimized(stage)]
+        every = {row.name: (len(row.shape), row.dtype) for row in rows}
+        counted = {
+            name
+            for stage in self.stages.values()
+            for name in stage.opt_params
+            if counts(stage.tables.parameters[name].opt_spec, stage.comm)
+        }
+        return Updater(rule, self.opt_params, every, counted, self.comm)
+
+    def _parts(self, tiers: Tiers) -> Parts | None:
+        """How the optimizer's step is divided where its state rests in tiers."""
+        where = [
+            {name: stage.tables.parameters[name].optimizer_tier for name in stage.opt_params}
+            for stage in self.stages.values()
+        ]
+        values = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items() if n in stage.rt.in_tier}
+        if not self.updater.optimizers or not (values or any(tier for stage in where for tier in stage.values())):
+            return None
+
+        def store(updated: Mapping[str, Tensor]) -> None:
+            for stage in self.stages.values():
+                stage.store_updated({n: value for n, value in updated.items() if n in stage.opt_params})
+
+        sizes = {name: p.numel() * p.element_size() for name, p in self.opt_params.items()}
+        parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda n: self.grads.get(n), store)
+        self.updater.parts, self.updater.bring, self.updater.away = parts.parts, parts.bring, parts.values.keys()
+        return parts
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        kind, cut = type(optimizer).__name__, []
+        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for stage in self.stages.values():
+            for name in (name for name, parameter in stage.opt_params.items() if id(parameter) in taken):
+                info = stage.tables.parameters[name]
+                if local_shape(info.shape, info.opt_spec, stage.comm) != info.shape:
+                    cut.append(name)
+        if cut and kind in (*WHOLE_TENSOR_OPTIMIZERS, *REFUSED_OPTIMIZERS):
+            raise RuntimeProgramError(
+                f"{kind} needs whole tensors, but the plan shards {len(cut)} of them ({cut[0]}, …); use an elementwise "
+                "optimizer such as AdamW, or a plan with replicated parameters"
+            )
+        if cut and package_of(type(optimizer)) != "torch":
+            warnings.warn(f"{kind} runs on shards of parameters: correct only if it is elementwise", stacklevel=4)

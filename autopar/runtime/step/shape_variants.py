@@ -1,0 +1,96 @@
+"""Forms: what a session runs, one for every bucket of shapes that the program was compiled for (shapes.py).
+
+A form is a pipeline with this rank's stages of it. All forms of a session store the same parameters on the same ranks in the
+same way: the first one owns these tensors, their optimizer's shards and the communicators, and the others compute with
+them. So a batch of another bucket costs no more than to look up its form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..comm.comm import Comm
+from ..comm.nodes import use_nodes
+from ..errors import RuntimeProgramError
+from ..guards import Guards
+from ..memory.tiers import Tiers
+from ..program.tables import Pipeline, StageTables
+from .absent_gradients import Absent
+from .pipeline import Executor
+from .shared import Shared, held_alike
+from .stage import Stage
+
+
+class Form:
+    """A pipeline on one rank. earlier: forms whose tensors this one uses, the first of which has the parameters and the
+    communicators. Buffers that hold constants have names that say what they hold, so equal ones are one."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        comm: Comm,
+        seed: int,
+        bucket_bytes: int,
+        compensated: bool,
+        tiers: Tiers,
+        guards: Guards,
+        earlier: Sequence[Form] = (),
+    ) -> None:
+        self.pipeline = pipeline
+        first = earlier[0] if earlier else None
+        if first is not None:
+            _check_alike(pipeline, first.pipeline)
+        self.comms: Sequence[Comm | None] = comm.split(pipeline.meshes) if first is None else first.comms
+        if first is None:
+            use_nodes(comm, self.comms, pipeline.meshes, pipeline.nodes, pipeline.by_node)
+        self.stages: dict[int, Stage] = {}
+        for index in sorted(pipeline.groups[pipeline.group_of(comm.rank)]):
+            own, tables = self.comms[index], pipeline.tables(index)
+            assert own is not None
+            owner = first.stages[index] if first is not None else None
+            if owner is not None:
+                _check_stored_alike(tables, owner.tables)
+            held = {info.name: value for form in earlier for info, value in form.stages[index].stored()}
+            held = held if earlier else self._held(index)
+            self.stages[index] = Stage(
+                pipeline, tables, own, seed, bucket_bytes, held, compensated, tiers, guards, owner
+            )
+        self.shared = Shared(pipeline, comm, self.stages)
+        self.executor = Executor(pipeline, comm, self.stages, comm.in_order)
+        self.absent = Absent(pipeline, comm, self.stages)
+        self.loss = pipeline.loss() if pipeline.training else None
+
+    def _held(self, index: int) -> dict[str, Tensor]:
+        """Parameters that an earlier stage of this rank stores just as this one does."""
+        return {
+            name: stage.rt.params[name]
+            for other, stage in self.stages.items()
+            for name, holders in self.pipeline.shared.items()
+            if {index, other} <= set(holders) and held_alike(self.pipeline, index, other, name)
+        }
+
+
+def _check_alike(pipeline: Pipeline, first: Pipeline) -> None:
+    """Raises RuntimeProgramError where a form has other stages on other ranks than the first one."""
+    for what in ("meshes", "groups", "training"):
+        if getattr(pipeline, what) != getattr(first, what):
+            raise RuntimeProgramError(
+                f"the forms of this program differ in their {what}: {getattr(pipeline, what)}, and {getattr(first, what)} in "
+                "the first; were its files mixed? Emit it again"
+            )
+
+
+def _check_stored_alike(tables: StageTables, first: StageTables) -> None:
+    """Raises RuntimeProgramError where a form stores a parameter otherwise than the first one."""
+    for name, info in tables.parameters.items():
+        known = first.parameters.get(name)
+        if known is None or known.stored_as != info.stored_as:
+            raise RuntimeProgramError(
+                f"stage {tables.index}: a form stores {name} as {info.stored_as}, the first one as "
+                f"{known and known.stored_as}; were its files mixed? Emit it again"
+            )
+    if tables.gradients.keys() != first.gradients.keys():
+        other = ", ".join(sorted(tables.gradients.keys() ^ first.gradients.keys()))
+        raise RuntimeProgramError(f"stage {tables.index}: not every form makes a gradient of {other}; emit it again")

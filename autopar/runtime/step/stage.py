@@ -1,0 +1,205 @@
+"""One stage on one rank: its stored tensors, its `rt`, its part of the batch, and the shards that the optimizer sees.
+
+Storage and optimizer shard are one memory wherever the shard is a contiguous part of the storage (always, when the two
+specs are equal), so the gather after the optimizer writes only what other ranks own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.comm import Comm
+from ..compiled.inductor import CompiledRegion, compiled_stage
+from ..errors import RuntimeProgramError
+from ..gradients.buckets import BucketSizes, bytes_in_buckets
+from ..gradients.gather import Gather, start_gathers
+from ..gradients.grads import GradStore
+from ..guards import Guards
+from ..memory.tiers import Tiers
+from ..program.layout import TensorInfo, local_shape, local_slices, refinement
+from ..program.tables import Pipeline, StageTables
+from ..rank import Rank
+
+SliceReader = Callable[[str, tuple[slice, ...]], Tensor]
+Cut = tuple[slice, ...]
+
+
+class Stage:
+    """The state of a stage on a rank of its mesh. held: tensors of another stage of this rank to share. owner: the same stage
+    of the session's first form, whose parameters the optimizer updates (this one, by default)."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tables: StageTables,
+        comm: Comm,
+        seed: int,
+        bucket_bytes: int,
+        held: Mapping[str, Tensor] | None = None,
+        compensated: bool = False,
+        tiers: Tiers | None = None,
+        guards: Guards | None = None,
+        owner: Stage | None = None,
+    ) -> None:
+        self.index = tables.index
+        self.tables = tables
+        self.comm = comm
+        self.held = held or {}
+        self.tiers = tiers or Tiers(comm.device)
+        self.rt = Rank(
+            comm,
+            {name: self._storage(info) for name, info in tables.parameters.items()},
+            {name: self._storage(info) for name, info in tables.buffers.items()},
+            GradStore(
+                comm,
+                tables.gradients,
+                pipeline.microbatches,
+                BucketSizes(bucket_bytes, step=self._gradient_bytes()),
+                compensated=compensated,
+                tiers=self.tiers,
+                tier_of={name: info.tier for name, info in tables.parameters.items() if info.tier},
+            ),
+            seed=seed,
+            tiers=self.tiers,
+            in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
+            guards=guards,
+        )
+        self.module, self.regions = tables.module, list[CompiledRegion]()
+        if pipeline.compiler != "none":
+            self.module, self.regions = compiled_stage(tables.module, self.rt, self.index)
+        self.cuts = [self._cuts(info, pipeline) for info in tables.inputs]
+        self.opt_params: dict[str, nn.Parameter] = {} if owner is None else owner.opt_params
+        if pipeline.training and owner is None:
+            for info in pipeline.optimized(self.index):
+                self.opt_params[info.name] = self._optimizer_shard(info)
+
+    def stored(self) -> Iterator[tuple[TensorInfo, Tensor]]:
+        """Parameters and buffers with their local values."""
+        for name, info in self.tables.parameters.items():
+            yield info, self.rt.params[name]
+        for name, info in self.tables.buffers.items():
+            yield info, self.rt.buffers[name]
+
+    @torch.no_grad()
+    def load(self, full: Mapping[str, Tensor] | SliceReader) -> None:
+        """Fill parameters and buffers; see Session.load_weights."""
+        for info, target in self.stored():
+            slices = local_slices(info.shape, info.spec, self.comm, info.name)
+            if isinstance(full, Mapping):
+                if info.name not in full:
+                    raise RuntimeProgramError(f"the weights have no tensor {info.name!r}")
+                source = full[info.name]
+                if tuple(source.shape) != info.shape:
+                    raise RuntimeProgramError(
+                        f"{info.name}: the program expects shape {info.shape}, the weights have {tuple(source.shape)}"
+                    )
+                source = source[slices] if info.shape else source
+            else:
+                source = full(info.name, slices)
+            if source.is_meta or hasattr(source, "fake_mode"):
+                raise RuntimeProgramError(
+                    f"{info.name}: the weights hold no data (meta or fake tensor); load a checkpoint"
+                )
+            target.copy_(source)
+        self.refresh_optimizer_shards()
+
+    def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
+        """This rank's part of a microbatch's leaves."""
+        local_inputs = []
+        for info, cuts in zip(self.tables.inputs, self.cuts, strict=True):
+            leaf = batch[info.index]
+            view = leaf[cuts[microbatch]] if cuts[microbatch] else leaf
+            local_inputs.append(view.to(device=self.comm.device, dtype=info.dtype))
+        return local_inputs
+
+    def start_regather(self) -> Callable[[], Any]:
+        """Bring updated optimizer shards back to storage; the returned function waits for it."""
+        gathers: list[Gather] = [
+            (parameter.data, self.tables.parameters[name].gather, self.rt.params[name])
+            for name, parameter in self.opt_params.items()
+            if self.tables.parameters[name].gather and name not in self.rt.in_tier
+        ]
+        return start_gathers(self.comm, gathers, site="updated parameters").wait if gathers else lambda: None
+
+    @torch.no_grad()
+    def store_updated(self, shards: Mapping[str, Tensor]) -> None:
+        """Bring updated optimizer shards, which are on the device, to storage that rests in a tier."""
+        rows = {name: shard for name, shard in shards.items() if self.tables.parameters[name].gather}
+        gathers: list[Gather] = [(shard, self.tables.parameters[name].gather, None) for name, shard in rows.items()]
+        handle = start_gathers(self.comm, gathers, site="updated parameters") if gathers else None
+        for name, shard in shards.items():
+            self.tiers.write(self.opt_params[name].data, shard)
+        for name, full in zip(rows, handle.wait() if handle is not None else [], strict=True):
+            self.tiers.write(self.rt.params[name], full)
+
+    @torch.no_grad()
+    def refresh_optimizer_shards(self) -> None:
+        """Make the optimizer's shards what the storage holds."""
+        for name, parameter in self.opt_params.items():
+            shard = self._shard_view(self.tables.parameters[name])
+            if shard.data_ptr() != parameter.data_ptr():
+                parameter.copy_(shard)
+
+    # ---- small print
+
+    def _storage(self, info: TensorInfo) -> Tensor:
+        if info.name in self.held:
+            return self.held[info.name]
+        shape = local_shape(info.shape, info.spec, self.comm, info.name)
+        if info.tier:
+            return self.tiers.empty(shape, info.dtype, info.tier)
+        return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+
+    def _gradient_bytes(self) -> int:
+        """What gradients put into buckets in a step."""
+        total = 0
+        for name, entry in self.tables.gradients.items():
+            info = self.tables.parameters[name]
+            elements = math.prod(local_shape(info.shape, info.opt_spec, self.comm, name))
+            total += bytes_in_buckets(elements * info.dtype.itemsize, entry.steps, self.comm.axis_size)
+        return total
+
+    def _optimizer_shard(self, info: TensorInfo) -> nn.Parameter:
+        if info.opt_spec != info.spec and not info.gather:
+            raise RuntimeProgramError(f"{info.name}: optimizer spec {info.opt_spec} without the steps back to storage")
+        shard = self._shard_view(info)
+        if not shard.is_contiguous():
+            apart = self.tiers.empty(shard.shape, shard.dtype, info.tier) if info.tier else shard.contiguous()
+            shard = apart.copy_(shard)
+        return nn.Parameter(shard)
+
+    def _shard_view(self, info: TensorInfo) -> Tensor:
+        """This rank's part of its storage shard under the optimizer spec."""
+        view = self.rt.params[info.name]
+        for dim, axes in refinement(info.spec, info.opt_spec, info.name).items():
+            parts = self.comm.axis_size(axes)
+            if view.shape[dim] % parts:
+                raise RuntimeProgramError(f"{info.name}: dim {dim} cannot be split further over {axes}")
+            size = view.shape[dim] // parts
+            view = view.narrow(dim, self.comm.axis_index(axes) * size, size)
+        return view
+
+    def _cuts(self, info: TensorInfo, pipeline: Pipeline) -> list[Cut]:
+        """Where this rank's part of every microbatch lies in the whole batch's leaf."""
+        whole = local_slices(info.shape, info.spec, self.comm, f"input {info.name}")
+        if info.batch_dim is None:
+            return [whole] * pipeline.microbatches
+        dim, size = info.batch_dim, info.shape[info.batch_dim]
+        return [
+            (*whole[:dim], slice(whole[dim].start + m * size, whole[dim].stop + m * size), *whole[dim + 1 :])
+            for m in range(pipeline.microbatches)
+        ]
+
+
+Inputs = Callable[[Stage, int], list[Tensor]]
+"""A stage's part of a microbatch's leaves."""
+
+
+def inputs_of(batch: Sequence[Tensor]) -> Inputs:
+    """Parts of a global batch."""
+    return lambda stage, microbatch: stage.inputs(batch, microbatch)

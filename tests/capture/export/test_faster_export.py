@@ -1,0 +1,74 @@
+"""Export that leaves work out gives the graph that torch gives."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.capture.export.faster_export import lean, settled
+from autopar.capture.export.functional import functional, traced_step
+
+
+class Scaled(nn.Module):
+    """Layers of torch inside methods `forward`, a helper, a region without gradients and a buffer that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        self.register_buffer("steps", torch.zeros(()))
+
+    @torch.no_grad()
+    def scale(self, x: Tensor) -> Tensor:
+        return x.abs().amax(-1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        return self.layers(x) / (1 + self.scale(x))
+
+
+def _described(graph: fx.Graph) -> list[tuple[str, ...]]:
+    metas = ("stack_trace", "nn_module_stack", "torch_fn")
+    return [(n.name, str(n.target), str(n.args), *(str(n.meta.get(key)) for key in metas)) for n in graph.nodes]
+
+
+def _export(around: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch) -> fx.Graph:
+    monkeypatch.setattr("autopar.capture.export.functional.lean", around)
+    with around():
+        return functional(*traced_step(Scaled(), [torch.ones(2, 4)])).graph
+
+
+def test_nodes_keep_the_arguments_stacks_and_modules_that_torch_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, of_torch = _export(lean, monkeypatch), _export(nullcontext, monkeypatch)
+    assert any("in scale" not in text and "in forward" in text for _, _, _, text, *_ in _described(own))
+    assert _described(own) == _described(of_torch)
+
+
+def test_a_graph_that_was_not_compiled_runs_when_it_is_called() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with lean():
+        exported = torch.export.export(model, (x,), strict=False)
+    assert torch.equal(exported.module()(x), model(x))
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_afterwards_what_it_was(collects: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with lean():
+            assert not gc.isenabled()
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_garbage_is_afterwards_looked_for_as_often_as_before() -> None:
+    before = gc.get_threshold()
+    with settled():
+        assert gc.get_threshold()[0] >= before[0]
+    assert gc.get_threshold() == before

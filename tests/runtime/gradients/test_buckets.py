@@ -1,0 +1,105 @@
+"""How large buckets are: early messages, and little that is sent when backward is over."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.runtime import GradEntry, GradStore, run_threads
+from autopar.runtime.comm.comm import Step
+from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
+from tests.runtime import stages
+from tests.runtime.scenarios import train
+
+ALL_REDUCE = ("all_reduce", "a")
+LOSS_BYTES = 8
+SIZES = {"a": 2, "b": 4}
+
+
+def sent_bytes(
+    count: int, elements: int, sizes: BucketSizes, owned: bool = False, step: Step = ALL_REDUCE
+) -> list[int]:
+    """Bytes of the messages that so many equal float32 gradients leave in, in their order."""
+    messages: list[int] = []
+
+    def body(comm):
+        launch = comm._start
+        if comm.rank == 0:
+            comm._start = lambda call: messages.append(call.inp.numel() * 4) or launch(call)
+        store = GradStore(comm, {f"g{i}": GradEntry(1, (step,)) for i in range(count)}, sizes=sizes)
+        for i in range(count):
+            store.add(f"g{i}", torch.ones(elements), owned)
+        assert all(grad.unique().tolist() == [2.0] for grad in store.finish().values())
+
+    run_threads(2, {"a": 2}, body, timeout_s=30)
+    return messages
+
+
+def test_no_bucket_has_more_than_half_of_what_is_left():
+    sent = sent_bytes(64, 64, BucketSizes(full=1 << 20, first=256, least=256, step=64 * 256))
+    assert sum(sent) == 64 * 256
+    assert sent[0] == 256
+    for place in range(1, len(sent) - 1):
+        assert sent[place] <= sum(sent[place:]) / 2 + 256
+    assert sent[-1] <= 2 * 256
+
+
+def test_buckets_of_a_large_step_are_full():
+    sent = sent_bytes(64, 64, BucketSizes(full=1024, first=256, least=256, step=64 * 256))
+    assert sent[1:-3].count(1024) >= 10
+    assert max(sent) == 1024
+
+
+def test_without_a_known_step_buckets_are_full():
+    assert sent_bytes(9, 64, BucketSizes(full=1024, first=256)) == [256, 1024, 1024]
+
+
+def test_a_gradient_as_large_as_a_bucket_of_its_time_travels_alone():
+    sizes = BucketSizes(full=1 << 20, first=512, least=512, step=4 * 1024)
+    assert sent_bytes(4, 256, sizes, owned=True) == [1024, 2048, 1024]
+
+
+def test_a_gradient_that_fills_a_late_bucket_is_scattered_alone_and_no_smaller_one():
+    sizes = BucketSizes(full=1 << 20, first=256, direct=1024, least=1024)
+    scatter = ("reduce_scatter", "a", 0)
+    assert sent_bytes(2, 256, sizes, step=scatter) == [1024, 1024]
+    assert sent_bytes(4, 128, sizes, step=scatter) == [512, 3 * 512]
+    assert BucketSizes.direct == BucketSizes.least
+
+
+@pytest.mark.parametrize(
+    ("steps", "want"),
+    [
+        ((), 0),
+        ((("all_reduce", "a"),), 64),
+        ((("reduce_scatter", "b", 0),), 256),
+        ((("reduce_scatter", "b", 0), ("all_reduce", "a")), 256 + 64),
+        ((("shard", "b", 0), ("all_reduce", "a")), 64),
+        ((("all_reduce", "a"), ("shard", "b", 0)), 256),
+        ((("reduce_scatter", "b", 0), ("all_gather", "a", 0)), 128),
+        ((("all_reduce", "one"),), 0),
+    ],
+)
+def test_bytes_in_buckets_follow_the_steps_back_from_the_shard(steps, want):
+    assert bytes_in_buckets(64, steps, lambda axes: SIZES.get(axes, 1)) == want
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
+def test_what_a_step_sends_is_known_before_it(monkeypatch, dp, tp, zero):
+    """All that goes into buckets, but for the loss, which goes with the first."""
+    known: list[tuple[int, int]] = []
+    clear = Buckets.clear
+
+    def noted(buckets: Buckets) -> None:
+        assert buckets.sizes.step is not None
+        known.append((buckets.sizes.step, buckets._sent))
+        clear(buckets)
+
+    monkeypatch.setattr(Buckets, "clear", noted)
+    program = stages.mlp(dp, tp, zero)
+    run_threads(dp * tp, program.mesh, lambda comm: train(comm, program, 2), timeout_s=60)
+    assert known
+    for step, sent in known:
+        assert step > 0
+        assert 0 <= sent - step <= LOSS_BYTES

@@ -1,0 +1,55 @@
+"""A link that is dropped in the middle of a run: both ends name what they wait for, as soon as `--hang` says.
+
+Two machines made of namespaces (preflight/two_machines.py), one rank each. The first has the job's store.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+
+from tests.runtime.preflight import two_machines
+from tests.runtime.run.test_launch import emitted  # noqa: F401
+
+pytestmark = pytest.mark.skipif(not two_machines.possible(), reason="needs namespaces of a user, with veth and tc")
+
+DATA = """import time
+from programs import stages
+
+def batches():
+    for batch in stages.batches(4000):
+        time.sleep(0.05)
+        yield batch
+"""
+DROP = """(
+  until grep -qs '^step 20 ' "$DIR/out0" "$DIR/out1"; do sleep 0.02; done
+  ip link set cable down
+  touch "$DIR/dropped"
+) &"""
+NAMED_S = 5.0
+"""After the limit, at most."""
+
+
+@pytest.mark.parametrize("hang_s", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.timeout(200)
+def test_a_dropped_link_is_named_on_both_its_ends_within_the_limit(emitted, tmp_path, hang_s):  # noqa: F811
+    out = tmp_path / "out"
+    shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))
+    (out / "data.py").write_text(DATA)
+    own = ["--run-dir", tmp_path / "run", "--steps", 4000, "--data", f"{out / 'data.py'}:batches", "--timeout", 600]
+    hang = [] if hang_s == 60 else ["--hang", hang_s]  # 60 is the default
+    command = [sys.executable, *map(str, [out / "run.py", *own, *hang])]
+    ends, _ = two_machines.on_two(tmp_path, [command, command], setup=DROP)
+    dropped_at = (tmp_path / "dropped").stat().st_mtime
+    for machine, said in (
+        (0, "no longer runs (stopped, swapped out, or its machine or the link to it"),
+        (1, "the job's store"),
+    ):
+        end = ends[machine]
+        assert end.status == 1
+        assert end.has("this run hangs", said, "all_gather", "step 21, action F0.0", "stages.py:"), end
+        took_s = (tmp_path / f"out{machine}").stat().st_mtime - dropped_at
+        print(f"machine {machine} said so {took_s:.1f} s after the link was dropped")
+        assert hang_s < took_s < hang_s + NAMED_S, end
