@@ -6,7 +6,7 @@ program.json         facts for `autopar-dump` (mesh, collectives, storage, predi
 manifest.json        what run.py needs to know
 stages/stage_0.py    the code; ranks that are alike share it
 ranks/rank_0.py …    one short file per rank: its coordinates and its stages
-autopar_runtime/     the small runtime, torch only
+autopar_runtime/     of the small runtime, torch only, the modules that the program needs
 run.py               torchrun entry; launch.sh, slurm.sh and kubernetes.yaml start it on machines
 weights/             the model's weights (torch.distributed.checkpoint); where they are on meta, what no state dict holds
 buckets/1/ …         plan.json, pipeline.py and stages for batches of other shapes, where there are any
@@ -18,7 +18,6 @@ worlds/2/ …          the program for other numbers of ranks, likewise; run.py 
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import math
 import warnings
@@ -30,10 +29,10 @@ from typing import Any
 
 import torch
 
-from autopar import runtime
 from autopar.capture.examples.trees import flatten
 from autopar.codegen.owned_files import FACTS, WEIGHTS, digest, facts_text, settle, to_replace
 from autopar.codegen.stage import render
+from autopar.codegen.travelling import runtime_files
 from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
@@ -103,6 +102,8 @@ def write_directory(
             folder: _program(replace(one, weights={n: w.to("meta") for n, w in one.weights.items()}))
             for folder, one in beside.items()
         }
+        travelling = runtime_files([program.files for program in programs.values()])  # run.py of one may run another
+        programs = {folder: replace(one, files={**one.files, **travelling}) for folder, one in programs.items()}
         gone = list(_going(directory, programs, contents.plan))
         for folder, program in programs.items():
             _write(program, begin(directory) if folder == "." else partial(directory) / folder)
@@ -142,7 +143,7 @@ def _going(directory: Path, programs: Mapping[str, _Program], plan: Plan) -> Ite
 
 
 def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
-    """One program's files. worlds: other numbers of ranks that it is written for."""
+    """One program's own files. worlds: other numbers of ranks that it is written for."""
     constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
     complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
     written = contents.weights if complete else constants if known else {}
@@ -172,7 +173,7 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
         ]
         manifest["pad_values"] = dict(contents.pad_values)
     texts = {**_texts(contents, worlds), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
-    files = {name: content.encode() for name, content in texts.items()} | _runtime_files()
+    files = {name: content.encode() for name, content in texts.items()}
     return _Program(contents, files, written if manifest["weights"] or manifest["constants"] else None)
 
 
@@ -221,13 +222,6 @@ def candidate_folder(place: int) -> str:
 def bucket_folder(place: int) -> str:
     """Where the files of a bucket lie."""
     return f"buckets/{place + 1}"
-
-
-def _runtime_files() -> dict[str, bytes]:
-    """What the files import, by name."""
-    folder = Path(inspect.getfile(runtime)).parent
-    sources = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {f"autopar_runtime/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in sources}
 
 
 def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:

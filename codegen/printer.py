@@ -208,7 +208,7 @@ def _carrier(line: Compute) -> str:
 
 
 def home_of(line: Compute) -> str:
-    """The module of the runtime that an op's function is in, "ops" where it is torch's."""
+    """The module of the runtime that an op's function is in, "ops" (which has conversions too) where it is torch's."""
     definition = find(line.op)
     if definition is None:
         return "ops"

@@ -17,7 +17,7 @@ from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Compute, Function, Start
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, Row, StoredParameter
 from autopar.ir.steps import rows
-from autopar.ops.homes import ALWAYS, HOMES, home_packages
+from autopar.ops.homes import HOMES, home_packages
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("autopar.codegen", "templates"),
@@ -74,7 +74,7 @@ def _source(
         },
         mesh=dict(stage.mesh.axes),
         user_ops=bool(registered_ops(stage)),
-        homes=home_packages(HOMES.keys() & {*ALWAYS, *(home_of(line) for line in _computed(stage))}),
+        homes=home_packages(HOMES.keys() & {"ops", *(home_of(line) for line in _computed(stage))}),
     )
 
 

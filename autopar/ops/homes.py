@@ -26,8 +26,6 @@ HOMES: dict[str, types.ModuleType] = {
     "softmax": softmax,
     "zigzag": zigzag,
 }
-ALWAYS = ("attention", "ops", "rnn")
-"""Those that every file imports."""
 
 
 def home_packages(names: Iterable[str]) -> dict[str, list[str]]:
