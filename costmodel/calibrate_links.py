@@ -7,6 +7,7 @@ inside the op that does them (`calibrate_exchanges.py`).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from autopar.cluster.kernels import Points
 from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.calibrate_lateness import usual_of_slowest_s
+from autopar.costmodel.collective import COSTS
 from autopar.costmodel.host_kernels import usual_s
 from autopar.runtime.comm.calls import Handle, Message
 from autopar.runtime.comm.comm import Comm
@@ -27,7 +29,6 @@ Progress = Callable[[str], None]
 Links = dict[str, dict[str, Any]]
 OVERLAPPED, OVERLAPPED_BYTES = "all_gather while computing", 1 << 22
 SMALL_BYTES = 2**18
-ONE_WAY = ("broadcast", "p2p")
 EXCHANGE = "exchange"
 
 
@@ -50,19 +51,6 @@ def fit_line(factor_bytes: np.ndarray, seconds: np.ndarray) -> tuple[float, floa
     return a, 1 / per_byte, residual
 
 
-def ring_factor(kind: str, n: int) -> float:
-    """Bytes that cross a rank's link for each byte of the full array."""
-    return {
-        "all_reduce": 2 * (n - 1) / n,
-        "all_gather": (n - 1) / n,
-        "reduce_scatter": (n - 1) / n,
-        "all_to_all": (n - 1) / n,
-        "broadcast": 1.0,
-        "p2p": 1.0,
-        "shift": 1.0,
-    }[kind]
-
-
 def measure_collectives(comm: Comm, quick: bool, say: Progress, kinds: Collection[str] = ()) -> list[Sample]:
     """Times the collectives of emitted programs, or those of some kinds, along the axis "all" of the mesh of all ranks, in all
     groups of it at the same time; every rank must call it."""
@@ -74,7 +62,6 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress, kinds: Collectio
     for size in sizes:
         elements = max(n * n, size // 4 // n * n)
         full, part = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device)
-        table = full.view(n, -1) if elements % (n * n) else full.view(n, n, -1)
 
         def hand_over(whole: torch.Tensor = full) -> None:
             """From the first rank to the second, and back."""
@@ -84,14 +71,11 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress, kinds: Collectio
                     comm.start_messages([Message(kind, whole, group.ranks[1 - rank], sender)])[0].wait()
 
         calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda full=full: comm.all_reduce(full, "all"),  # type: ignore[misc]
-            "all_gather": lambda part=part: comm.all_gather(part, 0, "all"),  # type: ignore[misc]
-            "reduce_scatter": lambda full=full: comm.reduce_scatter(full, 0, "all"),  # type: ignore[misc]
-            "all_to_all": lambda table=table: comm.all_to_all(table, 1, 0, "all"),  # type: ignore[misc]
-            "broadcast": lambda full=full: comm.broadcast(full, "all"),  # type: ignore[misc]
-            "p2p": hand_over,
-            "shift": lambda full=full: comm.start_shift(full, "all").wait(),  # type: ignore[misc]
+            kind: functools.partial(row.sample, comm, full, part)
+            for kind, row in COSTS.items()
+            if row.sample is not None
         }
+        calls["p2p"] = hand_over
         calls = {kind: call for kind, call in calls.items() if not kinds or kind in kinds}
         turns = 8 if size < 2**20 else 4 if size < 2**24 else 2
         for kind, kind_s in _collectives_s(calls, comm, turns).items():
@@ -183,7 +167,9 @@ def collective_lines(samples: Sequence[Sample]) -> dict[str, Points]:
             large[s.kind][float(s.shape[0])] = s.seconds
     lines: dict[str, Points] = {}
     for kind, by_size in large.items():
-        small = [s.seconds for s in samples if s.shape[0] < SMALL_BYTES and (s.kind in ONE_WAY) is (kind in ONE_WAY)]
+        small = [
+            s.seconds for s in samples if s.shape[0] < SMALL_BYTES and COSTS[s.kind].one_way is COSTS[kind].one_way
+        ]
         points = sorted({1.0: float(np.median(small)), **by_size}.items())
         lines[kind] = tuple((size, max(s for _, s in points[: i + 1])) for i, (size, _) in enumerate(points))
     if exchanges:
@@ -209,7 +195,7 @@ def fit_links(samples: Sequence[Sample], level: str = "node", tables: bool = Fal
     flat = [s._replace(kind=s.kind.removeprefix(FLAT)) for s in samples if s.kind.startswith(FLAT)]
     samples = [s for s in samples if s.kind != OVERLAPPED and not s.kind.startswith(FLAT)]
     plain = [s for s in samples if s.kind != EXCHANGE]
-    x = np.array([s.shape[0] * ring_factor(s.kind, s.shape[1]) for s in plain])
+    x = np.array([s.shape[0] * COSTS[s.kind].crosses(s.shape[1]) for s in plain])
     y = np.array([s.seconds for s in plain])
     a, B, _ = fit_line(x, y)
     residuals = {}

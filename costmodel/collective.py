@@ -12,21 +12,21 @@ An exchange is an all_to_all of shares that only the data decides.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
 
 from autopar.cluster.link import LinkLevel
 from autopar.errors import ClusterError
 from autopar.ir.visits import visits
+from autopar.runtime.comm.comm import Comm
 
 if TYPE_CHECKING:
     from autopar.cluster import ClusterSpec
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "p2p", "shift")
-TO_ALL = ("all_to_all", "exchange")
-"""Of these every rank sends every other one a part."""
-
 
 Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]
 """How a group of ranks lies on the levels: (fan-out, level, level groups touched), innermost first, fan-outs above 1."""
@@ -56,6 +56,102 @@ def shape_on_levels(levels: tuple[LinkLevel, ...], ranks: tuple[int, ...]) -> Sh
 
 RAMP_BYTES = 12e6
 """Message size at which half of a link's ramp is paid (fitted to collectives.json, one value for all links)."""
+LevelSeconds = Callable[[float, int, LinkLevel, float, int, float], tuple[float, float]]
+"""(S bytes, P ranks, level, B bytes/s, depth of a tree, ramp in seconds) -> seconds that grow with the bytes, and that do not."""
+
+
+def _all_reduce_s(S: float, P: int, level: LinkLevel, B: float, depth: int, ramp: float) -> tuple[float, float]:
+    a = level.latency_s
+    options = [(2 * (P - 1) / P * S / B, 2 * (P - 1) * a), (2 * S / B, 2 * depth * a)]
+    if level.in_switch and P > 2:
+        options.append((S / (B * level.in_switch_efficiency / level.efficiency), 2 * a))
+    moved, fixed = min(options, key=sum)
+    return moved, fixed + 2 * ramp + level.base_s
+
+
+def _half_s(S: float, P: int, level: LinkLevel, B: float, depth: int, ramp: float) -> tuple[float, float]:
+    return (P - 1) / P * S / B, min(P - 1, 4 * depth) * level.latency_s + ramp + level.base_s
+
+
+def _to_all_s(S: float, P: int, level: LinkLevel, B: float, depth: int, ramp: float) -> tuple[float, float]:
+    return (P - 1) / P * S / B, min(P - 1, 16) * level.latency_s + ramp + level.base_s
+
+
+def _along_a_tree_s(S: float, P: int, level: LinkLevel, B: float, depth: int, ramp: float) -> tuple[float, float]:
+    return S / B, depth * level.latency_s + level.base_s
+
+
+def _to_the_next_s(S: float, P: int, level: LinkLevel, B: float, depth: int, ramp: float) -> tuple[float, float]:
+    return S / B, level.latency_s + level.base_s
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """What a kind of collective costs.
+
+    level_s: the cheapest algorithm's seconds on one level. crosses: the bytes that a rank's link carries for each byte of the
+    full array in a ring of n. carried: of the full array's bytes, what a level has to carry (`parts`: each further level 1/fan
+    of those before it; `whole`: all of them; `to_all`: those whose destination lies across it). inside: the kind that runs on
+    every level but the last, once each way. one_way: whether a calibration tells its latency apart from that of the others.
+    sample: one call of it for a calibration, given a Comm, the full array and a rank's part (None: measured otherwise).
+    """
+
+    level_s: LevelSeconds
+    crosses: Callable[[int], float]
+    carried: Literal["parts", "whole", "to_all"] = "parts"
+    inside: str = ""
+    one_way: bool = False
+    sample: Callable[[Comm, Tensor, Tensor], Any] | None = None
+
+
+def _of_half(n: int) -> float:
+    return (n - 1) / n
+
+
+def _square(full: Tensor, n: int) -> Tensor:
+    """The array as all_to_all takes it, rows for members along dim 1."""
+    return full.view(n, -1) if full.numel() % (n * n) else full.view(n, n, -1)
+
+
+COSTS: dict[str, CollectiveCost] = {
+    "all_reduce": CollectiveCost(
+        _all_reduce_s,
+        lambda n: 2 * (n - 1) / n,
+        inside="reduce_scatter",
+        sample=lambda comm, full, part: comm.all_reduce(full, "all"),
+    ),
+    "all_gather": CollectiveCost(_half_s, _of_half, sample=lambda comm, full, part: comm.all_gather(part, 0, "all")),
+    "reduce_scatter": CollectiveCost(
+        _half_s, _of_half, sample=lambda comm, full, part: comm.reduce_scatter(full, 0, "all")
+    ),
+    "all_to_all": CollectiveCost(
+        _to_all_s,
+        _of_half,
+        carried="to_all",
+        sample=lambda comm, full, part: comm.all_to_all(_square(full, comm.group("all").size), 1, 0, "all"),
+    ),
+    "exchange": CollectiveCost(_to_all_s, _of_half, carried="to_all"),
+    "broadcast": CollectiveCost(
+        _along_a_tree_s,
+        lambda n: 1.0,
+        carried="whole",
+        one_way=True,
+        sample=lambda comm, full, part: comm.broadcast(full, "all"),
+    ),
+    "p2p": CollectiveCost(_along_a_tree_s, lambda n: 1.0, carried="whole", one_way=True),
+    "shift": CollectiveCost(
+        _to_the_next_s,
+        lambda n: 1.0,
+        carried="whole",
+        sample=lambda comm, full, part: comm.start_shift(full, "all").wait(),
+    ),
+}
+"""Every kind of collective by its name in `autopar.runtime.comm.collectives`, and messages between two ranks ("p2p")."""
+
+
+def is_to_all(kind: str) -> bool:
+    """Whether every rank sends every other one a part."""
+    return COSTS[kind].carried == "to_all"
 
 
 def one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tuple[float, float]:
@@ -68,21 +164,10 @@ def one_level_s(kind: str, S: float, P: int, level: LinkLevel, B: float) -> tupl
     if known_s is not None:
         least_s = min(level.measured_s(kind, P, 0.0) or 0.0, known_s)
         return (known_s - least_s) * level.rate_Bps() / B, least_s
-    a, depth = level.latency_s, 1 if kind == "shift" else ceil(log2(P))
-    ramp = level.ramp_s * depth * S / (S + RAMP_BYTES)
+    depth = ceil(log2(P))
     if level.mesh_links:
         B *= min(1.0, (P - 1) / level.mesh_links)
-    if kind == "all_reduce":
-        options = [(2 * (P - 1) / P * S / B, 2 * (P - 1) * a), (2 * S / B, 2 * depth * a)]
-        if level.in_switch and P > 2:
-            options.append((S / (B * level.in_switch_efficiency / level.efficiency), 2 * a))
-        moved, fixed = min(options, key=sum)
-        return moved, fixed + 2 * ramp + level.base_s
-    if kind in ("all_gather", "reduce_scatter"):
-        return (P - 1) / P * S / B, min(P - 1, 4 * depth) * a + ramp + level.base_s
-    if kind in TO_ALL:
-        return (P - 1) / P * S / B, min(P - 1, 16) * a + ramp + level.base_s
-    return S / B, depth * a + level.base_s
+    return COSTS[kind].level_s(S, P, level, B, depth, level.ramp_s * depth * S / (S + RAMP_BYTES))
 
 
 @lru_cache(maxsize=65536)
@@ -117,19 +202,16 @@ def _on_shape_s(shape: Shape, kind: str, nbytes: float, concurrent: int) -> floa
     all_to_all loads every level with the bytes whose destination lies across it: it is one between `fan` units that hold
     what goes to any of them.
     """
-    slowest, latency, S, inner, P = 0.0, 0.0, nbytes, 1, 1
+    slowest, latency, S, inner, P, row = 0.0, 0.0, nbytes, 1, 1, COSTS[kind]
     for fan, _, _ in shape:
         P *= fan
     for i, (fan, level, groups) in enumerate(shape):
         B = level.rate_Bps(groups) / concurrent
-        if kind in TO_ALL:
-            moved, fixed = one_level_s(kind, nbytes * inner * fan / P, fan, level, B)
-        elif kind == "all_reduce" and i < len(shape) - 1:
-            moved, fixed = (2 * x for x in one_level_s("reduce_scatter", S, fan, level, B))
-        elif kind in ("broadcast", "p2p", "shift"):
-            moved, fixed = one_level_s(kind, nbytes, fan, level, B)
+        if row.inside and i < len(shape) - 1:
+            moved, fixed = (2 * x for x in one_level_s(row.inside, S, fan, level, B))
         else:
-            moved, fixed = one_level_s(kind, S, fan, level, B)
+            carried = {"parts": S, "whole": nbytes, "to_all": nbytes * inner * fan / P}[row.carried]
+            moved, fixed = one_level_s(kind, carried, fan, level, B)
         slowest = max(slowest, moved)
         latency += fixed
         S /= fan
@@ -166,8 +248,8 @@ def collective_time_s(
     concurrent: how many such groups share each device's links at the same time. Raises ClusterError for an unknown
     kind or a rank outside the cluster.
     """
-    if kind not in KINDS:
-        raise ClusterError(f"unknown collective {kind!r}; known: {', '.join(KINDS)}")
+    if kind not in COSTS:
+        raise ClusterError(f"unknown collective {kind!r}; known: {', '.join(COSTS)}")
     if len(ranks) < 2 or nbytes <= 0:
         return 0.0
     if max(ranks) >= cluster.size or min(ranks) < 0:

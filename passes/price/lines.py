@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costmodel.bill import Purpose
-from autopar.costmodel.collective import TO_ALL
+from autopar.costmodel.collective import COSTS, is_to_all
 from autopar.ir.call import OpCall
 from autopar.ir.lines import AddGradient, Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
@@ -74,7 +74,11 @@ class Dispatch:
         return Purpose(self.axes[0], _OVERLAPS["all_to_all"])
 
 
-_OVERLAPS = {"all_gather": "tp_exposed", "reduce_scatter": "tp_exposed", **dict.fromkeys(TO_ALL, "ep_exposed")}
+_OVERLAPS = {
+    "all_gather": "tp_exposed",
+    "reduce_scatter": "tp_exposed",
+    **dict.fromkeys(filter(is_to_all, COSTS), "ep_exposed"),
+}
 
 
 # --- messages

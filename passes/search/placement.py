@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.cluster import ClusterSpec
-from autopar.costmodel.collective import TO_ALL
+from autopar.costmodel.collective import is_to_all
 from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import Account
@@ -76,7 +76,7 @@ def _collectives(lowered: LoweredProgram, counted: Account) -> Iterator[Pairs]:
         pairs: dict[str, float] = {}
         for c in account.collectives:
             size = mesh.sizes[c.axis]
-            if c.kind in TO_ALL:
+            if is_to_all(c.kind):
                 pairs[c.axis] = pairs.get(c.axis, 0.0) + c.times * c.nbytes / size
             else:
                 passes = 2 if c.kind == "all_reduce" else 1

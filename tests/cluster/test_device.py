@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import device_from_dict, device_names, device_preset, dtype_bytes, dtype_name
 from autopar.costmodel.calibrate import fit_device, fit_matmul
-from autopar.costmodel.calibrate_links import Sample, collective_lines, fit_line, fit_links, ring_factor
+from autopar.costmodel.calibrate_links import Sample, collective_lines, fit_line, fit_links
+from autopar.costmodel.collective import COSTS
 from autopar.costmodel.compute import matmul_share, op_time_s
 from autopar.errors import ClusterError
 
@@ -119,7 +120,7 @@ def test_a_profile_changes_a_cluster():
     samples += [Sample("attention", (4, 512, 64), "float32", 1e-3), Sample("memory", (10**8,), "float32", 1e-2)]
     device, residuals = fit_device(samples, base)
     moved = [
-        Sample(k, (n, 2), "float32", 1e-4 + n * ring_factor(k, 2) / 1e9)
+        Sample(k, (n, 2), "float32", 1e-4 + n * COSTS[k].crosses(2) / 1e9)
         for k in ("all_reduce", "all_gather")
         for n in (10**4, 10**7)
     ]

@@ -41,7 +41,7 @@ class Handle(Generic[T]):
 
 @dataclass(slots=True)
 class Call:
-    """One collective on contiguous buffers; n is the group size.
+    """One collective on contiguous buffers, of a kind of collectives.py; n is the group size, op the reduction ("": none).
 
     all_reduce: inp, out alike (may be the same); all_gather: out (n, *inp); reduce_scatter: inp (n, *out);
     all_to_all: inp and out (n, *chunk); broadcast: inp of member `root` to every out; barrier: empty tensors.
@@ -53,7 +53,7 @@ class Call:
     group: Group
     out: Tensor
     inp: Tensor
-    op: str = "sum"
+    op: str = ""
     root: int = 0
     site: str = ""
     sent: tuple[int, ...] = ()
@@ -62,13 +62,13 @@ class Call:
     def signature(self) -> tuple[Any, ...]:
         """What must agree over all members of the group."""
         shape = tuple(self.inp.shape)
-        return (self.kind, self.op, self.root, shape[1:] if self.kind == "exchange" else shape, self.inp.dtype)
+        return (self.kind, self.op, self.root, shape[1:] if self.sent else shape, self.inp.dtype)
 
     def describe(self) -> str:
         """In words, which are those of all calls with this signature and site."""
-        rows = ["…", *self.inp.shape[1:]] if self.kind == "exchange" else self.inp.shape
+        rows = ["…", *self.inp.shape[1:]] if self.sent else self.inp.shape
         shape = ", ".join(map(str, rows))
-        what = f"{self.kind}[{self.op}]" if self.kind in ("all_reduce", "reduce_scatter") else self.kind
+        what = f"{self.kind}[{self.op}]" if self.op else self.kind
         return f"{what} of {str(self.inp.dtype).removeprefix('torch.')}[{shape}]" + (
             f" at {self.site}" if self.site else ""
         )

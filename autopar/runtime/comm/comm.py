@@ -26,35 +26,14 @@ from ..data.datafile import parse_json
 from ..data.schema import Schema, SchemaError, anything
 from ..errors import RuntimeProgramError
 from .calls import Call, Handle, Message, Posted, Watcher
+from .collectives import COLLECTIVES
 from .hierarchical import TwoLevels
 from .mesh import Group, group_ranks, mesh_index, mesh_size
+from .reductions import REDUCTIONS
 
 T = TypeVar("T")
 Axes = str | tuple[str, ...]
 Step = tuple[Any, ...]
-
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": lambda acc, x: torch.add(acc, x, out=acc),
-    "max": lambda acc, x: torch.maximum(acc, x, out=acc),
-    "min": lambda acc, x: torch.minimum(acc, x, out=acc),
-}
-
-
-@torch.no_grad()
-def reduce_in_order(parts: list[Tensor], op: str, out: Tensor) -> None:
-    """parts[0] op parts[1] op … in this order, so that no result depends on timing. out may be one of the parts, which then
-    comes first."""
-    place = next((i for i, part in enumerate(parts) if part.data_ptr() == out.data_ptr()), 0)
-    parts = [parts[place], *parts[:place], *parts[place + 1 :]]
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    if op == "sum":
-        torch.add(parts[0], parts[1], out=out)
-    else:
-        REDUCTIONS[op](out.copy_(parts[0]), parts[1])
-    for part in parts[2:]:
-        REDUCTIONS[op](out, part)
 
 
 def front_chunks(x: Tensor, dim: int, n: int) -> Tensor:
@@ -153,7 +132,7 @@ class Comm(ABC):
         group = self.group(tuple(self.mesh) if axes is None else axes)
         if group.size > 1:
             token = torch.zeros(1, device=self.device)
-            self._start(Call("all_reduce", group, token, token, site=site or "barrier"))()
+            self._start(Call("all_reduce", group, token, token, "sum", site=site or "barrier"))()
 
     def start_maximum(self, numbers: Tensor, site: str) -> Callable[[], None]:
         """Begin to make these, in place, the largest of all ranks; what waits for it. No message of the program: nobody who
@@ -175,7 +154,7 @@ class Comm(ABC):
             return Handle(None, x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        return self._handle(Call("all_reduce", group, out, x, op, site=site), out)
+        return self.start(Call("all_reduce", group, out, x, op, site=site), out)
 
     def start_all_gather(self, x: Tensor, dim: int, axes: Axes, site: str = "") -> Handle[Tensor]:
         group = self.group(axes)
@@ -183,7 +162,7 @@ class Comm(ABC):
             return Handle(None, x)
         dim = self._check_dim(x, dim, "all_gather")
         out = x.new_empty((group.size, *x.shape))
-        handle = self._handle(Call("all_gather", group, out, x.contiguous(), site=site), out)
+        handle = self.start(Call("all_gather", group, out, x.contiguous(), site=site), out)
         return handle.then(lambda chunks: join_chunks(chunks, dim))
 
     def start_reduce_scatter(self, x: Tensor, dim: int, axes: Axes, op: str = "sum", site: str = "") -> Handle[Tensor]:
@@ -193,7 +172,7 @@ class Comm(ABC):
         dim = self._check_split(x, dim, group, "reduce_scatter", site)
         chunks = front_chunks(x, dim, group.size).contiguous()
         out = x.new_empty(chunks.shape[1:])
-        return self._handle(Call("reduce_scatter", group, out, chunks, op, site=site), out)
+        return self.start(Call("reduce_scatter", group, out, chunks, op, site=site), out)
 
     def start_all_to_all(
         self, x: Tensor, split_dim: int, concat_dim: int, axes: Axes, site: str = ""
@@ -204,7 +183,7 @@ class Comm(ABC):
         concat_dim = self._check_dim(x, concat_dim, "all_to_all")
         chunks = front_chunks(x, self._check_split(x, split_dim, group, "all_to_all", site), group.size).contiguous()
         out = torch.empty_like(chunks)
-        handle = self._handle(Call("all_to_all", group, out, chunks, site=site), out)
+        handle = self.start(Call("all_to_all", group, out, chunks, site=site), out)
         return handle.then(lambda received: join_chunks(received, concat_dim))
 
     def start_broadcast(self, x: Tensor, axes: Axes, index: int = 0, site: str = "") -> Handle[Tensor]:
@@ -213,7 +192,7 @@ class Comm(ABC):
             return Handle(None, x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        return self._handle(Call("broadcast", group, out, x, root=index, site=site), out)
+        return self.start(Call("broadcast", group, out, x, root=index, site=site), out)
 
     def start_shift(self, x: Tensor, axes: Axes, by: int = 1, site: str = "") -> Handle[Tensor]:
         """The x of the member `by` places before this one, counted round and round."""
@@ -222,7 +201,7 @@ class Comm(ABC):
             return Handle(None, x)
         x = x.contiguous()
         out = torch.empty_like(x)
-        return self._handle(Call("shift", group, out, x, root=by % group.size, site=site), out)
+        return self.start(Call("shift", group, out, x, root=by % group.size, site=site), out)
 
     def start_exchange(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], axes: Axes, site: str = ""
@@ -237,7 +216,7 @@ class Comm(ABC):
             )
         out = rows.new_empty((sum(received), *rows.shape[1:]))
         call = Call("exchange", group, out, rows.contiguous(), site=site, sent=tuple(sent), received=tuple(received))
-        return self._handle(call, out)
+        return self.start(call, out)
 
     # ---- collectives into given contiguous buffers
 
@@ -246,19 +225,19 @@ class Comm(ABC):
         group = self.group(axes)
         if group.size == 1:
             return Handle(None, buffer)
-        return self._handle(Call("all_reduce", group, buffer, buffer, op, site=site), buffer)
+        return self.start(Call("all_reduce", group, buffer, buffer, op, site=site), buffer)
 
     def start_all_gather_into(self, out: Tensor, x: Tensor, axes: Axes, site: str = "") -> Handle[Tensor]:
         """out: (n, *x.shape); x may be its own row of out."""
         group = self.group(axes)
-        return self._handle(Call("all_gather", group, out, x, site=site), out)
+        return self.start(Call("all_gather", group, out, x, site=site), out)
 
     def start_reduce_scatter_into(
         self, out: Tensor, x: Tensor, axes: Axes, op: str = "sum", site: str = ""
     ) -> Handle[Tensor]:
         """x: (n, *out.shape), untouched, must not change before the wait."""
         group = self.group(axes)
-        return self._handle(Call("reduce_scatter", group, out, x, op, site=site), out)
+        return self.start(Call("reduce_scatter", group, out, x, op, site=site), out)
 
     def start_messages(self, messages: Sequence[Message]) -> list[Posted]:
         """Start sends and receives together, between any ranks of the job. Buffers stay as they are until the wait."""
@@ -354,10 +333,9 @@ class Comm(ABC):
             return self.shard(x, rest[0], axes)
         raise RuntimeProgramError(f"unknown resharding step {step!r}")
 
-    # ---- small print
-
-    def _handle(self, call: Call, result: Tensor) -> Handle[Tensor]:
-        if call.op not in REDUCTIONS:
+    def start(self, call: Call, result: Tensor) -> Handle[Tensor]:
+        """Start any collective on contiguous buffers. result: what waiting for it gives. Raises RuntimeProgramError."""
+        if COLLECTIVES[call.kind].reduces and call.op not in REDUCTIONS:
             raise RuntimeProgramError(f"{call.describe()}: unknown reduction {call.op!r}; use sum, max or min")
         wait = self._start(call)
         if self.watcher is not None:
@@ -368,6 +346,8 @@ class Comm(ABC):
             return result
 
         return Handle(finish)
+
+    # ---- small print
 
     def _check_dim(self, x: Tensor, dim: int, what: str) -> int:
         if not -x.dim() <= dim < x.dim():

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .buffers import BufferPool
 from .calls import Call
-from .comm import REDUCTIONS, reduce_in_order
+from .reductions import REDUCTIONS, reduce_in_order
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "exchange")
-OPS = tuple(REDUCTIONS)
+OPS = ("", *REDUCTIONS)
 EXCHANGE_BYTES = 1 << 17
 
 

@@ -35,19 +35,16 @@ from ..health.notes import Notes
 from . import gloo
 from .buffers import BufferPool
 from .calls import Call, Message, Posted
+from .collectives import COLLECTIVES
 from .comm import Comm
 from .hierarchical import Courier, TwoLevels, phases
 from .mesh import Group, group_ranks, mesh_size
 from .text_exchange import tell_all
 
 _CALL = row(paragraph(), listed(integer(0, MOST_RANKS)), paragraph())
-REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 MESSAGE_TAG = 1 << 28
 FAILED, TIMED_OUT = "failed in", "timed out in"
 _START = {"send": dist.isend, "recv": dist.irecv}
-# torch 2.13 renamed these two.
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class _Job:
@@ -257,58 +254,23 @@ class TorchComm(Comm):
         return gloo.start(call, number, group, pool) or self._start_native(call).wait
 
     def _start_nccl(self, call: Call) -> Callable[[], None]:
-        if call.kind == "shift":
-            return self._start_shift(call)
-        return self._start_native(call).wait if self._order(call.group) is None else self._start_reordered(call)
+        as_torch_has_them = COLLECTIVES[call.kind].by_rank or self._order(call.group) is None
+        return self._start_native(call).wait if as_torch_has_them else self._start_reordered(call)
 
     def _start_native(self, call: Call) -> Any:
-        group = self._process_groups[frozenset(call.group.axes)]
-        op = REDUCE_OPS[call.op]
-        if call.kind == "all_reduce":
-            if call.out is not call.inp:
-                call.out.copy_(call.inp)
-            return dist.all_reduce(call.out, op, group=group, async_op=True)
-        if call.kind == "all_gather":
-            return ALL_GATHER(call.out.view(-1), call.inp.view(-1), group=group, async_op=True)
-        if call.kind == "reduce_scatter":
-            return REDUCE_SCATTER(call.out.view(-1), call.inp.view(-1), op, group=group, async_op=True)
-        if call.kind == "all_to_all":
-            return dist.all_to_all_single(call.out, call.inp, group=group, async_op=True)
-        if call.kind == "broadcast":
-            if call.group.index == call.root:
-                call.out.copy_(call.inp)
-            return dist.broadcast(call.out, call.group.ranks[call.root], group=group, async_op=True)
-        if call.kind == "exchange":
-            return dist.all_to_all_single(
-                call.out, call.inp, list(call.received), list(call.sent), group=group, async_op=True
-            )
-        raise RuntimeProgramError(f"unknown collective {call.kind!r}")
-
-    def _start_shift(self, call: Call) -> Callable[[], None]:
-        """A send and a receive that go out as one."""
-        ranks, me, group = call.group.ranks, call.group.index, self._process_groups[frozenset(call.group.axes)]
-        source, target = (ranks[(me + by) % len(ranks)] for by in (-call.root, call.root))
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, call.inp, target, group), dist.P2POp(dist.irecv, call.out, source, group)]
-        )
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        return wait
+        return COLLECTIVES[call.kind].among_processes(call, self._process_groups[frozenset(call.group.axes)])
 
     def _start_reordered(self, call: Call) -> Callable[[], None]:
         """Members named in another order than their ranks: permute rows before or after."""
-        order = self._order(call.group)
+        order, row = self._order(call.group), COLLECTIVES[call.kind]
         assert order is not None
-        if call.kind == "exchange":
+        if not row.fixed:
             raise RuntimeProgramError(f"{call.describe()} over {call.group}: name its axes in the order of the mesh")
         back = torch.argsort(order)
         inp, out = call.inp, call.out
-        if call.kind in ("reduce_scatter", "all_to_all"):
+        if row.rows_in:
             inp = inp[back]
-        if call.kind in ("all_gather", "all_to_all"):
+        if row.rows_out:
             out = torch.empty_like(out)
         work = self._start_native(Call(call.kind, call.group, out, inp, call.op, call.root, call.site))
 

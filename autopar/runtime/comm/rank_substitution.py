@@ -12,8 +12,10 @@ from dataclasses import replace
 
 from ..errors import RuntimeProgramError
 from .calls import Call, Message, Posted
-from .comm import Comm, reduce_in_order
+from .collectives import COLLECTIVES
+from .comm import Comm
 from .mesh import Group, mesh_index
+from .reductions import reduce_in_order
 
 ONE_STAGE = "a rank cannot take the place of another in a pipeline: stages have other weights on other ranks"
 
@@ -37,9 +39,10 @@ class Turned(Comm):
 
     def _start(self, call: Call) -> Callable[[], None]:
         group = Group(call.group.axes, tuple(self.doers[rank] for rank in call.group.ranks), call.group.index)
-        if call.kind not in ("all_reduce", "reduce_scatter"):
+        row = COLLECTIVES[call.kind]
+        if not row.reduces:
             return self._comm._start(replace(call, group=group))
-        whole = call.kind == "all_reduce"
+        whole = not row.rows_in
         rows = call.inp.new_empty((group.size, *call.inp.shape)) if whole else call.inp.new_empty(call.inp.shape)
         kind = "all_gather" if whole else "all_to_all"
         wait = self._comm._start(Call(kind, group, rows, call.inp, site=call.site))

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from .calls import Call, Message, Posted
+from .collectives import COLLECTIVES
 
 T = TypeVar("T")
 KEPT = 32
@@ -115,7 +116,7 @@ class Recorder:
 
     def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]:
         """How to wait for a call that was just started, noting when."""
-        whole = call.out if call.kind == "all_gather" else call.inp
+        whole = COLLECTIVES[call.kind].whole(call)
         message = self._opened(call.kind, ",".join(call.group.axes), whole, call.site)
 
         def finish() -> None:

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from .buffers import BufferPool
 from .calls import Call, Message, Posted
-from .comm import Comm, reduce_in_order
+from .collectives import COLLECTIVES
+from .comm import Comm
 from .hierarchical import in_turn, phases
 from .mesh import mesh_index
 
@@ -260,35 +261,7 @@ class ThreadComm(Comm):
 @torch.no_grad()
 def execute(calls: list[Call]) -> None:
     """Run one collective over the buffers of all its members, given in member order."""
-    kind, op = calls[0].kind, calls[0].op
-    if kind == "all_reduce":
-        reduce_in_order([call.inp for call in calls], op, calls[0].out)
-        for call in calls[1:]:
-            call.out.copy_(calls[0].out)
-    elif kind == "all_gather":
-        for call in calls:
-            for row, source in zip(call.out.unbind(0), calls, strict=True):
-                row.copy_(source.inp)
-    elif kind == "reduce_scatter":
-        for index, call in enumerate(calls):
-            reduce_in_order([source.inp[index] for source in calls], op, call.out)
-    elif kind == "all_to_all":
-        for index, call in enumerate(calls):
-            for row, source in zip(call.out.unbind(0), calls, strict=True):
-                row.copy_(source.inp[index])
-    elif kind == "broadcast":
-        for call in calls:
-            call.out.copy_(calls[calls[0].root].inp)
-    elif kind == "shift":
-        for index, call in enumerate(calls):
-            call.out.copy_(calls[(index - call.root) % len(calls)].inp)
-    elif kind == "exchange":
-        sent = [call.inp.split(call.sent) for call in calls]
-        for index, call in enumerate(calls):
-            for rows, source in zip(call.out.split(call.received), sent, strict=True):
-                rows.copy_(source[index])
-    else:
-        raise RuntimeProgramError(f"unknown collective {kind!r}")
+    COLLECTIVES[calls[0].kind].among_threads(calls)
 
 
 def run_threads(world_size: int, mesh: Mapping[str, int], fn: Callable[[Comm], T], timeout_s: float = 600.0) -> list[T]:
