@@ -115,7 +115,7 @@ class Printer:
         x, step = self.local(line.value), line.step
         op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
         match step.kind:
-            case "slice":
+            case "shard":
                 return f"rt.comm.shard({x}, {step.dim}, {step.axis!r})"
             case "to_partial":
                 return f"ops.only_first({x}, rt.comm.axis_index({step.axis!r}))"

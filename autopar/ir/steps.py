@@ -13,20 +13,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOCAL_KINDS = frozenset({"slice", "shard", "to_partial"})
+from autopar.runtime.comm.reshard import TABLE_STEPS
+
+LOCAL_KINDS = frozenset({"shard", "to_partial"})
 """Kinds of steps that send nothing."""
 GATHERED = ("all_gather",)
 """Kinds of steps of updated values that travel in one message with others; those of gradients are
 `runtime.gradients.buckets.BUCKETED`."""
 
-_SCATTERS = ("reduce_scatter", "shard")
-
 
 @dataclass(frozen=True)
 class Step:
-    """One conversion step: kind all_gather | slice | all_to_all | all_reduce | reduce_scatter | to_partial.
+    """One conversion step: kind all_gather | shard | all_to_all | all_reduce | reduce_scatter | to_partial.
 
-    dim: the tensor dim that is gathered, sliced or scattered; of an all_to_all the one that becomes whole, and to_dim
+    dim: the tensor dim that is gathered, sharded or scattered; of an all_to_all the one that becomes whole, and to_dim
     the one that is sharded instead. reduction: of all_reduce and reduce_scatter.
     """
 
@@ -60,9 +60,7 @@ def rows(steps: Iterable[RuntimeStep]) -> tuple[tuple[Any, ...], ...]:
 
 def bytes_after(kind: str, nbytes: float, size: int) -> float:
     """Bytes that a rank holds after a step over an axis of `size` ranks, from the bytes that it holds before."""
-    if kind == "all_gather":
-        return nbytes * size
-    return nbytes / size if kind in _SCATTERS else nbytes
+    return TABLE_STEPS[kind].bytes_after(nbytes, size)
 
 
 def bytes_before_per_byte(steps: Iterable[RuntimeStep], sizes: Mapping[str, int]) -> float:
@@ -70,6 +68,5 @@ def bytes_before_per_byte(steps: Iterable[RuntimeStep], sizes: Mapping[str, int]
     scale = 1.0
     for step in steps:
         for axis in step.axes:
-            scale = scale * sizes[axis] if step.kind in _SCATTERS else scale
-            scale = scale / sizes[axis] if step.kind == "all_gather" else scale
+            scale = TABLE_STEPS[step.kind].bytes_before(scale, sizes[axis])
     return scale

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .comm.axis_comm import Along
 from .comm.calls import Handle
-from .comm.comm import Comm, Step
+from .comm.comm import Comm
+from .comm.reshard import TableStep
 from .errors import RuntimeProgramError
 from .gradients.gather import Gather, start_gathers
 from .gradients.grads import GradStore
@@ -18,7 +19,7 @@ from .guards import Guards
 from .kernels.random import make_key
 from .memory.tiers import Tiers
 
-Steps = tuple[Step, ...]
+Steps = tuple[TableStep, ...]
 Wanted = tuple[str, Steps] | tuple[str, Steps, torch.dtype]
 """A parameter's name, the steps from its storage shard, and the dtype that the shard is cast to before them."""
 

@@ -311,7 +311,7 @@ def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -
         case "all_gather":
             need(bool(dims[dim]) and dims[dim][-1] == axis, "the axis is not the minor-most of that dim")
             dims[dim] = dims[dim][:-1]
-        case "slice":
+        case "shard":
             need(axis not in spec.axes, "the axis is in use")
             dims[dim] = (*dims[dim], axis)
         case "all_reduce":

@@ -13,7 +13,7 @@ from autopar.passes.price.pricer import Pricer
 
 _SUFFIX = {
     "all_gather": "gathered",
-    "slice": "sliced",
+    "shard": "sliced",
     "all_to_all": "exchanged",
     "all_reduce": "reduced",
     "reduce_scatter": "scattered",
@@ -68,13 +68,11 @@ def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | N
     for step, _ in steps:
         axes = (step.axis,)
         match step.kind:
-            case "slice":
-                table.append(RuntimeStep("shard", axes, (step.dim,)))
             case "all_reduce" if table and table[-1].kind == "all_reduce":
                 table[-1] = RuntimeStep("all_reduce", (*table[-1].axes, step.axis))
             case "all_reduce":
                 table.append(RuntimeStep("all_reduce", axes))
-            case "all_gather" | "reduce_scatter":
+            case "all_gather" | "reduce_scatter" | "shard":
                 table.append(RuntimeStep(step.kind, axes, (step.dim,)))
             case "all_to_all":
                 table.append(RuntimeStep("all_to_all", axes, (step.to_dim, step.dim)))

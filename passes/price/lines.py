@@ -161,8 +161,7 @@ def _step_messages(
         for axis in step.axes:
             after = bytes_after(step.kind, held, mesh.sizes[axis])
             if mesh.sizes[axis] > 1 and step.kind not in LOCAL_KINDS:
-                nbytes = after if step.kind == "all_gather" else held
-                yield Message(step.kind, axis, what, nbytes, step.kind in joined)
+                yield Message(step.kind, axis, what, max(held, after), step.kind in joined)
             held = after
 
 
@@ -179,10 +178,10 @@ def _steps_copied_s(steps: Iterable[RuntimeStep], held: float, pricer: Pricer) -
     """Seconds that a rank copies for steps of a parameter or gradient. held: its bytes before them."""
     total = 0.0
     for step in steps:
-        kind, dim = "slice" if step.kind == "shard" else step.kind, step.dims[0] if step.dims else -1
+        dim = step.dims[0] if step.dims else -1
         for axis in step.axes:
             size = pricer.mesh.sizes[axis]
-            total += copied_s(Step(kind, axis, dim), held, size, pricer.copy_s) if size > 1 else 0.0
+            total += copied_s(Step(step.kind, axis, dim), held, size, pricer.copy_s) if size > 1 else 0.0
             held = bytes_after(step.kind, held, size)
     return total
 

@@ -21,7 +21,7 @@ def _is_view(line: Line) -> bool:
         case Cut():
             return True
         case Convert(step=step):
-            return step.kind == "slice"
+            return step.kind == "shard"
         case Compute(op=op):
             definition = find(op)
             return definition is not None and definition.free

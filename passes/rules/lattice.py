@@ -57,14 +57,14 @@ def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]
             for dim in range(rank):
                 longer = appended(dim, axis)
                 if longer is not None:
-                    yield Step("slice", axis, dim), Spec(longer, spec.partial)
+                    yield Step("shard", axis, dim), Spec(longer, spec.partial)
 
 
 def copied_s(step: Step, held: float, size: int, copy_s: float) -> float:
     """Seconds that a rank which holds so many bytes spends on a step over an axis of `size` ranks beside its message. Slices and
     masks cost a little, so that equal paths prefer fewer steps; so do gathers and scatters along any dim but the first, where
     chunks lie apart in memory and are copied."""
-    if step.kind == "slice":
+    if step.kind == "shard":
         return 0.1 * copy_s * held / size + 1e-9
     if step.kind == "to_partial":
         return copy_s * held + 1e-8

@@ -33,7 +33,6 @@ from .reductions import REDUCTIONS
 
 T = TypeVar("T")
 Axes = str | tuple[str, ...]
-Step = tuple[Any, ...]
 
 
 def front_chunks(x: Tensor, dim: int, n: int) -> Tensor:
@@ -317,21 +316,6 @@ class Comm(ABC):
     @abstractmethod
     def _tell(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
-
-    def run_step(self, x: Tensor, step: Step, site: str = "") -> Tensor:
-        """One step of a resharding path: (kind, axes) or (kind, axes, dim)."""
-        kind, axes, *rest = step
-        if kind == "all_reduce":
-            return self.all_reduce(x, axes, rest[0] if rest else "sum", site)
-        if kind == "reduce_scatter":
-            return self.reduce_scatter(x, rest[0], axes, site=site)
-        if kind == "all_gather":
-            return self.all_gather(x, rest[0], axes, site=site)
-        if kind == "all_to_all":
-            return self.all_to_all(x, rest[0], rest[1], axes, site=site)
-        if kind == "shard":
-            return self.shard(x, rest[0], axes)
-        raise RuntimeProgramError(f"unknown resharding step {step!r}")
 
     def start(self, call: Call, result: Tensor) -> Handle[Tensor]:
         """Start any collective on contiguous buffers. result: what waiting for it gives. Raises RuntimeProgramError."""

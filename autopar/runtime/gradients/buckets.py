@@ -28,11 +28,12 @@ from torch import Tensor
 
 from ..comm.buffers import BufferPool
 from ..comm.calls import Handle
-from ..comm.comm import Axes, Comm, Step, front_chunks
+from ..comm.comm import Axes, Comm, front_chunks
+from ..comm.reshard import TABLE_STEPS, TableStep, run_step
 from ..errors import RuntimeProgramError
 from .compression import Codec, Unsent, start_gathered_rows, start_scattered_sum
 
-Steps = tuple[Step, ...]
+Steps = tuple[TableStep, ...]
 MIB = 1 << 20
 BUCKETED = ("all_reduce", "reduce_scatter")
 
@@ -61,10 +62,7 @@ def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], in
     """What a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along axes."""
     total, nbytes = 0.0, shard_bytes
     for kind, axes, *_ in reversed(steps):
-        if kind in ("reduce_scatter", "shard"):
-            nbytes *= size(axes)
-        elif kind == "all_gather":
-            nbytes /= size(axes)
+        nbytes = TABLE_STEPS[kind].bytes_before(nbytes, size(axes))
         if kind in BUCKETED and size(axes) > 1:
             total += nbytes
     return int(total)
@@ -154,7 +152,7 @@ class Buckets:
         """Send a value along its steps. owned: it may be reduced in place. landed: it is part of a bucket of ours."""
         while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
             if self.comm.axis_size(steps[0][1]) > 1:
-                value, owned = self.comm.run_step(value, steps[0], site=f"gradient of {name}"), True
+                value, owned = run_step(self.comm, value, steps[0], site=f"gradient of {name}"), True
             steps = steps[1:]
         if not steps:
             self.arrive(name, value, owned or landed)

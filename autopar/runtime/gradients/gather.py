@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..comm.calls import Handle
-from ..comm.comm import Comm, Step, join_chunks
+from ..comm.comm import Comm, join_chunks
+from ..comm.reshard import TableStep, run_step
 from ..errors import RuntimeProgramError
 
 DIRECT_BYTES = 1 << 18
-Gather = tuple[Tensor, tuple[Step, ...], Tensor | None]
+Gather = tuple[Tensor, tuple[TableStep, ...], Tensor | None]
 
 
 @torch.no_grad()
@@ -70,7 +71,7 @@ def start_gathers(
     return Handle(wait)
 
 
-def _real(comm: Comm, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _real(comm: Comm, steps: tuple[TableStep, ...]) -> tuple[TableStep, ...]:
     return tuple(step for step in steps if comm.axis_size(step[1]) > 1)
 
 
@@ -88,18 +89,20 @@ def _cast(comm: Comm, item: Gather, dtype: torch.dtype | None) -> Gather:
 
 
 def _sequence(
-    comm: Comm, handle: Handle[Tensor], steps: tuple[Step, ...], out: Tensor | None, site: str
+    comm: Comm, handle: Handle[Tensor], steps: tuple[TableStep, ...], out: Tensor | None, site: str
 ) -> Callable[[], Tensor]:
     def finish() -> Tensor:
         value = handle.wait()
         for step in steps:
-            value = comm.run_step(value, step, site=site)
+            value = run_step(comm, value, step, site)
         return value if out is None else _into(out, value)
 
     return finish
 
 
-def _direct(comm: Comm, shard: Tensor, steps: tuple[Step, ...], out: Tensor | None, site: str) -> Callable[[], Tensor]:
+def _direct(
+    comm: Comm, shard: Tensor, steps: tuple[TableStep, ...], out: Tensor | None, site: str
+) -> Callable[[], Tensor]:
     _, axes, dim = steps[0]
     shard, n, dim = shard.contiguous(), comm.axis_size(axes), dim % shard.dim()
     full_shape = (*shard.shape[:dim], n * shard.shape[dim], *shard.shape[dim + 1 :])
@@ -132,7 +135,7 @@ def _coalesced(comm: Comm, axes: Any, shards: list[Tensor], site: str) -> Handle
 
 
 def _from_parts(
-    comm: Comm, parts: Handle[list[Tensor]], place: int, steps: tuple[Step, ...], out: Tensor | None, site: str
+    comm: Comm, parts: Handle[list[Tensor]], place: int, steps: tuple[TableStep, ...], out: Tensor | None, site: str
 ) -> Callable[[], Tensor]:
     dim = steps[0][2]
 

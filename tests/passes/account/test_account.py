@@ -55,7 +55,7 @@ def of_tied_gradients_s(program: autopar.Program) -> float:
         for line in function.lines if function is not None else ():
             if isinstance(line, Convert) and line.phase == "W":
                 kind, axis = line.step.kind, line.step.axis
-                if pricer.mesh.sizes[axis] == 1 or kind in ("slice", "to_partial"):
+                if pricer.mesh.sizes[axis] == 1 or kind in ("shard", "to_partial"):
                     continue
                 nbytes = _full_bytes(line, function.lines, stage.mesh.sizes[axis], pricer)
                 total += m * pricer.collective_s(kind, nbytes, axis) - pricer.bucketed_s(kind, nbytes, axis)

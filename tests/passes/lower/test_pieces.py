@@ -85,7 +85,7 @@ def test_a_message_of_one_piece_travels_while_another_is_computed_with() -> None
     sent = [line for line in forward.lines if isinstance(line, Start) and isinstance(line.line, Convert)]
     plain = whole("llama", dp=1, tp=4)
     before = max((t.forward for t in plain.lowered.stages[0].templates.values()), key=lambda f: len(f.lines))
-    assert len(sent) > sum(isinstance(line, Convert) and line.step.kind != "slice" for line in before.lines)
+    assert len(sent) > sum(isinstance(line, Convert) and line.step.kind != "shard" for line in before.lines)
 
 
 def test_a_plan_in_pieces_comes_back_from_its_file() -> None:

@@ -232,7 +232,7 @@ def test_a_number_among_the_arguments_tells_lines_apart() -> None:
         (Step("reduce_scatter", "dp", 0), (4, 6), XB // 2),
         (Step("reduce_scatter", "dp", 1), (8, 3), XB + XB // 2),  # what is sent is cut into chunks before
         (Step("all_reduce", "dp"), (8, 6), XB),
-        (Step("slice", "dp", 1), (8, 3), XB // 2),
+        (Step("shard", "dp", 1), (8, 3), XB // 2),
         (Step("all_to_all", "dp", 0, 1), (16, 3), 2 * XB),
     ],
     ids=lambda value: f"{value.kind}{value.dim}" if isinstance(value, Step) else "",
@@ -245,7 +245,7 @@ def test_a_conversion_makes_its_result_and_the_buffers_of_its_message(
 
 
 def test_a_slice_of_the_first_dim_is_a_view() -> None:
-    one = effect(Convert("x", Step("slice", "dp", 0), outs=("y",)), TWO, x=X)
+    one = effect(Convert("x", Step("shard", "dp", 0), outs=("y",)), TWO, x=X)
     assert one == Effect((Out(0, -1, SHARD),), (), 0)
 
 

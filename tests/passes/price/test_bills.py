@@ -57,7 +57,7 @@ X = {"x": (ROWS, BOTH)}
 CONVERTS = [
     converted("x", "a", Step("all_gather", "tp", 1), ON_DP),
     converted("a", "b", Step("all_gather", "dp", 0), WHOLE),
-    converted("b", "c", Step("slice", "tp", 1), ON_TP),
+    converted("b", "c", Step("shard", "tp", 1), ON_TP),
     converted("c", "d", Step("all_to_all", "tp", 1, 0), Spec((("tp",), ()))),
 ]
 COPIED_TO_GATHER = 0.1 * 4096 / MEMORY

@@ -132,7 +132,7 @@ def test_a_converted_value_sends_its_full_array(step: Step, nbytes: float) -> No
     ]
 
 
-@pytest.mark.parametrize("kind", ["slice", "to_partial"])
+@pytest.mark.parametrize("kind", ["shard", "to_partial"])
 def test_a_change_that_every_rank_makes_alone_sends_nothing(kind: str) -> None:
     assert list(conversion_messages(Convert("x", Step(kind, "tp", 0)), {"x": 100.0}, MESH)) == []
 

@@ -43,7 +43,7 @@ def block(whole: torch.Tensor, spec: Spec, comm: Comm, mesh: Mesh) -> torch.Tens
 def apply(line: Line, x: torch.Tensor, comm: Comm) -> torch.Tensor:
     assert isinstance(line, Convert)
     step = line.step
-    if step.kind == "slice":
+    if step.kind == "shard":
         return comm.shard(x, step.dim, step.axis)
     if step.kind == "to_partial":
         return x if comm.axis_index(step.axis) == 0 else torch.zeros_like(x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime import GradEntry, GradStore, run_threads
-from autopar.runtime.comm.comm import Step
+from autopar.runtime.comm.comm import TableStep
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
 from tests.runtime import stages
 from tests.runtime.scenarios import train
@@ -17,7 +17,7 @@ SIZES = {"a": 2, "b": 4}
 
 
 def sent_bytes(
-    count: int, elements: int, sizes: BucketSizes, owned: bool = False, step: Step = ALL_REDUCE
+    count: int, elements: int, sizes: BucketSizes, owned: bool = False, step: TableStep = ALL_REDUCE
 ) -> list[int]:
     """Bytes of the messages that so many equal float32 gradients leave in, in their order."""
     messages: list[int] = []

@@ -1,0 +1,60 @@
+"""Steps of a resharding path as emitted tables have them, (kind, axes) or (kind, axes, dim, …): what the runtime does for a kind.
+
+    ("all_gather", ("dp",), 0)        [8@dp] -> [8]
+    ("reduce_scatter", ("dp",), 0)    ~sum(dp) [8] -> [8@dp]
+
+What the compiler knows of a kind beside this is its row of `autopar/ir/steps.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import RuntimeProgramError
+from .comm import Axes, Comm
+
+TableStep = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class TableStepKind:
+    """run: the step of a value over axes, with the dims of the table's row and the site. grows: 1 where a rank holds n times the
+    bytes after it, over n ranks, -1 where it holds 1/n of them, else 0."""
+
+    run: Callable[[Comm, Tensor, Axes, tuple[int, ...], str], Tensor]
+    grows: int = 0
+
+    def bytes_after(self, nbytes: float, size: int) -> float:
+        """Bytes that a rank holds after a step over `size` ranks, from the bytes that it holds before."""
+        return nbytes * size if self.grows > 0 else nbytes / size if self.grows else nbytes
+
+    def bytes_before(self, nbytes: float, size: int) -> float:
+        """Bytes that a rank holds before a step over `size` ranks, from the bytes that it holds after."""
+        return nbytes / size if self.grows > 0 else nbytes * size if self.grows else nbytes
+
+
+TABLE_STEPS: dict[str, TableStepKind] = {
+    "all_reduce": TableStepKind(lambda comm, x, axes, dims, site: comm.all_reduce(x, axes, site=site)),
+    "reduce_scatter": TableStepKind(
+        lambda comm, x, axes, dims, site: comm.reduce_scatter(x, dims[0], axes, site=site), grows=-1
+    ),
+    "all_gather": TableStepKind(
+        lambda comm, x, axes, dims, site: comm.all_gather(x, dims[0], axes, site=site), grows=1
+    ),
+    "all_to_all": TableStepKind(
+        lambda comm, x, axes, dims, site: comm.all_to_all(x, dims[0], dims[1], axes, site=site)
+    ),
+    "shard": TableStepKind(lambda comm, x, axes, dims, site: comm.shard(x, dims[0], axes), grows=-1),
+}
+
+
+def run_step(comm: Comm, x: Tensor, step: TableStep, site: str = "") -> Tensor:
+    """One step of a path. Raises RuntimeProgramError."""
+    kind, axes, *dims = step
+    if kind not in TABLE_STEPS:
+        raise RuntimeProgramError(f"unknown resharding step {step!r}")
+    return TABLE_STEPS[kind].run(comm, x, axes, tuple(dims), site)
