@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime import GradEntry, GradStore, run_threads
-from autopar.runtime.comm.comm import TableStep
+from autopar.runtime.comm.reshard import TableStep
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
 from tests.runtime import stages
 from tests.runtime.scenarios import train
