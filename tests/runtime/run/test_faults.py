@@ -209,7 +209,18 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stage(out: Path, folder: Path, fault: str, *more: object) -> Ended:
     folder.mkdir(exist_ok=True)
-    own = ["--run-dir", folder / "run", "--steps", STEPS, "--save-every", SAVE_EVERY, "--hang", HANG_S, "--timeout", 300]
+    own = [
+        "--run-dir",
+        folder / "run",
+        "--steps",
+        STEPS,
+        "--save-every",
+        SAVE_EVERY,
+        "--hang",
+        HANG_S,
+        "--timeout",
+        300,
+    ]
     codes, said = run_ranks(out, [*own, "--data", f"{out / 'data.py'}:{fault}", *more], RANKS, folder / "log")
     return Ended(codes, said, folder / "run")
 
