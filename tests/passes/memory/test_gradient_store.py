@@ -61,6 +61,7 @@ def assert_kept(program: autopar.Program, x: Tensor) -> None:
         assert 0.98 * measured - 256 <= predicted <= 1.05 * measured + 256, (rank, predicted, measured)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("compensated", [False, True])
@@ -73,6 +74,7 @@ def test_gradients_take_the_bytes_that_are_predicted(compensated: bool, microbat
     assert_kept(program, x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("changed", ["as they are", "scaled"])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_a_parameter_that_contributes_twice_shares_one_gradient_with_another(microbatches: int, changed: str) -> None:
@@ -83,6 +85,7 @@ def test_a_parameter_that_contributes_twice_shares_one_gradient_with_another(mic
     assert_kept(program, x)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("changed", ["as they are", "scaled"])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("model", [Parts, Sums])
