@@ -73,6 +73,13 @@ def shared_captures() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def old_is_not_collected() -> None:
+    """What is alive stays out of every later collection, of which a measurement of memory begins with a whole one."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import json
 import pickle
@@ -40,7 +41,7 @@ from autopar.runtime.run.program_files import _changes
 from autopar.runtime.update.update_state import plain_text, read_schedulers
 
 from . import hostile
-from .bounds import MOST_MB, MOST_S, reading
+from .bounds import readings
 from .mutations import mutated_bytes
 from .runtime import safetensors_files
 
@@ -137,18 +138,22 @@ READERS: dict[str, tuple[Reader, Callable[[], dict[str, bytes]], Callable[[], by
 """How a kind of file is read, what is crafted in its place, and a right one."""
 
 
-def read_all(kind: str, files: dict[str, bytes], folder: Path, accepted: bool = False) -> None:
+def read_all(read: Reader, files: dict[str, bytes], folder: Path, accepted: bool = False) -> None:
     """Raises AssertionError for a file that is not refused by name, or takes more than it may. accepted: files may be right."""
-    read, _, _ = READERS[kind]
-    wrong = []
+    attempts = {}
     for number, (name, data) in enumerate(files.items()):
-        own = folder / f"{number}"
-        own.mkdir()
-        done = reading(read(own, data), NAMED)
-        said = f"{name}: {done.said} ({done.megabytes:.0f} MB, {done.seconds:.1f} s)"
-        within = done.megabytes <= MOST_MB and done.seconds <= MOST_S
-        if not within or not done.named or (done.said == "accepted" and not accepted):
-            wrong.append(said)
+        (folder / f"{number}").mkdir()
+        attempts[name] = read(folder / f"{number}", data)
+    refuse_all(attempts, accepted)
+
+
+def refuse_all(attempts: dict[str, Callable[[], Any]], accepted: bool = False) -> None:
+    done = readings(attempts, NAMED).items()
+    wrong = [
+        f"{name}: {one.said} ({one.megabytes:.0f} MB, {one.seconds:.1f} s)"
+        for name, one in done
+        if not one.within or not one.named or (one.said == "accepted" and not accepted)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -160,7 +165,7 @@ def test_crafted_files_are_refused_by_name_within_bounds(kind: str, tmp_path: Pa
         for right in ("a list of it", "a value that is none", "another dtype"):
             files.pop(right, None)
     assert len(files) >= 30
-    read_all(kind, files, tmp_path)
+    read_all(READERS[kind][0], files, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,7 @@ def test_crafted_files_are_refused_by_name_within_bounds(kind: str, tmp_path: Pa
 def test_mutated_files_are_read_or_refused_by_name_within_bounds(kind: str, count: int, tmp_path: Path) -> None:
     whole = READERS[kind][2]()
     files = {f"mutant {seed}": mutated_bytes(whole, random.Random(seed)) for seed in range(count)}
-    read_all(kind, files, tmp_path, accepted=True)
+    read_all(READERS[kind][0], files, tmp_path, accepted=True)
 
 
 def owner() -> bytes:
@@ -204,14 +209,7 @@ NOTES: dict[str, tuple[Reader, Callable[[], bytes]]] = {
 def test_notes_of_a_run_that_are_damaged_end_nothing_and_take_little(kind: str, count: int, tmp_path: Path) -> None:
     read, whole = NOTES[kind]
     files = dict(hostile.texts()) | {f"mutant {n}": mutated_bytes(whole(), random.Random(n)) for n in range(count)}
-    wrong = []
-    for number, (name, data) in enumerate(files.items()):
-        own = tmp_path / f"{number}"
-        own.mkdir()
-        done = reading(read(own, data), NAMED)
-        if not done.named or done.megabytes > MOST_MB or done.seconds > MOST_S:
-            wrong.append(f"{name}: {done.said} ({done.megabytes:.0f} MB, {done.seconds:.1f} s)")
-    assert not wrong, "\n".join(wrong)
+    read_all(read, files, tmp_path, accepted=True)
 
 
 @pytest.mark.parametrize("kind", NOTES)
@@ -227,12 +225,7 @@ def test_a_right_file_is_read(kind: str, tmp_path: Path) -> None:
 
 
 def test_schedulers_are_read_within_the_same_bounds() -> None:
-    for name, data in list(hostile.archives().items())[::3]:
-        text = base64.b64encode(data).decode()
-        done = reading(lambda text=text: read_schedulers(text, []), NAMED)  # type: ignore[misc]
-        assert done.named, (name, done)
-        assert done.said != "accepted", name
-        assert done.megabytes <= MOST_MB, (name, done)
-        assert done.seconds <= MOST_S, (name, done)
+    files = list(hostile.archives().items())[::3]
+    refuse_all({name: functools.partial(read_schedulers, base64.b64encode(data).decode(), []) for name, data in files})
     with pytest.raises(RuntimeProgramError, match="not the state of 0 schedulers"):
         read_schedulers(plain_text([1]), [])

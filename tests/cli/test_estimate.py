@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from autopar.cli import calibrate, estimate
+from autopar.costmodel import calibrate as measuring
 from benchmarks import published_runs
 
 
@@ -56,7 +57,16 @@ def test_estimate_explains_mistakes(args, message, capsys):
     assert err.startswith("autopar-estimate: ")
 
 
-def test_calibration_writes_a_profile_with_residuals(tmp_path, capsys):
+def in_one_sweep(*arguments):
+    """A rank that measures, in a process of its own."""
+    measuring.SWEEPS = 1
+    measuring._worker(*arguments)
+
+
+@pytest.mark.parametrize("sweeps", [1, pytest.param(measuring.SWEEPS, marks=pytest.mark.slow)])
+def test_calibration_writes_a_profile_with_residuals(sweeps, tmp_path, capsys, monkeypatch):
+    if sweeps == 1:
+        monkeypatch.setattr(measuring, "_worker", in_one_sweep)
     path = tmp_path / "profile.json"
     assert calibrate.main(["--quick", "--ranks", "2", "-o", str(path)]) == 0
     profile = json.loads(path.read_text())

@@ -60,7 +60,10 @@ def test_a_signal_to_whoever_runs_a_command_leaves_nothing_of_it(tmp_path, numbe
     spec = importlib.util.find_spec("autopar.cli.started")
     assert spec is not None
     words = command(tmp_path, "time.sleep(100)")
-    text = f"import runpy; own = runpy.run_path({spec.origin!r})\nwith own['interruptible'](): own['run']({words}, 100)"
+    text = f"""import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+own = runpy.run_path({spec.origin!r})
+with own['interruptible'](): own['run']({words}, 100)"""
     process = subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.DEVNULL)
     while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
         time.sleep(0.02)

@@ -105,11 +105,11 @@ def stuck(out: Path) -> dict[str, Any]:
     """Rank 1 never comes to its row; rank 0 waits for a gradient."""
     program, _ = made("two stages")
     store = dist.FileStore(str(out / "notes"), 2)
-    session = scenarios.session_of(program, TorchComm(program.mesh, timeout_s=2.0, store=store))
+    session = scenarios.session_of(program, TorchComm(program.mesh, timeout_s=1.0, store=store))
     session.load_weights(pipelines.weights(2))
     first = dist.get_rank() == 0
     got = caught(lambda: session.train_step(pipelines.batches(1)[0]) if first else time.sleep(0))
-    time.sleep(0 if first else 6)
+    dist.barrier()  # not before: a rank that ends is gone, and not late
     return got
 
 
@@ -138,12 +138,13 @@ def disagree(out: Path) -> dict[str, Any]:
     wrong = lambda c: c.all_reduce(x, "a", site="A.py:1") if first else c.all_gather(x, 0, "a", site="B.py:2")  # noqa: E731
     got["checked"] = caught(lambda: wrong(checked))
     got["late"] = caught(lambda: wrong(late))
+    closed = lambda: caught(lambda: tardy.all_reduce(x, "a", site="D.py:4" if first else "E.py:5"))  # noqa: E731
     dist.barrier()
-    time.sleep(0 if first else 2.5)
-    got["closed"] = caught(lambda: tardy.all_reduce(x, "a", site="D.py:4" if first else "E.py:5"))
+    got["closed"] = closed() if first else {}
     dist.barrier()
+    got["closed"] = got["closed"] or closed()
     got["alone"] = caught(lambda: silent.all_reduce(x, "a", site="C.py:3") if first else time.sleep(0.1))
-    time.sleep(0 if first else 3)
+    dist.barrier()
     return got
 
 

@@ -112,10 +112,10 @@ def train(
     session = session_of(program, comm, optimizer)
     session.load_weights(full or stages.weights())
     losses = [session.train_step(batch).item() for batch in (data or stages.batches(steps))]
+    return {"losses": losses, **left(session, program), "session": session}
+
+
+def left(session: Session, program: stages.Program) -> dict[str, Any]:
+    """What training leaves: the last gradients and the weights, whole."""
     names = dict.fromkeys(name for module in program.modules for name in (*module.PARAMETERS, *module.BUFFERS))
-    return {
-        "losses": losses,
-        "grads": session.full_grads(),
-        "weights": {name: session.gather_full(name) for name in names},
-        "session": session,
-    }
+    return {"grads": session.full_grads(), "weights": {name: session.gather_full(name) for name in names}}

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import inspect
 import json
 import multiprocessing.spawn
 import os
@@ -176,10 +177,22 @@ def _run(arguments: list[str], path: list[str]) -> int:
     return 0
 
 
+def stack(context: int = 1) -> list[inspect.FrameInfo]:
+    """As `inspect.stack`, without the source, for which it looks through all modules: torchrun asks at every turn of its
+    rendezvous, for the names of functions."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        frames.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+        frame = frame.f_back  # type: ignore[assignment]
+    return frames
+
+
 def prepare() -> None:
     """Import, and leave it to no collection of garbage to touch the memory that forks share."""
     for name in IMPORTED:
         importlib.import_module(name)
+    inspect.stack = stack
     torch.set_num_threads(1)
     multiprocessing.spawn.set_executable(sys.executable)  # which hands more than three streams over
     gc.collect()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.capture.export.saved_names import saved_names
+from tests.warm import torchrun
 
 
 class Tied(nn.Module):
@@ -135,12 +134,5 @@ def test_the_state_of_a_loaded_program_goes_strictly_into_the_model_and_back(tmp
         options=autopar.Options(strategy="zero3"),
     ).save(tmp_path / "out")
     (tmp_path / "loaded.py").write_text(LOADED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "loaded.py"), str(tmp_path / "out"), str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = torchrun(2, tmp_path / "loaded.py", tmp_path / "out", Path(__file__).parent)
     assert done.returncode == 0, done.stderr

@@ -55,40 +55,34 @@ class Sums(Shared):
         return (self.a.sum() + self.b.mean() + self.c.sum()) * x.mean()
 
 
-def assert_kept(program: autopar.Program, x: Tensor) -> None:
+def assert_kept(model: nn.Module, changed: str, **options: Any) -> None:
+    x = torch.randn(8, WIDTH)
+    cluster, settings = autopar.ClusterSpec.local(1), autopar.Options(**options)
+    program = autopar.compile(model, cluster, (x,), optimizer=SGD, options=settings, **CHANGED[changed])
     for rank, measured in enumerate(measure_peak(program, (x,))):
         predicted = program.account.peaks[program.group_of(rank)]
         assert 0.98 * measured - 256 <= predicted <= 1.05 * measured + 256, (rank, predicted, measured)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("changed", CHANGED)
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("compensated", [False, True])
 def test_gradients_take_the_bytes_that_are_predicted(compensated: bool, microbatches: int, changed: str) -> None:
     """A gradient that two parameters share counts once, until either needs one that it may write into."""
-    x = torch.randn(8, WIDTH)
-    options = autopar.Options(microbatches=microbatches, compensated_sums=compensated)
-    cluster = autopar.ClusterSpec.local(1)
-    program = autopar.compile(Shared(), cluster, (x,), optimizer=SGD, options=options, **CHANGED[changed])
-    assert_kept(program, x)
+    assert_kept(Shared(), changed, microbatches=microbatches, compensated_sums=compensated)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("changed", ["as they are", "scaled"])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_a_parameter_that_contributes_twice_shares_one_gradient_with_another(microbatches: int, changed: str) -> None:
-    x = torch.randn(8, WIDTH)
-    options = autopar.Options(microbatches=microbatches)
-    cluster = autopar.ClusterSpec.local(1)
-    program = autopar.compile(Apart(), cluster, (x,), optimizer=SGD, options=options, **CHANGED[changed])
-    assert_kept(program, x)
+    assert_kept(Apart(), changed, microbatches=microbatches)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("changed", ["as they are", "scaled"])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 @pytest.mark.parametrize("model", [Parts, Sums])
 def test_gradients_that_are_views_keep_what_they_look_at(model: type[Shared], microbatches: int, changed: str) -> None:
-    x = torch.randn(8, WIDTH)
-    options = autopar.Options(microbatches=microbatches)
-    cluster = autopar.ClusterSpec.local(1)
-    program = autopar.compile(model(), cluster, (x,), optimizer=SGD, options=options, **CHANGED[changed])
-    assert_kept(program, x)
+    assert_kept(model(), changed, microbatches=microbatches)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from autopar.runtime.checkpoint.run_directory import RunDirectory
-from tests.runtime.run.test_faults import DATA, RANKS, out, staged  # noqa: F401
+from tests.at_once import at_once
+from tests.runtime.run.test_faults import DATA, RANKS, out, stage  # noqa: F401
 from tests.runtime.staged import run as run_ranks
 
 SLOW_S, HANG_S = 7.0, 1.5
@@ -63,23 +65,25 @@ def harmful(out: Path) -> None:  # noqa: F811
     (out / "data.py").write_text(DATA + HARM)
 
 
+CASES = {
+    "saving --synchronous": ("write", "complete"),
+    "saving": ("write", "complete"),
+    "reporting": ("__call__", "_say_lost"),
+    "going_back --on-nan rewind": ("check", "read_data"),
+}
+
+
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("what", "slow"),
-    [
-        ("saving --synchronous", ("write", "complete")),
-        pytest.param("saving", ("write", "complete"), marks=pytest.mark.slow),
-        ("reporting", ("__call__", "_say_lost")),
-        ("going_back --on-nan rewind", ("check", "read_data")),
-    ],
-)
-def test_nobody_is_named_where_files_of_a_run_are_slow(staged, what, slow):  # noqa: F811
-    done = staged(*what.split(), "--steps", 14, "--save-every", 4, "--hang", HANG_S)
-    assert done.codes == [0] * RANKS, done.said
-    assert all(f"slow {name}" in done.said for name in slow), done.said
-    assert "hang" not in done.said
-    assert not (done.run / "failures.jsonl").exists()
-    assert RunDirectory(done.run).steps()[0] == 14
+def test_nobody_is_named_where_files_of_a_run_are_slow(out, tmp_path):  # noqa: F811
+    def look(what: str, slow: tuple[str, str]) -> None:
+        done = stage(out, tmp_path / what, *what.split(), "--steps", 14, "--save-every", 4, "--hang", HANG_S)
+        assert done.codes == [0] * RANKS, done.said
+        assert all(f"slow {name}" in done.said for name in slow), done.said
+        assert "hang" not in done.said
+        assert not (done.run / "failures.jsonl").exists()
+        assert RunDirectory(done.run).steps()[0] == 14
+
+    at_once({what: functools.partial(look, what, slow) for what, slow in CASES.items()})
 
 
 @pytest.mark.slow

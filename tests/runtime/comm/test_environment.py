@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from autopar.runtime.comm.environment import LaunchError, Started, check_name, started
+from tests.at_once import at_once
 from tests.runtime.run.test_launch import emitted  # noqa: F401
+from tests.warm import python
 
 TORCHRUNS = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29501"}
 
@@ -58,7 +60,7 @@ def run(out, *arguments, timeout=60, **environment):
     """run.py of one process that nobody started with others."""
     kept = {name: value for name, value in os.environ.items() if name not in (*TORCHRUNS, "MASTER_ADDR")}
     return subprocess.run(
-        [sys.executable, str(out / "run.py"), "--steps", "1", "--timeout", "4", *arguments],
+        [python(), str(out / "run.py"), "--steps", "1", "--timeout", "2", *arguments],
         env=kept | {"PYTHONPATH": str(out), "OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
@@ -74,36 +76,34 @@ def free_port():
 ALONE, SECOND = {"WORLD_SIZE": "2", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "1"}
 
 
+CANNOT: dict[str, dict[str, str]] = {
+    "error: WORLD_SIZE is 'two' in the environment": {"WORLD_SIZE": "two", "RANK": "0"},
+    "error: RANK is 2 and WORLD_SIZE 2": {"WORLD_SIZE": "2", "RANK": "2"},
+    "error: this program was compiled for 2 ranks": {"WORLD_SIZE": "3", "RANK": "0"},
+    "MASTER_ADDR 'no.such.invalid' is no name": {**ALONE, "MASTER_ADDR": "no.such.invalid"},
+    "refuses: the machine is there, but nobody listens": {**SECOND, "MASTER_PORT": "free"},
+    "rank 0: not all of 2 ranks came to 127.0.0.1:": {**ALONE, "MASTER_PORT": "free"},
+    "is taken on this machine; set MASTER_PORT": {**ALONE, "MASTER_PORT": "taken"},
+    "though somebody listens there": {**SECOND, "MASTER_PORT": "taken"},
+}
+"""By what the line says: the environment of a launch, with a port that is free and one at which somebody else listens."""
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        pytest.param(
-            {"WORLD_SIZE": "two", "RANK": "0"}, "error: WORLD_SIZE is 'two' in the environment", marks=pytest.mark.slow
-        ),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, "error: RANK is 2 and WORLD_SIZE 2"),
-        pytest.param(
-            {"WORLD_SIZE": "3", "RANK": "0"}, "error: this program was compiled for 2 ranks", marks=pytest.mark.slow
-        ),
-        ({**ALONE, "MASTER_ADDR": "no.such.invalid"}, "MASTER_ADDR 'no.such.invalid' is no name"),
-        ({**SECOND, "MASTER_PORT": "free"}, "refuses: the machine is there, but nobody listens"),
-        pytest.param(
-            {**ALONE, "MASTER_PORT": "free"}, "rank 0: not all of 2 ranks came to 127.0.0.1:", marks=pytest.mark.slow
-        ),
-        ({**ALONE, "MASTER_PORT": "taken"}, "is taken on this machine; set MASTER_PORT"),
-        pytest.param({**SECOND, "MASTER_PORT": "taken"}, "though somebody listens there", marks=pytest.mark.slow),
-    ],
-)
-def test_a_launch_that_cannot_work_ends_with_one_line(emitted, environment, said):  # noqa: F811
+def test_a_launch_that_cannot_work_ends_with_one_line(emitted):  # noqa: F811
+    def look(said: str, environment: dict[str, str], ports: dict[str, str]) -> None:
+        done = run(emitted, **{**environment, "MASTER_PORT": ports[environment.get("MASTER_PORT", "free")]})
+        assert done.returncode != 0
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        assert len(lines) == 1, done.stderr
+        assert said in lines[0]
+        assert "Traceback" not in done.stderr
+
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as taken:
-        ports = {"free": free_port(), "taken": str(taken.getsockname()[1])}
-        wanted = environment.get("MASTER_PORT", "free")
-        done = run(emitted, **{**environment, "MASTER_PORT": ports[wanted]})
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if "error" in line]
-    assert len(lines) == 1, done.stderr
-    assert said in lines[0]
-    assert "Traceback" not in done.stderr
+        ports = [{"free": free_port(), "taken": str(taken.getsockname()[1])} for _ in CANNOT]
+        at_once(
+            {said: functools.partial(look, said, CANNOT[said], own) for said, own in zip(CANNOT, ports, strict=True)}
+        )
 
 
 @pytest.mark.slow

@@ -6,12 +6,12 @@ Two machines made of namespaces (preflight/two_machines.py), one rank each. The 
 from __future__ import annotations
 
 import shutil
-import sys
 
 import pytest
 
 from tests.runtime.preflight import two_machines
 from tests.runtime.run.test_launch import emitted  # noqa: F401
+from tests.warm import python
 
 pytestmark = pytest.mark.skipif(not two_machines.possible(), reason="needs namespaces of a user, with veth and tc")
 
@@ -32,7 +32,7 @@ NAMED_S = 5.0
 """After the limit, at most."""
 
 
-@pytest.mark.parametrize("hang_s", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hang_s", [4, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.timeout(200)
 def test_a_dropped_link_is_named_on_both_its_ends_within_the_limit(emitted, tmp_path, hang_s):  # noqa: F811
     out = tmp_path / "out"
@@ -40,7 +40,7 @@ def test_a_dropped_link_is_named_on_both_its_ends_within_the_limit(emitted, tmp_
     (out / "data.py").write_text(DATA)
     own = ["--run-dir", tmp_path / "run", "--steps", 4000, "--data", f"{out / 'data.py'}:batches", "--timeout", 600]
     hang = [] if hang_s == 60 else ["--hang", hang_s]  # 60 is the default
-    command = [sys.executable, *map(str, [out / "run.py", *own, *hang])]
+    command = [python(), *map(str, [out / "run.py", *own, *hang])]
     ends, _ = two_machines.on_two(tmp_path, [command, command], setup=DROP)
     dropped_at = (tmp_path / "dropped").stat().st_mtime
     for machine, said in (

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.at_once import at_once
 from tests.runtime.run.test_launch import emitted  # noqa: F401
 
 from . import two_machines
@@ -19,6 +22,7 @@ from .two_machines import Ended, looking, on_two
 
 pytestmark = pytest.mark.skipif(not two_machines.possible(), reason="needs namespaces of a user, with veth and tc")
 
+SCENARIOS: dict[str, Callable[[Path, Path], None]] = {}
 MOST_S = 20.0
 """Of any preflight: starting Python on a busy machine, 6 s to meet, 3 s to part."""
 
@@ -40,11 +44,6 @@ def program(emitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  #
     return out
 
 
-@pytest.fixture
-def run_directory(tmp_path: Path) -> Path:
-    return tmp_path / "run"
-
-
 def check(folder: Path, program: Path, *arguments: str, **staged: object) -> list[Ended]:
     """Look at two machines; the second rank says something only where the first cannot hear it."""
     commands = [looking(program, *arguments)] * 2
@@ -53,7 +52,22 @@ def check(folder: Path, program: Path, *arguments: str, **staged: object) -> lis
     return ended
 
 
-def test_nothing_is_found_where_nothing_is_wrong(program, run_directory, tmp_path):
+def scenario(body: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+    """One that waits for a limit: all of them do so side by side, each in a folder of its own."""
+    SCENARIOS[body.__name__] = body
+    return body
+
+
+@pytest.mark.timeout(200)
+def test_what_is_wrong_with_a_meeting_is_named(program, tmp_path):
+    for name in SCENARIOS:
+        (tmp_path / name).mkdir()
+    at_once({name: functools.partial(body, program, tmp_path / name) for name, body in SCENARIOS.items()})
+
+
+@scenario
+def nothing_is_found_where_nothing_is_wrong(program, tmp_path):
+    run_directory = tmp_path / "run"
     first, second = check(
         tmp_path, program, "--run-dir", str(run_directory), "--data", f"{program / 'data.py'}:batches"
     )
@@ -86,7 +100,8 @@ def test_an_interface_that_joins_nobody(program, tmp_path):
     assert first.has("error: network interface: ranks 0 (alpha), 1 (beta)", "127.0.0.1, which only its own machine")
 
 
-def test_nobody_listens_where_all_meet(program, tmp_path):
+@scenario
+def nobody_listens_where_all_meet(program, tmp_path):
     (_, second), seconds = on_two(tmp_path, [[], looking(program)])
     assert second.status == 1
     assert seconds < MOST_S
@@ -96,14 +111,16 @@ def test_nobody_listens_where_all_meet(program, tmp_path):
 RULES = "ip rule add pref 10 lookup local; ip rule del pref 0; ip rule add pref 2 iif cable ipproto tcp "
 
 
-def test_a_firewall_that_drops_the_port_where_all_meet(program, tmp_path):
+@scenario
+def a_firewall_that_drops_the_port_where_all_meet(program, tmp_path):
     first, second = check(tmp_path, program, setup=RULES + "dport 29511 blackhole")
     assert (first.status, second.status) == (1, 1)
     assert second.has("error: closed port: rank 1 (beta): 10.9.0.1:29511 did not answer", "firewall")
     assert first.has("error: absent ranks: rank 1: did not come in 6 s; rank 0 (alpha) did", "MASTER_PORT")
 
 
-def test_a_firewall_that_passes_that_port_alone(program, tmp_path):
+@scenario
+def a_firewall_that_passes_that_port_alone(program, tmp_path):
     passed = "; ip rule add pref 1 iif cable ipproto tcp dport 29511 lookup local"
     first, _ = check(tmp_path, program, setup=RULES + "blackhole" + passed)
     assert first.status == 1
@@ -118,7 +135,8 @@ def test_a_host_that_takes_itself_for_loopback(program, tmp_path):
     assert first.has("error: network interface: rank 1 (beta)", "127.0.1.1, which only its own", "/etc/hosts")
 
 
-def test_a_master_that_nobody_knows(program, tmp_path):
+@scenario
+def a_master_that_nobody_knows(program, tmp_path):
     first, second = check(tmp_path, program, master="nowhere.invalid")
     assert (first.status, second.status) == (1, 1)
     assert second.has("error: closed port: rank 1 (beta): nowhere.invalid:29511 is no name", "set MASTER_ADDR")
@@ -187,8 +205,9 @@ def test_a_slow_link(program, tmp_path):
     assert first.has("slow: slow link: ranks 0 (alpha), 1 (beta)", "MB/s over cluster", "GLOO_SOCKET_IFNAME")
 
 
-def test_a_full_disk(program, run_directory, tmp_path):
-    run_directory.mkdir()
+@scenario
+def a_full_disk(program, tmp_path):
+    (run_directory := tmp_path / "run").mkdir()
     staged = f"mount -t tmpfs -o size=10m none {run_directory}; on_b 'mount -t tmpfs -o size=10m none {run_directory}'"
     first, _ = check(tmp_path, program, "--run-dir", str(run_directory), setup=staged)
     assert first.status == 1
@@ -197,8 +216,9 @@ def test_a_full_disk(program, run_directory, tmp_path):
     )
 
 
-def test_a_run_directory_that_is_not_shared(program, run_directory, tmp_path):
-    run_directory.mkdir()
+@scenario
+def a_run_directory_that_is_not_shared(program, tmp_path):
+    (run_directory := tmp_path / "run").mkdir()
     staged = f"on_b 'mount -t tmpfs -o size=100m none {run_directory}'"
     first, _ = check(tmp_path, program, "--run-dir", str(run_directory), setup=staged)
     assert first.status == 1
@@ -207,8 +227,8 @@ def test_a_run_directory_that_is_not_shared(program, run_directory, tmp_path):
     )
 
 
-def test_a_run_directory_that_cannot_be_written(program, run_directory, tmp_path):
-    run_directory.mkdir()
+def test_a_run_directory_that_cannot_be_written(program, tmp_path):
+    (run_directory := tmp_path / "run").mkdir()
     staged = f"on_b 'mount -t tmpfs -o ro none {run_directory}'"
     first, _ = check(tmp_path, program, "--run-dir", str(run_directory), setup=staged)
     assert first.status == 1
@@ -228,7 +248,8 @@ def test_swapped_ranks(program, tmp_path):
     )
 
 
-def test_two_machines_with_the_same_number(program, tmp_path):
+@scenario
+def two_machines_with_the_same_number(program, tmp_path):
     environments = ({}, {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     first, _ = check(tmp_path, program, environments=environments)
     assert first.status == 1
@@ -236,7 +257,8 @@ def test_two_machines_with_the_same_number(program, tmp_path):
     assert first.has("error: absent ranks: rank 1")
 
 
-def test_another_number_of_ranks(program, tmp_path):
+@scenario
+def another_number_of_ranks(program, tmp_path):
     environments = ({"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3"})
     first, _ = check(tmp_path, program, environments=environments)
     assert first.status == 1

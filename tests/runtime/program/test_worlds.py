@@ -90,7 +90,7 @@ def ended(outcome: list[object]) -> object:
 def test_a_spare_waits_until_the_run_ends(directory: Path, why: str, status: int):
     store = dist.HashStore()
     outcome = spare(directory, store)
-    time.sleep(1.0)
+    time.sleep(0.3)
     assert outcome == []
     tell_spares(store, 1, why)
     assert ended(outcome) == status
@@ -98,9 +98,9 @@ def test_a_spare_waits_until_the_run_ends(directory: Path, why: str, status: int
 
 def test_a_spare_ends_where_the_run_is_no_longer_heard_of(directory: Path):
     store = dist.HashStore()
-    outcome = spare(directory, store, hang_s=2.0)
+    outcome = spare(directory, store, hang_s=1.0)
     for n in range(2):
         store.set("beat/0", str(n))
-        time.sleep(2.2)
+        time.sleep(1.2)
     assert outcome == []
     assert "not been heard of for" in str(ended(outcome))

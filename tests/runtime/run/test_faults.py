@@ -5,8 +5,10 @@ Four ranks, dp 2 × tp 2. A fault is a function of (number of the batch, batch) 
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from autopar import runtime
 from autopar.cli.doctor import conclusion, read_flights
 from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.checkpoint.run_directory import RunDirectory
+from tests.at_once import at_once
 from tests.runtime import stages
 from tests.runtime.run.test_launch import PIPELINE, RUN, STAGE
 from tests.runtime.staged import run as run_ranks
@@ -204,15 +207,27 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.fixture
-def staged(out: Path, tmp_path: Path):
-    def stage(fault: str, *more: str) -> Ended:
-        run = tmp_path / "run"
-        own = ["--run-dir", run, "--steps", STEPS, "--save-every", SAVE_EVERY, "--hang", HANG_S, "--timeout", 300]
-        codes, said = run_ranks(out, [*own, "--data", f"{out / 'data.py'}:{fault}", *more], RANKS, tmp_path / "log")
-        return Ended(codes, said, run)
+def stage(out: Path, folder: Path, fault: str, *more: object) -> Ended:
+    folder.mkdir(exist_ok=True)
+    own = [
+        "--run-dir",
+        folder / "run",
+        "--steps",
+        STEPS,
+        "--save-every",
+        SAVE_EVERY,
+        "--hang",
+        HANG_S,
+        "--timeout",
+        300,
+    ]
+    codes, said = run_ranks(out, [*own, "--data", f"{out / 'data.py'}:{fault}", *more], RANKS, folder / "log")
+    return Ended(codes, said, folder / "run")
 
-    return stage
+
+@pytest.fixture
+def staged(out: Path, tmp_path: Path) -> Callable[..., Ended]:
+    return functools.partial(stage, out, tmp_path)
 
 
 def test_without_a_fault_a_run_goes_through_and_nobody_is_named(staged):
@@ -243,20 +258,19 @@ FAULTS = [
     ("stuck_in_saving --timeout 8 --save-every 2", (1,), "all wait for rank 1 (writing its files of step 2)"),
 ]
 SLOW = ("asleep", "out_of_memory", "other_later", "other_seed", "flipped", "other_shape", "lost", "stuck_in_saving")
-CASES = [
-    pytest.param(*row, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
-    for row in FAULTS
-    for name in [row[0].split()[0]]
-]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("fault", "culprits", "said"), CASES)
-def test_the_culprit_of_a_staged_fault_is_named(staged, fault, culprits, said):
-    done = staged(*fault.split())
-    assert any(done.codes)
-    assert done.culprits == culprits, done.said
-    assert all(part in done.said for part in said.split(" … ")), done.said
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_culprit_of_a_staged_fault_is_named(out, tmp_path, slow):
+    def look(name: str, fault: str, culprits: tuple[int, ...], said: str) -> None:
+        done = stage(out, tmp_path / name, *fault.split())
+        assert any(done.codes)
+        assert done.culprits == culprits, done.said
+        assert all(part in done.said for part in said.split(" … ")), done.said
+
+    cases = {name: row for row in FAULTS for name in [row[0].split()[0]] if (name in SLOW) == slow}
+    at_once({name: functools.partial(look, name, *row) for name, row in cases.items()}, most=4)
 
 
 @pytest.mark.timeout(200)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.program import batches
 from autopar.runtime.run import launch
 from tests.runtime import pipelines, stages
-from tests.warm import torchrun
+from tests.warm import python, torchrun
 
 RUN = """import pathlib, sys
 here = pathlib.Path(__file__).parent
@@ -141,7 +140,7 @@ def test_run_trains_a_pipeline_and_resumes_it(emitted, tmp_path):
 
 
 def start(emitted: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(emitted / "run.py"), *arguments]
+    command = [python(), str(emitted / "run.py"), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=os.environ | environment, check=False
     )
@@ -180,7 +179,7 @@ def test_a_loaded_program_is_called_with_a_batch_and_gives_the_loss(emitted, tmp
     (tmp_path / "stages").mkdir()
     for name, text in (("stages/stage_0.py", STAGE), ("pipeline.py", PIPELINE)):
         (tmp_path / name).write_text(text.format(zero=0).replace("mlp(2, 1", "mlp(1, 1"))
-    command = [sys.executable, "-c", ALONE, str(tmp_path), str(emitted)]
+    command = [python(), "-c", ALONE, str(tmp_path), str(emitted)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     want = stages.reference(3)["losses"]

@@ -58,6 +58,9 @@ def dying():
 def slow():
     return batches(lambda n: time.sleep(0.05))
 
+def slow_until_told():
+    return batches(lambda n: None if (HERE / "told").exists() else time.sleep(0.05))
+
 def poisoned():
     return batches(lambda n: [t * float("nan") for t in stages.batches(1)[0]] if n == 9 else None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.errors import RankError
 from autopar.runtime.step.same_data import MOST_APART, PIECE_BYTES, SameData, checksum, odd_ranks, pieces, steps_apart
 from autopar.runtime.step.session import Session
+from tests.at_once import at_once
 from tests.runtime import stages
 from tests.runtime.run.test_launch import emitted  # noqa: F401
 from tests.warm import torchrun
@@ -216,34 +218,40 @@ def out(emitted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noq
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(("data", "steps"), [("other", (1, 1)), ("shuffled", (1, 2)), ("shorter", (4, 5))])
-@pytest.mark.parametrize("run_dir", [False, True])
-def test_run_py_names_ranks_with_other_data_within_two_steps(out, tmp_path, data, steps, run_dir):
-    more = ["--run-dir", tmp_path / "run"] if run_dir else ["--save", tmp_path / "saved"]
-    done = torchrun(2, out / "run.py", "--steps", 8, "--timeout", 60, "--data", f"{out / 'data.py'}:{data}", *more)
-    assert done.returncode == 1
-    assert "got another batch than the others" in done.stderr
-    shown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert max(shown, default=0) < steps[1]
+def test_run_py_names_ranks_with_other_data_within_two_steps(out, tmp_path):
+    def look(data: str, less_than: int, saves: list[object]) -> None:
+        own = ["--steps", 8, "--timeout", 60, "--data", f"{out / 'data.py'}:{data}", *saves]
+        done = torchrun(2, out / "run.py", *own)
+        assert done.returncode == 1
+        assert "got another batch than the others" in done.stderr
+        shown = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+        assert max(shown, default=0) < less_than
+
+    saves = {"--run-dir": tmp_path / "run", "--save": tmp_path / "saved"}
+    cases = itertools.product((("other", 1), ("shuffled", 2), ("shorter", 5)), saves)
+    jobs = {
+        f"{data} {how}": functools.partial(look, data, less, [how, saves[how] / data]) for (data, less), how in cases
+    }
+    at_once(jobs, most=3)
     assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(
-    ("how", "said", "last"),
-    [
+def test_an_own_loop_names_ranks_with_other_data_within_two_steps(out, tmp_path):
+    def look(how: str, said: str, last: int) -> None:
+        done = torchrun(2, out / "own_loop.py", out, how, tmp_path / how)
+        losses = [line for line in done.stdout.splitlines() if line.startswith("loss ")]
+        assert said in done.stderr, done.stderr
+        assert max((int(line.split()[1]) for line in losses), default=0) <= last
+        assert (done.returncode == 0) == (tmp_path / how).exists() == (how == "alike"), done.stderr
+
+    cases = [
         ("alike", "", 8),
         ("shuffled", "got another batch than the others", 2),
         ("shorter", "is reading or saving the state after 3 batches, while ", 4),
         ("shorter quietly", "came to the end of its script after 3 batches", 4),
-    ],
-)
-def test_an_own_loop_names_ranks_with_other_data_within_two_steps(out, tmp_path, how, said, last):
-    done = torchrun(2, out / "own_loop.py", out, how, tmp_path / "saved")
-    losses = [line for line in done.stdout.splitlines() if line.startswith("loss ")]
-    assert said in done.stderr, done.stderr
-    assert max((int(line.split()[1]) for line in losses), default=0) <= last
-    assert (done.returncode == 0) == (tmp_path / "saved").exists() == (how == "alike")
+    ]
+    at_once({case[0]: functools.partial(look, *case) for case in cases}, most=3)
 
 
 @pytest.mark.timeout(100)

@@ -12,7 +12,7 @@ from autopar.runtime import run_threads
 from autopar.runtime.run.spikes import LEAST, Losses
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
 from tests.runtime import pipelines, stages
-from tests.runtime.scenarios import session_of
+from tests.runtime.scenarios import left, session_of
 from tests.runtime.step.test_pipeline import made
 from tests.runtime.update.test_scaling import HALVE, scaled
 from tests.runtime.updates import agree, chain_reference, mlp_reference
@@ -38,11 +38,9 @@ def trained(comm, program, rule, full, batches, norm=False):
         losses.append(session.train_step(batch).item())
         skipped.append(session.updater.not_finite)
         norms.append(session.grad_norm)
-    names = dict.fromkeys(name for module in program.modules for name in (*module.PARAMETERS, *module.BUFFERS))
     return {
         "losses": losses,
-        "grads": session.full_grads(),
-        "weights": {name: session.gather_full(name) for name in names},
+        **left(session, program),
         "skipped": skipped,
         "lr": session.optimizer.param_groups[0]["lr"],
         "adam": {int(state["step"]) for state in session.optimizer.state.values() if state["step"].numel()},
