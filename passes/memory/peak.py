@@ -17,10 +17,9 @@ from autopar.ir.actions import Action, StageGraph, Table
 from autopar.ir.lowered import LoweredProgram, LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
-from autopar.passes.memory.gradient_store import Storage, StoreBytes
+from autopar.passes.memory.gradient_store import StepGradients
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
-from autopar.passes.price.gradients import unsent_bytes
 from autopar.passes.price.tiers import step_parts
 from autopar.runtime.comm.devices import CPU, Device
 
@@ -77,7 +76,7 @@ def stage_memory(stage: LoweredStage, setting: Setting, device: Device = CPU) ->
     if not stage.training:
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers)
-    store = StoreBytes(stage.parameters, stage.mesh, stage.microbatches, compensated=setting.compensated)
+    store = StepGradients(stage.parameters, stage.mesh, stage.microbatches, setting.compensated)
     order: list[dict[str, Moment]] = []
     replayed, again = min(stage.microbatches, _REPLAYED), 0
     for microbatch in range(replayed):
@@ -89,18 +88,19 @@ def stage_memory(stage: LoweredStage, setting: Setting, device: Device = CPU) ->
             again = 1
             steady = {k: _moment(a, store, -1) for k, a in played.items()}
             order[:2] = _grown_at_once(order[0], order[1], steady)
-    store.top = store.hold
-    store.finish()
+    step = store.reduce()
     for name, parameter in stage.parameters.items():
         if not parameter.owned:
-            store.earn(name)
-    summed = store.hold
+            store.give_away(name)
+    summed = store.held_bytes
     if setting.changes_gradients:
-        store.copy_borrowed()
-    step = max(store.top, store.hold + _update_peak(stage, setting, device))
+        step = max(step, store.copy_borrowed())
+    step = max(step, store.held_bytes + _update_peak(stage, setting, device))
+    if store.unsent_bytes:
+        resting["unsent gradients"] = float(store.unsent_bytes)
     middle = order[1] if len(order) > 2 else order[0]
     return StageMemory(
-        resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked), copied=store.hold - summed
+        resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked), copied=store.held_bytes - summed
     )
 
 
@@ -117,9 +117,9 @@ def _grown_at_once(
     ]
 
 
-def _moment(action: ActionBytes, store: StoreBytes, microbatch: int, flush: bool = False) -> Moment:
+def _moment(action: ActionBytes, store: StepGradients, microbatch: int, flush: bool = False) -> Moment:
     """An action of a microbatch, its gradients going to the store; beside what the store holds before."""
-    before, peak, parked = store.hold, 0, dict(store.parked)
+    before, peak, parked = store.held_bytes, 0, dict(store.parked)
     parked_peak: dict[str, int] = {}
 
     def look_at_tiers(own: Mapping[str, int]) -> None:
@@ -129,22 +129,17 @@ def _moment(action: ActionBytes, store: StoreBytes, microbatch: int, flush: bool
 
     for gradient in action.gradients:
         if not gradient.at_once:  # after the one before, with what both it and the store hold
-            peak = max(peak, gradient.top + store.hold - before)
-        store.top = 0
-        storage = Storage(microbatch, *gradient.storage) if gradient.storage is not None else None
-        store.add(gradient.name, gradient.nbytes, gradient.owned, gradient.itemsize, storage, gradient.held)
-        peak = max(peak, gradient.alive + store.top - before)
+            peak = max(peak, gradient.top + store.held_bytes - before)
+        peak = max(peak, gradient.alive + store.hand_over(gradient, microbatch) - before)
         look_at_tiers(gradient.parked)
-    peak = max(peak, action.top + store.hold - before)
+    peak = max(peak, action.top + store.held_bytes - before)
     if flush:
-        store.top = 0
-        store.flush()
-        peak = max(peak, action.end + store.top - before)
+        peak = max(peak, action.end + store.flush() - before)
     look_at_tiers(action.parked)
     return Moment(
         peak,
         action.end,
-        store.hold - before,
+        store.held_bytes - before,
         action.received,
         action.sent,
         action.parked,
@@ -266,7 +261,7 @@ def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -
 def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Bytes that are always there, by kind: on the device, and per tier."""
     mesh = stage.mesh
-    parameters = gradients = optimizer = unsent = 0.0
+    parameters = gradients = optimizer = 0.0
     tiers: dict[str, dict[str, float]] = {}
     for name, p in stage.parameters.items():
         stored = p.storage.local_bytes(p.type, mesh)
@@ -275,7 +270,6 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
         else:
             parameters += stored
         if p.contributions and stage.training:
-            unsent += unsent_bytes(p, mesh)
             shard = p.optimizer.local_bytes(p.type, mesh)
             if p.owned:
                 state = setting.optimizer.shard_bytes(p.type, shard, name)
@@ -288,8 +282,7 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
                 else:
                     optimizer += shard if _apart(p, mesh) else 0.0
     buffers = float(sum(t.nbytes for t in stage.buffers.values()))
-    kinds = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
-    return kinds | ({"unsent gradients": unsent} if unsent else {}), tiers
+    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}, tiers
 
 
 def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float) -> None:

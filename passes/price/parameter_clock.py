@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 from autopar.costmodel.bill import CallBill, Purpose, Shown, call_seconds
 from autopar.ir.lines import AddGradient, Function, Prefetch, TakeParameters, TemplateCall
 from autopar.ir.lowered import LoweredStage, StoredParameter
-from autopar.passes.price.gradients import bucket_sizes, sent_in_place, summed_bytes, unreduced_bytes
+from autopar.passes.played.gradients import bucket_sizes, sent_in_place, summed_bytes, unreduced_bytes
 from autopar.passes.price.lines import gather_alone_s, gradient_messages, line_messages, line_seconds, reduce_seconds
 from autopar.passes.price.link_clock import LinkClock
 from autopar.passes.price.pricer import Pricer

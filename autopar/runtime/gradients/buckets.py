@@ -293,7 +293,7 @@ class Buckets:
         """A flat buffer: of the pool, or of its own when what lands in it leaves the device or is lent out."""
         if not lent and item.name not in self.leaving:
             return self._pool.take(numel, item.value)
-        buffer = torch.empty(numel, dtype=item.value.dtype, device=item.value.device)
+        buffer = item.value.new_empty(numel)
         if item.name not in self.leaving:
             self._lent.append(buffer)
         return buffer
