@@ -6,7 +6,9 @@ time (`autopar.runtime.gradients`) decides it here. Prices ask which gradients i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,23 +36,46 @@ def summed_bytes(p: StoredParameter, mesh: Mesh) -> int:
     return bytes_in_buckets(p.optimizer.local_bytes(p.type, mesh), rows(p.reduce), mesh.product)
 
 
-def bucket_sizes(stage: LoweredStage) -> BucketSizes:
-    """When buckets of a stage's gradients are full."""
-    return BucketSizes(step=sum(summed_bytes(p, stage.mesh) for p in stage.parameters.values() if p.contributions))
+@dataclass(frozen=True)
+class SentBucket:
+    """A message that sums gradients. sums: of which parameters, each with how many of its sums went before; packed: whether
+    gradients were copied into it; after: lines that add gradients before it set out, in the order of the stage's."""
+
+    sums: tuple[tuple[str, int], ...]
+    packed: bool
+    after: int
+
+
+@once
+def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
+    """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it."""
+    store, before = PlayedStore(stage.parameters, stage.mesh, 1), Counter[str]()
+    buckets: list[SentBucket] = []
+    lines = [line for f in (stage.backward, stage.weights) if f is not None for line in f.lines]
+    added = [line for line in lines if isinstance(line, AddGradient)]
+
+    def note(after: int) -> None:
+        for names, packed in store.launched:
+            buckets.append(SentBucket(tuple((name, before[name]) for name in names), packed, after))
+            before.update(names)
+        store.launched.clear()
+
+    for number, line in enumerate(added, 1):
+        p = stage.parameters[line.parameter]
+        is_sum = stage.microbatches > 1  # which the store made, and nobody else holds
+        layout = Layout.dense(_unreduced_shape(p, stage.mesh), p.type.dtype)
+        store.add(p.name, store.ledger.tensor(layout), line.owned or is_sum)
+        note(number)
+    store.drain()
+    note(len(added) + 1)
+    return tuple(buckets)
 
 
 @once
 def sent_in_place(stage: LoweredStage) -> frozenset[str]:
     """The parameters of a stage whose gradients are reduced where they lie, in a message of their own."""
-    store = PlayedStore(stage.parameters, stage.mesh, 1)
-    for function in (stage.backward, stage.weights):
-        for line in function.lines if function is not None else ():
-            if isinstance(line, AddGradient):
-                p = stage.parameters[line.parameter]
-                is_sum = stage.microbatches > 1  # which the store made, and nobody else holds
-                layout = Layout.dense(_unreduced_shape(p, stage.mesh), p.type.dtype)
-                store.add(p.name, store.ledger.tensor(layout), line.owned or is_sum)
-    return frozenset(store.in_place)
+    first = [name for bucket in sent_buckets(stage) if not bucket.packed for name, before in bucket.sums if not before]
+    return frozenset(first)
 
 
 def _unreduced_shape(p: StoredParameter, mesh: Mesh) -> list[int]:
@@ -93,18 +118,15 @@ class _Unsent(Unsent):
 
 
 class _Buckets(Buckets):
-    """The runtime's buckets. in_place: names of values whose first message is their own memory."""
+    """The runtime's buckets. launched: names of what every message sums, and whether it was packed."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.unsent = _Unsent()
-        self.in_place: set[str] = set()
-        self._launched: set[str] = set()
+        self.launched: list[tuple[tuple[str, ...], bool]] = []
 
     def _launch(self, kind: str, axes: Any, items: list[Any], packed: bool) -> None:
-        names = {item.name for item in items} - self._launched
-        self._launched |= names
-        self.in_place |= set() if packed else names
+        self.launched.append((tuple(item.name for item in items), packed))
         super()._launch(kind, axes, items, packed)
 
 
@@ -112,6 +134,7 @@ class PlayedStore(GradStore):
     """A stage's gradient store. ledger: what is alive of it and of the gradients that it is given."""
 
     make_buckets = _Buckets
+    _buckets: _Buckets
 
     def __init__(
         self, parameters: Mapping[str, StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
@@ -124,11 +147,15 @@ class PlayedStore(GradStore):
         super().__init__(MetaComm(mesh.sizes), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)
 
     @property
-    def in_place(self) -> set[str]:
-        """Parameters whose gradients were sent from where they lay."""
-        return self._buckets.in_place
+    def launched(self) -> list[tuple[tuple[str, ...], bool]]:
+        """Names of what every message summed, and whether it was packed."""
+        return self._buckets.launched
 
     @property
     def unsent_bytes(self) -> int:
         """What is kept of what compression lost."""
-        return self.unsent.ledger.alive
+        return self._buckets.unsent.ledger.alive
+
+    def drain(self) -> None:
+        """Send what is open, and wait for everything."""
+        self._buckets.drain()

@@ -154,7 +154,8 @@ class Buckets:
         """Send a value along its steps. owned: it may be reduced in place. landed: it is part of a bucket of ours."""
         while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
             if self.comm.axis_size(steps[0][1]) > 1:
-                value, owned = self.comm.run_step(value, steps[0], site=f"gradient of {name}"), True
+                value = self.comm.run_step(value, steps[0], site=f"gradient of {name}")
+                owned = owned or steps[0][0] != "shard"  # which may be a view
             steps = steps[1:]
         if not steps:
             self.arrive(name, value, owned or landed)
