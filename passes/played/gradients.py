@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,10 +50,26 @@ class SentBucket:
 @once
 def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
     """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it."""
-    store, before = PlayedStore(stage.parameters, stage.mesh, 1), Counter[str]()
+    trained = [p for p in stage.parameters.values() if p.contributions]
+    number = {p.name: i for i, p in enumerate(trained)}
+    functions = [function for function in (stage.backward, stage.weights) if function is not None]
+    lines = [line for function in functions for line in function.lines if isinstance(line, AddGradient)]
+    are_sums = stage.microbatches > 1  # which the store made, and nobody else holds
+    added = tuple((number[line.parameter], line.owned or are_sums) for line in lines)
+    played = _played(tuple(replace(p, name=str(i)) for i, p in enumerate(trained)), stage.mesh, added)
+    return tuple(
+        replace(bucket, sums=tuple((trained[int(name)].name, before) for name, before in bucket.sums)) for bucket in played
+    )
+
+
+@lru_cache(maxsize=1 << 10)
+def _played(
+    parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...]
+) -> tuple[SentBucket, ...]:
+    """The messages of stages that are alike. added: whose gradients in their order, and whether nobody else holds them."""
+    store, before = PlayedStore({p.name: p for p in parameters}, mesh, 1), Counter[str]()
+    layouts = [Layout.dense(_unreduced_shape(p, mesh), p.type.dtype) for p in parameters]
     buckets: list[SentBucket] = []
-    lines = [line for f in (stage.backward, stage.weights) if f is not None for line in f.lines]
-    added = [line for line in lines if isinstance(line, AddGradient)]
 
     def note(after: int) -> None:
         for names, packed in store.launched:
@@ -60,12 +77,9 @@ def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
             before.update(names)
         store.launched.clear()
 
-    for number, line in enumerate(added, 1):
-        p = stage.parameters[line.parameter]
-        is_sum = stage.microbatches > 1  # which the store made, and nobody else holds
-        layout = Layout.dense(_unreduced_shape(p, stage.mesh), p.type.dtype)
-        store.add(p.name, store.ledger.tensor(layout), line.owned or is_sum)
-        note(number)
+    for after, (number, owned) in enumerate(added, 1):
+        store.add(parameters[number].name, store.ledger.tensor(layouts[number]), owned)
+        note(after)
     store.drain()
     note(len(added) + 1)
     return tuple(buckets)

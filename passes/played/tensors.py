@@ -174,10 +174,11 @@ class PlayedTensor:
         return self.storage.ledger.tensor(Layout.dense(sizes, dtype or self.dtype))
 
     def __getitem__(self, index: Any) -> Any:
-        """The part of a vector costs least, as buckets are cut in many."""
-        if isinstance(index, slice) and self.dim() == 1:
-            size = len(range(*index.indices(self.layout.shape[0])))
-            return PlayedTensor(self.storage, Layout((size,), self.layout.stride, self.dtype))
+        """Parts by slices without a step are asked of nobody, as buckets are cut in many."""
+        slices, layout = index if isinstance(index, tuple) else (index,), self.layout
+        if all(isinstance(one, slice) and one.step is None for one in slices):
+            sizes = [stop - start for n, one in zip(layout.shape, slices, strict=False) for start, stop, _ in [one.indices(n)]]
+            return PlayedTensor(self.storage, Layout((*sizes, *layout.shape[len(sizes) :]), layout.stride, layout.dtype))
         return _asked(torch.Tensor.__getitem__, (self, _Index(index)), {})
 
     def __iter__(self) -> Iterator[Any]:
@@ -211,7 +212,19 @@ class _Index:
 
 
 def _method(function: Callable[..., Any], tensor: PlayedTensor, *args: Any, **kwargs: Any) -> Any:
+    """What a tensor's method gives; most methods give a view."""
+    if not kwargs and PlayedTensor not in map(type, args):
+        layout = _viewed(function, tensor.layout, args)
+        if layout is not None:
+            return PlayedTensor(tensor.storage, layout)
     return _asked(function, (tensor, *args), kwargs)
+
+
+@lru_cache(maxsize=1 << 16)
+def _viewed(function: Callable[..., Any], layout: Layout, args: tuple[Any, ...]) -> Layout | None:
+    """The layout of the view that a tensor's method gives, if it gives one and needs nothing."""
+    effect, kind = _effect(function, 1 + len(args), (), (layout, *args))
+    return None if effect.peak or kind is not None or effect.outs[0].alias else effect.outs[0].layout
 
 
 def _asked(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
