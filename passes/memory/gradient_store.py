@@ -1,85 +1,125 @@
-"""The gradients of a stage's microbatches in its gradient store, which the runtime's own code plays (played/gradients.py)."""
+"""What a stage's gradient store holds over a step, as the runtime's own code, played over tensors without data, has it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
-from autopar.ir.lowered import StoredParameter
+from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
-from autopar.passes.memory.walk import HandedGradient
-from autopar.passes.played.gradients import PlayedStore
-from autopar.passes.played.tensors import PlayedTensor, Storage
+from autopar.ir.setting import Setting
+from autopar.passes.memory.walk import ActionBytes
+from autopar.passes.played.gradients import PlayedStore, numbered
+from autopar.passes.played.tensors import Layout, PlayedTensor, Storage
+
+REPLAYED = 3
+"""Microbatches that are replayed: from the second to the last but one they are alike."""
 
 
-class StepGradients:
-    """The gradients of a step, from the first that is handed over until the optimizer has used them."""
+@dataclass(frozen=True)
+class Given:
+    """A gradient that an action gives to the store: the number of its parameter; storage: the number of the one that it lies in,
+    and its bytes; held: whether somebody else, who counts it, holds that too."""
 
-    def __init__(
-        self, parameters: Mapping[str, StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
-    ) -> None:
-        self.store = PlayedStore(parameters, mesh, microbatches, compensated)
-        self.ledger = self.store.ledger
-        self._storages: WeakValueDictionary[tuple[int, int], Storage] = WeakValueDictionary()
-        self._reduced: dict[str, PlayedTensor] = {}
+    parameter: int
+    layout: Layout
+    owned: bool
+    storage: tuple[int, int]
+    held: bool
 
-    @property
-    def held_bytes(self) -> int:
-        """What the store has on the device."""
-        return self.ledger.alive
 
-    @property
-    def unsent_bytes(self) -> int:
-        """What rests from step to step of what compressing gradients has lost."""
-        return self.store.unsent_bytes
+@dataclass(frozen=True)
+class StoreBytes:
+    """top: the most that the store has held since it was looked at last, without what is counted elsewhere; held, and parked by
+    memory tier: what it has now."""
 
-    @property
-    def parked(self) -> dict[str, int]:
-        """What the store has in memory tiers, by tier."""
-        return self.ledger.parked
+    top: int
+    held: int
+    parked: Mapping[str, int]
 
-    def hand_over(self, gradient: HandedGradient, microbatch: int) -> int:
-        """A microbatch's gradient goes to the store; the most that is alive meanwhile beside what the microbatch holds."""
-        storage = self._storage(gradient, microbatch)
-        held_bytes = storage.nbytes if gradient.held else 0
+
+Taken = tuple[tuple[StoreBytes, ...], ...]
+"""What the store holds after every gradient of a microbatch, by action."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """taken: by microbatches that are replayed, two or three of which stand for all between the first and the last. flushed: when
+    what is open was sent; reduced: when all is; copied: when gradients may be changed. unsent: bytes that rest from step to step
+    of what compression has lost."""
+
+    taken: tuple[Taken, ...]
+    flushed: StoreBytes
+    reduced: StoreBytes
+    copied: StoreBytes
+    unsent: int
+
+
+def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Setting) -> StepBytes:
+    """What a stage's gradient store holds over a step. actions: of a microbatch, in order."""
+    trained = numbered(stage)
+    number = {name: i for i, name in enumerate(n for n, p in stage.parameters.items() if p.contributions)}
+    storages: dict[int, int] = {}
+    given = []
+    for action in actions:
+        row = []
+        for g in action.gradients:
+            block, nbytes = g.storage or (-1 - len(storages), g.layout.nbytes)  # what rests counts by itself
+            place = storages.setdefault(block, len(storages)), nbytes
+            row.append(Given(number[g.name], g.layout, g.owned, place, g.held))
+        given.append(tuple(row))
+    return _played(trained, stage.mesh, stage.microbatches, tuple(given), setting.compensated, setting.changes_gradients)
+
+
+@lru_cache(maxsize=1 << 10)
+def _played(
+    parameters: tuple[StoredParameter, ...],
+    mesh: Mesh,
+    microbatches: int,
+    given: tuple[tuple[Given, ...], ...],
+    compensated: bool,
+    changed: bool,
+) -> StepBytes:
+    """The same of stages that are alike."""
+    store = PlayedStore({p.name: p for p in parameters}, mesh, microbatches, compensated)
+    ledger, replayed = store.ledger, min(microbatches, REPLAYED)
+
+    def seen(elsewhere: int = 0) -> StoreBytes:
+        top, ledger.top = ledger.top, ledger.alive
+        return StoreBytes(top - elsewhere, ledger.alive, dict(ledger.parked))
+
+    def microbatch() -> Taken:
+        storages: WeakValueDictionary[int, Storage] = WeakValueDictionary()
+        return tuple(tuple(take(gradient, storages) for gradient in gradients) for gradients in given)
+
+    def take(gradient: Given, storages: WeakValueDictionary[int, Storage]) -> StoreBytes:
+        number, nbytes = gradient.storage
+        storage = storages.get(number) or storages.setdefault(number, Storage(ledger, nbytes))
         value = PlayedTensor(storage, gradient.layout)
-        self.ledger.top = self.ledger.alive
-        self.store.add(gradient.name, value, gradient.owned)
-        return self.ledger.top - held_bytes
+        store.add(parameters[gradient.parameter].name, value, gradient.owned)
+        del storage, value
+        return seen(nbytes if gradient.held else 0)
 
-    def skip(self, microbatches: int) -> None:
-        """So many microbatches more, none of them the last, which add to sums that are there: what is held stays the same."""
-        self.store.microbatches -= microbatches
+    taken = [microbatch() for _ in range(replayed - 1)]
+    if microbatches > REPLAYED and _grows(*taken):
+        taken.append(microbatch())
+    store.microbatches = len(taken) + 1
+    taken.append(microbatch())
+    store.flush()
+    flushed, gradients = seen(), store.finish()
+    for p in parameters:
+        if not p.owned:
+            gradients.pop(p.name, None)  # it goes to the stage that owns the parameter
+    reduced = seen()
+    for name, gradient in gradients.items() if changed else ():
+        if name in store.borrowed:
+            gradients[name] = gradient.clone()
+    return StepBytes(tuple(taken), flushed, reduced, seen(), store.unsent_bytes)
 
-    def flush(self) -> int:
-        """Nothing more will be added; the most that is alive while what is open is sent."""
-        self.ledger.top = self.ledger.alive
-        self.store.flush()
-        return self.ledger.top
 
-    def reduce(self) -> int:
-        """Wait for all messages; the most that is alive until then."""
-        self.ledger.top = self.ledger.alive
-        self._reduced = self.store.finish()
-        return self.ledger.top
-
-    def give_away(self, name: str) -> None:
-        """A reduced gradient goes to the stage that owns its parameter."""
-        self._reduced.pop(name, None)
-
-    def copy_borrowed(self) -> int:
-        """Gradients that others may hold are copied, one at a time, before they are changed; the most that is alive."""
-        self.ledger.top = self.ledger.alive
-        for name in self.store.borrowed & self._reduced.keys():
-            self._reduced[name] = self._reduced[name].clone()
-        return self.ledger.top
-
-    def _storage(self, gradient: HandedGradient, microbatch: int) -> Storage:
-        """Where a gradient lies, maybe with others of the microbatch."""
-        if gradient.storage is None:
-            return Storage(self.ledger, gradient.layout.nbytes)
-        block, nbytes = gradient.storage
-        storage = self._storages.get((microbatch, block))
-        if storage is None:
-            storage = self._storages[microbatch, block] = Storage(self.ledger, nbytes)
-        return storage
+def _grows(first: Taken, second: Taken) -> bool:
+    """Whether any action of the second microbatch leaves more in the store, or less."""
+    ends = [rows[-1].held for taken in (first, second) for rows in taken if rows]
+    return len(set(ends[len(ends) // 2 - 1 :])) > 1

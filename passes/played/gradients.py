@@ -48,6 +48,12 @@ class SentBucket:
 
 
 @once
+def numbered(stage: LoweredStage) -> tuple[StoredParameter, ...]:
+    """A stage's trained parameters under their numbers, so that those of alike stages are equal."""
+    return tuple(replace(p, name=str(i)) for i, p in enumerate(p for p in stage.parameters.values() if p.contributions))
+
+
+@once
 def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
     """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it."""
     trained = [p for p in stage.parameters.values() if p.contributions]
@@ -56,7 +62,7 @@ def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
     lines = [line for function in functions for line in function.lines if isinstance(line, AddGradient)]
     are_sums = stage.microbatches > 1  # which the store made, and nobody else holds
     added = tuple((number[line.parameter], line.owned or are_sums) for line in lines)
-    played = _played(tuple(replace(p, name=str(i)) for i, p in enumerate(trained)), stage.mesh, added)
+    played = _played(numbered(stage), stage.mesh, added)
     return tuple(
         replace(bucket, sums=tuple((trained[int(name)].name, before) for name, before in bucket.sums)) for bucket in played
     )
