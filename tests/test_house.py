@@ -33,6 +33,7 @@ ORDER = """
     request
     codegen
     passes.rules
+    passes.played
     passes.price
     passes.schedule
     passes.lower

@@ -17,15 +17,11 @@ from autopar.ir.actions import Action, StageGraph, Table
 from autopar.ir.lowered import LoweredProgram, LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
-from autopar.passes.memory.gradient_store import Storage, StoreBytes
+from autopar.passes.memory.gradient_store import REPLAYED, StepBytes, StoreBytes, step_bytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
-from autopar.passes.price.gradients import unsent_bytes
 from autopar.passes.price.tiers import step_parts
 from autopar.runtime.comm.devices import CPU, Device
-
-_REPLAYED = 3
-"""Microbatches that the gradient store is replayed over: from the second to the last but one they are alike."""
 
 
 @dataclass(frozen=True)
@@ -77,31 +73,16 @@ def stage_memory(stage: LoweredStage, setting: Setting, device: Device = CPU) ->
     if not stage.training:
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers)
-    store = StoreBytes(stage.parameters, stage.mesh, stage.microbatches, compensated=setting.compensated)
-    order: list[dict[str, Moment]] = []
-    replayed, again = min(stage.microbatches, _REPLAYED), 0
-    for microbatch in range(replayed):
-        last = microbatch == replayed - 1
-        if last:
-            store.skip(stage.microbatches - replayed - again)
-        order.append({k: _moment(a, store, microbatch, last and k == list(played)[-1]) for k, a in played.items()})
-        if microbatch == 1 and stage.microbatches > _REPLAYED and any(m.sums for m in order[1].values()):
-            again = 1
-            steady = {k: _moment(a, store, -1) for k, a in played.items()}
-            order[:2] = _grown_at_once(order[0], order[1], steady)
-    store.top = store.hold
-    store.finish()
-    for name, parameter in stage.parameters.items():
-        if not parameter.owned:
-            store.earn(name)
-    summed = store.hold
-    if setting.changes_gradients:
-        store.copy_borrowed()
-    step = max(store.top, store.hold + _update_peak(stage, setting, device))
+    step = step_bytes(stage, played.values(), setting)
+    order = _moments_of(played, step)
+    if len(order) > REPLAYED:
+        order[:3] = _grown_at_once(*order[:3])
     middle = order[1] if len(order) > 2 else order[0]
-    return StageMemory(
-        resting, middle, order[0], order[-1], float(step), tiers, dict(store.parked), copied=store.hold - summed
-    )
+    if step.unsent:
+        resting["unsent gradients"] = float(step.unsent)
+    top = max(step.reduced.top, step.copied.top, step.copied.held + _update_peak(stage, setting, device))
+    gradients, copied = dict(step.copied.parked), step.copied.held - step.reduced.held
+    return StageMemory(resting, middle, order[0], order[-1], float(top), tiers, gradients, copied)
 
 
 def _grown_at_once(
@@ -117,40 +98,46 @@ def _grown_at_once(
     ]
 
 
-def _moment(action: ActionBytes, store: StoreBytes, microbatch: int, flush: bool = False) -> Moment:
-    """An action of a microbatch, its gradients going to the store; beside what the store holds before."""
-    before, peak, parked = store.hold, 0, dict(store.parked)
+def _moments_of(played: Mapping[str, ActionBytes], step: StepBytes) -> list[dict[str, Moment]]:
+    """Per microbatch that is replayed what its actions do."""
+    order: list[dict[str, Moment]] = []
+    before = StoreBytes(0, 0, {})
+    for number, taken in enumerate(step.taken, 1):
+        order.append({})
+        for count, (kind, action) in enumerate(played.items(), 1):
+            flushed = step.flushed if number == len(step.taken) and count == len(played) else None
+            order[-1][kind], before = _moment(action, before, taken[count - 1], flushed)
+    return order
+
+
+def _moment(
+    action: ActionBytes, before: StoreBytes, taken: Sequence[StoreBytes], flushed: StoreBytes | None
+) -> tuple[Moment, StoreBytes]:
+    """An action of a microbatch, beside what the store holds before; what it holds afterwards. taken: after each of the action's
+    gradients; flushed: after what is open was sent, where nothing comes after the action."""
+    peak, now = 0, before
     parked_peak: dict[str, int] = {}
 
     def look_at_tiers(own: Mapping[str, int]) -> None:
-        for tier in {*own, *store.parked}:
-            now = own.get(tier, 0) + store.parked.get(tier, 0) - parked.get(tier, 0)
-            parked_peak[tier] = max(parked_peak.get(tier, 0), now)
+        for tier in {*own, *now.parked}:
+            more = own.get(tier, 0) + now.parked.get(tier, 0) - before.parked.get(tier, 0)
+            parked_peak[tier] = max(parked_peak.get(tier, 0), more)
 
-    for gradient in action.gradients:
+    for gradient, after in zip(action.gradients, taken, strict=True):
         if not gradient.at_once:  # after the one before, with what both it and the store hold
-            peak = max(peak, gradient.top + store.hold - before)
-        store.top = 0
-        storage = Storage(microbatch, *gradient.storage) if gradient.storage is not None else None
-        store.add(gradient.name, gradient.nbytes, gradient.owned, gradient.itemsize, storage, gradient.held)
-        peak = max(peak, gradient.alive + store.top - before)
+            peak = max(peak, gradient.top + now.held - before.held)
+        now = after
+        peak = max(peak, gradient.alive + now.top - before.held)
         look_at_tiers(gradient.parked)
-    peak = max(peak, action.top + store.hold - before)
-    if flush:
-        store.top = 0
-        store.flush()
-        peak = max(peak, action.end + store.top - before)
+    peak = max(peak, action.top + now.held - before.held)
+    if flushed is not None:
+        now = flushed
+        peak = max(peak, action.end + now.top - before.held)
     look_at_tiers(action.parked)
-    return Moment(
-        peak,
-        action.end,
-        store.hold - before,
-        action.received,
-        action.sent,
-        action.parked,
-        {tier: n - parked.get(tier, 0) for tier, n in store.parked.items()},
-        parked_peak,
-    )
+    sums_parked = {tier: n - before.parked.get(tier, 0) for tier, n in now.parked.items()}
+    sums, parked = now.held - before.held, dict(action.parked)
+    moment = Moment(peak, action.end, sums, action.received, action.sent, parked, sums_parked, parked_peak)
+    return moment, now
 
 
 def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -> tuple[float, ...]:
@@ -266,7 +253,7 @@ def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -
 def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Bytes that are always there, by kind: on the device, and per tier."""
     mesh = stage.mesh
-    parameters = gradients = optimizer = unsent = 0.0
+    parameters = gradients = optimizer = 0.0
     tiers: dict[str, dict[str, float]] = {}
     for name, p in stage.parameters.items():
         stored = p.storage.local_bytes(p.type, mesh)
@@ -275,7 +262,6 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
         else:
             parameters += stored
         if p.contributions and stage.training:
-            unsent += unsent_bytes(p, mesh)
             shard = p.optimizer.local_bytes(p.type, mesh)
             if p.owned:
                 state = setting.optimizer.shard_bytes(p.type, shard, name)
@@ -288,8 +274,7 @@ def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], d
                 else:
                     optimizer += shard if _apart(p, mesh) else 0.0
     buffers = float(sum(t.nbytes for t in stage.buffers.values()))
-    kinds = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}
-    return kinds | ({"unsent gradients": unsent} if unsent else {}), tiers
+    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}, tiers
 
 
 def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float) -> None:

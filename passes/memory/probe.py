@@ -8,7 +8,6 @@ for tensors of the device that the program is for: its kernels are asked, with w
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,8 @@ from autopar.ir.steps import RuntimeStep, rows
 from autopar.ir.types import TensorType
 from autopar.ops.homes import HOMES
 from autopar.ops.registry import find
-from autopar.passes.price.meta_comm import MetaComm
+from autopar.passes.played.meta_comm import MetaComm
+from autopar.passes.played.tensors import Effect, Layout, Out, results_of, watch
 from autopar.runtime.comm.axis_comm import Along
 from autopar.runtime.comm.devices import CPU, Device, standing_for
 from autopar.runtime.gradients.gather import Gather, start_gathers
@@ -36,53 +36,6 @@ from autopar.runtime.guards import Guards
 SMALL = 4 << 20
 WholeLine = Compute | Convert | Cut | Join
 """Lines that are not parts of others."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a local tensor lies in memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def dense(shape: Sequence[int], dtype: torch.dtype) -> Layout:
-        """Contiguous."""
-        stride, step = [], 1
-        for n in reversed(shape):
-            stride.append(step)
-            step *= max(n, 1)
-        return Layout(tuple(shape), tuple(reversed(stride)), dtype)
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        return Layout(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def tensor(self, device: str = "meta") -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True)
-class Out:
-    """A result: a view of operand `alias`, or (alias -1) in the fresh storage number `fresh`. None: no tensor."""
-
-    alias: int
-    fresh: int
-    layout: Layout | None
-
-
-@dataclass(frozen=True)
-class Effect:
-    """fresh: bytes of the storages that the results bring. peak: the most new bytes at once, those included."""
-
-    outs: tuple[Out, ...]
-    fresh: tuple[int, ...]
-    peak: int
 
 
 class _Rank:
@@ -104,35 +57,6 @@ class _Rank:
 @cache
 def _rank(axes: tuple[tuple[str, int], ...], rank: int | None = None) -> _Rank:
     return _Rank(dict(axes), rank)
-
-
-def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], device: str = "meta") -> Effect:
-    """The effect of a function of tensors."""
-    tensors = [layout.tensor(device) for layout in layouts]
-    given = {t.untyped_storage()._cdata: i for i, t in enumerate(tensors)}
-    counter = ByteCounter()
-    with torch.no_grad(), counter:
-        result = run(tensors)
-    outs, sizes = _results(result, given)
-    return Effect(outs, sizes, max(counter.peak, sum(sizes)))
-
-
-def _results(result: Any, given: Mapping[int, int]) -> tuple[tuple[Out, ...], tuple[int, ...]]:
-    """What a function gives back, and the bytes of the storages that it brings. given: the operands by their storages."""
-    outs: list[Out] = []
-    fresh: dict[int, int] = {}
-    sizes: list[int] = []
-    for value in result if isinstance(result, (tuple, list)) else [result]:
-        if not isinstance(value, torch.Tensor):
-            outs.append(Out(-1, -1, None))
-            continue
-        storage = value.untyped_storage()
-        alias = given.get(storage._cdata, -1)
-        if alias < 0 and storage._cdata not in fresh:
-            fresh[storage._cdata] = len(sizes)
-            sizes.append(storage.nbytes())
-        outs.append(Out(alias, fresh.get(storage._cdata, -1), Layout.of(value)))
-    return tuple(outs), tuple(sizes)
 
 
 def line_effect(
@@ -206,7 +130,7 @@ def _probe_parts(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mes
         result = handle.wait()
         del handle
         peak = counter.peak - alive
-    outs, sizes = _results(result, {})
+    outs, sizes = results_of(result, {})
     return [*effects, Effect(outs, sizes, peak)]
 
 

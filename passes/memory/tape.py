@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from autopar.ir.lines import Function, GoOn, Start, Wait
 from autopar.ir.mesh import Mesh
-from autopar.passes.memory.probe import Effect, Layout, line_effect
+from autopar.passes.memory.probe import line_effect
+from autopar.passes.played.tensors import Effect, Layout
 from autopar.runtime.comm.devices import CPU, Device
 
 

@@ -15,8 +15,9 @@ from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Function, GatherKey, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, Port
 from autopar.ir.mesh import Mesh
-from autopar.passes.memory.probe import GatheredShard, Layout, gather_effect, line_effect, local
+from autopar.passes.memory.probe import GatheredShard, gather_effect, line_effect, local
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
+from autopar.passes.played.tensors import Layout
 from autopar.passes.rules.once import once
 from autopar.runtime.comm.devices import CPU, Device
 
@@ -26,17 +27,16 @@ Binding = LiveValue | list[LiveValue]
 
 @dataclass(frozen=True)
 class HandedGradient:
-    """A gradient goes to the store: the most alive since the one before it, what is alive without it, and its bytes.
-    owned: nobody else holds it; itemsize: of its elements; parked: bytes that the microbatch has in tiers then; storage: the
-    one it lies in, and its bytes (None: what rests); held: whether `alive` has these, as somebody else holds it; at_once: no
-    line ran since the one before."""
+    """A gradient goes to the store: the most alive since the one before it, what is alive without it, and how it lies.
+    owned: nobody else holds it; parked: bytes that the microbatch has in tiers then; storage: the one it lies in, and its
+    bytes (None: what rests); held: whether `alive` has these, as somebody else holds it; at_once: no line ran since the one
+    before."""
 
     top: int
     alive: int
     name: str
-    nbytes: int
+    layout: Layout
     owned: bool
-    itemsize: int
     parked: dict[str, int] = field(default_factory=dict)
     storage: tuple[int, int] | None = field(default=None, compare=False)
     held: bool = field(default=False, compare=False)
@@ -224,12 +224,12 @@ class _Walk:
         value, top = self._one(line.value), self.machine.top
         layout = value.layout
         self._drop(dropped)
-        nbytes, itemsize = (layout.nbytes, layout.dtype.itemsize) if layout is not None else (0, 0)
+        assert layout is not None, line
         alive, parked = self.machine.alive, dict(self.machine.parked)
         storage = (value.block, self.machine.size[value.block]) if value.block >= 0 else None
         held = storage is not None and self.machine.refs[value.block] > 0
         self.gradients.append(
-            HandedGradient(top, alive, line.parameter, nbytes, line.owned, itemsize, parked, storage, held, at_once)
+            HandedGradient(top, alive, line.parameter, layout, line.owned, parked, storage, held, at_once)
         )
         self.machine.top = alive
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.costmodel.bill import Purpose
 from autopar.costmodel.collective import COSTS, is_to_all
@@ -21,8 +22,8 @@ from autopar.ir.setting import Setting
 from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
+from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
-from autopar.passes.price.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.lattice import copied_s
 from autopar.runtime.gradients.buckets import BUCKETED
@@ -250,6 +251,16 @@ def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
     held = unreduced_bytes(p, pricer.mesh)
     sent_s = _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
     return sent_s + _steps_copied_s(p.reduce, held, pricer) + _compressing_s(p, pricer)
+
+
+def sums_seconds(p: StoredParameter, pricer: Pricer) -> list[float]:
+    """The same of every sum of a gradient in the order in which they go: each with the steps before it, the last with all that
+    follow."""
+    mesh = pricer.mesh
+    sums = [i for i, step in enumerate(p.reduce) if step.kind in BUCKETED and mesh.product(step.axes) > 1]
+    starts = [0, *(i + 1 for i in sums[:-1])]
+    from_each_s = [reduce_seconds(replace(p, reduce=p.reduce[start:]), pricer) for start in starts]
+    return [a - b for a, b in pairwise([*from_each_s, 0.0])]
 
 
 def _compressing_s(p: StoredParameter, pricer: Pricer) -> float:

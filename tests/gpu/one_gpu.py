@@ -19,7 +19,7 @@ from autopar.capture.known.promoted import replaced
 from autopar.codegen.in_process import load
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_sources
-from autopar.passes.price.meta_comm import MetaComm
+from autopar.passes.played.meta_comm import MetaComm
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.session import Session
 from benchmarks.one_rank import MODELS

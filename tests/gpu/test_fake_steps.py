@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.passes.price.meta_comm import MetaComm
+from autopar.passes.played.meta_comm import MetaComm
 from autopar.runtime.comm.devices import Device
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.step_record import StepRecord, difference

@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import factors_of
 from autopar.ops import experts as ops
 from autopar.ops.registry import find
-from autopar.passes.price.meta_comm import MetaComm
+from autopar.passes.played.meta_comm import MetaComm
 from autopar.runtime import ExpertOverflow, run_threads
 from autopar.runtime.comm.axis_comm import Along
 from autopar.runtime.comm.comm import Comm

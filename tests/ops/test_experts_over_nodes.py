@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.counter import ByteCounter
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import op_call
-from autopar.passes.price.meta_comm import MetaComm
+from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.rules.sends import sent_by
 from autopar.runtime import ExpertOverflow, run_threads
 from autopar.runtime.comm.axis_comm import Along

@@ -14,7 +14,7 @@ class BufferPool:
 
     def take(self, numel: int, like: Tensor) -> Tensor:
         free = self._free.get((numel, like.dtype))
-        return free.pop() if free else torch.empty(numel, dtype=like.dtype, device=like.device)
+        return free.pop() if free else like.new_empty(numel)
 
     def give(self, buffer: Tensor) -> None:
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)

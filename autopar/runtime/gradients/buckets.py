@@ -152,7 +152,8 @@ class Buckets:
         """Send a value along its steps. owned: it may be reduced in place. landed: it is part of a bucket of ours."""
         while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
             if self.comm.axis_size(steps[0][1]) > 1:
-                value, owned = run_step(self.comm, value, steps[0], site=f"gradient of {name}"), True
+                value = run_step(self.comm, value, steps[0], site=f"gradient of {name}")
+                owned = owned or steps[0][0] != "shard"  # which may be a view
             steps = steps[1:]
         if not steps:
             self.arrive(name, value, owned or landed)
@@ -291,7 +292,7 @@ class Buckets:
         """A flat buffer: of the pool, or of its own when what lands in it leaves the device or is lent out."""
         if not lent and item.name not in self.leaving:
             return self._pool.take(numel, item.value)
-        buffer = torch.empty(numel, dtype=item.value.dtype, device=item.value.device)
+        buffer = item.value.new_empty(numel)
         if item.name not in self.leaving:
             self._lent.append(buffer)
         return buffer

@@ -98,7 +98,7 @@ CODECS = {
 def start_scattered_sum(comm: Comm, codec: Codec, rows: Tensor, out: Tensor, axes: Axes, site: str) -> Handle[Tensor]:
     """Sum rows (n, m) over axes; the result is this member's row, in `out`. With feedback rows become what was lost."""
     n, m = rows.shape
-    wire = torch.empty(n, codec.wire_bytes(m), dtype=torch.int8, device=rows.device)
+    wire = rows.new_empty(n, codec.wire_bytes(m), dtype=torch.int8)
     for row, message in zip(rows, wire, strict=True):
         codec.encode(row, message)
     handle = comm.start_all_to_all(wire, 0, 0, axes, site=site)
@@ -118,7 +118,7 @@ def start_scattered_sum(comm: Comm, codec: Codec, rows: Tensor, out: Tensor, axe
 def start_gathered_rows(comm: Comm, codec: Codec, row: Tensor, rows: Tensor, axes: Axes, site: str) -> Handle[Tensor]:
     """Every member's row (m,) in `rows` (n, m), which may hold other things until the wait. With feedback row becomes what was
     lost."""
-    wire = torch.empty(1, codec.wire_bytes(row.numel()), dtype=torch.int8, device=row.device)
+    wire = row.new_empty(1, codec.wire_bytes(row.numel()), dtype=torch.int8)
     codec.encode(row, wire[0])
 
     def decode(received: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ class _Sum:
 class GradStore:
     """The gradients of one step; see the module docstring for the order of events."""
 
+    make_buckets: type[Buckets] = Buckets
+
     def __init__(
         self,
         comm: Comm,
@@ -73,7 +75,7 @@ class GradStore:
         self.tiers = tiers or Tiers(comm.device)
         self.tier_of = dict(tier_of or {})
         codecs = {name: CODECS[entry.compression] for name, entry in self.table.items() if entry.compression}
-        self._buckets = Buckets(comm, self._arrived, self.tier_of, sizes or BucketSizes(), codecs)
+        self._buckets = self.make_buckets(comm, self._arrived, self.tier_of, sizes or BucketSizes(), codecs)
         self.unsent = self._buckets.unsent
         self.feeds_back = any(codec.feedback for codec in codecs.values())
         self._sums: dict[str, _Sum] = {}

@@ -22,7 +22,7 @@ from autopar.ir.steps import bytes_after
 from autopar.passes.account import stage as stage_module
 from autopar.passes.account.program import account
 from autopar.passes.account.stage import Later
-from autopar.passes.price.gradients import unreduced_bytes
+from autopar.passes.played.gradients import unreduced_bytes
 from autopar.passes.price.lines import (
     conversion_copied_s,
     gather_alone_s,

@@ -21,10 +21,12 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.memory.walk import ActionBytes, HandedGradient, action_bytes
+from autopar.passes.played.tensors import Layout
 
 F32 = torch.float32
 ROWS, WEIGHT, SCALAR = TensorType((8, 16), F32), TensorType((16, 16), F32), TensorType((), F32)
 WHOLE = Spec.replicated(2)
+DENSE = Layout.dense(WEIGHT.shape, F32)
 T, W = 8 * 16 * 4, 16 * 16 * 4
 """Bytes of x, of every value of its shape, and of a weight."""
 
@@ -165,8 +167,8 @@ def test_gradients_are_handed_over_in_order_with_the_peaks_before_them() -> None
     g, dx and dw; y0 went after g. What stays without the first is x, y0 and d1, without the second d0."""
     b = action_bytes(two_blocks())["B"]
     assert b.gradients == (
-        HandedGradient(5 * T + W, 3 * T, "w1", W, True, 4),
-        HandedGradient(4 * T + W, T, "w0", W, True, 4),
+        HandedGradient(5 * T + W, 3 * T, "w1", DENSE, True),
+        HandedGradient(4 * T + W, T, "w0", DENSE, True),
     )
     assert (b.top, b.peak) == (T, 5 * T + W)
 
@@ -175,7 +177,7 @@ def test_the_blocks_of_two_ranks_hold_half_but_weights() -> None:
     actions = action_bytes(two_blocks(Spec((("dp",), ())), Mesh.of(dp=2)))
     f, b = actions["F"], actions["B"]
     assert (f.peak, f.end, f.received) == (2 * T, 3 * T // 2, T // 2)
-    assert [(g.top, g.alive, g.nbytes) for g in b.gradients] == [
+    assert [(g.top, g.alive, g.layout.nbytes) for g in b.gradients] == [
         (5 * T // 2 + W, 3 * T // 2, W),
         (2 * T + W, T // 2, W),
     ]
@@ -242,8 +244,8 @@ def test_backward_leaves_what_weights_read() -> None:
 def test_weights_free_what_backward_left_and_hand_over_every_gradient() -> None:
     w = action_bytes(split_blocks())["W"]
     assert w.gradients == (
-        HandedGradient(4 * T + W, 2 * T, "w1", W, True, 4),
-        HandedGradient(2 * T + W, 0, "w0", W, True, 4),
+        HandedGradient(4 * T + W, 2 * T, "w1", DENSE, True),
+        HandedGradient(2 * T + W, 0, "w0", DENSE, True),
     )
     assert (w.end, w.received, w.sent) == (0, 0, 0)
 

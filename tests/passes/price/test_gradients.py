@@ -16,7 +16,7 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
-from autopar.passes.price.gradients import sent_in_place
+from autopar.passes.played.gradients import sent_in_place
 from autopar.passes.price.lines import line_copied_s
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads

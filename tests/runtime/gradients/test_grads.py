@@ -309,3 +309,35 @@ def test_lent_gradients_of_any_layout_stay_as_they_are_in_buckets_of_any_size(si
                 assert torch.equal(got[name], want), name
 
     run_threads(2, {"a": 2}, body, timeout_s=30)
+
+
+def test_shards_of_a_tensor_that_others_hold_are_theirs_too():
+    """A shard may be a view of it: two parameters' parts of one gradient are then one memory."""
+
+    def body(comm):
+        step = ("shard", "a", 0)
+        store = GradStore(comm, {"x": GradEntry(1, (step,)), "y": GradEntry(1, (step,)), "own": GradEntry(1, (step,))})
+        shared = torch.ones(4)
+        store.add("x", shared)
+        store.add("y", shared)
+        store.add("own", torch.ones(4), owned=True)
+        grads = store.finish()
+        assert grads["x"].data_ptr() == grads["y"].data_ptr()
+        return set(store.borrowed)
+
+    for borrowed in run_threads(2, {"a": 2}, body, timeout_s=30):
+        assert borrowed == {"x", "y"}
+
+
+def test_what_is_summed_after_a_shard_of_a_tensor_that_others_hold_leaves_it_as_it_is():
+    steps = (("shard", "a", 0), ("all_reduce", "b"))
+
+    def body(comm):
+        store = GradStore(comm, {"x": GradEntry(1, steps)}, sizes=BucketSizes(1, 1, 1, 1))
+        shared = torch.ones(4)
+        store.add("x", shared)
+        total = store.finish()["x"]
+        return total.tolist(), shared.tolist()
+
+    for total, shared in run_threads(4, {"a": 2, "b": 2}, body, timeout_s=30):
+        assert (total, shared) == ([2.0, 2.0], [1.0] * 4)

@@ -1,0 +1,1 @@
+"""What the runtime does with bytes, found by running its own code over tensors without data."""

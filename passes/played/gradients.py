@@ -1,0 +1,184 @@
+"""The gradient store of a stage played: the runtime's own, over tensors without data, on a rank whose messages move nothing.
+
+When a bucket is full depends on what was sent before it, what is alive on what was let go, so the code that decides it at run
+time (`autopar.runtime.gradients`) decides it here. Prices ask which gradients it sends where they lie, memory what it holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from autopar.ir.lines import AddGradient
+from autopar.ir.lowered import LoweredStage, StoredParameter
+from autopar.ir.mesh import Mesh
+from autopar.ir.steps import bytes_before_per_byte, rows
+from autopar.passes.played.meta_comm import MetaComm
+from autopar.passes.played.tensors import Layout, Ledger
+from autopar.passes.rules.once import once
+from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
+from autopar.runtime.gradients.compression import Codec, Unsent
+from autopar.runtime.gradients.grads import GradEntry, GradStore
+from autopar.runtime.memory.tiers import Tiers
+
+
+def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
+    """Bytes of a parameter's gradient on a rank before its reduction."""
+    return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
+
+
+def summed_bytes(p: StoredParameter, mesh: Mesh) -> int:
+    """Bytes that a rank puts into the messages that sum a parameter's gradient, of all of them together."""
+    return bytes_in_buckets(p.optimizer.local_bytes(p.type, mesh), rows(p.reduce), mesh.product)
+
+
+@dataclass(frozen=True)
+class SentBucket:
+    """A message that sums gradients. sums: of which parameters, each with how many of its sums went before; packed: whether
+    gradients were copied into it; after: lines that add gradients before it set out, in the order of the stage's."""
+
+    sums: tuple[tuple[str, int], ...]
+    packed: bool
+    after: int
+
+
+@once
+def numbered(stage: LoweredStage) -> tuple[StoredParameter, ...]:
+    """A stage's trained parameters under their numbers, so that those of alike stages are equal."""
+    return tuple(replace(p, name=str(i)) for i, p in enumerate(p for p in stage.parameters.values() if p.contributions))
+
+
+@once
+def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
+    """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it."""
+    trained = [p for p in stage.parameters.values() if p.contributions]
+    number = {p.name: i for i, p in enumerate(trained)}
+    functions = [function for function in (stage.backward, stage.weights) if function is not None]
+    lines = [line for function in functions for line in function.lines if isinstance(line, AddGradient)]
+    are_sums = stage.microbatches > 1  # which the store made, and nobody else holds
+    added = tuple((number[line.parameter], line.owned or are_sums) for line in lines)
+    played = _played(numbered(stage), stage.mesh, added)
+    return tuple(
+        replace(bucket, sums=tuple((trained[int(name)].name, before) for name, before in bucket.sums))
+        for bucket in played
+    )
+
+
+@lru_cache(maxsize=1 << 10)
+def _played(
+    parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...]
+) -> tuple[SentBucket, ...]:
+    """The messages of stages that are alike. added: whose gradients in their order, and whether nobody else holds them."""
+    store, before = PlayedStore({p.name: p for p in parameters}, mesh, 1), Counter[str]()
+    layouts = [Layout.dense(_unreduced_shape(p, mesh), p.type.dtype) for p in parameters]
+    buckets: list[SentBucket] = []
+
+    def note(after: int) -> None:
+        for names, packed in store.launched:
+            buckets.append(SentBucket(tuple((name, before[name]) for name in names), packed, after))
+            before.update(names)
+        store.launched.clear()
+
+    for after, (number, owned) in enumerate(added, 1):
+        store.add(parameters[number].name, store.ledger.tensor(layouts[number]), owned)
+        note(after)
+    store.drain()
+    note(len(added) + 1)
+    return tuple(buckets)
+
+
+@once
+def sent_in_place(stage: LoweredStage) -> frozenset[str]:
+    """The parameters of a stage whose gradients are reduced where they lie, in a message of their own."""
+    first = [name for bucket in sent_buckets(stage) if not bucket.packed for name, before in bucket.sums if not before]
+    return frozenset(first)
+
+
+def _unreduced_shape(p: StoredParameter, mesh: Mesh) -> list[int]:
+    """The shape of a parameter's gradient on a rank before its reduction."""
+    shape = list(p.optimizer.local_shape(p.type.shape, mesh))
+    for step in reversed(p.reduce):
+        size = mesh.product(step.axes)
+        match step.kind:
+            case "reduce_scatter" | "shard":
+                shape[step.dims[0]] *= size
+            case "all_gather":
+                shape[step.dims[0]] //= size
+            case "all_to_all":
+                sharded, whole = step.dims
+                shape[sharded] *= size
+                shape[whole] //= size
+    return shape
+
+
+class _Tiers(Tiers):
+    """Memory tiers of a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__("meta")
+        self.ledger = ledger
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, tier: str) -> Any:
+        return self.ledger.tensor(Layout.dense(shape, dtype), tier)
+
+
+class _Unsent(Unsent):
+    """What compressing loses rests from the first step on, so it is in a ledger of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+
+    def add_to(self, lost: Any, codec: Codec) -> None:
+        super().add_to([(n, left, self.ledger.tensor(part.layout)) for n, left, part in lost], codec)
+
+
+class _Buckets(Buckets):
+    """The runtime's buckets. launched: names of what every message sums, and whether it was packed."""
+
+    unsent: _Unsent
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.unsent = _Unsent()
+        self.launched: list[tuple[tuple[str, ...], bool]] = []
+
+    def _launch(self, kind: str, axes: Any, items: list[Any], packed: bool) -> None:
+        self.launched.append((tuple(item.name for item in items), packed))
+        super()._launch(kind, axes, items, packed)
+
+
+class PlayedStore(GradStore):
+    """A stage's gradient store. ledger: what is alive of it and of the gradients that it is given."""
+
+    make_buckets = _Buckets
+    _buckets: _Buckets
+
+    def __init__(
+        self, parameters: Mapping[str, StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
+    ) -> None:
+        self.ledger = Ledger()
+        trained = {name: p for name, p in parameters.items() if p.contributions}
+        table = {n: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression) for n, p in trained.items()}
+        sizes = BucketSizes(step=sum(summed_bytes(p, mesh) for p in trained.values()))
+        tiers = {name: p.tier for name, p in parameters.items() if p.tier}
+        super().__init__(MetaComm(mesh.sizes), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)
+
+    @property
+    def launched(self) -> list[tuple[tuple[str, ...], bool]]:
+        """Names of what every message summed, and whether it was packed."""
+        return self._buckets.launched
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What is kept of what compression lost."""
+        return self._buckets.unsent.ledger.alive
+
+    def drain(self) -> None:
+        """Send what is open, and wait for everything."""
+        self._buckets.drain()
