@@ -1,4 +1,4 @@
-"""What microbatches hold of every value, by the rules that say what ranks may hold.
+"""The state of every value in a microbatch, by the rules that say what ranks may hold.
 
 Over the axis in time a value is a *shard* (its batch dim is cut), *partial* (each microbatch holds a term; the sum, or
 the maximum, is the value) or *whole* (the same in every microbatch). Inputs are shards, parameters whole. An op takes
@@ -198,7 +198,8 @@ class _CallPass:
             self._gradient(ResultShare("param_grads", slot), grad, "sum")
 
     def _gradient(self, place: ResultShare, grad: str | None, wanted: State) -> None:
-        """What the call gives out as a gradient at a place, as that of such a value must be."""
+        """Makes the gradient that the call returns at a place one of the wanted state, by shares of it where it is
+        whole."""
         if grad is None or self.states[grad] == wanted:
             return
         if (self.states[grad], wanted) != ("whole", "sum"):

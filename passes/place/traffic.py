@@ -1,4 +1,4 @@
-"""What ranks say to each other, how far apart devices are, and what a placement costs: sum over pairs of w * d.
+"""The traffic between ranks, the distances between devices, and the cost of a placement: sum over pairs of w * d.
 
 Traffic is a sparse graph: 16,000 ranks on a mesh of three axes have some 50,000 pairs. Devices sit in a tree of link
 levels; d of two devices is one number per level, that of the innermost level that joins them (d = 1 in a node, 10 in a

@@ -14,7 +14,8 @@ from autopar.runtime.comm.mesh import group_ranks
 
 
 def by_node(lowered: LoweredProgram, cluster: ClusterSpec, placement: Sequence[int] = ()) -> ByNode:
-    """What goes by node when rank placement[p] is at the cluster's place p; by default every rank is at its own."""
+    """The axes along which messages go by node when rank placement[p] is at the cluster's place p; by default every
+    rank is at its own."""
     if cluster.device(0).kind != "cpu" or len(cluster.levels) < 2:
         return ALL_FLAT
     place_of = {rank: place for place, rank in enumerate(placement)}

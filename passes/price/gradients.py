@@ -1,4 +1,4 @@
-"""What reducing gradients takes: their bytes, and which of them are reduced where they lie.
+"""The reductions of gradients: their bytes, and which gradients are reduced where they lie.
 
 The runtime packs gradients into buckets, but for large ones that nobody else holds. How large depends on what was sent before
 them (`autopar.runtime.buckets`), so its own code decides here: the gradients of a stage's last microbatch go through it, in

@@ -1,4 +1,5 @@
-"""What a software makes of an op that computes rows in groups (`autopar.ops.registry.Grouped`), beside its products."""
+"""The cost of an op that computes rows in groups (`autopar.ops.registry.Grouped`) under a software, beside its
+products."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
 
 @dataclass(frozen=True)
 class _Solved:
-    """What the solver says of a model, and the values of the binaries x in its best solution."""
+    """The solver's result for a model, and the values of the binaries x in its best solution."""
 
     result: mathopt.SolveResult
     values: np.ndarray

@@ -1,4 +1,4 @@
-"""What there is to decide when a program is cut into pipeline stages, as plain arrays, and what a decision costs.
+"""The problem of cutting a program into pipeline stages, as plain arrays, and the cost of a decision.
 
 Units l = 0..L-1 are the smallest runs that stay together. A stage [i, j) on option o (a submesh with a way to shard over
 it) takes, per microbatch,
