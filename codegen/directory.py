@@ -51,7 +51,7 @@ LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
 
 @dataclass(frozen=True, eq=False)
 class BucketContents:
-    """What is written for batches of another shape."""
+    """The part of a program's directory that serves batches of another shape."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -62,11 +62,11 @@ class BucketContents:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
-    table name, on the meta device where there are none; state_names: what the same are called in the model's own state
-    dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
-    and pad_values what inputs are padded with up to them. compiler: of what is between messages; cuda_graphs: whether steps are
-    captured."""
+    """The contents of a program's directory. sources: of the stages; pipeline: the text of pipeline.py. update: None
+    for inference. weights: by table name, on the meta device where there are none; state_names: what the same are
+    called in the model's own state dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of
+    program.json. buckets: batches of other shapes, and pad_values what inputs are padded with up to them. compiler: of
+    what is between messages; cuda_graphs: whether steps are captured."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -118,7 +118,7 @@ def write_directory(
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """What is written of one program. files: by name; weights: of the folder of weights, if there is one."""
+    """The files of one program. files: by name; weights: of the folder of weights, if there is one."""
 
     contents: Contents
     files: Mapping[str, bytes]
@@ -224,7 +224,7 @@ def bucket_folder(place: int) -> str:
 
 
 def _runtime_files() -> dict[str, bytes]:
-    """What the files import, by name."""
+    """The runtime's files, which emitted files import, by name."""
     folder = Path(inspect.getfile(runtime)).parent
     sources = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {f"autopar_runtime/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in sources}

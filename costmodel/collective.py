@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "p2p", "shift")
 TO_ALL = ("all_to_all", "exchange")
-"""Of these every rank sends every other one a part."""
+"""The collectives in which every rank sends every other one a part."""
 
 
 Shape = tuple[tuple[int, LinkLevel, tuple[int, ...]], ...]

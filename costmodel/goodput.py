@@ -1,4 +1,4 @@
-"""What a long run gets done: failures, the work that each takes back, and how often to save.
+"""The useful share of a long run: failures, the work that each takes back, and how often to save.
 
 The state is saved every so many seconds of work. Training stands still while it is copied to the host (stall_s), and a copy
 counts once it is written (write_s later). A failure takes back all work since the copy that counts, then the run is down

@@ -58,8 +58,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the simulator found. `busy_s[i]`: compute seconds of group i; `critical_path` from first to last event; names: of
-    its rows, where they are not just groups."""
+    """The outcome of a simulated step. `busy_s[i]`: compute seconds of group i; `critical_path` from first to last
+    event; names: of its rows, where they are not just groups."""
 
     events: tuple[Event, ...]
     makespan_s: float
@@ -71,7 +71,7 @@ class Timeline:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """What each row is called."""
+        """The name of each row."""
         return self.names or tuple(f"group {g}" for g in range(len(self.busy_s)))
 
     @property
@@ -167,7 +167,7 @@ Read = tuple[str, int, int]
 
 
 def _reads(graph: StageGraph) -> tuple[dict[tuple[str, int], list[Read]], tuple[tuple[int, int], ...]]:
-    """What actions of each (kind, stage) read, and the links between groups."""
+    """The reads of actions of each (kind, stage), and the links between groups."""
     owner = graph.group_of
     links: dict[tuple[int, int], int] = {}
     reads: dict[tuple[str, int], list[Read]] = {}

@@ -33,8 +33,8 @@ class Seconds:
 
 @dataclass(frozen=True)
 class LayerBills:
-    """What a model is made of: a dense layer and one with experts (None where it has none), the head, and the layer with
-    experts that predicts a further token, whose messages and recomputation are left out."""
+    """The bills of the layers of a model: a dense layer and one with experts (None where it has none), the head, and
+    the layer with experts that predicts a further token, whose messages and recomputation are left out."""
 
     dense: CallBill | None
     moe: CallBill | None

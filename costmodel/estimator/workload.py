@@ -1,4 +1,4 @@
-"""What an estimate is asked: a transformer on a cluster, under a plan, with a software stack, for a batch.
+"""The question of an estimate: a transformer on a cluster, under a plan, with a software stack, for a batch.
 
 `StepPlan` is what a planner may choose, `Software` (`costmodel/software.py`) what is given with the framework and its kernels,
 and `Workload` all of it together: every formula of this folder takes a `Workload`.

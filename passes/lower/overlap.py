@@ -188,7 +188,7 @@ class _Order:
         return line
 
     def _is_coming(self, handle: str) -> None:
-        """Puts the values of a collective in flight once only its wait is left."""
+        """Put the values of a collective in flight once only its wait is left."""
         wait, *others = self.rest[handle]
         if not others:
             self.coming |= dict.fromkeys((out for out in wait.outs if out != "_"), handle)
@@ -208,7 +208,7 @@ class _Order:
                 yield self._go_on(self.coming[name])
 
     def _made(self, line: Line) -> None:
-        """Tells the readers of a line's results that these are computed or in flight."""
+        """Tell the readers of a line's results that these are computed or in flight."""
         for i in {reader for out in line.outs for reader in self.readers.get(out, ())}:
             self.unmade[i] -= len(set(line.outs).intersection(self.function.lines[i].reads()))
             if not self.unmade[i] and i in self.turn:

@@ -206,7 +206,7 @@ class StoreBytes:
     # ---- small print
 
     def _lie(self, name: str, storage: Storage | None, nbytes: int) -> None:
-        """Counts what is now held for a name, `nbytes` bytes, by its storage, which counts once for all that lie
+        """Count what is now held for a name, `nbytes` bytes, by its storage, which counts once for all that lie
         there."""
         if storage is not None:
             self._storage[name], self._twice = storage, 0
@@ -351,7 +351,7 @@ class StoreBytes:
         self.hold -= nbytes if free else 0
 
     def _release(self, items: Sequence[tuple[str, int, int, Steps]]) -> None:
-        """Lets go what items held, one by one, after it is copied."""
+        """Let go what items held, one by one, after it is copied."""
         self.hold -= sum(own for _, _, own, _ in items)
         self._twice = 0
 
