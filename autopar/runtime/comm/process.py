@@ -51,7 +51,8 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class _Job:
-    """What the Comms of one process share: process groups by their ranks, scratch buffers, notes, the message group."""
+    """State that the Comms of one process share: process groups by their ranks, scratch buffers, notes, the message
+    group."""
 
     def __init__(self, timeout_s: float, store: dist.Store | None) -> None:
         self.timeout_s = timeout_s
@@ -222,7 +223,7 @@ class TorchComm(Comm):
 
     @property
     def flight(self) -> Flight:
-        """What this process did last."""
+        """The record of this process's last messages."""
         return self._job.flight
 
     def excused(self, why: str) -> AbstractContextManager[None]:

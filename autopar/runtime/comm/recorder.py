@@ -1,4 +1,4 @@
-"""What a step does and when, on one rank: its actions, what comes once after them, and every message.
+"""A record of a step on one rank, with times: its actions, what comes once after them, and every message.
 
 A message has three times: when it was started, when somebody began to wait for it, and when it was there. Between the first
 two the rank did something else; what lies between the last two is *exposed*. Times are marks: on a CPU seconds of
@@ -102,7 +102,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """What a rank is at."""
+        """Record a span of time under a name; messages that start inside belong to it."""
         outer, self._during = self._during, name
         start = self.mark()
         yield
@@ -110,7 +110,7 @@ class Recorder:
         self._during = outer
 
     def as_data(self, rank: int) -> dict[str, Any]:
-        """What a rank's file holds."""
+        """The content of a rank's file."""
         return {"autopar_profile": 1, "rank": rank, "steps": [step.as_data() for step in self.steps]}
 
     def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]:

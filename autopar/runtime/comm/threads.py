@@ -54,7 +54,7 @@ class _Slot:
 
 
 class _World:
-    """What the rank threads share; every field is guarded by `lock`. A rank sleeps on its own bell."""
+    """State that the rank threads share; every field is guarded by `lock`. A rank sleeps on its own bell."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.lock = threading.Lock()

@@ -40,7 +40,8 @@ class Name:
 
 
 class Made:
-    """What a file calls an object of a class, or the result of a function: their name, and what the file gives."""
+    """An object of a class, or the result of a function, as a file describes it: their name, and what the file
+    gives."""
 
     __slots__ = ("args", "items", "name", "state")
 
@@ -55,7 +56,7 @@ class Made:
 
 
 class Stored:
-    """What a file says lies beside it (a persistent id)."""
+    """A reference to something that lies beside the file (a persistent id)."""
 
     __slots__ = ("key",)
 
@@ -64,7 +65,7 @@ class Stored:
 
 
 def read(data: bytes | memoryview, names: frozenset[str]) -> Any:
-    """What a pickle holds. names: those that it may name. Raises SchemaError."""
+    """The value of a pickle, read as data. names: those that it may name. Raises SchemaError."""
     value = _Machine(memoryview(data), names).run()
     _check_extent(value, _SOME + 8 * len(data))
     return value

@@ -58,7 +58,8 @@ class BucketSizes:
 
 
 def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], int]) -> int:
-    """What a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along axes."""
+    """The bytes that a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along
+    axes."""
     total, nbytes = 0.0, shard_bytes
     for kind, axes, *_ in reversed(steps):
         if kind in ("reduce_scatter", "shard"):
@@ -147,7 +148,7 @@ class Buckets:
         self._sent = 0
 
     def forget(self) -> None:
-        """What arrived is used: its buckets go when the caller has dropped it."""
+        """Let go of the buckets that arrived once the caller has used and dropped their values."""
         self._lent.clear()
 
     def add(self, name: str, value: Tensor, owned: bool, steps: Steps, landed: bool = False) -> None:

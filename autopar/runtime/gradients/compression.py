@@ -130,11 +130,12 @@ def start_gathered_rows(comm: Comm, codec: Codec, row: Tensor, rows: Tensor, axe
 
 
 Lost = Sequence[tuple[str, int, Tensor]]
-"""Of every value in a bucket its name, how many steps it has left, and its part of the bucket."""
+"""The parts of a bucket that lost something: per value its name, how many steps it has left, and its part of the
+bucket."""
 
 
 class Unsent:
-    """What this rank has lost so far by compressing with feedback, by value and steps left.
+    """The error of this rank so far from compressing with feedback, by value and steps left.
 
     A part of a bucket has the value's elements in the order in which that bucket always has them, so it is kept as it lies there.
     """

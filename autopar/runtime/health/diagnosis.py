@@ -68,7 +68,7 @@ class Diagnosis:
 
 
 def diagnose(first: Sequence[Beat | None], second: Sequence[Beat | None]) -> Diagnosis:
-    """What two readings of all ranks' beats say (None: nothing was ever said)."""
+    """The conclusion from two readings of all ranks' beats (None: a rank never said anything)."""
     never = [rank for rank, beat in enumerate(second) if beat is None]
     if never:
         return Diagnosis(tuple(never), f"{_ranks(never)} said nothing yet: did they start?")

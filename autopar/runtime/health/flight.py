@@ -1,4 +1,4 @@
-"""What a rank did last, kept at all times, and told when a run hangs or fails.
+"""A flight recorder: the last messages of a rank, kept at all times, and told when a run hangs or fails.
 
 The last messages of a rank stay in a ring buffer, with step, action and times. Threads of watch.py say from it where the rank is
 (`diagnosis.Beat`); a rank that ends because the run hangs, or fails, writes it to a file, with its error.
@@ -30,7 +30,7 @@ from .observed_time import KEPT_STANDSTILLS, STOOD_S, SeenTime
 KEPT = 256
 """Messages."""
 KEPT_STEPS = 9
-"""Of which the median is the usual step."""
+"""The number of steps whose median is the usual step."""
 COLUMNS = "started", "step", "action", "number", "group", "members", "what", "waited", "ended", "turn", "place", "hash"
 FLIGHT = "flight"
 """The folder of a run for what its ranks write when they end."""
@@ -213,7 +213,7 @@ class Flight:
         return "" if frame is None else _place(frame)
 
     def as_data(self, beat: Beat) -> dict[str, Any]:
-        """What its file holds."""
+        """The content of its file."""
         rows = [dict(zip(COLUMNS, entry, strict=True)) for entry in list(self.recent)]
         since_epoch_s = time.time() - time.monotonic()
         for row in rows:
@@ -250,7 +250,7 @@ def _place(frame: FrameType) -> str:
 
 
 def row_of(message: Mapping[str, Any]) -> Row:
-    """What others compare of a message of the buffer."""
+    """The part of a message of the buffer that other ranks compare."""
     return Row(message["group"], message["turn"], message["place"], message["hash"], message["what"])
 
 

@@ -1,4 +1,4 @@
-"""What one rank knows of itself and its machine before a run: the facts that checks judge (finding.py).
+"""Facts of one rank about itself and its machine before a run, which checks judge (finding.py).
 
 Everything here is looked up on this machine; nobody is asked and nothing waits. Facts travel as JSON, so they are plain
 values. Where a system does not say something (no /proc, no /dev/shm) the fact is None, and nothing is concluded from it.
@@ -134,7 +134,7 @@ class Facts:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Facts:
-        """What `as_data` gave, after a way as JSON."""
+        """The facts that `as_data` gave, after a way as JSON."""
         lists = ("master_addresses", "changed", "missing", "wanted", "cpus")
         read = {**data, **{name: tuple(data[name]) for name in lists}}
         read["devices"] = tuple(Device(**one) for one in data["devices"])

@@ -60,7 +60,7 @@ class StepMetrics:
     save_s: float = 0.0
 
     def known(self) -> dict[str, float]:
-        """What is known, by name."""
+        """The metrics that are known, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -211,7 +211,7 @@ def _wait_for_end(root: Path, number: int, asking: Owner, stale_s: float) -> boo
 
 
 def _read(root: Path, number: int) -> Owner | None:
-    """What an owner wrote; None where it has not yet, or something else stands there. Raises OSError."""
+    """The record that an owner wrote; None where it has not yet, or something else stands there. Raises OSError."""
     try:
         return Owner(**_OWNER(read_json(_path(root, number), 1 << 16), ""))
     except SchemaError:

@@ -19,7 +19,7 @@ REQUEST_S = 5.0
 MOST_OPEN = 32
 """Connections at once."""
 MOST_BYTES = 1 << 14
-"""Of a request."""
+"""The most bytes of a request."""
 _HEAD = (
     "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
     "Content-Length: {length}\r\nConnection: close\r\n\r\n"

@@ -372,7 +372,7 @@ class Run:
             raise CheckpointError(f"{self.saver.problem}; that is {self.failed_saves} in a row, so the run ends")
 
     def _say_changes(self) -> None:
-        """What is no longer as it was at the last start of this run. Raises CheckpointError."""
+        """Print what changed since this run was last started. Raises CheckpointError."""
         if changes := recorded(self.directory.root, self.manifest, self.seed):
             print(f"since this run was last started: {changes}", flush=True)
 

@@ -33,7 +33,7 @@ def held_alike(pipeline: Pipeline, a: int, b: int, name: str) -> bool:
 
 
 class Shared:
-    """What one rank does for shared tensors."""
+    """The part of one rank in keeping shared tensors alike."""
 
     def __init__(self, pipeline: Pipeline, comm: Comm, stages: Mapping[int, Stage]) -> None:
         self._comm = comm

@@ -1,4 +1,4 @@
-"""What a step asks of torch, call by call: the evidence that its kernels may be played again for the steps that come.
+"""The record of a step's calls of torch: the evidence that its kernels may be played again for the steps that come.
 
 A graph of kernels holds addresses and numbers. It computes another step if that step asks for the same kernels with the
 same numbers, and all that differs lies in memory at the same addresses. So a step is recorded: the name of every call, its

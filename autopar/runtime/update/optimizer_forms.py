@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..kernels.kernels import has_fused_update
 
 FORM_KEYS = ("foreach", "fused")
-"""Of a parameter group: the form that its step takes."""
+"""The keys of a parameter group that choose the form of its step."""
 _FUSED = (Adam, AdamW, SGD)
 
 

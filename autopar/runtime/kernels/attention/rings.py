@@ -26,7 +26,7 @@ Part = tuple[int, tuple[Tensor, ...]]
 Blocks = Sequence[tuple[Tensor, ...]]
 """This rank's own block, cut into one for each turn."""
 MOST_TURNS, LEAST_BYTES = 4, 1 << 18
-"""Of one block: turns in which it goes round, and bytes of one of them. Smaller messages and kernels lose speed."""
+"""A part of a block: where along dim 2 of the block it starts, and a summand for each tensor of the block."""
 
 
 def turns(along: Along | None, block: Sequence[Tensor]) -> int:
