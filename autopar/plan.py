@@ -50,7 +50,7 @@ OVERLAPS = ("", "between", "next", "any")
 ever further, with ever more that is held meanwhile."""
 GIVEN = "@given"
 MOST_PIECES = 64
-"""Of a block that are run one beside another's messages."""
+"""The most pieces of a block that are run one beside another's messages."""
 
 
 @dataclass(frozen=True)

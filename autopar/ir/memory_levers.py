@@ -54,7 +54,8 @@ MOVABLE = {
     "parameters": ("parameters", "gradients"),
     "optimizer": ("optimizer",),
 }
-"""What can rest in memory tiers, most used first -> the kinds of bytes (of an account) that then rest there."""
+"""The state that can rest in memory tiers, most used first -> the kinds of bytes (of an account) that then rest
+there."""
 
 OFFLOAD_KINDS = {
     row.name: row
@@ -73,7 +74,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def forced_offload(name: str) -> frozenset[str]:
-    """What `Options.offload` forces into memory tiers; nothing where the planner chooses."""
+    """The state that `Options.offload` forces into memory tiers; nothing where the planner chooses."""
     return OFFLOAD_KINDS[name].moves if name != "auto" else frozenset()
 
 

@@ -1,4 +1,4 @@
-"""What attention does beside its scores where a block of rows meets its keys piece by piece
+"""The work of attention beside its scores where a block of rows meets its keys piece by piece
 (`autopar.runtime.kernels.attention.attention`).
 
 A ring brings the keys rank by rank, and the keys before a causal block of rows are apart from its own triangle. Every piece is a

@@ -27,7 +27,7 @@ HOMES: dict[str, types.ModuleType] = {
     "zigzag": zigzag,
 }
 ALWAYS = ("attention", "ops", "rnn")
-"""Those that every file imports."""
+"""The modules that every file imports."""
 
 
 def home_packages(names: Iterable[str]) -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ Values = dict[str, torch.Tensor]
 """Tensors by name: "loss/0", "grad/…", "param/…", "buffer/…", "output/…"."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _ROUNDINGS = 45
-"""Of how many roundings of its largest term an entry may consist."""
+"""The number of roundings of its largest term that an entry may be off by."""
 
 
 def compare(

@@ -10,12 +10,12 @@ from autopar.costmodel.bill import cluster_nodes
 from autopar.costmodel.goodput import Failures, Outcome, Saving, best_interval_s, simulate
 
 DAYS = 30
-"""That are simulated."""
+"""Days of the run that is simulated."""
 
 
 @dataclass(frozen=True)
 class LongRun:
-    """What is expected of it. save_every: steps."""
+    """The expectation for a long run. save_every: steps."""
 
     failures: Failures
     saving: Saving

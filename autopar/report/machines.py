@@ -1,4 +1,4 @@
-"""What the manifest says of the machines that a program is for (`autopar.runtime.program.machines`)."""
+"""The manifest's facts about the machines that a program is for (`autopar.runtime.program.machines`)."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ GRADIENT = "the gradient of "
 MOST_ROWS = 256
 MANY_ELEMENTS = 1 << 24
 POOL, MOST_DRAWS, OFTEN = 2048, 400, 2
-"""Of draws that leave parts of a module out: from how many rows theirs are taken, how many draws there are at most, and how many
-of them name a number."""
+"""The draws that leave parts of a module out: from how many rows theirs are taken, how many draws there are at most,
+and how many of them name a number."""
 ROUNDING = 10.0
 """How much more the casts of a forward may round than those of the module's own."""
 LARGE, LEAST = 512, 8
@@ -47,7 +47,7 @@ LARGE, LEAST = 512, 8
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What a module was given: a structure of tensors, of which only shapes and dtypes count."""
+    """The arguments that a module was given: a structure of tensors, of which only shapes and dtypes count."""
 
     tensors: tuple[Tensor, ...]
     structure: Any
@@ -140,7 +140,7 @@ def _finite(values: Values) -> bool:
 def _roundings(
     random: _Random, own: Forward, known: Forward, expected: Values, values: Values
 ) -> list[tuple[float, str]]:
-    """What the casts of a forward round more than the module's own do, and results of other dtypes."""
+    """The rounding of a forward's casts beyond that of the module's own, and results of other dtypes."""
     own_rounded, rounded = random.rounded(own), random.rounded(known)
     found = [(math.inf, n) for n in own_rounded if n in rounded and own_rounded[n].dtype != rounded[n].dtype]
     pairs = ((expected, own_rounded), (values, rounded))
@@ -211,7 +211,7 @@ class _Random:
                     yield rows
 
     def told(self, tensors: Sequence[Tensor], values: Values, chosen: Chosen | None) -> Draw:
-        """What inputs name, and which gradients there were then."""
+        """The draw of these inputs: the numbers that they name, and which gradients there were then."""
         args, kwargs = rebuild(self.structure, list(tensors))
         present = {
             name.removeprefix(GRADIENT): v is not None for name, v in values.items() if name.startswith(GRADIENT)
@@ -250,7 +250,7 @@ class _Random:
 
 
 def input_slot(i: int) -> str:
-    """What the tensor number i that a module is given is called beside its parameters."""
+    """The name of the tensor number i that a module is given beside its parameters."""
     return f"input {i}"
 
 
@@ -326,7 +326,7 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def _divisor(module: nn.Module) -> int:
-    """What large sizes of its weights can be divided by, 1 where they are few."""
+    """A divisor of the large sizes of its weights, 1 where they are few."""
     weights = [*module.parameters(), *module.buffers()]
     sizes = {n for t in weights for n in t.shape if n > LARGE}
     if sum(t.numel() for t in weights) <= MANY_ELEMENTS or not sizes:

@@ -1,4 +1,5 @@
-"""What a mask selects, `x[mask]`: how many rows only the data decides, so they stay in their places until they are used.
+"""Selections by a mask, `x[mask]`: how many rows only the data decides, so they stay in their places until they are
+used.
 
 A sum or a mean of them is that of all rows with zeros in place of the others, a cross-entropy ignores the others, and the
 CTC loss reads targets row by row. Whatever else is asked of the rows is an error at the user's line.
@@ -57,7 +58,7 @@ class Selected:
 
 
 def selected(func: Any, args: Any) -> Selected | None:
-    """What a call of torch selects by a mask of x's leading dims; None for any other call."""
+    """The selection of a call of torch by a mask of x's leading dims; None for any other call."""
     if func not in (Tensor.masked_select, torch.masked_select, Tensor.__getitem__) or len(args) != 2:
         return None
     x, mask = args
