@@ -1,4 +1,4 @@
-"""What reading a file takes: time and memory of a process of its own, which is forked from this one."""
+"""The bounds of reading a file: time and memory of a process of its own, which is forked from this one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Reading:
 
 
 def reading(attempt: Callable[[], Any], named: tuple[type[BaseException], ...]) -> Reading:
-    """What an attempt comes to. named: the errors that it may raise. Dead, it was ended by a signal: that of the clock, where it
-    took longer than it may."""
+    """The outcome of an attempt, with its time and memory. named: the errors that it may raise. Dead, it was ended by a
+    signal: by that of the clock, where it took longer than it may."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:

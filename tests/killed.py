@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "link", "fsync")
-"""Of os, by which files are made to be, named and deleted."""
+"""The functions of os by which files are made to be, named and deleted."""
 
 
 class Killed(BaseException):

@@ -65,7 +65,7 @@ def out(program: autopar.ParallelProgram, tmp_path_factory: pytest.TempPathFacto
 
 
 def others() -> dict[str, Tensor]:
-    """What another model of the class holds, as `save_pretrained` would write it: the head is the embedding."""
+    """The tensors of another model of the class, as `save_pretrained` would write them: the head is the embedding."""
     torch.manual_seed(2)
     state = {name: torch.randn_like(value) for name, value in Model().state_dict().items()}
     return {name: state[name] for name in sorted(state) if name != "head.weight"}

@@ -117,7 +117,7 @@ def test_a_token_visits_every_node_of_its_experts_once_and_no_leg_has_more_than_
 
 
 class Bytes:
-    """What a rank sends to others by exchanges, by axis."""
+    """Bytes that a rank sends to others by exchanges, by axis."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.by_axis = rank, Counter[str]()

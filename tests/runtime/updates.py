@@ -24,7 +24,7 @@ class Eager:
             given = rule.loss_scaling
             self.scaler = torch.amp.GradScaler("cpu", given.initial, given.growth, given.backoff, given.interval)
         self.loss = 0.0
-        """Of the step, which the references set before they call `step`."""
+        """The loss of the step, which the references set before they call `step`."""
         self.log: dict[str, list[float]] = {"norm": [], "scale": [], "lr": []}
 
     def zero_grad(self) -> None:

@@ -157,7 +157,7 @@ def _become(request: dict[str, Any], streams: list[int], path: list[str], execut
 
 
 def _run(arguments: list[str], path: list[str]) -> int:
-    """What Python does with its arguments; modules are looked for where it would look."""
+    """Run Python's arguments as Python would; modules are looked for where it would look."""
     own = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     while (option := arguments.pop(0)) == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What computes nothing is left out of a captured graph, and what computes something stays."""
+"""Nodes that compute nothing are left out of a captured graph, and nodes that compute something stay."""
 
 from __future__ import annotations
 

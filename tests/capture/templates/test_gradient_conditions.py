@@ -195,7 +195,7 @@ def test_clusters_of_a_softmax_that_no_target_is_in_have_no_gradient() -> None:
 
 
 def test_a_number_that_never_comes_alone_is_doubtful() -> None:
-    """Of 0 and 1, which no draw named apart, either may be what the gradient depends on."""
+    """The gradient may depend on either of 0 and 1, which no draw named apart."""
 
     def draw(present: bool, *numbers: int) -> Draw:
         return Draw({"w": present}, {(0, False): frozenset(numbers)})

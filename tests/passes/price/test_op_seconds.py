@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def seconds(op: Callable[..., object], shapes: list[tuple[int, ...]], out: tuple[int, ...], sharded: bool) -> float:
-    """Of an op on float32 tensors, whole or with its first factor over the four ranks."""
+    """Seconds of an op on float32 tensors, whole or with its first factor over the four ranks."""
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{i}") for i in range(len(shapes))]
     node = graph.call_function(op, tuple(inputs))

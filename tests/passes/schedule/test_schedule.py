@@ -352,7 +352,7 @@ def test_nothing_that_is_under_way_is_kept_waiting_for_a_w(seed):
 
 
 def reads(action, graph):
-    """What an F or B waits for."""
+    """The actions that an F or B waits for."""
     others = (graph.feeds if action.kind == "F" else graph.returns)[action.stage]
     own = [Action("F", action.microbatch, action.stage)] if action.kind == "B" else []
     return own + [Action(action.kind, action.microbatch, s) for s in others]

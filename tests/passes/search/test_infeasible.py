@@ -1,4 +1,5 @@
-"""What an infeasible request says: the shortage by kind against closed forms, and changes that hold when they are made.
+"""The answer to an infeasible request: the shortage by kind against closed forms, and changes that hold when they are
+made.
 
 The reference text asks for 200 trillion parameters on 2048 devices: 400 TB of parameters, as many of gradients and twice
 as many of Adam's state in bf16, where all devices together have 164 TB.

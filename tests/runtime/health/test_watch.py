@@ -28,7 +28,8 @@ NOW_S = [0.0]
 
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that ranks note times with: one is that of the made-up run, and somebody sets the other back and forth."""
+    """The clocks that ranks note times with: one is that of the made-up run, and somebody sets the other back and
+    forth."""
     wall_s = random.Random(0)
     made = SimpleNamespace(monotonic=lambda: NOW_S[0], time=lambda: wall_s.uniform(1e8, 2e9))
     monkeypatch.setattr(flight_module, "time", made)

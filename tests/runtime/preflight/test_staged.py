@@ -20,7 +20,7 @@ from .two_machines import Ended, looking, on_two
 pytestmark = pytest.mark.skipif(not two_machines.possible(), reason="needs namespaces of a user, with veth and tc")
 
 MOST_S = 20.0
-"""Of any preflight: starting Python on a busy machine, 6 s to meet, 3 s to part."""
+"""The most seconds of any preflight: starting Python on a busy machine, 6 s to meet, 3 s to part."""
 
 
 @pytest.fixture(scope="module")

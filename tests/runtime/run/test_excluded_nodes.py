@@ -44,7 +44,7 @@ MACHINES = ("a", "a", "b", "b")
 
 
 def end(root: Path, *ranks: int, **errors: Exception) -> None:
-    """What these ranks of four leave: waiting for the others, or with an error."""
+    """Leave the files of these ranks of four: waiting for the others, or with an error."""
     for rank in ranks:
         flight = Flight(rank, 4)
         flight.machines, flight.step = MACHINES, 4
@@ -263,7 +263,7 @@ def program(emitted: Path, tmp_path: Path) -> Path:  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_machine_that_fails_twice_leaves_and_a_spare_takes_its_place(program, tmp_path):
-    """What the run computes is what one computes that nobody left."""
+    """The run computes what one computes that nobody left."""
     data = ["--data", f"{program / 'data.py'}:dying", "--steps", "24"]
     codes, said = torchruns(program, tmp_path, 29900 + os.getpid() % 90, *data, "--exclude-after", "2")
     assert codes["good"] == codes["spare"] == 0, said
@@ -305,7 +305,7 @@ def test_a_machine_that_is_killed_is_replaced_by_a_spare_and_changes_nothing(pro
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_machine_whose_torchrun_alone_is_killed_saves_with_the_others_and_is_replaced(program, tmp_path):
-    """It is no failure of the machine: no step is lost."""
+    """The machine has not failed: no step is lost."""
     data = ["--data", f"{program / 'data.py'}:unlaunched", "--steps", "24"]
     codes, said = torchruns(program, tmp_path, 29600 + os.getpid() % 90, *data)
     assert codes == {"good": 0, "bad": -signal.SIGKILL, "spare": 0}, said

@@ -41,7 +41,7 @@ def harmed(program: stages.Program, harm: Any) -> stages.Program:
 
 
 def one_bit(name: str) -> Any:
-    """Of the last number of a gradient, in float64."""
+    """A fault that flips one bit of the last number of a gradient, in float64."""
 
     def harm(rt: Any, of: str, grad: torch.Tensor) -> torch.Tensor:
         if of == name:
@@ -53,7 +53,7 @@ def one_bit(name: str) -> Any:
 
 
 def on_ranks(make: Any, wrong: int = -1, harm: Any = None) -> list[Any]:
-    """What recomputing says on every rank, after two steps."""
+    """The result of recomputing on every rank, after two steps."""
     batches = stages.batches(4)
 
     def rank(comm: Comm) -> Any:
