@@ -214,12 +214,12 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
 
 
 def candidate_folder(place: int) -> str:
-    """Where the program lies under another plan."""
+    """The folder of the program under another plan."""
     return f"{CANDIDATES}/{place + 1}"
 
 
 def bucket_folder(place: int) -> str:
-    """Where the files of a bucket lie."""
+    """The folder of the files of a bucket."""
     return f"buckets/{place + 1}"
 
 
@@ -261,7 +261,7 @@ def update_entry(rule: UpdateRule) -> dict[str, Any] | None:
 
 
 def _clip_entry(clip: ClipNorm | None) -> dict[str, Any] | None:
-    """JSON has no infinity."""
+    """A clipping rule as JSON, which has no infinity."""
     if clip is None:
         return None
     return {"max_norm": clip.max_norm, "norm_type": "inf" if math.isinf(clip.norm_type) else clip.norm_type}

@@ -103,7 +103,7 @@ class CallBill:
 
     @property
     def works(self) -> tuple[Work, Work, Work]:
-        """By action, in the order F, B, W."""
+        """The work by action, in the order F, B, W."""
         return self.F, self.B, self.W
 
 

@@ -28,7 +28,7 @@ of each."""
 
 
 def late_share(comm: Comm, windows: int) -> float:
-    """By which share of their mean the slowest of all ranks is late after a window; every rank must call it."""
+    """The share of their mean by which the slowest of all ranks is late after a window; every rank must call it."""
     operand, row = torch.randn(SIDE, SIDE), torch.zeros(ELEMENTS)
 
     def compute_s(times: int) -> float:

@@ -71,7 +71,7 @@ def expected(interval_s: float, saving: Saving, failures: Failures) -> float:
 
 
 def simulate(work_s: float, interval_s: float, saving: Saving, failures: Failures, seed: int = 0) -> Outcome:
-    """So many seconds of work, of all nodes, until they are done."""
+    """Play so many seconds of work, of all nodes, until they are done."""
     draw, nodes = random.Random(seed), _Nodes(failures)
     now = done = kept = lost = down = stalled = 0.0
     count = 0
@@ -124,7 +124,7 @@ class _Nodes:
 
     @property
     def next_back(self) -> float:
-        """When the next one is repaired."""
+        """The time at which the next node is repaired."""
         return self._back[0]
 
     def repaired(self, now: float) -> None:

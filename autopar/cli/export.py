@@ -119,7 +119,7 @@ def sharded(kinds: Mapping[str, Kind], shard_bytes: int) -> list[list[str]]:
 
 
 def file_names(count: int) -> list[str]:
-    """As Hugging Face's libraries number them."""
+    """File names numbered as Hugging Face's libraries number them."""
     if count == 1:
         return [f"model{SUFFIX}"]
     return [f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]

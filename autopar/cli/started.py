@@ -19,7 +19,7 @@ from pathlib import Path
 
 MARK = "AUTOPAR_STARTED"
 ENDING_S = 10.0
-"""For torchrun to end its ranks, when it is asked to."""
+"""Seconds that torchrun has to end its ranks, when it is asked to."""
 KILLED_S = 5.0
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 

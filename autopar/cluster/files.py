@@ -148,7 +148,7 @@ def described(data: Mapping[str, Any]) -> Description:
 
 
 def _preset(name: str, nodes: int) -> Description:
-    """So many nodes of a known machine (data/machines.json)."""
+    """A cluster of so many nodes of a known machine (data/machines.json)."""
     machines = load_data("machines.json")["machines"]
     if name not in machines:
         raise ClusterError(f"unknown cluster preset {name!r}; known: {', '.join(sorted(machines))}")

@@ -70,7 +70,7 @@ OFFLOAD_KINDS = {
 """Options.offload, where it is not "auto"."""
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Options.precision."""
+"""The dtypes of mixed precision by the names of Options.precision."""
 
 
 def forced_offload(name: str) -> frozenset[str]:

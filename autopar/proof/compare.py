@@ -89,7 +89,7 @@ def nudged(x: torch.Tensor, dtype: torch.dtype, nudge: int) -> torch.Tensor:
 
 
 def _nudge(dtype: torch.dtype) -> float:
-    """By how much, relative to each entry: far less than the tolerance, where the dtype knows such numbers."""
+    """The size of a nudge, relative to each entry: far less than the tolerance, where the dtype knows such numbers."""
     return max(1e-3 * TOLERANCE[dtype], 4 * torch.finfo(dtype).eps)
 
 

@@ -65,7 +65,7 @@ def long_run(program: Compiled) -> LongRun | None:
 
 
 def long_run_facts(program: Compiled) -> dict[str, Any] | None:
-    """As program.json has it."""
+    """The facts of a long run as program.json has them."""
     known = long_run(program)
     if known is None:
         return None

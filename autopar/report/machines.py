@@ -17,7 +17,7 @@ from autopar.runtime.program.machines import LinkRate, Machines
 
 
 def machine_facts(program: Compiled) -> dict[str, Any]:
-    """As the manifest has it."""
+    """The facts of the machines as the manifest has them."""
     cluster = program.cluster
     slowest = cluster.slowest()
     step_flops, device_s = step_work(program)

@@ -149,7 +149,7 @@ def _pipeline(program: Compiled) -> list[str]:
 
 
 def _placement(program: Compiled) -> list[str]:
-    """Which nodes ranks are moved to, where they are not in order."""
+    """The lines about nodes that ranks are moved to, where they are not in order."""
     placement = program.plan.placement
     if not placement:
         return []

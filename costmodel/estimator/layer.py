@@ -88,7 +88,7 @@ def layer_bill(w: Workload, moe: bool) -> CallBill:
 
 
 def times(passes: Work, factor: float) -> Work:
-    """So many times the passes."""
+    """The work of so many times the passes."""
     return Work(factor * passes.computed_s, factor * passes.fused_s, factor * passes.apart_s)
 
 

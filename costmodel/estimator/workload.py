@@ -58,7 +58,7 @@ class Workload:
     def of(
         model: TransformerShape, cluster: ClusterSpec, plan: StepPlan, batch: int, software: Software | None = None
     ) -> Workload:
-        """With the cluster's slowest device. software: by default fused kernels in bfloat16."""
+        """The workload with the cluster's slowest device. software: by default fused kernels in bfloat16."""
         software = (software or Software()).canonical()
         return Workload(model, cluster, cluster.slowest(software.precision), plan, software, batch)
 

@@ -186,7 +186,7 @@ class _Divide:
         return scalars | {name: value for name, value in changes.items() if name in known}
 
     def _share(self, node: fx.Node, phase: str) -> fx.Node:
-        """1/M of a whole value."""
+        """The node of 1/M of a whole value."""
         key = node.name, phase
         if key not in self.shared:
             new = self.graph.call_function(torch.ops.aten.div.Scalar, (self.copied[node], self.parts))

@@ -312,7 +312,7 @@ class _CallPass:
         return ref.index, self.whole.program.template_of(self.whole.program.calls[ref.index]).outputs[ref.output]
 
     def _couples(self, why: str, node: fx.Node | None = None) -> NoReturn:
-        """Raises CoupledError."""
+        """Refuse the program, whose samples depend on each other here. Raises CoupledError."""
         where = (node.meta["source"] if node is not None else "") or self.call.path
         what = op_name(node.target) if node is not None else self.template.name
         raise CoupledError(f"{what}{f' at {where}' if where else ''} {why}")

@@ -154,7 +154,8 @@ class StoreBytes:
         self._twice = 0
 
     def skip(self, microbatches: int) -> None:
-        """So many microbatches more, none of them the last, which add to sums that are there: what is held stays the same."""
+        """Skip so many microbatches more, none of them the last, which add to sums that are there: what is held stays
+        the same."""
         for name, count in self._counts.items():
             self._counts[name] = count + self.due[name] // self.microbatches * microbatches
 
@@ -214,7 +215,8 @@ class StoreBytes:
             self.hold += (storage.nbytes if self._lying[storage] == 1 else 0) - nbytes
 
     def _leave(self, name: str, nbytes: int) -> None:
-        """So many bytes that were let go for a name were part of the storage that it lay in, which goes with the last one."""
+        """Take so many bytes that were let go for a name from the storage that it lay in, which goes with the last
+        one."""
         storage = self._storage.pop(name, None)
         if storage is not None:
             self._lying[storage] -= 1

@@ -48,7 +48,7 @@ class Layout:
 
     @staticmethod
     def dense(shape: Sequence[int], dtype: torch.dtype) -> Layout:
-        """Contiguous."""
+        """The layout of a contiguous tensor."""
         stride, step = [], 1
         for n in reversed(shape):
             stride.append(step)
@@ -280,7 +280,7 @@ class _UserOps:
 
 
 def _declared(line: WholeLine, mesh: Mesh) -> Effect:
-    """By the types that the line states: every result is new."""
+    """The effect that the types of the line state: every result is new."""
     outs: list[Out] = []
     sizes: list[int] = []
     for _, type_, spec in line.made():

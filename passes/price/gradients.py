@@ -39,7 +39,7 @@ def unsent_bytes(p: StoredParameter, mesh: Mesh) -> int:
 
 
 def bucket_sizes(stage: LoweredStage) -> BucketSizes:
-    """When buckets of a stage's gradients are full."""
+    """The sizes at which buckets of a stage's gradients are full."""
     return BucketSizes(step=sum(summed_bytes(p, stage.mesh) for p in stage.parameters.values() if p.contributions))
 
 

@@ -10,7 +10,7 @@ from autopar.ir.visits import visits
 from autopar.ops.registry import Grouped
 
 LEG_PASSES = 6
-"""Over rows that go to nodes: gathered as they set out, and as they come back read, cast and added."""
+"""Passes over rows that go to nodes: gathered as they set out, and as they come back read, cast and added."""
 
 
 def work_share(grouped: Grouped | None, software: Software) -> float:

@@ -20,7 +20,7 @@ class ActionCosts:
 
     @staticmethod
     def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> ActionCosts:
-        """Equal stages."""
+        """The costs of a pipeline of equal stages."""
         return ActionCosts({(s, k): t for s in range(stages) for k, t in (("F", tf), ("B", tb), ("W", tw))}, comm_s)
 
 

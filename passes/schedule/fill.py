@@ -23,7 +23,7 @@ Code = tuple[bool, int, int]
 
 
 def order_of(rows: Sequence[Sequence[Step]]) -> list[list[Code]]:
-    """Rows without W."""
+    """The actions of rows without their W."""
     return [[(kind == "B", k, s) for kind, k, s in row if kind != "W"] for row in rows]
 
 

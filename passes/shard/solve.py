@@ -51,7 +51,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Shortage:
-    """No assignment fits: the least memory that any needs."""
+    """The shortage where no assignment fits: the least memory that any needs."""
 
     least_bytes: float
     choice: tuple[int, ...]

@@ -204,7 +204,7 @@ class StageSolution:
 
 @dataclass(frozen=True)
 class StageShortage:
-    """No cut fits in memory. best: the cut whose worst stage exceeds its limit by the least factor.
+    """The shortage where no cut fits in memory. best: the cut whose worst stage exceeds its limit by the least factor.
 
     stage: the worst stage of `best`. needed_bytes, limit_bytes: what it needs and has; with limits larger by
     needed_bytes / limit_bytes the problem has a solution, with less it has none.

@@ -237,7 +237,7 @@ class _Random:
         return {f"result {i}": t for i, t in enumerate(results)}
 
     def _gradients(self, module: nn.Module, leaves: Sequence[Tensor], results: Sequence[Tensor]) -> Values:
-        """By tensor; None where there is none, as of an expert that no row chose."""
+        """The gradients by tensor; None where there is none, as of an expert that no row chose."""
         wanted = {input_slot(i): t for i, t in enumerate(leaves) if t.requires_grad}
         wanted |= {name: p for name, p in module.named_parameters() if p.requires_grad}
         generator = torch.Generator().manual_seed(1)
@@ -286,7 +286,8 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _shortened(given: Given, steps: int | None) -> Given:
-    """With no more than so many steps of a sequence, the second dim of the first tensor and of all that share it."""
+    """The arguments with no more than so many steps of a sequence, the second dim of the first tensor and of all that
+    share it."""
     length = next((t.shape[1] for t in given.tensors if t.ndim > 1), 0)
     if steps is None or length <= steps:
         return given
@@ -295,7 +296,7 @@ def _shortened(given: Given, steps: int | None) -> Given:
 
 
 def _copied(module: nn.Module, divisor: int, generator: torch.Generator) -> nn.Module:
-    """With random weights in float64, and without dropout."""
+    """A copy of the module with random weights in float64, and without dropout."""
     memo: dict[int, Any] = {}
     for p in module.parameters():
         shape = [_divided(n, divisor) for n in p.shape]

@@ -48,7 +48,8 @@ class Promote(AnyDtype):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _argument(self, a: Any) -> Any:
-        """Also tensors that the model does not own, such as class weights inside a loss function."""
+        """An argument in the other dtype, also of tensors that the model does not own, such as class weights inside a
+        loss function."""
         if isinstance(a, torch.dtype):
             return self.replaced.get(a, a)
         if isinstance(a, (list, tuple)):

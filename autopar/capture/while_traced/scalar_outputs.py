@@ -75,7 +75,7 @@ class NoLoss:
         return NoLoss(f"{made} of shape {shapes}", scalar_outputs(out))
 
     def error(self, asked: Sequence[str]) -> InputError:
-        """For a model that was meant to be trained. asked: for what means nothing in inference."""
+        """The error for a model that was meant to be trained. asked: for what means nothing in inference."""
         named = [one for one in self.scalars if one.has_grad]
         if named:
             first, *others = named

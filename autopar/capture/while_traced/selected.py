@@ -40,14 +40,14 @@ class Selected:
         raise _refused(name)
 
     def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Over all rows (dim 0 of them), or over all elements."""
+        """The sum over all rows (dim 0 of them), or over all elements."""
         if dim not in (None, 0, (0,), [0]) or keepdim:
             raise _refused(f"sum over dim {dim}")
         kept = self.filled()
         return kept.sum() if dim is None else kept.sum(tuple(range(self.mask.ndim)))
 
     def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Over all rows (dim 0 of them), or over all elements."""
+        """The mean over all rows (dim 0 of them), or over all elements."""
         of_a_row = self.x[(0,) * self.mask.ndim].numel() if dim is None else 1
         return self.sum(dim, keepdim) / (self.mask.sum() * of_a_row)
 

@@ -68,11 +68,11 @@ class RunDirectory:
         return self.root / "steps"
 
     def folder(self, step: int) -> Path:
-        """Where a step lies."""
+        """The folder of a step."""
         return self._steps / f"{step:0{_DIGITS}}"
 
     def partial(self, step: int) -> Path:
-        """Where a step is written."""
+        """The folder in which a step is written."""
         return self._steps / f".{step:0{_DIGITS}}"
 
     def steps(self) -> list[int]:

@@ -66,7 +66,7 @@ class Call:
         return (self.kind, self.op, self.root, shape[1:] if self.kind == "exchange" else shape, self.inp.dtype)
 
     def describe(self) -> str:
-        """In words, which are those of all calls with this signature and site."""
+        """The call in words, which are those of all calls with this signature and site."""
         rows = ["…", *self.inp.shape[1:]] if self.kind == "exchange" else self.inp.shape
         shape = ", ".join(map(str, rows))
         what = f"{self.kind}[{self.op}]" if self.kind in ("all_reduce", "reduce_scatter") else self.kind

@@ -24,7 +24,7 @@ class Device:
 
     @staticmethod
     def of_architecture(name: str) -> Device:
-        """By the compiler's name of it: "sm90", "gfx942", "" for a CPU."""
+        """The device of an architecture by the compiler's name of it: "sm90", "gfx942", "" for a CPU."""
         if name.startswith("sm"):
             return Device("cuda", (int(name[2:-1]), int(name[-1])))
         return Device("rocm") if name.startswith("gfx") else CPU

@@ -39,7 +39,8 @@ class Started:
 
 
 def machine_name() -> str:
-    """As whoever starts jobs calls this machine: Slurm's name of the node, or AUTOPAR_MACHINE, or its host name."""
+    """The name of this machine as whoever starts jobs calls it: Slurm's name of the node, or AUTOPAR_MACHINE, or its
+    host name."""
     own = os.environ.get("AUTOPAR_MACHINE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     return re.sub(r"[^A-Za-z0-9._-]", "_", own)
 

@@ -323,7 +323,8 @@ class TorchComm(Comm):
     # ---- point to point
 
     def _post(self, messages: Sequence[Message]) -> list[Posted]:
-        """Without tags (NCCL), sends and receives that meet go out as one; each pair's must be in the same order."""
+        """Post messages: without tags (NCCL), sends and receives that meet go out as one; each pair's must be in the
+        same order."""
         if not messages:
             return []
         group = self._message_group

@@ -22,7 +22,7 @@ from .calls import Call, Message, Posted
 
 T = TypeVar("T")
 KEPT = 32
-"""Steps."""
+"""The number of steps that are kept."""
 
 Mark = Any
 """A moment: seconds, or an event of a stream."""
@@ -66,7 +66,7 @@ class StepRecord:
     messages: tuple[Sent, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON."""
+        """The record as JSON."""
         return {
             "seconds": self.seconds,
             "spans": [list(asdict(span).values()) for span in self.spans],
@@ -133,7 +133,7 @@ class Recorder:
         ]
 
     def mark(self) -> Mark:
-        """Now."""
+        """A mark of this moment."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -147,7 +147,7 @@ class Recorder:
         return message
 
     def _seconds(self, mark: Mark) -> float:
-        """From the start of the step."""
+        """The seconds of a mark from the start of the step."""
         if self.device.type != "cuda":
             return float(mark - self._start)
         return float(self._start.elapsed_time(mark)) * 1e-3
@@ -173,7 +173,7 @@ def recorded(method: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(slots=True)
 class _Open:
-    """A message under way."""
+    """A recorded message under way."""
 
     kind: str
     axes: str

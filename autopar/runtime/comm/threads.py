@@ -135,7 +135,7 @@ class _Sent(Posted):
 
 
 class _Awaited(Posted):
-    """A message to come."""
+    """A message that is still to come."""
 
     def __init__(self, comm: ThreadComm, message: Message) -> None:
         self._comm = comm

@@ -60,7 +60,8 @@ class KernelFile:
             self.library = _code_cache().load_async(_HEADERS + "".join(self.texts), submit_fn=submit)
 
     def wait(self) -> None:
-        """Until the kernels are where they are called from. Raises what the C++ compiler or the loading of the library raises."""
+        """Wait until the kernels are where they are called from. Raises what the C++ compiler or the loading of the
+        library raises."""
         if self.library is not None:
             first = self.library()
             for number, kernel in enumerate(self.kernels):

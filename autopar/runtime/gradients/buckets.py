@@ -50,7 +50,8 @@ class BucketSizes:
     step: int | None = None
 
     def limit(self, begun: bool, sent: int) -> int:
-        """When a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
+        """The size at which a bucket is full now. begun: others are under way; sent: bytes of the step that were
+        issued."""
         if not begun:
             return min(self.first, self.full)
         left = self.full if self.step is None else (self.step - sent) // 2

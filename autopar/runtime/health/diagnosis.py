@@ -53,7 +53,7 @@ class Beat:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Beat:
-        """From JSON."""
+        """The beat in JSON data."""
         tuples = {name: tuple(data.get(name, ())) for name in ("members", "blamed")}
         tuples["stood"] = tuple((over_s, took_s) for over_s, took_s in data.get("stood", ()))
         return Beat(**{**data, **tuples, "last": tuple(Row(**row) for row in data.get("last", ()))})

@@ -28,7 +28,7 @@ from .message_order import MessageOrder, Row, stable_hash
 from .observed_time import KEPT_STANDSTILLS, STOOD_S, SeenTime
 
 KEPT = 256
-"""Messages."""
+"""The number of messages that are kept."""
 KEPT_STEPS = 9
 """The number of steps whose median is the usual step."""
 COLUMNS = "started", "step", "action", "number", "group", "members", "what", "waited", "ended", "turn", "place", "hash"
@@ -69,7 +69,7 @@ class Flight:
     # ---- what the rank does
 
     def begin_step(self, step: int) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         now = time.monotonic()
         if self.step:
             self._steps_s.append(now - self._step_began)
@@ -165,7 +165,7 @@ class Flight:
     # ---- what it says
 
     def beat(self, asked: bool = False) -> Beat:
-        """Where it is now. asked: with its last messages."""
+        """The place in the step where the rank is now. asked: with its last messages."""
         self._beats += 1
         waiting, (excuse, excused_at) = self.waiting, self._excuse
         over = tuple((self.seen.seconds - ended_s, took_s) for ended_s, took_s in list(self._excuses))
@@ -199,7 +199,7 @@ class Flight:
         return time.monotonic() - (entry[WAITED] or entry[STARTED])
 
     def failed(self, error: BaseException) -> Beat:
-        """Where it was when an error ended it; in a message, it ended because of another rank."""
+        """The place where the rank was when an error ended it; in a message, it ended because of another rank."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
         line = _place(frames[-1]) if frames else ""
         blamed = error.ranks if isinstance(error, RankError) else ()
@@ -213,7 +213,7 @@ class Flight:
         return "" if frame is None else _place(frame)
 
     def as_data(self, beat: Beat) -> dict[str, Any]:
-        """The content of its file."""
+        """The content of the rank's file."""
         rows = [dict(zip(COLUMNS, entry, strict=True)) for entry in list(self.recent)]
         since_epoch_s = time.time() - time.monotonic()
         for row in rows:
@@ -224,7 +224,7 @@ class Flight:
         return {"autopar_flight": 3, "ranks": self.world_size, "machines": list(self.machines), **own}
 
     def write(self, folder: Path, beat: Beat) -> None:
-        """Its file, for autopar-doctor."""
+        """Write the file of the rank, for autopar-doctor."""
         path = folder / f"rank_{self.rank}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class Launcher:
         return self.gone
 
     def say_gone(self) -> None:
-        """Once, on stderr."""
+        """Say once, on stderr, that torchrun is gone."""
         if self._said.acquire(blocking=False):
             then = "all ranks save after the same step and end" if self.saves_s else "it ends, and nothing is saved"
             say(f"error on rank {os.environ['RANK']}: torchrun (process {self.pid}), which started it, is gone; {then}")
@@ -106,6 +106,6 @@ def _parent(pid: int) -> int:
 
 
 def _born(pid: int) -> str:
-    """When a process started, which tells it from a later one of the same number; empty where it ended."""
+    """The time at which a process started, which tells it from a later one of the same number; empty where it ended."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else ""

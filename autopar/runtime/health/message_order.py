@@ -85,7 +85,7 @@ class MessageOrder:
             self._marks.append((self.turn, dict(self.hashes)))
 
     def marks(self) -> dict[str, dict[str, int]]:
-        """The last ones."""
+        """The last marks."""
         return {str(turn): hashes for turn, hashes in list(self._marks)}
 
 

@@ -225,7 +225,7 @@ class Watch:
         return self._parsed(store.get(key)) if key and store.check([key]) else None
 
     def _say_who_works(self, store: dist.Store, own: Beat) -> None:
-        """Once, that what all ranks wait for takes long, and on which of them."""
+        """Say once that what all ranks wait for takes long, and on which of them."""
         self._said = own.excuse
         working = [f"rank {beat.rank} ({beat.working})" for beat in self._read(store) if beat and beat.working]
         if working:

@@ -49,7 +49,8 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], ranks_per_node: int, ranks: int) -> Place:
-        """By torchrun's variables; without these, by those of launch.sh (NODE_RANK), of a program of so many ranks.
+        """The place of this process by torchrun's variables; without these, by those of launch.sh (NODE_RANK), of a
+        program of so many ranks.
 
         Raises LaunchError where one of them is not as it may be.
         """
@@ -126,7 +127,7 @@ class Facts:
     port: int = 0
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON; `of` reads it."""
+        """The facts as JSON; `of` reads them."""
         data = {one.name: getattr(self, one.name) for one in fields(self)}
         data["devices"] = [vars(one) for one in self.devices]
         data["interfaces"] = [vars(one) for one in self.interfaces]

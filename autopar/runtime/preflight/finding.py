@@ -27,7 +27,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """On one line for people."""
+        """The finding on one line for people."""
         return f"{'error' if self.stops else 'slow'}: {self.what}: {self.where}: {self.evidence}; {self.remedy}"
 
 

@@ -40,7 +40,7 @@ class Machines:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Machines:
-        """From what `MACHINES` has read."""
+        """The machines in what `MACHINES` has read."""
         return cls(**{**data, "links": tuple(LinkRate(**link) for link in data["links"])})
 
 

@@ -172,5 +172,5 @@ def _play(slots: list[list[Slot]], transfers: Sequence[Transfer]) -> tuple[dict[
 
 
 def rows_of(table: Sequence[Any]) -> tuple[tuple[Action, ...], ...]:
-    """TABLE as actions."""
+    """The rows of TABLE as actions."""
     return tuple(parse_row(row) for row in table)

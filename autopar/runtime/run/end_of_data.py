@@ -57,7 +57,7 @@ class Leaving:
             self._store.delete_key(_WAITS)
 
     def _look(self, store: dist.Store) -> None:
-        """The thread."""
+        """Look for the other ranks' notices, in a thread of its own."""
         before, times = None, 0
         while not self._over.wait(LOOK_S):
             try:

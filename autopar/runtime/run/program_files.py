@@ -147,7 +147,7 @@ def recorded(root: Path, manifest: Manifest, seed: int) -> str:
 
 
 def _changes(path: Path, now: Mapping[str, Any]) -> str:
-    """Raises OSError."""
+    """A text of what changed since the record was written. Raises OSError."""
     try:
         before = _RECORD(read_json(path), "")
     except FileNotFoundError:

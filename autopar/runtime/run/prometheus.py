@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 REQUEST_S = 5.0
 """Seconds that a request has, from its first byte to the answer's last."""
 MOST_OPEN = 32
-"""Connections at once."""
+"""The most connections at once."""
 MOST_BYTES = 1 << 14
 """The most bytes of a request."""
 _HEAD = (

@@ -23,7 +23,7 @@ from .stage import Stage
 
 
 class Absent:
-    """Whose gradient is absent, as a pipeline's CONDITIONS say. stages: this rank's."""
+    """The parameters whose gradient is absent, as a pipeline's CONDITIONS say. stages: this rank's."""
 
     def __init__(self, pipeline: Pipeline, comm: Comm, stages: Mapping[int, Stage]) -> None:
         self.conditions, self._pipeline = pipeline.conditions, pipeline

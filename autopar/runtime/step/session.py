@@ -257,7 +257,7 @@ class Session(State):
         return results
 
     def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
-        """Before the actions of a step: the form that is for the batch, and the batch as it takes it."""
+        """The form that is for a batch, and the batch as it takes it, before the actions of a step."""
         if self.same_data is not None:
             self.same_data.take(batch, self.rt.step + 1)
         place, batch = self.shapes.of(batch)

@@ -101,7 +101,7 @@ class StepRecord(TorchDispatchMode):
 
 
 def difference(first: Sequence[Asked], second: Sequence[Asked]) -> str:
-    """Where two steps ask for something else, "" where they do not."""
+    """A text of where two steps ask for something else, "" where they do not."""
     for one, other in zip_longest(first, second):
         if one is None or other is None or one.op != other.op:
             return f"two steps run other ops: {one or 'none'} and {other or 'none'}"

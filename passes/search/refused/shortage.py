@@ -79,7 +79,7 @@ def _smallest_plan(task: Task, batch: int) -> SmallPlan | None:
 
 
 def _plan_in_words(task: Task, candidate: PricedPlan) -> str:
-    """Which plan it is."""
+    """A plan in words."""
     stage, M = candidate.plan.stages[0], candidate.plan.microbatches
     words = [f"{task.options.strategy} on {stage.mesh}"]
     words += [f"{M} microbatches"] if M > 1 else []

@@ -147,7 +147,7 @@ class PlansAhead:
         return plan
 
     def leave_out(self, M: int, mesh: Mesh) -> None:
-        """This one will not be asked for."""
+        """Leave out a mesh at M microbatches, as it will not be asked for."""
         self._plans.leave_out([self._place[M, mesh]])
 
 

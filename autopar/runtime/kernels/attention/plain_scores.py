@@ -180,7 +180,7 @@ def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dropped(tile: _Tile, q: Tensor, k: Tensor, config: Config) -> Tensor:
-    """D."""
+    """The factors D of dropout for a tile."""
     place = (tile.samples, tile.query_heads, tile.rows, slice(tile.keys))
     size = [part.stop - (part.start or 0) for part in place]
     within = config.offsets or (0, 0, 0, 0)

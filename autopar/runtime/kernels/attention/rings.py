@@ -30,7 +30,7 @@ MOST_TURNS, LEAST_BYTES = 4, 1 << 18
 
 
 def turns(along: Along | None, block: Sequence[Tensor]) -> int:
-    """In how many turns a block (batch, heads, …) goes round."""
+    """The number of turns in which a block (batch, heads, …) goes round."""
     return 1 if along is None else turn_count(block[0].shape[1], sum(x.numel() * x.element_size() for x in block))
 
 

@@ -202,7 +202,7 @@ def _placed(order: Tensor, size: int) -> Tensor:
 
 
 def _promised_piece(order: Tensor, place: Tensor, experts: int, most: int, along: Along, few: bool) -> Piece:
-    """Without data: as many rows as are promised, and what tells of them."""
+    """A piece on tensors without data: as many rows as are promised, and what tells of them."""
     arrange, leaving = None if experts == 1 else order.new_empty(most), min(len(order), max(most, along.size))
     sent, received = in_equal_parts(leaving, along.size), in_equal_parts(most, along.size)
     pairs = order.new_empty(leaving)
