@@ -1,5 +1,4 @@
-"""The outcome of a compilation, by where it comes from: the request, what was captured, what was decided, what was
-emitted."""
+"""The outcome of a compilation, by where it comes from: the request, what was captured, what was decided, what was emitted."""
 
 from __future__ import annotations
 
@@ -196,8 +195,7 @@ class Compiled:
 
     @cached_property
     def peak_kinds(self) -> dict[str, float]:
-        """The predicted peak by kind, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a
-        moment."""
+        """The predicted peak by kind, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a moment."""
         return peak_kinds(self.lowered, [s.memory for s in self.account.stages])
 
     def recompute_curves(self) -> list[dict[str, Any]]:

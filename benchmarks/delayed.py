@@ -64,8 +64,7 @@ def _nbytes(x: Tensor) -> int:
 
 @dataclass
 class Traffic:
-    """State that the ranks share: when the link of each is free, and the meetings that some members have still to come
-    to."""
+    """State that the ranks share: when the link of each is free, and the meetings that some members have still to come to."""
 
     link: Link
     free_s: dict[int, float] = field(default_factory=dict)

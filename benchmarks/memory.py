@@ -34,8 +34,7 @@ WIDTH, SEQ = 384, 128
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 RANKS = 4
 PLANNED_SHARE = 0.95
-"""The share of the limit that the planner gets: what is under way in Gloo's messages is not predicted, but counted
-here."""
+"""The share of the limit that the planner gets: what is under way in Gloo's messages is not predicted, but counted here."""
 
 
 def counted_peak(

@@ -33,8 +33,7 @@ from benchmarks.published_rows import Row, measured_step_s
 ANY_MEMORY_BYTES = 1e15
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
 SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-auto"}
-"""The schedules nearest to those that the zero-bubble paper searched for in the memory of 1F1B, and in twice as
-much."""
+"""The schedules nearest to those that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def inexpressible(w: Workload) -> str:
 
 
 def approximated(w: Workload) -> list[str]:
-    """In what the plan that `compile` is forced to differs from a row's."""
+    """The points in which the plan that `compile` is forced to differs from a row's."""
     p, schedule = w.parallel, schedule_name(w.plan.schedule, w.parallel.vpp)
     differences = {
         "experts apart over ranks with batches of their own, whole over those that share one": p.ep > 1 and p.cp > 1,

@@ -39,7 +39,7 @@ from benchmarks.turns import as_worker
 MODULE = "benchmarks.regret"
 RESULTS, CHOSEN, CANDIDATES = "regret.jsonl", "chosen", 3
 LEAVE = ((3, 1.3), (8, 1.12))
-"""After so many turns a plan leaves whose median is so many times that of the fastest."""
+"""The turns after which a plan leaves whose median is so many times that of the fastest."""
 WARM_UP = 4
 """Steps of every program that are not counted."""
 SMALL_STEP_S = 0.25

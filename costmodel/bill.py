@@ -93,8 +93,7 @@ NOTHING = Work()
 
 @dataclass(frozen=True)
 class CallBill:
-    """The work of one call of a block: forward, backward of inputs, backward of weights. host_s: least seconds to
-    launch it."""
+    """The work of one call of a block: forward, backward of inputs, backward of weights. host_s: least seconds to launch it."""
 
     F: Work = NOTHING
     B: Work = NOTHING

@@ -1,5 +1,4 @@
-"""Fixtures and settings of every test: one thread per process, repeatable hypothesis, and markers that skip
-themselves."""
+"""Fixtures and settings of every test: one thread per process, repeatable hypothesis, and markers that skip themselves."""
 
 import gc
 import os

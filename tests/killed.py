@@ -15,7 +15,7 @@ CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "link", "fsync")
 
 
 class Killed(BaseException):
-    """No cleaning up helps: what that tries fails likewise."""
+    """The end of a process, against which no cleaning up helps: what that tries fails likewise."""
 
 
 @contextlib.contextmanager

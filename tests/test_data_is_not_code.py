@@ -100,7 +100,7 @@ def every(data: Any, seeds: range, path: Path, attempt: Callable[[Path], Any]) -
 
 
 def test_the_payloads_do_run_where_they_are_taken_for_code() -> None:
-    """So that the canary's silence elsewhere says something."""
+    """The payloads run here, so that the canary's silence elsewhere says something."""
     ran = 0
     for payload in PAYLOADS:
         with contextlib.suppress(Exception):

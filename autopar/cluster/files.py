@@ -100,8 +100,7 @@ class Description:
 
 
 def read_cluster_file(path: Path) -> Mapping[str, Any]:
-    """The content of a YAML or JSON cluster file. Raises ClusterError, naming the file, where it holds no
-    description."""
+    """The content of a YAML or JSON cluster file. Raises ClusterError, naming the file, where it holds no description."""
     kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
         content = read_text(path, MOST_BYTES[kind])

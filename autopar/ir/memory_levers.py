@@ -54,8 +54,7 @@ MOVABLE = {
     "parameters": ("parameters", "gradients"),
     "optimizer": ("optimizer",),
 }
-"""The state that can rest in memory tiers, most used first -> the kinds of bytes (of an account) that then rest
-there."""
+"""The state that can rest in memory tiers, most used first -> the kinds of bytes (of an account) that then rest there."""
 
 OFFLOAD_KINDS = {
     row.name: row

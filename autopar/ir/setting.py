@@ -1,5 +1,4 @@
-"""The setting that a plan's costs depend on beside program and mesh: the optimizer's state, microbatches, what rests
-elsewhere.
+"""The setting that a plan's costs depend on beside program and mesh: the optimizer's state, microbatches, what rests elsewhere.
 
 The formula of an optimizer's state stands here alone, and whoever counts bytes or seconds of an update asks it. Of a
 parameter with n elements on a rank, of which an optimizer keeps r elements of state per element (Adam: 2),

@@ -1,5 +1,4 @@
-"""The arguments of `compile` about updates (optimizer, scheduler, clipping, loss scaling), checked, as one
-`UpdateRule`."""
+"""The arguments of `compile` about updates (optimizer, scheduler, clipping, loss scaling), checked, as one `UpdateRule`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The account of a lowered program: its stages' accounts, the step that its schedule makes of them, peak bytes of every
-group."""
+"""The account of a lowered program: its stages' accounts, the step that its schedule makes of them, peak bytes of every group."""
 
 from __future__ import annotations
 

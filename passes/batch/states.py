@@ -198,8 +198,7 @@ class _CallPass:
             self._gradient(ResultShare("param_grads", slot), grad, "sum")
 
     def _gradient(self, place: ResultShare, grad: str | None, wanted: State) -> None:
-        """Make the gradient that the call returns at a place one of the wanted state, by shares of it where it is
-        whole."""
+        """Make the gradient that the call returns at a place one of the wanted state, by shares of it where it is whole."""
         if grad is None or self.states[grad] == wanted:
             return
         if (self.states[grad], wanted) != ("whole", "sum"):

@@ -294,8 +294,7 @@ def _global_call(line: Compute, operands: list[TensorType]) -> OpCall:
 
 
 def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -> Spec:
-    """The spec of a line's value after its conversion step. Raises CheckError where the value's spec does not allow
-    it."""
+    """The spec of a line's value after its conversion step. Raises CheckError where the value's spec does not allow it."""
     step = line.step
     axis, dim = step.axis, step.dim
     if axis not in mesh.sizes:

@@ -207,16 +207,14 @@ class StoreBytes:
     # ---- small print
 
     def _lie(self, name: str, storage: Storage | None, nbytes: int) -> None:
-        """Count what is now held for a name, `nbytes` bytes, by its storage, which counts once for all that lie
-        there."""
+        """Count what is now held for a name, `nbytes` bytes, by its storage, which counts once for all that lie there."""
         if storage is not None:
             self._storage[name], self._twice = storage, 0
             self._lying[storage] += 1
             self.hold += (storage.nbytes if self._lying[storage] == 1 else 0) - nbytes
 
     def _leave(self, name: str, nbytes: int) -> None:
-        """Take so many bytes that were let go for a name from the storage that it lay in, which goes with the last
-        one."""
+        """Take so many bytes that were let go for a name from the storage that it lay in, which goes with the last one."""
         storage = self._storage.pop(name, None)
         if storage is not None:
             self._lying[storage] -= 1

@@ -118,8 +118,7 @@ def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], d
 
 
 def _results(result: Any, given: Mapping[int, int]) -> tuple[tuple[Out, ...], tuple[int, ...]]:
-    """The results of a function, and the bytes of the storages that it brings. given: the operands by their
-    storages."""
+    """The results of a function, and the bytes of the storages that it brings. given: the operands by their storages."""
     outs: list[Out] = []
     fresh: dict[int, int] = {}
     sizes: list[int] = []

@@ -31,8 +31,7 @@ class Traffic:
 
     @staticmethod
     def of(ranks: int, pairs: Iterable[tuple[int, int, float]]) -> Traffic:
-        """Traffic from triples (rank, rank, weight); repeated pairs add up. Raises InputError for ranks that do not
-        exist."""
+        """Traffic from triples (rank, rank, weight); repeated pairs add up. Raises InputError for ranks that do not exist."""
         rows = np.array([p for p in pairs if p[0] != p[1]], float).reshape(-1, 3)
         return _merged(ranks, rows[:, 0].astype(int), rows[:, 1].astype(int), rows[:, 2])
 

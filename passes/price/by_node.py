@@ -47,7 +47,6 @@ def _groups(mesh: Mesh, axis: str) -> set[tuple[int, ...]]:
 
 
 def _least_of_all(cluster: ClusterSpec, kind: str, groups: set[tuple[int, ...]]) -> int | None:
-    """The largest of the sizes from which on groups go by node, where groups differ, as their links do: all go one
-    way."""
+    """The largest of the sizes from which on groups go by node, where groups differ, as their links do: all go one way."""
     least = [least_bytes(cluster.levels, kind, group) for group in groups]
     return None if None in least else max(one for one in least if one is not None)

@@ -1,5 +1,4 @@
-"""The cost of an op that computes rows in groups (`autopar.ops.registry.Grouped`) under a software, beside its
-products."""
+"""The cost of an op that computes rows in groups (`autopar.ops.registry.Grouped`) under a software, beside its products."""
 
 from __future__ import annotations
 

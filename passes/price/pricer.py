@@ -1,5 +1,4 @@
-"""The cost model as the passes ask it, with the mesh filled in: seconds per op on a block, per collective along an
-axis.
+"""The cost model as the passes ask it, with the mesh filled in: seconds per op on a block, per collective along an axis.
 
 One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 """

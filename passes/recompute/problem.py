@@ -1,5 +1,4 @@
-"""The costs of keeping and of recomputing in one template under one plan: the problem that `passes.recompute.choose`
-solves.
+"""The costs of keeping and of recomputing in one template under one plan: the problem that `passes.recompute.choose` solves.
 
 Items are what can be had in backward: every value of forward as its op leaves it, and every decision point of it
 (`v@save`, `v@use`), which is a conversion away from its source. An item is kept, made again, or neither:

@@ -1,5 +1,4 @@
-"""The costs that a scheduler knows of a pipeline beside its shape: seconds of every action and room for what it
-keeps."""
+"""The costs that a scheduler knows of a pipeline beside its shape: seconds of every action and room for what it keeps."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ def order_of(rows: Sequence[Sequence[Step]]) -> list[list[Code]]:
 
 @dataclass
 class _Row:
-    """The actions that one group has run so far, and its clock. owed: (stage, microbatch) of the W that wait; held:
-    bytes."""
+    """The actions that one group has run so far, and its clock. owed: (stage, microbatch) of the W that wait; held: bytes."""
 
     now: float = 0.0
     first: float = -1.0

@@ -1,5 +1,4 @@
-"""The microbatches in flight and the bytes held under a table, per group. F takes; B releases, or B a part and W the
-rest."""
+"""The microbatches in flight and the bytes held under a table, per group. F takes; B releases, or B a part and W the rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A planning task: one program on one cluster under one set of options, and how a plan of it is lowered and accounted
-for.
+"""A planning task: one program on one cluster under one set of options, and how a plan of it is lowered and accounted for.
 
 A request has a `Task` for every number of microbatches that is looked at (`autopar.passes.search.microbatches`); all of
 them share their prices.

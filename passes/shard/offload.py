@@ -1,5 +1,4 @@
-"""The state that rests in memory tiers: per parameter its optimizer state (or all of it), per template the saved
-values.
+"""The state that rests in memory tiers: per parameter its optimizer state (or all of it), per template the saved values.
 
 Forced kinds become decisions of a stage's plan here; nothing is solved. What is used most goes to the fastest tier:
 saved values (every microbatch), then parameters with their gradients, then optimizer state (once per step), each thing

@@ -1,5 +1,4 @@
-"""The cost of a parameter's (storage, optimizer) pairs of specs on one rank: bytes on the device, and seconds of a
-step.
+"""The cost of a parameter's (storage, optimizer) pairs of specs on one rank: bytes on the device, and seconds of a step.
 
 Bytes are the stored shard, its gradient and the optimizer's state. What `Setting.offload` puts into a memory tier takes no
 bytes of the device and pays its whole way there and back instead, so that the solver shards it all the same.

@@ -167,7 +167,7 @@ def test_floats_are_written_in_the_dtype_that_is_asked_for(out: Path, tmp_path: 
 
 
 def test_a_model_on_meta_gets_its_weights_from_safetensors(tmp_path: Path) -> None:
-    """Its parameters have no values; a buffer that no file holds was made on the CPU and travels with the program."""
+    """The model's parameters have no values; a buffer that no file holds was made on the CPU and travels with the program."""
     torch.manual_seed(1)
     model = Model()
     for module in model.modules():

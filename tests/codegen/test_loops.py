@@ -1,5 +1,4 @@
-"""Lines that repeat in an emitted function become loops that do the same, in the same order, with the same values
-alive."""
+"""Lines that repeat in an emitted function become loops that do the same, in the same order, with the same values alive."""
 
 from __future__ import annotations
 

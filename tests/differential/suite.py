@@ -67,7 +67,7 @@ def model_of(name: str) -> torch.nn.Module:
 
 
 def outcome(name: str, options: str) -> Outcome:
-    """One combination."""
+    """The outcome of one combination of a case and options."""
     case, model = by_name()[name], model_of(name)
     batches = [case.batch(seed) for seed in range(STEPS)]
     with warnings.catch_warnings():

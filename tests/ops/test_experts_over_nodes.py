@@ -134,7 +134,7 @@ class Bytes:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_as_many_bytes_are_sent_as_are_priced(backward: bool) -> None:
-    """At no imbalance and random choices."""
+    """Bytes are counted at no imbalance and random choices."""
     mesh, tokens, choices = Mesh.of(a=4, b=2), 512, 4
     one = replace(mixture((8 * tokens,), 16, choices, seed=1), promise=(1.0, "chunk"))
     case = one.cases(one.x)[backward]

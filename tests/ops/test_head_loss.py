@@ -124,7 +124,7 @@ def test_chunks_give_eagers_sum_and_gradients(smoothing: float) -> None:
 
 
 def test_in_bf16_gradients_are_rounded_no_more_than_eagers() -> None:
-    """Also where the softmax of the label is nearly one."""
+    """Gradients are rounded so also where the softmax of the label is nearly one."""
     torch.manual_seed(0)
     x, w, labels = torch.randn(64, 32), torch.randn(128, 32), torch.randint(0, 128, (64,))
     x = x + 0.3 * w[labels]

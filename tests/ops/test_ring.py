@@ -54,7 +54,7 @@ def rule_of(call: OpCall) -> Rule:
 
 
 def test_a_ring_shards_rows_and_keys_and_owes_nothing() -> None:
-    """Over its own axis, that is."""
+    """A ring owes nothing over its own axis, that is."""
     mesh = Mesh.of(dp=2, cp=4)
     rule = rule_of(attention_call("attention_grad"))
     assert rule.allows(("s", RING), mesh)
@@ -108,8 +108,7 @@ def test_turns_send_the_same_bytes_and_all_but_the_first_message_is_behind_work(
 
 @pytest.mark.parametrize("choice", ["s", RING])
 def test_causal_work_is_that_of_the_rank_with_the_last_rows(choice: str) -> None:
-    """The last of n blocks of rows sees n - 1 blocks of keys and half of its own, of n * n; without a triangle all see
-    n."""
+    """The last of n blocks of rows sees n - 1 blocks of keys and half of its own, of n * n; without a triangle all see n."""
     device = DeviceSpec("test", {"float32": 1e6}, 1e12, 1e15, 0.0)
     pricer = Pricer(ClusterSpec("test", ((4, device),), (LinkLevel("node", 4, 1e9, 1e-5),)), Mesh.of(cp=4))
     causal, full = (attention_call(causal=c) for c in (True, False))

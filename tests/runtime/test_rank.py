@@ -1,5 +1,4 @@
-"""The rank as emitted code sees it: keys of random ops, buffers that a step writes, parameters that are asked for
-early."""
+"""The rank as emitted code sees it: keys of random ops, buffers that a step writes, parameters that are asked for early."""
 
 from __future__ import annotations
 

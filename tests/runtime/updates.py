@@ -13,7 +13,7 @@ from tests.runtime import pipelines, stages
 
 
 class Eager:
-    """In the place of an optimizer in the references: `step` is the whole update. log: norms, scales, learning rates."""
+    """The references' stand-in for an optimizer: `step` is the whole update. log: norms, scales, learning rates."""
 
     def __init__(self, rule: UpdateRule, names: list[str], parameters: list[nn.Parameter]) -> None:
         self.rule, self.parameters = rule, parameters

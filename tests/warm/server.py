@@ -33,7 +33,7 @@ IMPORTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.run"),
     *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.tensor", "torch.export"),
 )
-"""By ranks, by torchrun, by what compiles: all but autopar itself."""
+"""The modules that are imported by ranks, by torchrun, by what compiles: all but autopar itself."""
 NAMESPACES = {"user": 0x10000000, "mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}
 """Flags of setns(2)."""
 

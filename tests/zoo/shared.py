@@ -51,7 +51,7 @@ def described(model: nn.Module) -> Hashable:
 
 
 def described_inputs(inputs: Any) -> Hashable:
-    """Their structure, shapes and dtypes."""
+    """The structure, shapes and dtypes of inputs."""
     leaves, structure = pytree.tree_flatten(inputs)
     return str(structure), tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
 

@@ -1,5 +1,4 @@
-"""Parts of a model that no trace carries over, found before it runs: each finding is a named error with what to do
-instead.
+"""Parts of a model that no trace carries over, found before it runs: each finding is a named error with what to do instead.
 
 A program is made of what `forward` computes. Hooks on gradients, modules that run outside Python, parameters without a
 value or without a dense layout, and parameters that share memory without being the same parameter are part of what eager

@@ -40,8 +40,7 @@ _FUNCTIONAL: dict[Any, Any] = {
 }
 """The op that returns what an op writes to its first argument."""
 _SCATTER: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-"""The op that gives the whole with a viewed piece replaced, by the op of the view; further arguments are those of the
-view."""
+"""The op that gives the whole with a viewed piece replaced, by the op of the view; further arguments are those of the view."""
 _MAKE = frozenset(
     [
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.clone.default, aten.cat.default),

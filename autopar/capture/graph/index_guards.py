@@ -88,8 +88,7 @@ class _Sources:
         return call.inputs[inputs.index(node.name)] if node.op == "placeholder" and node.name in inputs else None
 
     def needed(self, place: Place, allowed: Range, also: frozenset[int], source: str) -> list[InputRange] | None:
-        """The ranges that inputs must keep to for a value to be allowed; None where it takes more to tell than
-        inputs."""
+        """The ranges that inputs must keep to for a value to be allowed; None where it takes more to tell than inputs."""
         if self.range(place) in allowed:
             return []
         ref, node = self.ref(place), place[1]
@@ -135,8 +134,7 @@ class _Sources:
         return a == b or (self.ref(a) is not None and self.ref(a) == self.ref(b))
 
     def range(self, place: Place, steps: int = MOST_OPS) -> Range:
-        """The range of an integer value, whatever the inputs are; a wider one where it comes from further than
-        `steps`."""
+        """The range of an integer value, whatever the inputs are; a wider one where it comes from further than `steps`."""
         if place not in self._ranges:
             self._ranges[place] = self._range(place, steps)
         return self._ranges[place]

@@ -32,8 +32,7 @@ Note = Callable[[str], None]
 
 @contextmanager
 def noted_clocks(functions: Sequence[types.FunctionType]) -> Iterator[list[str]]:
-    """The clocks that are read meanwhile by code that shares its globals with one of the functions, as `time.time in
-    forward`."""
+    """The clocks that are read meanwhile by code that shares its globals with one of the functions, as `time.time in forward`."""
     read: dict[str, None] = {}
     replaced: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
     for function in functions:

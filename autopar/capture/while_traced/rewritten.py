@@ -69,8 +69,7 @@ def _gaussian_nll_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
 
 
 def _instance_norm(func: Any, hold: Hold) -> Callable[..., Tensor]:
-    """The norm with the update of running statistics, which torch hides in the op: means over samples of what each
-    has."""
+    """The norm with the update of running statistics, which torch hides in the op: means over samples of what each has."""
 
     def run(
         input: Tensor,

@@ -1,5 +1,4 @@
-"""Selections by a mask, `x[mask]`: how many rows only the data decides, so they stay in their places until they are
-used.
+"""Selections by a mask, `x[mask]`: how many rows only the data decides, so they stay in their places until they are used.
 
 A sum or a mean of them is that of all rows with zeros in place of the others, a cross-entropy ignores the others, and the
 CTC loss reads targets row by row. Whatever else is asked of the rows is an error at the user's line.

@@ -1,5 +1,4 @@
-"""Messages between ranks as values: a collective, a message between two ranks, and the state of either while it is
-under way."""
+"""Messages between ranks as values: a collective, a message between two ranks, and the state of either while it is under way."""
 
 from __future__ import annotations
 

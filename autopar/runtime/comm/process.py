@@ -51,8 +51,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 class _Job:
-    """State that the Comms of one process share: process groups by their ranks, scratch buffers, notes, the message
-    group."""
+    """State that the Comms of one process share: process groups by their ranks, scratch buffers, notes, the message group."""
 
     def __init__(self, timeout_s: float, store: dist.Store | None) -> None:
         self.timeout_s = timeout_s

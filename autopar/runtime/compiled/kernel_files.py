@@ -28,8 +28,7 @@ from typing import Any
 
 _DEFINITION = re.compile(r'(extern "C"\s+void\s+)kernel\(')
 _HEADERS = "#include <Python.h>\n#include <cerrno>\n#include <cstdlib>\n#include <sstream>\n"
-"""The headers that bindings include: each binding lies in a namespace, where nothing may be included for the first
-time."""
+"""The headers that bindings include: each binding lies in a namespace, where nothing may be included for the first time."""
 
 
 @dataclass

@@ -61,8 +61,7 @@ def read_json(path: Path, most_bytes: int = MOST_BYTES) -> object:
 
 
 def parse_json(text: str, most_values: int = MOST_VALUES) -> object:
-    """The value of JSON text. Raises SchemaError where it is none, has what only Python reads, or more values than it
-    may."""
+    """The value of JSON text. Raises SchemaError where it is none, has what only Python reads, or more values than it may."""
     if (values := text.count(",") + text.count(":")) >= most_values:
         raise SchemaError(f"about {values} values and keys, at most {most_values} are read")
     try:

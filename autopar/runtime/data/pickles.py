@@ -40,8 +40,7 @@ class Name:
 
 
 class Made:
-    """An object of a class, or the result of a function, as a file describes it: their name, and what the file
-    gives."""
+    """An object of a class, or the result of a function, as a file describes it: their name, and what the file gives."""
 
     __slots__ = ("args", "items", "name", "state")
 

@@ -64,8 +64,7 @@ def read_tensor(data: bytearray, dtype: torch.dtype, sizes: torch.Size, *, crc: 
 
 
 def read_value(data: bytearray, *, crc: bool) -> Any:
-    """The value in a file of torch.save, where it is plain data: numbers, text, lists, mappings, tensors. Raises
-    SchemaError."""
+    """The value in a file of torch.save, where it is plain data: numbers, text, lists, mappings, tensors. Raises SchemaError."""
     if len(data) > MOST_VALUE:
         raise SchemaError(f"a value that is no tensor takes {len(data)} bytes, at most {MOST_VALUE} are read")
     held = _entries(memoryview(data), crc)

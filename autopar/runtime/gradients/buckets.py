@@ -50,8 +50,7 @@ class BucketSizes:
     step: int | None = None
 
     def limit(self, begun: bool, sent: int) -> int:
-        """The size at which a bucket is full now. begun: others are under way; sent: bytes of the step that were
-        issued."""
+        """The size at which a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
         if not begun:
             return min(self.first, self.full)
         left = self.full if self.step is None else (self.step - sent) // 2
@@ -59,8 +58,7 @@ class BucketSizes:
 
 
 def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], int]) -> int:
-    """The bytes that a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along
-    axes."""
+    """The bytes that a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along axes."""
     total, nbytes = 0.0, shard_bytes
     for kind, axes, *_ in reversed(steps):
         if kind in ("reduce_scatter", "shard"):

@@ -130,8 +130,7 @@ def start_gathered_rows(comm: Comm, codec: Codec, row: Tensor, rows: Tensor, axe
 
 
 Lost = Sequence[tuple[str, int, Tensor]]
-"""The parts of a bucket that lost something: per value its name, how many steps it has left, and its part of the
-bucket."""
+"""The parts of a bucket that lost something: per value its name, how many steps it has left, and its part of the bucket."""
 
 
 class Unsent:

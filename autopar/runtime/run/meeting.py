@@ -48,8 +48,7 @@ def joined(timeout_s: float) -> tuple[dist.Store, int]:
 
 
 def _rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:
-    """The store of torch's rendezvous, which waits for ever where somebody listens and says nothing. Raises
-    dist.DistError."""
+    """The store of torch's rendezvous, which waits for ever where somebody listens and says nothing. Raises dist.DistError."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:

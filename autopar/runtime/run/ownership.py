@@ -85,8 +85,7 @@ def _space() -> str:
 
 
 def _started(pid: int) -> str:
-    """The time at which a process was started, in the kernel's count; empty where there is none, or one that has
-    ended."""
+    """The time at which a process was started, in the kernel's count; empty where there is none, or one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

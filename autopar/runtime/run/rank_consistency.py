@@ -1,5 +1,4 @@
-"""Checks between the ranks of a long run now and then: whether they hold the same parameters, and which of them are
-slow.
+"""Checks between the ranks of a long run now and then: whether they hold the same parameters, and which of them are slow.
 
 A rank is *busy* while it waits for nobody; where one is busy for longer than the others, they wait for it in every step.
 Batches are compared in every program (same_data.py).

@@ -46,8 +46,7 @@ READ_BYTES_S = 2e9
 BATCH = "taking"
 _COUNT = integer(0, 1 << 53)
 _DOING = row(text(), _COUNT, _COUNT, listed(integer(0, (1 << 32) - 1)), text())
-"""The message of a rank that differs: its action, how many batches it took, for which step, their checksums, and its
-machine."""
+"""The message of a rank that differs: its action, how many batches it took, for which step, their checksums, and its machine."""
 WHY_DATA = (
     "got another batch than the others; every rank is to read the same global batches in the same order: are the files the "
     "same on every machine, and is the order drawn from the same seed on every rank (generator= of the DataLoader, no "

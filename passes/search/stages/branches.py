@@ -184,8 +184,7 @@ class PricedSegments:
 
 
 def _options(plans: Sequence[SubmeshPlan], span: Range, M: int) -> tuple[tuple[SegmentOption, ...], tuple[int, ...]]:
-    """The options of a segment on every submesh, and which plan each is of; those that another one beats in all are
-    left out."""
+    """The options of a segment on every submesh, and which plan each is of; those that another one beats in all are left out."""
     every = [_option(plan, span) for plan in plans]
 
     def better(a: SegmentOption, b: SegmentOption) -> bool:

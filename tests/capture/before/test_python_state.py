@@ -307,7 +307,7 @@ class Inner(nn.Module):
 
 
 def makes_a_module_of_its_own(net: Net, x: Tensor) -> Tensor:
-    """As a switch of attention does: what the new module was made with is written in place, by the first step alone."""
+    """A switch of attention does this: what the new module was made with is written in place, by the first step alone."""
     if not net.inner.rectified:
         made = Inner(rectified=True)
         made.layer = net.inner.layer

@@ -119,7 +119,8 @@ def causal_by_positions(x: Tensor) -> Tensor:
 
 
 def causal_by_packed_sequences(x: Tensor) -> Tensor:
-    """As libraries find sequences that are packed into one: positions that do not follow each other start a new one."""
+    """A causal mask as libraries find sequences that are packed into one: positions that do not follow each other start
+    a new one."""
     positions = torch.arange(S).expand(B, S)
     number = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     batch = torch.arange(B)[:, None, None, None]

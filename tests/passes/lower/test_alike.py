@@ -1,5 +1,4 @@
-"""Programs whose repeated layers and alike stages are lowered once and counted often, against the same lowered in
-full."""
+"""Programs whose repeated layers and alike stages are lowered once and counted often, against the same lowered in full."""
 
 from __future__ import annotations
 

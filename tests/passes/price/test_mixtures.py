@@ -1,5 +1,4 @@
-"""The seconds of a mixture of experts on a rank, by hand: as emitted programs run it, and as frameworks do that keep
-its rows."""
+"""The seconds of a mixture of experts on a rank, by hand: as emitted programs run it, and as frameworks do that keep its rows."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def test_rows_that_stay_are_neither_sorted_nor_put_back_elsewhere() -> None:
 
 
 def test_a_token_goes_once_to_a_node_from_one_of_the_ranks_that_hold_it() -> None:
-    """A token on 4 ranks of 2 nodes has 1.3125 of the other three to visit, 2/3 of them inside, and 0.75 of the other
-    node."""
+    """A token on 4 ranks of 2 nodes has 1.3125 of the other three to visit, 2/3 of them inside, and 0.75 of the other node."""
     call, rule = mixture(True)
     grouped = Pricer(CLUSTER, MESH, FRAMEWORK).grouped(call, rule, APART)
     assert grouped is not None
@@ -128,8 +126,7 @@ def test_the_host_launches_a_mixture_by_its_experts() -> None:
     ids=["dp ep", "dp ep tp", "dp ep pp"],
 )
 def test_both_writers_of_bills_say_the_same_of_a_mixture(plan: dict[str, int]) -> None:
-    """The prediction of `compile` under a published plan, read as the framework's step, is that of the closed
-    formulas."""
+    """The prediction of `compile` under a published plan, read as the framework's step, is that of the closed formulas."""
     row = {
         "id": "mixtral",
         "series": "mixtral",

@@ -242,7 +242,7 @@ def torchruns(out: Path, folder: Path, port: int, *arguments: str) -> tuple[dict
 
 
 def _wait_for(port: int) -> None:
-    """Until somebody listens there, and so much longer that who starts now is not the first in anything."""
+    """Wait until somebody listens at a port, and so much longer that who starts now is not the first in anything."""
     for _ in range(600):
         time.sleep(0.2)
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
@@ -251,7 +251,7 @@ def _wait_for(port: int) -> None:
 
 @pytest.fixture
 def program(emitted: Path, tmp_path: Path) -> Path:  # noqa: F811
-    """For two ranks, in the order that torchrun gives them."""
+    """A program for two ranks, in the order that torchrun gives them."""
     out = tmp_path / "out"
     shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))
     (out / "data.py").write_text(DATA)

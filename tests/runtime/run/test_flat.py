@@ -23,8 +23,7 @@ MARKS = (pytest.param(QUICK), pytest.param(LONG, marks=[pytest.mark.slow, pytest
 MOST_BYTES = 24 << 20
 """The most bytes that memory may grow by between the first fifth of a run and its end: of 8,000 steps, 3 KB each."""
 MOST_OBJECTS = 1000
-"""The most objects that may be left by the same steps: what is kept of the last ones is bounded, and full after
-some."""
+"""The most objects that may be left by the same steps: what is kept of the last ones is bounded, and full after some."""
 TAKEN = """import gc, os
 
 def taken():

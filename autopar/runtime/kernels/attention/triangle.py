@@ -48,8 +48,7 @@ class Piece(NamedTuple):
 
 
 def pieces(rows: Block, keys: Block, causal: bool, before: int = 0) -> Iterator[Piece]:
-    """The pieces of a block of keys that a block of rows sees, no score twice. before: keys of the blocks before this
-    one."""
+    """The pieces of a block of keys that a block of rows sees, no score twice. before: keys of the blocks before this one."""
     row = 0
     for row_run in rows:
         key = 0
