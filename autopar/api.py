@@ -89,7 +89,7 @@ def compile(
 
 
 def compile_request(request: Request) -> ParallelProgram:
-    """What `compile` does once its arguments are checked."""
+    """The program of a request: `compile` once its arguments are checked."""
     program = _compiled(request, RuleBook())
     if not request.buckets:
         return program
@@ -167,8 +167,8 @@ def _on_ranks(task: Task, candidate: PricedPlan) -> PricedPlan:
 
 
 def _setting(request: Request, program: Program, ranks: int) -> Setting:
-    """What planning depends on beside program and mesh, on so many ranks (an optimizer that updates whole tensors may ask
-    for their number)."""
+    """The setting that planning depends on beside program and mesh, on so many ranks (an optimizer that updates whole
+    tensors may ask for their number)."""
     return Setting(
         request.options.microbatches or 1,
         examine(request.update, program, ranks),

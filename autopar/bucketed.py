@@ -21,7 +21,7 @@ from autopar.request import Request
 
 
 def bucket_request(first: ParallelProgram, inputs: Any) -> Request:
-    """What is asked of the program for other example inputs than the first one's: its own plan on the same meshes."""
+    """The request for a program on other example inputs than the first one's: its own plan on the same meshes."""
     given, stages = first.request.options, first.plan.stages
     options = replace(
         given,

@@ -1,4 +1,4 @@
-"""What a compilation gives, by where it comes from: the request, what was captured, what was decided, what was emitted."""
+"""The outcome of a compilation, by where it comes from: the request, what was captured, what was decided, what was emitted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.runtime.update.update_rule import OptimizerFactory
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the cost model expects of a plan on one rank."""
+    """The prediction of the cost model for a plan on one rank."""
 
     step_time_s: float
     peak_bytes: float
@@ -195,8 +195,7 @@ class Compiled:
 
     @cached_property
     def peak_kinds(self) -> dict[str, float]:
-        """What the predicted peak consists of, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a
-        moment."""
+        """The predicted peak by kind, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a moment."""
         return peak_kinds(self.lowered, [s.memory for s in self.account.stages])
 
     def recompute_curves(self) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ class ByteCounter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made inside is not counted."""
+        """Tensors that are made inside are not counted."""
         before, self._paused = self._paused, True
         try:
             yield

@@ -58,7 +58,7 @@ class MemoryShortage:
 
     @property
     def short_bytes(self) -> float:
-        """What is missing on a rank."""
+        """The bytes that are missing on a rank."""
         return self.needed_bytes - self.limit_bytes
 
     def __str__(self) -> str:

@@ -50,7 +50,7 @@ OVERLAPS = ("", "between", "next", "any")
 ever further, with ever more that is held meanwhile."""
 GIVEN = "@given"
 MOST_PIECES = 64
-"""Of a block that are run one beside another's messages."""
+"""The most pieces of a block that are run one beside another's messages."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TemplatePlan:
     insists: bool = False
 
     def given(self, value: str) -> Spec:
-        """In which spec a placeholder is given to the template. Raises KeyError."""
+        """The spec in which a placeholder is given to the template. Raises KeyError."""
         return self.specs.get(f"{value}{GIVEN}", self.specs[value])
 
 
@@ -349,7 +349,7 @@ _PLAN = record(
 
 
 def _plan_in(data: object) -> Plan:
-    """Raises SchemaError."""
+    """The plan in the data of a plan.json. Raises SchemaError."""
     read = _PLAN(data, "")
     placement = tuple(read.get("placement", ()))
     if placement and sorted(placement) != list(range(read["ranks"])):
@@ -372,7 +372,7 @@ def _plan_in(data: object) -> Plan:
 
 
 def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
-    """Raises SchemaError."""
+    """The plan of a stage in the data of a plan.json. Raises SchemaError."""
     mesh = Mesh(tuple(read["mesh"].items()), read["first_rank"])
     if mesh.size > MOST_RANKS:
         raise must_be(f"{path}.mesh", f"of at most {MOST_RANKS} ranks", read["mesh"])

@@ -175,7 +175,7 @@ class ParallelProgram(Compiled):
 
     @property
     def _contents(self) -> Contents:
-        """What is written of the program."""
+        """The contents of the program's directory."""
         weights = self.weights()
         return Contents(
             self.plan,
@@ -285,7 +285,7 @@ class ParallelProgram(Compiled):
         )
 
     def on_ranks(self, body: Callable[[Session], T]) -> list[T]:
-        """What `body` returns on every rank, each with a session that holds the model's weights."""
+        """The results of `body` on every rank, each with a session that holds the model's weights."""
         return self.in_process.run(self.weights(), self.request.update, self.options.seed, body)
 
     @with_cpu_as_default
@@ -318,7 +318,7 @@ class ParallelProgram(Compiled):
 
 
 def _inputs(program: ParallelProgram) -> list[InputLike]:
-    """What a program's inputs are like, of the whole batch."""
+    """The demands on a program's inputs, of the whole batch."""
     ir, shapes = program.ir, batch_shapes(program.ir, program.plan.microbatches)
     return [
         InputLike(name, shape, (type_.dtype,), dim)

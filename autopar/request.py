@@ -1,4 +1,4 @@
-"""What a call of `compile` asks for, checked once: everything after it may rely on a `Request`."""
+"""The request of a call of `compile`, checked once: everything after it may rely on a `Request`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def asked_of_training(self) -> tuple[str, ...]:
-        """What is asked for that means nothing in inference, as it was written."""
+        """The arguments that mean nothing in inference, as they were written."""
         rule, options = self.update, self.options
         given = {
             "optimizer=": rule.optimizer,

@@ -42,7 +42,7 @@ from benchmarks.turns import print_json
 from tests.ops.rings import Layer
 
 FORMS = {"gathered": "s", "ring": "+s+t", "heads": "h"}
-"""What attention chooses along the axis."""
+"""The choice of attention along the axis, by the name of its form."""
 ROWS = "s"
 TIE = 0.03
 DECIDES = 0.3
@@ -159,7 +159,7 @@ def in_order(predicted_s: Mapping[str, float], measured_s: Mapping[str, float]) 
 
 
 def row(setting: Setting, steps: int) -> dict[str, Any]:
-    """What a setting says."""
+    """The row of a setting."""
     programs = forms_of(setting, device_profile(setting.ranks))
     predicted_s = {name: program.predicted.step_time_s for name, program in programs.items()}
     measured_s = measured(setting, programs, steps)
@@ -193,7 +193,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def device_profile(ranks: int) -> dict[str, Any]:
-    """What a calibration says of a rank where so many are at work, threads as in a step."""
+    """The profile of a rank that a calibration gives where so many are at work, threads as in a step."""
 
     def run(comm: Comm) -> list[Measured]:
         return measure_kernels(True, lambda text: None, comm.barrier, time.thread_time)

@@ -138,7 +138,7 @@ def compared(programs: dict[str, autopar.ParallelProgram], profile: Path, measur
 
 
 def time_all(directory: Path, mbit: float) -> None:
-    """What is timed: the machine if it was not, else both ways."""
+    """Time the machine if it was not timed yet, else both ways."""
     with ranks_on(RANKS, mbit, PLACES) as ranks:
         if not (directory / PROFILE).exists():
             return calibrate(ranks, directory / PROFILE)

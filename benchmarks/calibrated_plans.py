@@ -109,7 +109,7 @@ class QuietTurns:
         return slowest_s
 
     def turn_s(self, programs: Mapping[str, Loaded], steps: int) -> dict[str, float]:
-        """As `turn_s`, of the programs whose turn was a quiet one; the same on all ranks."""
+        """Seconds like those of `turn_s`, of the programs whose turn was a quiet one; the same on all ranks."""
         seconds: dict[str, float] = {}
         before_s = self._slowest_s()
         for name, one in programs.items():

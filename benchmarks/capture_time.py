@@ -80,12 +80,12 @@ class _Loss(nn.Module):
 
 
 def exported(model: nn.Module, batch: dict[str, Any]) -> object:
-    """What torch itself needs to trace the model."""
+    """The work of torch itself in tracing the model."""
     return torch.export.export(_Loss(model), (), dict(batch), strict=False)
 
 
 def captured(model: nn.Module, batch: dict[str, Any]) -> object:
-    """What a compile needs until it has a program to plan."""
+    """The work of a compile until it has a program to plan."""
     return capture_program(model, batch)
 
 

@@ -41,8 +41,8 @@ class Link:
         return self.latency_s + nbytes / self.bandwidth_Bps
 
     def seconds(self, call: Call) -> float:
-        """Of a collective on free links, from when all members have called; of an exchange what this member sends. Raises
-        NotImplementedError."""
+        """Seconds of a collective on free links, from when all members have called; of an exchange what this member
+        sends. Raises NotImplementedError."""
         n, nbytes = call.group.size, _nbytes(call.inp)
         if call.kind == "all_reduce":
             return 2 * (n - 1) * self.hop_s(nbytes / n)
@@ -64,7 +64,7 @@ def _nbytes(x: Tensor) -> int:
 
 @dataclass
 class Traffic:
-    """What the ranks share: when the link of each is free, and the meetings that some members have still to come to."""
+    """State that the ranks share: when the link of each is free, and the meetings that some members have still to come to."""
 
     link: Link
     free_s: dict[int, float] = field(default_factory=dict)

@@ -40,7 +40,7 @@ FORMS: Mapping[str, Mapping[str, str]] = {"apart": {"ep": "+t0+e"}, "whole": {"d
 
 
 class Size(NamedTuple):
-    """Of a mixture: rows of the global batch, width, inner width, experts, choices of a row, layers."""
+    """The size of a mixture: rows of the global batch, width, inner width, experts, choices of a row, layers."""
 
     rows: int
     width: int
@@ -132,7 +132,7 @@ def predict(directory: Path, ranks: int) -> dict[str, dict[str, float]]:
 
 
 def row(predicted: list[dict[str, float]], measured: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a size says. predicted: seconds of both forms before the first repeat, between them, and after the last."""
+    """The row of a size. predicted: seconds of both forms before the first repeat, between them, and after the last."""
     around = [{form: (a[form] + b[form]) / 2 for form in FORMS} for a, b in pairwise(predicted)]
     seconds = [repeat["seconds"] for repeat in measured]
     ratios, predicted_ratios = ([s["apart"] / s["whole"] for s in rows] for rows in (seconds, around))

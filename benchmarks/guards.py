@@ -1,4 +1,4 @@
-"""What guards cost: the demo's GPT with its guards and without, and the guards of a step alone, as one JSON object.
+"""The cost of guards: the demo's GPT with its guards and without, and the guards of a step alone, as one JSON object.
 
     python benchmarks/guards.py [--steps 20] [--ranks 2]
 

@@ -34,7 +34,7 @@ WIDTH, SEQ = 384, 128
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 RANKS = 4
 PLANNED_SHARE = 0.95
-"""Of the limit, to the planner: what is under way in Gloo's messages is not predicted, but counted here."""
+"""The share of the limit that the planner gets: what is under way in Gloo's messages is not predicted, but counted here."""
 
 
 def counted_peak(
@@ -157,7 +157,7 @@ def limit(args: argparse.Namespace) -> None:
 
 
 def on_ranks(args: argparse.Namespace, case: str, ranks: int, programs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a case's workers measure of emitted programs."""
+    """The measurements of a case's workers on emitted programs."""
     with tempfile.TemporaryDirectory() as directory:
         for name, program in programs.items():
             program.save(Path(directory) / name)

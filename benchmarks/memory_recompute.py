@@ -90,7 +90,7 @@ def min_cut_eager(watch: Watch) -> Callable[[Any, Any], Any]:
 
 
 def backend(kind: str) -> str:
-    """Of torch.compile: what runs the partitioned graphs."""
+    """The backend of torch.compile that runs the partitioned graphs."""
     return "aot_eager with min_cut_rematerialization_partition" if kind.startswith("budget") else "eager"
 
 

@@ -139,7 +139,7 @@ def compiled(only: str) -> Iterator[tuple[str, autopar.ParallelProgram | str]]:
 
 
 def recorded(program: autopar.ParallelProgram | str) -> dict[str, Any]:
-    """What is kept of a case of the older commit: its plan, or why there is none."""
+    """The record of a case of the older commit: its plan, or why there is none."""
     return {"error": program} if isinstance(program, str) else {"plan": program.plan.to_dict()}
 
 

@@ -170,7 +170,7 @@ def batch_of(setting: Setting) -> Tensor:
 
 
 def row(setting: Setting, steps: int) -> dict[str, Any]:
-    """What a setting says. Raises ArithmeticError where overlap changes a bit of a loss."""
+    """The row of a setting. Raises ArithmeticError where overlap changes a bit of a loss."""
     programs = programs_of(setting, device_profile(setting.ranks))
     turns = steps_on_link(setting.link, {setting.axis: setting.ranks}, programs, [batch_of(setting)], steps, ("",))
     if any(

@@ -55,7 +55,7 @@ batch_of = functools.partial(make_batch, batch=BATCH, seq=SEQ)
 
 
 def options_of(kind: str, ranks: int, layers: int) -> dict[str, Any]:
-    """What asks autopar for the plan of these peers."""
+    """The options that ask autopar for the plan of these peers."""
     if kind == "1f1b":
         cuts = [f"blocks.{layers * stage // ranks}" for stage in range(1, ranks)]
         return {"pp": ranks, "microbatches": MICROBATCHES, "schedule": "1f1b", "stage_boundaries": cuts}

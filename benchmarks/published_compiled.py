@@ -1,4 +1,4 @@
-"""What `compile` predicts of published training runs, under the plans that were published.
+"""Predictions of `compile` for published training runs, under the plans that were published.
 
 A row's model is compiled on its cluster with its plan forced: mesh, pipeline, schedule, microbatches, recompute, ZeRO and
 precision. Only time is asked for, so plans may use any memory. Rows that `compile` cannot express are counted and named;
@@ -33,7 +33,7 @@ from benchmarks.published_rows import Row, measured_step_s
 ANY_MEMORY_BYTES = 1e15
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": None}
 SCHEDULES = {"zb-1p": "zb-h1", "zb-2p": "zb-auto"}
-"""What comes next to the schedules that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
+"""The schedules nearest to those that the zero-bubble paper searched for in the memory of 1F1B, and in twice as much."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def inexpressible(w: Workload) -> str:
 
 
 def approximated(w: Workload) -> list[str]:
-    """In what the plan that `compile` is forced to differs from a row's."""
+    """The points in which the plan that `compile` is forced to differs from a row's."""
     p, schedule = w.parallel, schedule_name(w.plan.schedule, w.parallel.vpp)
     differences = {
         "experts apart over ranks with batches of their own, whole over those that share one": p.ep > 1 and p.cp > 1,
@@ -126,7 +126,7 @@ def compile_row(row: Row, measured_s: float) -> Compiled:
 
 
 def predicted_s(program: autopar.ParallelProgram, software: Software) -> float:
-    """What a compiled program would take under the software that a row ran with."""
+    """Seconds that a compiled program would take under the software that a row ran with."""
     assert program.lowered is not None
     pricers = Pricers(program.cluster, software)
     stages, templates = program.plan.stages, program.ir.templates

@@ -57,7 +57,7 @@ def order_in_series(timed: Sequence[Timed]) -> dict[str, dict[str, float]]:
 
 
 def report_order(series: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """The same as text."""
+    """The rank correlations of series as text."""
     return ["rank correlation within series (device-seconds per token; step time)"] + [
         f"  {name:34s} {s['rows']:4d} {s['rank_correlation']:6.2f} {s['rank_correlation_step_time']:6.2f}"
         f"  (measured spread {s['spread']:.0%})"
@@ -87,7 +87,7 @@ def ordered_otherwise(one: Sequence[Timed], other: Sequence[Timed]) -> tuple[int
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's."""
+    """Spearman's rank correlation."""
     x, y = ranks(a), ranks(b)
     return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else float("nan")
 

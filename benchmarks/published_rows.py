@@ -37,7 +37,7 @@ def write_result(folder: str, name: str, result: Mapping[str, Any]) -> Path:
 
 
 def measured_step_s(row: Row) -> float | None:
-    """What the source measured, as a step time."""
+    """The measurement of the source, as a step time."""
     if "step_time" not in row.get("score_on", []):
         return None
     value = row.get("derived", {}).get("step_time_s") or row.get("measured", {}).get("step_time_s")

@@ -39,7 +39,7 @@ from benchmarks.turns import as_worker
 MODULE = "benchmarks.regret"
 RESULTS, CHOSEN, CANDIDATES = "regret.jsonl", "chosen", 3
 LEAVE = ((3, 1.3), (8, 1.12))
-"""After so many turns a plan leaves whose median is so many times that of the fastest."""
+"""The turns after which a plan leaves whose median is so many times that of the fastest."""
 WARM_UP = 4
 """Steps of every program that are not counted."""
 SMALL_STEP_S = 0.25
@@ -142,7 +142,7 @@ def programs_of(setting: Setting, cluster: autopar.ClusterSpec, directory: Path)
 
 
 def text_of(folder: Path) -> str:
-    """What a written program's ranks run."""
+    """The text that a written program's ranks run."""
     return "".join(path.read_text() for path in (folder / "pipeline.py", *sorted((folder / "stages").glob("*.py"))))
 
 
@@ -169,7 +169,7 @@ def result(
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of all settings together."""
+    """The summary of all settings together."""
     regrets, tuned = ([line[key] for line in lines] for key in ("regret", "tuned_regret"))
     return {
         "settings": len(lines),
@@ -198,7 +198,7 @@ def measured_settings(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:
-    """What is known."""
+    """The lines that are known."""
     path = directory / RESULTS
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def timed_part(setting: Setting, args: argparse.Namespace) -> None:
-    """What is timed of a setting: its ranks calibrated, or its programs in turns."""
+    """Calibrate the ranks of a setting, or time its programs in turns."""
     if args.worker:
         names = json.loads((args.directory / "names.json").read_text())
         return as_worker(functools.partial(measure, args.directory, names, setting.model, args.seconds))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from benchmarks.turns import WorkersFailed
 
 INTERFACE = "veth0"
-"""Of every rank that has a namespace of its own."""
+"""The network interface of every rank that has a namespace of its own."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Ranks:
     per_node: int = 0
 
     def run(self, command: Sequence[str]) -> str:
-        """What rank 0 prints when every rank runs a command of this Python. Raises WorkersFailed."""
+        """The output of rank 0 when every rank runs a command of this Python. Raises WorkersFailed."""
         with socket.socket() as free:
             free.bind(("", 0))
             port = str(free.getsockname()[1])

@@ -82,7 +82,7 @@ def parallelize(model: Model, mesh: DeviceMesh, sequence: bool, vocabulary: bool
 
 
 def apply(module: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]) -> None:
-    """To those submodules that there are."""
+    """Apply the styles to those submodules that there are."""
     names = {name for name, _ in module.named_modules()}
     parallelize_module(module, mesh, {name: style for name, style in styles.items() if name in names})
 

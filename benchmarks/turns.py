@@ -53,7 +53,7 @@ class Turns:
         return statistics.median(self.times_s[name])
 
     def ratios(self, ours: str, theirs: str) -> dict[str, float]:
-        """Of the medians, and the median of step-by-step ratios."""
+        """The ratio of the medians, and the median of step-by-step ratios."""
         pairs = [a / b for a, b in zip(self.times_s[ours], self.times_s[theirs], strict=True)]
         return {
             "ratio_of_medians": round(self.median_s(ours) / self.median_s(theirs), 3),
@@ -61,7 +61,7 @@ class Turns:
         }
 
     def summary(self) -> dict[str, Any]:
-        """What every benchmark says of its programs."""
+        """The summary of the programs that every benchmark prints."""
         return {
             "steps": len(next(iter(self.times_s.values()))),
             "median_ms": {name: round(1e3 * self.median_s(name), 2) for name in self.times_s},

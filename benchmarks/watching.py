@@ -1,4 +1,4 @@
-"""What a run pays for being watched and saved: the demo's GPT on processes over Gloo, as one JSON object.
+"""The price of watching and saving a run: the demo's GPT on processes over Gloo, as one JSON object.
 
     python benchmarks/watching.py [--steps 160] [--ranks 2]
 

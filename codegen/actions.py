@@ -131,7 +131,7 @@ def _template_call(line: ir.TemplateCall, stage: LoweredStage) -> str:
 
 
 def _targets(names: Sequence[str]) -> str:
-    """What takes the values of a sequence."""
+    """The left side of an assignment that unpacks a sequence into these names."""
     return ", ".join(names) + ("," if len(names) == 1 else "")
 
 

@@ -20,7 +20,7 @@ from autopar.ir.lines import FetchSaved, Function, Line, Prefetch, TemplateCall
 _AHEAD = (Prefetch, FetchSaved)
 _INDENT = "    "
 _MOST_NAMES = 2
-"""So many entries of a dict are named in a list one by one."""
+"""The number of entries of a dict up to which each is named in a list of its own."""
 
 
 class Body:

@@ -16,7 +16,7 @@ Place = Sequence[float]
 
 
 class StageCurve(TypedDict):
-    """What `passes.recompute.curve` says of one stage."""
+    """The recompute curve of one stage, as `passes.recompute.curve` gives it."""
 
     corners: Sequence[Place]
     policies: dict[str, Place]

@@ -50,7 +50,7 @@ LAUNCHERS = ("run.py", "launch.sh", "slurm.sh", "kubernetes.yaml")
 
 @dataclass(frozen=True, eq=False)
 class BucketContents:
-    """What is written for batches of another shape."""
+    """The part of a program's directory that serves batches of another shape."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -61,11 +61,11 @@ class BucketContents:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """What is written. sources: of the stages; pipeline: the text of pipeline.py. update: None for inference. weights: by
-    table name, on the meta device where there are none; state_names: what the same are called in the model's own state
-    dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
-    and pad_values what inputs are padded with up to them. compiler: of what is between messages; cuda_graphs: whether steps are
-    captured."""
+    """The contents of a program's directory. sources: of the stages; pipeline: the text of pipeline.py. update: None
+    for inference. weights: by table name, on the meta device where there are none; state_names: what the same are
+    called in the model's own state dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of
+    program.json. buckets: batches of other shapes, and pad_values what inputs are padded with up to them. compiler: of
+    what is between messages; cuda_graphs: whether steps are captured."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -119,7 +119,7 @@ def write_directory(
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """What is written of one program. files: by name; weights: of the folder of weights, if there is one."""
+    """The files of one program. files: by name; weights: of the folder of weights, if there is one."""
 
     contents: Contents
     files: Mapping[str, bytes]
@@ -215,12 +215,12 @@ def _texts(contents: Contents, worlds: Sequence[int]) -> dict[str, str]:
 
 
 def candidate_folder(place: int) -> str:
-    """Where the program lies under another plan."""
+    """The folder of the program under another plan."""
     return f"{CANDIDATES}/{place + 1}"
 
 
 def bucket_folder(place: int) -> str:
-    """Where the files of a bucket lie."""
+    """The folder of the files of a bucket."""
     return f"buckets/{place + 1}"
 
 
@@ -255,7 +255,7 @@ def update_entry(rule: UpdateRule) -> dict[str, Any] | None:
 
 
 def _clip_entry(clip: ClipNorm | None) -> dict[str, Any] | None:
-    """JSON has no infinity."""
+    """A clipping rule as JSON, which has no infinity."""
     if clip is None:
         return None
     return {"max_norm": clip.max_norm, "norm_type": "inf" if math.isinf(clip.norm_type) else clip.norm_type}

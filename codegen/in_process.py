@@ -70,7 +70,7 @@ class InProcess:
         )
 
     def run_bare(self, rank: Callable[[Comm], T]) -> list[T]:
-        """What `rank` returns on every rank, in rank order; each runs as a thread."""
+        """The results of `rank` on every rank, in rank order; each runs as a thread."""
         threads = torch.get_num_threads()
         try:
             return run_threads(self.pipeline.WORLD, world_mesh(self.pipeline), rank)

@@ -26,7 +26,7 @@ _FILES = table(path_inside, text())
 
 
 def digest(content: bytes) -> str:
-    """What the list holds of a file's content."""
+    """The hash of a file's content that the list of files holds."""
     return hashlib.sha256(content).hexdigest()
 
 
@@ -61,7 +61,7 @@ def written_before(directory: Path) -> dict[str, str]:
 
 
 def to_replace(directory: Path, names: Iterable[str], plan: Plan) -> list[str]:
-    """What autopar wrote into the directory before, which goes when these files and a folder of weights come.
+    """Names that autopar wrote into the directory before, which go when these files and a folder of weights come.
 
     Raises EmitError where one of them is there already and not autopar's, and where a folder leads out of the directory. plan:
     what is about to be written; a plan.json that was edited to it may be replaced.

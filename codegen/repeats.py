@@ -137,7 +137,7 @@ class Variable:
         return f"for {self.name} in {self.values.range(self.count)}"
 
     def value(self, turn: int) -> int:
-        """What it is in a round; -1: in the last."""
+        """The variable's value in a round; -1: in the last."""
         return self.values.first + self.values.step * (turn % self.count)
 
     def expression(self, number: Progression) -> str | None:
@@ -157,5 +157,5 @@ class Variable:
 
 
 def progressions(first: Shape, second: Shape) -> list[Progression]:
-    """What the numbers of a text go through, from its first two rounds."""
+    """The progressions of the numbers of a text over the rounds, from its first two."""
     return [Progression(a, b - a) for a, b in zip(first[1], second[1], strict=True)]

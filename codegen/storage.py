@@ -201,7 +201,7 @@ def _pattern(names: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def _stem(names: Sequence[str]) -> str:
-    """What two names have in common, or else the last of them."""
+    """The part that two names have in common, or else the last of them."""
     pattern = _pattern(names)
     return names[-1] if pattern is None else _tidy(pattern)
 

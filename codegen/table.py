@@ -12,7 +12,7 @@ from autopar.codegen.marks import fill, shape
 from autopar.codegen.repeats import Variable, progressions, runs
 
 _MOST_ROWS = 8
-"""So many rows are written out, repeated or not."""
+"""The number of rows up to which they are all written out, repeated or not."""
 
 
 def table_lines(rows: Sequence[str], named: bool = False) -> list[str]:

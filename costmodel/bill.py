@@ -34,7 +34,7 @@ from autopar.costmodel.software import Software
 
 
 class Purpose(NamedTuple):
-    """What a message is for, and the constant (`Software.exposed_share`) that says how much of it stays exposed."""
+    """The purpose of a message, and the constant (`Software.exposed_share`) that says how much of it stays exposed."""
 
     what: str
     overlap: str = ""
@@ -42,7 +42,7 @@ class Purpose(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What an action of a call does on one rank.
+    """The work of an action of a call on one rank.
 
     computed_s: products, attention, and passes whose seconds are known. fused_s: the passes over memory of everything else,
     if neighbours were one kernel; apart_s: if every op is one. launches: kernels; host_s: what the host needs for further ones.
@@ -93,7 +93,7 @@ NOTHING = Work()
 
 @dataclass(frozen=True)
 class CallBill:
-    """What one call of a block does: forward, backward of inputs, backward of weights. host_s: least seconds to launch it."""
+    """The work of one call of a block: forward, backward of inputs, backward of weights. host_s: least seconds to launch it."""
 
     F: Work = NOTHING
     B: Work = NOTHING
@@ -102,7 +102,7 @@ class CallBill:
 
     @property
     def works(self) -> tuple[Work, Work, Work]:
-        """By action, in the order F, B, W."""
+        """The work by action, in the order F, B, W."""
         return self.F, self.B, self.W
 
 
@@ -148,7 +148,7 @@ def _shown_together(one: Shown | None, other: Shown | None) -> Shown | None:
 
 @dataclass(frozen=True)
 class StageBill:
-    """What one stage does on one of its ranks.
+    """The work of one stage on one of its ranks.
 
     calls: with how often a microbatch makes each. waits_s: seconds that memory tiers add to an action, by kind.
     optimizer_s, rest_s: once a step, of the update and of whatever else.
@@ -204,9 +204,9 @@ class CallSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """What a bill comes to. seconds: of one action by (stage, kind). exposed_s: of layers' messages in a microbatch, by group
-    and by what they are for. once_s: what a group adds at the end, of it parameters_s messages. The group is the slowest.
-    """
+    """Seconds that a bill comes to. seconds: of one action by (stage, kind). exposed_s: of layers' messages in a
+    microbatch, by group and by what they are for. once_s: what a group adds at the end, of it parameters_s messages.
+    The group is the slowest."""
 
     step_s: float
     span_s: float
@@ -219,7 +219,7 @@ class StepSeconds:
 
     @property
     def overhead_s(self) -> float:
-        """What a step takes whatever the plan, and what it loses to jitter."""
+        """Seconds that a step takes whatever the plan, and that it loses to jitter."""
         return self.step_s - self.span_s - self.once_s
 
 

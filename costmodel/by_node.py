@@ -28,7 +28,7 @@ from autopar.runtime.comm.hierarchical import KINDS, grid_of
 SIZES = tuple(2**i for i in range(10, 31))
 """Bytes at which the two ways are compared."""
 FLAT = "flat "
-"""Before the kind, of what a calibration measured among all ranks of several nodes."""
+"""The prefix of a kind that a calibration measured among all ranks of several nodes."""
 Levels = tuple[LinkLevel, ...]
 
 

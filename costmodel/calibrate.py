@@ -147,8 +147,8 @@ def fit_device(samples: Sequence[Sample], base: DeviceSpec) -> tuple[dict[str, A
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the ranks of a process group measured: the ops of programs (CPUs alone), all at once, as long as they take on the
-    slowest rank (`calibrate_lateness.py`), and their collectives by level of links."""
+    """Measurements of the ranks of a process group: the ops of programs (CPUs alone), all at once, as long as they take
+    on the slowest rank (`calibrate_lateness.py`), and their collectives by level of links."""
 
     kernels: list[Measured]
     collectives: dict[str, list[Sample]]
@@ -212,7 +212,7 @@ def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str)
 
 
 def local_ranks(world: int, gpu: bool, quick: bool) -> Ranks:
-    """What `world` processes of this machine measure (one per GPU with NCCL, else Gloo)."""
+    """Measurements of `world` processes of this machine (one per GPU with NCCL, else Gloo)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -232,7 +232,7 @@ def group_sizes(world: int) -> list[int]:
 
 
 def launched_ranks(gpu: bool, quick: bool, say: Progress) -> Ranks:
-    """What the ranks that torchrun started measure; where its nodes are uneven, collectives of all ranks alone."""
+    """Measurements of the ranks that torchrun started; where its nodes are uneven, collectives of all ranks alone."""
     if gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if gpu else "gloo")

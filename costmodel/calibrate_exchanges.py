@@ -1,4 +1,4 @@
-"""What an exchange of rows adds to a mixture of experts, on CPUs.
+"""Seconds that an exchange of rows adds to a mixture of experts, on CPUs.
 
 Rows go to the experts that they chose and back in bursts: their counts are gathered, then rows, gradients and shares set out
 together. What such a burst takes is hardly what its bytes take between idle ranks: the cores that compute also move its many
@@ -25,11 +25,11 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.kernels.experts import experts
 
 BURSTS = 4
-"""Of a mixture forward and backward: there and back in each."""
+"""Bursts of a mixture, forward and backward: there and back in each."""
 BLOCKS = 5
 """Blocks of rows that they carry: rows and results, then rows with the gradients of results, and the gradients of rows."""
 TOKENS = (64, 512, 2048)
-"""Of every rank."""
+"""Tokens of every rank, one measurement for each."""
 CHOICES, EXPERTS, WIDTH = 2, 2, 256
 """Experts that a token chooses, experts of every rank, and the width of their layers."""
 TOKENS_TIMES_INNER = 1 << 16

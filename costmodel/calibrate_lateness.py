@@ -21,13 +21,14 @@ from autopar.costmodel.host_kernels import Measured, usual_s
 from autopar.runtime.comm.comm import Comm
 
 WINDOW_S = 0.05
-"""What ranks compute between two meetings; the share hardly depends on it from 10 ms to 100."""
+"""Seconds that ranks compute between two meetings; the share hardly depends on it from 10 ms to 100."""
 SIDE, ELEMENTS = 512, 1 << 20
-"""Of a product that lies in a cache, and of a pass over memory that does not: a window is as many of each."""
+"""The side of a product that lies in a cache, and the elements of a pass over memory that does not: a window is as many
+of each."""
 
 
 def late_share(comm: Comm, windows: int) -> float:
-    """By which share of their mean the slowest of all ranks is late after a window; every rank must call it."""
+    """The share of their mean by which the slowest of all ranks is late after a window; every rank must call it."""
     operand, row = torch.randn(SIDE, SIDE), torch.zeros(ELEMENTS)
 
     def compute_s(times: int) -> float:
@@ -48,7 +49,7 @@ def late_share(comm: Comm, windows: int) -> float:
 
 
 def usual_of_slowest_s(comm: Comm, seconds: Sequence[float]) -> float:
-    """What the slowest rank usually takes. seconds: of this rank, turn by turn; every rank must call it."""
+    """Seconds that the slowest rank usually takes. seconds: of this rank, turn by turn; every rank must call it."""
     return usual_s(np.max(comm.share(list(seconds)), axis=0))
 
 

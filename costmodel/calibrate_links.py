@@ -64,7 +64,7 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress, kinds: Collectio
         full, part = torch.zeros(elements, device=device), torch.zeros(elements // n, device=device)
 
         def hand_over(whole: torch.Tensor = full) -> None:
-            """From the first rank to the second, and back."""
+            """Send from the first rank to the second, and back."""
             for sender in (0, 1):
                 if rank in (0, 1):
                     kind = "send" if rank == sender else "recv"

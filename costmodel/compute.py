@@ -112,8 +112,8 @@ def merging_time_s(device: DeviceSpec, op: str, kernels: int, passes: int, moved
 
 
 def filling_time_s(device: DeviceSpec, result_bytes: float, added_bytes: float) -> tuple[float, float]:
-    """For a result that is zeros but where so many bytes are added: seconds to fill what is left of it, and the bytes of it that
-    count as the op's own. Where kernels were not measured, all of it is one pass."""
+    """The cost of a result that is zeros but where so many bytes are added: seconds to fill what is left of it, and the
+    bytes of it that count as the op's own. Where kernels were not measured, all of it is one pass."""
     if device.kernels is None or result_bytes <= added_bytes:
         return 0.0, result_bytes
     return float(device.kernels.pass_s(FILL, result_bytes - added_bytes)), added_bytes

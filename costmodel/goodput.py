@@ -1,4 +1,4 @@
-"""What a long run gets done: failures, the work that each takes back, and how often to save.
+"""The useful share of a long run: failures, the work that each takes back, and how often to save.
 
 The state is saved every so many seconds of work. Training stands still while it is copied to the host (stall_s), and a copy
 counts once it is written (write_s later). A failure takes back all work since the copy that counts, then the run is down
@@ -71,7 +71,7 @@ def expected(interval_s: float, saving: Saving, failures: Failures) -> float:
 
 
 def simulate(work_s: float, interval_s: float, saving: Saving, failures: Failures, seed: int = 0) -> Outcome:
-    """So many seconds of work, of all nodes, until they are done."""
+    """Play so many seconds of work, of all nodes, until they are done."""
     draw, nodes = random.Random(seed), _Nodes(failures)
     now = done = kept = lost = down = stalled = 0.0
     count = 0
@@ -124,7 +124,7 @@ class _Nodes:
 
     @property
     def next_back(self) -> float:
-        """When the next one is repaired."""
+        """The time at which the next node is repaired."""
         return self._back[0]
 
     def repaired(self, now: float) -> None:

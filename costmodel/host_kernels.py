@@ -51,7 +51,7 @@ class Timed(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What it took. nbytes: read and written."""
+    """Seconds that one kernel took. nbytes: read and written."""
 
     kind: str
     op: str

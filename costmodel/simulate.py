@@ -58,8 +58,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the simulator found. `busy_s[i]`: compute seconds of group i; `critical_path` from first to last event; names: of
-    its rows, where they are not just groups."""
+    """The outcome of a simulated step. `busy_s[i]`: compute seconds of group i; `critical_path` from first to last
+    event; names: of its rows, where they are not just groups."""
 
     events: tuple[Event, ...]
     makespan_s: float
@@ -71,7 +71,7 @@ class Timeline:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """What each row is called."""
+        """The name of each row."""
         return self.names or tuple(f"group {g}" for g in range(len(self.busy_s)))
 
     @property
@@ -81,7 +81,7 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
-        """As in the zero-bubble paper: cost is the largest over groups of (last end - first start)."""
+        """The bubble rate as in the zero-bubble paper: cost is the largest over groups of (last end - first start)."""
         cost = max(self.spans_s)
         return 1 - max(self.busy_s) / cost if cost else 0.0
 
@@ -114,7 +114,7 @@ class Timeline:
         )
 
     def trace_rows(self) -> list[dict[str, Any]]:
-        """In the Chrome trace format: one process per group, one thread per stream."""
+        """The events in the Chrome trace format: one process per group, one thread per stream."""
         rows: list[dict[str, Any]] = []
         for group, name in enumerate(self.rows):
             rows.append({"ph": "M", "pid": group, "name": "process_name", "args": {"name": name}})
@@ -167,7 +167,7 @@ Read = tuple[str, int, int]
 
 
 def _reads(graph: StageGraph) -> tuple[dict[tuple[str, int], list[Read]], tuple[tuple[int, int], ...]]:
-    """What actions of each (kind, stage) read, and the links between groups."""
+    """The reads of actions of each (kind, stage), and the links between groups."""
     owner = graph.group_of
     links: dict[tuple[int, int], int] = {}
     reads: dict[tuple[str, int], list[Read]] = {}
@@ -244,7 +244,8 @@ class _Ordering:
 
 
 def _seconds(net: Network, durations: Durations) -> Durations:
-    """Without W actions, B takes the seconds of B and W together. Raises PlanError for an action without seconds."""
+    """The durations of actions: without W actions, B takes the seconds of B and W together. Raises PlanError for an
+    action without seconds."""
     if not net.split:
         durations = {(s, k): t + (durations.get((s, "W"), 0.0) if k == "B" else 0.0) for (s, k), t in durations.items()}
     for key in set(net.key):

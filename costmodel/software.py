@@ -1,4 +1,4 @@
-"""What a plan runs on and no planner chooses: the framework, its kernels, and the constants fitted to published runs.
+"""Software that a plan runs on and no planner chooses: the framework, its kernels, and the constants fitted to published runs.
 
 `Software` says how a bill (`costmodel/bill.py`) is read. What emitted programs are depends on the machine: on GPUs whose
 family was fitted they are read with the fitted constants and without the overlap that they do not have (`emitted_on`);
@@ -58,7 +58,7 @@ def default_constants() -> StepConstants:
 
 @dataclass(frozen=True)
 class Software:
-    """What a plan runs on; no planner chooses it.
+    """The software stack that a plan runs on; no planner chooses it.
 
     precision of the products: float16, bfloat16, float8, mxfp8 (block-scaled), float4, float32. kernels: "fused"
     (Transformer Engine, compiled), "eager" (a framework's own), or "apart": every op reads and writes memory by itself.
@@ -156,7 +156,7 @@ NEUTRAL = Software(
 
 @cache
 def emitted_on(cluster: ClusterSpec) -> Software:
-    """What the programs that are emitted for a cluster run on. On GPUs the products of all experts are one kernel."""
+    """The software of the programs that are emitted for a cluster. On GPUs the products of all experts are one kernel."""
     if not all(_fitted(device) for _, device in cluster.devices):
         measured = [level.exposed for level in cluster.levels if level.measured]
         if not measured:

@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """What a sensor says, (batch, readings, channels), in one vector of the common width."""
+    """The readings of a sensor, (batch, readings, channels), in one vector of the common width."""
 
     def __init__(self, channels: int, width: int, blocks: int, common: int) -> None:
         super().__init__()

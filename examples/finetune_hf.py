@@ -73,7 +73,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> float:
 
 
 def train(out: Path, start: Path, steps: int, resume: bool) -> None:
-    """What each process of torchrun does."""
+    """Train in one of torchrun's processes."""
     from transformers import AutoTokenizer
 
     rows, held_out = token_rows(AutoTokenizer.from_pretrained(start))

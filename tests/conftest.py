@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, repeatable hypothesis, and markers that skip themselves."""
+"""Fixtures and settings of every test: one thread per process, repeatable hypothesis, and markers that skip themselves."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _beyond_few(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of tests marked `few(n)`: the parameter sets beyond n, n being spread over them evenly."""
+    """The parameter sets of tests marked `few(n)` beyond n, n being spread over them evenly."""
     sets: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):

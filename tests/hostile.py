@@ -243,7 +243,7 @@ def safetensors() -> dict[str, bytes]:
 
 @functools.cache
 def texts() -> dict[str, bytes]:
-    """In the place of JSON, and of YAML."""
+    """Texts in the place of JSON, and of YAML."""
     return {
         "a million lists": b"[" + b"[]," * 1_000_000 + b"[]]",
         "three million numbers": b"[" + b"1.5," * 3_000_000 + b"1]",

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "link", "fsync")
-"""Of os, by which files are made to be, named and deleted."""
+"""The functions of os by which files are made to be, named and deleted."""
 
 
 class Killed(BaseException):
-    """No cleaning up helps: what that tries fails likewise."""
+    """The end of a process, against which no cleaning up helps: what that tries fails likewise."""
 
 
 @contextlib.contextmanager

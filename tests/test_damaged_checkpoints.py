@@ -90,7 +90,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @counts
 def test_resuming(steps: list[Path], seeds: range, ranks: int, tmp_path: Path) -> None:
-    """On every rank alike: of two ranks, each checks a part of the files."""
+    """Damage is found on every rank alike: of two ranks, each checks a part of the files."""
     program = stages.mlp(ranks, 1)
 
     def body(comm: Any) -> str:
@@ -158,7 +158,7 @@ def test_exporting(programs: list[Path], seeds: range, tmp_path: Path, capsys: p
 def test_weights_that_were_exported(
     compiled: autopar.ParallelProgram, programs: list[Path], seeds: range, tmp_path: Path
 ) -> None:
-    """But where the record is gone: then they are as files of other libraries, which have none."""
+    """Weights whose record is gone are as files of other libraries, which have none."""
     exported = [tmp_path / "one", tmp_path / "two"]
     for program, target in zip(programs, exported, strict=True):
         assert cli.main([str(program), str(program / "weights"), str(target), "--max-shard-size", "600"]) == 0
@@ -172,7 +172,7 @@ def test_weights_that_were_exported(
 
 @counts
 def test_loading_a_program(programs: list[Path], seeds: range, tmp_path: Path) -> None:
-    """With the weights that came with it."""
+    """The program is loaded with the weights that came with it."""
     out = tmp_path / "out"
     shutil.copytree(programs[0], out, ignore=shutil.ignore_patterns("weights"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -199,7 +199,7 @@ def test_files_that_torch_alone_wrote_have_no_record_and_are_held_against_their_
 
 
 def test_ranks_that_find_different_checkpoints_agree_not_to_go_on(steps: list[Path]) -> None:
-    """As where a directory is of each machine's own."""
+    """The checkpoints differ as where a directory is of each machine's own."""
     program = stages.mlp(2, 1)
 
     def body(comm: Any) -> None:

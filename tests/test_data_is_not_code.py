@@ -87,7 +87,7 @@ def outcome(attempt: Callable[[], Any]) -> str:
 
 
 def every(data: Any, seeds: range, path: Path, attempt: Callable[[Path], Any]) -> Counter[str]:
-    """What became of every mutant of a file."""
+    """The count of every outcome over the mutants of a file."""
     said: Counter[str] = Counter()
     for seed, text in mutants(data, seeds):
         path.write_bytes(text.encode(errors="surrogatepass"))
@@ -100,7 +100,7 @@ def every(data: Any, seeds: range, path: Path, attempt: Callable[[Path], Any]) -
 
 
 def test_the_payloads_do_run_where_they_are_taken_for_code() -> None:
-    """So that the canary's silence elsewhere says something."""
+    """The payloads run here, so that the canary's silence elsewhere says something."""
     ran = 0
     for payload in PAYLOADS:
         with contextlib.suppress(Exception):
@@ -117,7 +117,7 @@ def test_the_payloads_do_run_where_they_are_taken_for_code() -> None:
 
 
 def shape(source: str) -> list[str]:
-    """What a program does: the names and calls of its text, without its strings."""
+    """The shape of a program: the names and calls of its text, without its strings."""
     return [n.id if isinstance(n, ast.Name) else type(n).__name__ for n in ast.walk(ast.parse(source))]
 
 
@@ -262,7 +262,7 @@ def test_checkpoints(trained: Path, seeds: range, tmp_path: Path) -> None:
 
 @counts
 def test_safetensors(seeds: range, tmp_path: Path) -> None:
-    """Of a file, and of the index of several."""
+    """Mutants of a file, and of the index of several."""
     full, row = stages.weights(), stages.mlp(1, 1)
     single = safetensors_files.write(tmp_path / "model.safetensors", full)
     shards = safetensors_files.write_shards(tmp_path / "shards", {"w1": full.pop("w1")}, full)

@@ -50,7 +50,7 @@ SIZE = torch.Size([16])
 
 
 def metadata(length: int) -> bytes:
-    """Of a checkpoint of one tensor of 16 floats and one value, both of which take all of a file."""
+    """The metadata of a checkpoint of one tensor of 16 floats and one value, both of which take all of a file."""
     chunk = ChunkStorageMetadata(torch.Size([0]), SIZE)
     kinds = {"a": TensorStorageMetadata(TensorProperties(torch.float32), SIZE, [chunk]), "v": BytesStorageMetadata()}
     places = {
@@ -201,7 +201,8 @@ NOTES: dict[str, tuple[Reader, Callable[[], bytes]]] = {
     "program": (read_data("program.json", changes_since), record_of_program),
     "learned cluster": (read_data("learned.json", ClusterSpec.from_file), cluster),
 }
-"""What a run or a tuning leaves beside checkpoints: how it is read, and a right one. What is damaged is said and left out."""
+"""The notes that a run or a tuning leaves beside checkpoints: how each is read, and a right one. Damaged ones are said
+and left out."""
 
 
 @pytest.mark.parametrize("kind", NOTES)

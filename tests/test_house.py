@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ ROOMS = {
 """The same inside large rooms. Modules beside the rooms of one stand in the order too."""
 MOST_MODULES = 24
 ONE_FAMILY_A_FILE = ("autopar.ops",)
-POINTS_ELSEWHERE = ("Of", "That", "Those", "It", "They", "These")
+POINTS_ELSEWHERE = ("Of", "That", "Those", "What", "It", "They", "These")
 
 PLACE = {room: place for place, line in enumerate(ORDER.split("\n")) for room in line.split()}
 WINGS = ("passes", "costmodel", "codegen")
@@ -200,8 +201,8 @@ def test_no_circle_of_modules() -> None:
 
 
 def test_the_runtime_imports_torch_and_the_standard_library_alone() -> None:
-    """It is copied beside emitted programs, where nothing else may be installed and autopar is not: its own modules it
-    imports relatively."""
+    """The runtime is copied beside emitted programs, where nothing else may be installed and autopar is not: its own
+    modules it imports relatively."""
     for module in filter(in_runtime, SOURCES):
         others = {name.split(".")[0] for name in imported(module) if not name.startswith("autopar.runtime.")}
         assert others <= {"torch", *sys.stdlib_module_names}, module
@@ -234,12 +235,24 @@ def test_no_import_hides_in_a_string(module: str) -> None:
             assert not any(str(text).startswith(("autopar", ".")) for text in texts), f"{module}:{node.lineno}"
 
 
-def test_docstrings_have_a_subject() -> None:
+def texts_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings of a file, each with its line: of modules, classes and functions, and those under attributes."""
+    if path.suffix != ".py":
+        text = path.read_text()
+        yield from ((text[: m.start()].count("\n") + 1, m[1]) for m in re.finditer(r'^\s*"""(.+)', text, re.MULTILINE))
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+@pytest.mark.parametrize("folder", ["autopar", *WINGS, "tests", "benchmarks", "examples"])
+def test_docstrings_have_a_subject(folder: str) -> None:
     """A stranger who reads one alone is told what it is about: none opens with a word that points elsewhere."""
     found = []
-    for module in SOURCES:
-        for node in ast.walk(tree_of(module)):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
-                first = (ast.get_docstring(node) or "-").split()[0].strip(",:;.")
-                found += [f"{module}:{node.body[0].lineno} opens with {first!r}"] if first in POINTS_ELSEWHERE else []
+    files = {*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.py.j2")} - {ROOT / "benchmarks" / "sameness.py"}
+    for path in sorted(files):
+        for line, text in texts_of(path):
+            first = (text.split() or ["-"])[0].strip(",:;.")
+            found += [f"{path.relative_to(ROOT)}:{line} opens with {first!r}"] if first in POINTS_ELSEWHERE else []
     assert not found, "\n".join(found)

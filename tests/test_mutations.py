@@ -129,7 +129,7 @@ def a_large_product_takes_its_flops_at_peak() -> None:
 
 
 def an_all_reduce_takes_what_a_ring_takes() -> None:
-    """Of 1 GB over 8 devices with 100 GB/s each way: 2 · 7/8 of the bytes."""
+    """An all-reduce of 1 GB over 8 devices with 100 GB/s each way sends 2 · 7/8 of the bytes."""
     cluster = autopar.ClusterSpec.homogeneous(
         devices=8,
         device="a100",
@@ -159,7 +159,7 @@ def attention_to_earlier_keys_equals_eager() -> None:
 
 
 def dropped_all_reduce(patch: Patch) -> None:
-    """Of the gradients of replicated parameters."""
+    """A fault that drops the all-reduce of the gradients of replicated parameters."""
     patch.setattr(stage, "rows", lambda steps: rows(tuple(s for s in steps if s.kind != "all_reduce")))
 
 

@@ -258,14 +258,14 @@ class Machines:
         return one
 
     def wait_for_store(self) -> None:
-        """Until the first machine has the store where all meet: that machine stays."""
+        """Wait until the first machine has the store where all meet: that machine stays."""
         end = time.monotonic() + 100
         with socket.socket() as probe:
             while probe.connect_ex(("127.0.0.1", self._port)) and time.monotonic() < end:
                 time.sleep(0.1)
 
     def wait_for(self, step: int, ranks: int) -> int:
-        """Until a step from this one on was made on so many ranks; which it is."""
+        """Wait until a step from this one on was made on so many ranks; which it is."""
         end = time.monotonic() + 300
         while time.monotonic() < end:
             last = told(self._losses)[-1:]

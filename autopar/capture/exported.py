@@ -1,4 +1,4 @@
-"""What `torch.export` gives of a step, as the passes over the captured graph read it."""
+"""The graph that `torch.export` gives of a step, as the passes over the captured graph read it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
-"""Of a tensor: dtype and shape."""
+"""The dtype and the shape of a tensor."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"([0-9]{1,12})\s*([KMGT]B)?", re.IGNORECASE)
 
@@ -80,8 +80,8 @@ def export(
 
 
 def exported(source: TensorSource, names: Mapping[str, Sequence[str]]) -> dict[str, Kind]:
-    """What is written, by its name in the model's state dict. Raises InputError where the checkpoint is of another
-    program."""
+    """The tensors that are written, by their names in the model's state dict. Raises InputError where the checkpoint is
+    of another program."""
     kinds: dict[str, Kind] = {}
     for name, also in names.items():
         signature = source.signatures.get(name)
@@ -119,7 +119,7 @@ def sharded(kinds: Mapping[str, Kind], shard_bytes: int) -> list[list[str]]:
 
 
 def file_names(count: int) -> list[str]:
-    """As Hugging Face's libraries number them."""
+    """File names numbered as Hugging Face's libraries number them."""
     if count == 1:
         return [f"model{SUFFIX}"]
     return [f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}" for number in range(count)]

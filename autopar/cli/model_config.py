@@ -10,7 +10,7 @@ from autopar.errors import InputError
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Its fields. Raises InputError where the file cannot be read, or holds something else."""
+    """The fields of a config.json. Raises InputError where the file cannot be read, or holds something else."""
     try:
         config = json.loads(Path(path).read_text())  # such files hold infinities
     except (OSError, ValueError) as error:

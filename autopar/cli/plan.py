@@ -71,7 +71,7 @@ def planned(args: argparse.Namespace) -> ParallelProgram:
 
 
 def of_function(name: str) -> Mapping[str, Any]:
-    """What `module:function` returns, as arguments of compile. Raises InputError."""
+    """The result of `module:function`, as arguments of compile. Raises InputError."""
     module_name, _, function = name.partition(":")
     if not module_name or not function:
         raise InputError(f"MODEL {name!r} is neither module:function nor a config.json")
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def facts(program: ParallelProgram) -> dict[str, Any]:
-    """What a plan comes to, as data."""
+    """The facts of a plan, as data."""
     predicted = program.predicted
     return {
         "plan": program.plan.show_meshes(),

@@ -47,7 +47,7 @@ class Saved:
         return simulate(tuple(map(parse_row, schedule["table"])), graph, seconds, between).with_messages(hidden)
 
     def rank_code(self, rank: int) -> str:
-        """What rank `rank` runs. Raises InputError when there is no such rank."""
+        """The code that rank `rank` runs. Raises InputError when there is no such rank."""
         if not 0 <= rank < self.program["ranks"]:
             raise InputError(f"--rank {rank}: the program has ranks 0 to {self.program['ranks'] - 1}")
         own = self.directory / "ranks" / f"rank_{rank}.py"

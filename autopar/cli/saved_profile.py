@@ -1,4 +1,4 @@
-"""What `run.py --profile DIR` wrote: a file per rank, read into a Profile."""
+"""The files that `run.py --profile DIR` wrote, one per rank, read into a Profile."""
 
 from __future__ import annotations
 

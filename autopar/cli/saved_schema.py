@@ -1,4 +1,4 @@
-"""What program.json may hold, as far as `autopar-dump` shows it; keys beside these are left alone."""
+"""The schema of program.json, as far as `autopar-dump` shows it; keys beside these are left alone."""
 
 from __future__ import annotations
 

@@ -19,14 +19,14 @@ from pathlib import Path
 
 MARK = "AUTOPAR_STARTED"
 ENDING_S = 10.0
-"""For torchrun to end its ranks, when it is asked to."""
+"""Seconds that torchrun has to end its ranks, when it is asked to."""
 KILLED_S = 5.0
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str] | None:
-    """What it said, and its status; None where it took longer than timeout_s. None of its processes is left, also
-    where an exception ends this."""
+    """The output of a command, and its status; None where it took longer than timeout_s. None of its processes is left,
+    also where an exception ends this."""
     own = uuid.uuid4().hex
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         process = subprocess.Popen(

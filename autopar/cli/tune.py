@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def shown(self) -> str:
-        """Its plan."""
+        """The plan in words."""
         plan = Plan.from_dict(self.saved.plan)
         return f"{plan.origin} {plan.show_meshes()}"
 

@@ -1,4 +1,4 @@
-"""What the figures of a machine may be: checked wherever a device, a link, a tier or a cluster is made, by a file or by hand."""
+"""Checks of a machine's figures, wherever a device, a link, a tier or a cluster is made, by a file or by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RATE = positive(MOST_NUMBER)
 
 
 def checked(schema: Schema[T], value: object, what: str, path: str = "") -> T:
-    """What the schema makes of a value. Raises ClusterError, which names `what` is checked."""
+    """The value as the schema reads it. Raises ClusterError, which names `what` is checked."""
     try:
         return schema(value, path)
     except SchemaError as error:

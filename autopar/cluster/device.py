@@ -168,7 +168,7 @@ class DeviceSpec:
 
     @property
     def runs_as(self) -> Device:
-        """What kernels on it are chosen by; a GPU of which nothing is said is one of CUDA's."""
+        """The device by which its kernels are chosen; a GPU of which nothing is said is one of CUDA's."""
         if self.architecture or self.kind != "gpu":
             return Device.of_architecture(self.architecture)
         return LEAST_CUDA

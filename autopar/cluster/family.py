@@ -1,4 +1,4 @@
-"""What is usual for a device's family: the links inside a node and between nodes (data/machines.json)."""
+"""Usual figures of a device's family: the links inside a node and between nodes (data/machines.json)."""
 
 from __future__ import annotations
 

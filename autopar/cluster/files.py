@@ -42,7 +42,7 @@ from autopar.runtime.data.schema import (
 )
 
 MOST_BYTES = {"JSON": 1 << 26, "YAML": 1 << 16}
-"""Of a cluster file."""
+"""The most bytes of a cluster file."""
 _MOST_RUNS = 1 << 10
 """Entries of `nodes:` and runs of alike devices."""
 
@@ -91,7 +91,7 @@ _FULL = record(
 
 @dataclass(frozen=True)
 class Description:
-    """What a description says: devices in rank order, as runs (count, device), and the link levels above them."""
+    """A description of a cluster: devices in rank order, as runs (count, device), and the link levels above them."""
 
     name: str
     devices: tuple[tuple[int, DeviceSpec], ...]
@@ -100,7 +100,7 @@ class Description:
 
 
 def read_cluster_file(path: Path) -> Mapping[str, Any]:
-    """What a YAML or JSON cluster file holds. Raises ClusterError, naming the file, where it holds no description."""
+    """The content of a YAML or JSON cluster file. Raises ClusterError, naming the file, where it holds no description."""
     kind = "JSON" if path.suffix == ".json" else "YAML"
     try:
         content = read_text(path, MOST_BYTES[kind])
@@ -147,7 +147,7 @@ def described(data: Mapping[str, Any]) -> Description:
 
 
 def _preset(name: str, nodes: int) -> Description:
-    """So many nodes of a known machine (data/machines.json)."""
+    """A cluster of so many nodes of a known machine (data/machines.json)."""
     machines = load_data("machines.json")["machines"]
     if name not in machines:
         raise ClusterError(f"unknown cluster preset {name!r}; known: {', '.join(sorted(machines))}")

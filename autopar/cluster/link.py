@@ -127,7 +127,7 @@ _PROFILED = (
     "exposed",
 )
 PROFILED_LINK = record({}, {name: _SCHEMAS[name] for name in _PROFILED})
-"""What a calibration replaces."""
+"""The figures of a link that a calibration replaces."""
 
 
 def profiled_link(level: LinkLevel, figures: Mapping[str, Any]) -> LinkLevel:

@@ -303,7 +303,7 @@ _PROFILE = record(
 
 
 def _read_profile(path: Path) -> Mapping[str, Any]:
-    """What `autopar-calibrate` wrote. Raises ClusterError."""
+    """The profile that `autopar-calibrate` wrote. Raises ClusterError."""
     try:
         return checked(_PROFILE, read_json(path), "")
     except OSError as error:

@@ -54,7 +54,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> object:
-    """What YAML text holds. Raises SchemaError."""
+    """The value of YAML text. Raises SchemaError."""
     try:
         data = yaml.load(text, _Loader)
         _check_numbers(data)

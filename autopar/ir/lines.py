@@ -102,8 +102,8 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What every line has. outs: names of what it makes ("_": not used); types, specs: global type and spec per out (None:
-    no tensor, or not used). phase: F, B or W. source: where in the model it comes from."""
+    """The fields of every line. outs: names of what it makes ("_": not used); types, specs: global type and spec per
+    out (None: no tensor, or not used). phase: F, B or W. source: where in the model it comes from."""
 
     outs: tuple[str, ...] = ()
     types: tuple[TensorType | None, ...] = ()
@@ -185,7 +185,7 @@ class GoOn(ValueLine):
 
 @dataclass(frozen=True)
 class Wait(ValueLine):
-    """What a line makes that was started. value: the handle."""
+    """The end of a line that was started: its values are there. value: the handle."""
 
     line: Convert | Compute
 
@@ -353,7 +353,7 @@ _LABELS: dict[type[Line], str] = {
 
 
 def label(line: Line) -> str:
-    """What files and messages call a line: its op, `comm.<kind>` of a step, or the name of its kind."""
+    """The name of a line in files and messages: its op, `comm.<kind>` of a step, or the name of its kind."""
     match line:
         case Compute(op=op):
             return op

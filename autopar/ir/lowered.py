@@ -47,7 +47,7 @@ class LoweredTemplate:
 
     @property
     def stays(self) -> tuple[str, ...]:
-        """What forward saves on the device."""
+        """The values that forward saves on the device."""
         return tuple(name for place, name in enumerate(self.saved) if place not in self.offload)
 
     @property
@@ -127,7 +127,7 @@ class LoweredStage:
     training: bool
     microbatches: int
     prepared: tuple[str, ...] = ()
-    """What the microbatches' values of `prepare` are put together by."""
+    """The reductions that put the microbatches' values of `prepare` together."""
 
     @property
     def functions(self) -> tuple[Function, ...]:
@@ -136,12 +136,12 @@ class LoweredStage:
 
     @property
     def state(self) -> tuple[str, ...]:
-        """What forward keeps for backward."""
+        """The values that forward keeps for backward."""
         return tuple(n for n in self.forward.returns[len(self.outputs) + len(self.sent) :] if n)
 
     @property
     def later(self) -> tuple[str, ...]:
-        """What backward keeps for weights."""
+        """The values that backward keeps for weights."""
         return tuple(n for n in self.backward.returns[len(self.gradients_sent) :] if n) if self.backward else ()
 
     @property

@@ -54,7 +54,7 @@ MOVABLE = {
     "parameters": ("parameters", "gradients"),
     "optimizer": ("optimizer",),
 }
-"""What can rest in memory tiers, most used first -> the kinds of bytes (of an account) that then rest there."""
+"""The state that can rest in memory tiers, most used first -> the kinds of bytes (of an account) that then rest there."""
 
 OFFLOAD_KINDS = {
     row.name: row
@@ -69,11 +69,11 @@ OFFLOAD_KINDS = {
 """Options.offload, where it is not "auto"."""
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Options.precision."""
+"""The dtypes of mixed precision by the names of Options.precision."""
 
 
 def forced_offload(name: str) -> frozenset[str]:
-    """What `Options.offload` forces into memory tiers; nothing where the planner chooses."""
+    """The state that `Options.offload` forces into memory tiers; nothing where the planner chooses."""
     return OFFLOAD_KINDS[name].moves if name != "auto" else frozenset()
 
 

@@ -155,8 +155,8 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Join:
-    """What becomes of the values that microbatches have of one output: "cat" along a dim (in each of its `outer` parts),
-    "same" (all have it), or "sum", "max", "min" of them."""
+    """The way to put together the values that microbatches have of one output: "cat" along a dim (in each of its
+    `outer` parts), "same" (all have it), or "sum", "max", "min" of them."""
 
     how: Literal["cat", "same", "sum", "max", "min"]
     dim: int = 0
@@ -213,7 +213,7 @@ class Program:
         return self.outputs[0]
 
     def crossing(self, ref: ValueRef) -> Crossing | None:
-        """What an input is when another stage sends it."""
+        """The stage-boundary tensor that an input is, if another stage sends it."""
         if self.boundary is None or ref.kind != "input" or ref.index < len(self.boundary.inputs):
             return None
         return self.boundary.received[ref.index - len(self.boundary.inputs)]

@@ -39,7 +39,7 @@ class Range:
 
 
 ANY = Range(-(1 << 200), 1 << 200)
-"""Of what is no integer."""
+"""The range of a value that is no integer."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Index:
 
 @dataclass(frozen=True)
 class InputRange:
-    """What a batch input, by its number, may hold: integers of `allowed`, and those of `also`.
+    """The integers that a batch input, by its number, may hold: those of `allowed`, and those of `also`.
 
     source: the place in the model that relies on it.
     """

@@ -114,7 +114,7 @@ class Rule:
         return {one.choice: one for one in cut}
 
     def choices(self) -> tuple[str, ...]:
-        """What one mesh axis may choose."""
+        """The choices of one mesh axis."""
         return (*self.shardable, "", *(f"~{k}" for k in range(len(self.linear))), *self.inner, *self.carries)
 
     def allows(self, strategy: Strategy, mesh: Mesh) -> bool:

@@ -66,7 +66,7 @@ def as_one_f_one_b(V: int) -> InFlight:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is known of a schedule.
+    """A pipeline schedule: its action table, and the facts that the search has of it.
 
     what: one line for people. table: (StageGraph, microbatches) to Table; where `timed`, (StageGraph, microbatches,
     costs, memory), because the table depends on seconds and bytes, and a plan has to hold it in full. stages: least and

@@ -1,4 +1,4 @@
-"""What a plan's costs depend on beside program and mesh: the optimizer's state, microbatches, what rests elsewhere.
+"""The setting that a plan's costs depend on beside program and mesh: the optimizer's state, microbatches, what rests elsewhere.
 
 The formula of an optimizer's state stands here alone, and whoever counts bytes or seconds of an update asks it. Of a
 parameter with n elements on a rank, of which an optimizer keeps r elements of state per element (Adam: 2),
@@ -27,7 +27,7 @@ Bytes = TypeVar("Bytes", float, np.ndarray)
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What is known of the state that an optimizer (or several) keeps for the parameters it updates.
+    """The state that an optimizer (or several) keeps for the parameters it updates.
 
     elements: of state per element of a parameter, over the whole model. elements_of: for parameters where it differs from
     that. element_bytes: of one of them. scratch: elements that an update needs for a moment, per element of the parameter
@@ -51,7 +51,7 @@ class OptimizerState:
         return sum(self.elements_of.get(name, self.elements) for name in names) / len(names)
 
     def kind(self, name: str) -> tuple[float, int]:
-        """What is the same of parameters that are updated alike."""
+        """The kind of a parameter: those of a kind are updated alike."""
         return self.ratio(name), self.group_of.get(name, 0)
 
     def shard_bytes(self, type_: TensorType, nbytes: Bytes, *names: str) -> Bytes:
@@ -74,7 +74,7 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on beside program and mesh.
+    """The setting that costs depend on beside program and mesh.
 
     optimizer: what is known of its state. in_flight: microbatches whose values are held for backward at once (pipelines).
     offload: kinds of bytes that rest in memory tiers whatever the plan (`autopar.ir.memory_levers`), which therefore take

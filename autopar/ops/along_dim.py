@@ -25,7 +25,7 @@ def carried_dim(choice: str) -> int:
 
 
 def told_dim(block: Block) -> dict[str, object]:
-    """What an implementation is told that cannot read off its arguments which dim is in blocks."""
+    """The keywords of an implementation that cannot read off its arguments which dim is in blocks."""
     told: dict[str, object] = dict(block.told())
     for _, choice in block.carried:
         told["dim"] = carried_dim(choice)

@@ -1,4 +1,4 @@
-"""What attention does beside its scores where a block of rows meets its keys piece by piece
+"""The work of attention beside its scores where a block of rows meets its keys piece by piece
 (`autopar.runtime.kernels.attention.attention`).
 
 A ring brings the keys rank by rank, and the keys before a causal block of rows are apart from its own triangle. Every piece is a
@@ -24,7 +24,7 @@ from autopar.runtime.kernels.attention.zigzag import runs
 
 
 def merged(call: OpCall, parts: Mapping[str, int], _: Device = CPU) -> Merged | None:
-    """On the rank with the last block of rows. None: one piece is all of it."""
+    """The pieces of attention on the rank with the last block of rows. None: one piece is all of it."""
     q, k, v = (call.operand(name) for name in "qkv")
     of_batch, of_heads, blocks, ranks = (parts.get(factor, 1) for factor in "bhst")
     count, rows, keys = _of_last_block(q.shape[2], k.shape[2], blocks, ranks, call["causal"], call["order"])

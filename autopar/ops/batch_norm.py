@@ -27,7 +27,7 @@ from autopar.runtime.kernels.ops import norm_dtype
 Tensor = torch.Tensor
 aten = torch.ops.aten
 _AXES = 8
-"""As many axes as a mesh has may cut the batch."""
+"""The most axes that may cut the batch: as many as a mesh has."""
 
 
 def _training(call: OpCall) -> bool:
@@ -128,7 +128,7 @@ def batch_norm_backward(call: OpCall) -> Rule:
 
 
 class _BatchNorm(Function):
-    """By statistics of x, which come out beside the norm, or by given ones."""
+    """The norm by statistics of x, which come out beside it, or by given ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor | None, b: Tensor | None, eps: float, *given: Tensor) -> Any:

@@ -129,7 +129,7 @@ def dot(call: OpCall) -> Rule:
 
 
 def conjugate(x: Tensor) -> Tensor:
-    """What the gradient of a product multiplies by: the other operand, conjugated where it is complex."""
+    """The factor of a product's gradient: the other operand, conjugated where it is complex."""
     return torch.conj_physical(x) if x.is_complex() else x
 
 

@@ -230,7 +230,7 @@ def _build(call: OpCall, trials: list[_Trial]) -> Rule:
 
 
 def _hypotheses(call: OpCall, whole: list[Tensor | None]) -> list[_Split]:
-    """What is worth testing: more operands first, joined results before sums."""
+    """The splits that are worth testing: more operands first, joined results before sums."""
     hypotheses: list[_Split] = []
     for size in sorted({n for s in call.shapes for n in s if n > 1}):
         per_operand = [[*(d for d, n in enumerate(s) if n == size), None] for s in call.shapes]

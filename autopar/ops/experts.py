@@ -190,7 +190,7 @@ _FACTS: dict[str, Any] = {
 
 
 def _linear(call: OpCall) -> list[set[int]]:
-    """In the router's weights, and in the second layers."""
+    """The operands in which a mixture is linear: the router's weights, and the second layers."""
     index = {n: a.index for n in _NAMES if isinstance(a := call.get(n), Operand)}
     return [{index["weights"]}, {index[n] for n in ("w_out", "b_out") if n in index}]
 

@@ -1,4 +1,4 @@
-"""What is known of integers: which operands are an index and into how much, and which values a result can have.
+"""Facts about integers: which operands are an index and into how much, and which values a result can have.
 
 Indices are checked where they come from (`autopar.capture.graph.index_guards`); what can be proven in range is not.
 """

@@ -1,4 +1,4 @@
-"""What rules are written with: a maker that collects factors, and the labels of broadcast, leading and reduced dims."""
+"""Parts that rules are written with: a maker that collects factors, and the labels of broadcast, leading and reduced dims."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def cross_entropy_grad(call: OpCall) -> Rule:
     localize=_class_offset,
 )
 def smoothed_cross_entropy_grad(call: OpCall) -> Rule:
-    """As for the plain loss."""
+    """The rule of the gradient, which is as for the plain loss."""
     make, x, row = _rows(call, call.shapes[0])
     return make.rule([x, row, row, row, row], [x])
 

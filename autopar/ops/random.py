@@ -215,7 +215,7 @@ def _normal(x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
 
 @lifts(aten.exponential.default)
 def _exponential(x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
-    """By inversion, away from 0 so that a logarithm of it stays finite."""
+    """Exponential numbers by inversion, away from 0 so that a logarithm of one stays finite."""
     return (-torch.log1p(-_uniform(x))).clamp(min=torch.finfo(x.dtype).tiny) / rate
 
 

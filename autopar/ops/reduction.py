@@ -174,7 +174,7 @@ class Root(Function):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """What is summed: float16 in float32, where squares and sums of it do not overflow."""
+    """The tensor as it is summed: float16 in float32, where squares and sums of it do not overflow."""
     return x.float() if x.dtype == torch.float16 else x
 
 

@@ -27,7 +27,7 @@ RuleFunction = Callable[[OpCall], Rule]
 Gemm = tuple[float, str, tuple[tuple[str, ...], ...]]
 """FLOPs of the whole op, kind of work, and for products the factors of m, n and k."""
 Precision = Literal["low", "follow", "round", "norm", "pass", "keep"]
-"""What an op computes in under mixed precision (`autopar.capture.graph.precision` defines each word)."""
+"""The dtype rule of an op under mixed precision (`autopar.capture.graph.precision` defines each word)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Block:
         return carried_choices(self.strategy, self.mesh)
 
     def told(self) -> dict[str, AlongAxis]:
-        """What an implementation that sends messages is told: the axes, if any take a choice with messages."""
+        """The keywords of an implementation that sends messages: the axes, if any take a choice with messages."""
         return {"along": AlongAxis(tuple(axis for axis, _ in self.carried))} if self.carried else {}
 
     def parts(self, factor: str) -> int:
@@ -150,7 +150,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class OpDef:
-    """What the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
+    """The facts that the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
 
     The op:
         rule(call): which dims may be sharded. None: facts of an op that is replaced before rules are asked for.

@@ -33,7 +33,7 @@ def _sides(call: OpCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _scales(call: OpCall, dim: int) -> float | None:
-    """What the caller says a dim is scaled by."""
+    """The scale of a dim that the caller gives; None where there is none."""
     names = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
     rank = len(call.shapes[0]) - 2
     value = call.get(names[rank][dim - 2])

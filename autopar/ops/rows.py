@@ -1,4 +1,4 @@
-"""What rules of ops over windows of rows say of the dims of an image (rows stand for columns and planes too).
+"""Dims of an image in the rules of ops over windows of rows (rows stand for columns and planes too).
 
 h2, y2     dim 2 of the image and of what is made of it: two factors of one choice `+h2+y2`, since a block of results
            reads rows of other blocks, which the op's implementation gets (`runtime/kernels/images/halos.py`)
@@ -21,7 +21,7 @@ from autopar.runtime.kernels.images.halos import Window, most_rows
 Dim = tuple[str, ...]
 Pair = Callable[[Maker, int, int, int], tuple[Dim, Dim]]
 Wide = tuple[Window, int, int | Literal["result"]]
-"""Of a dim: what ranks want, rows of the whole, and the operand (or the result) that has them."""
+"""The window along a dim: what ranks want, rows of the whole, and the operand (or the result) that has them."""
 
 
 def paired(make: Maker, dim: int, image: int, made: int) -> tuple[Dim, Dim]:

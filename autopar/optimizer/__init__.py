@@ -1,1 +1,1 @@
-"""What is known of an optimizer: its state, its scratch, which parameters it updates as whole tensors."""
+"""Facts about an optimizer: its state, its scratch, which parameters it updates as whole tensors."""

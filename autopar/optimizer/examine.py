@@ -1,4 +1,4 @@
-"""What `compile` must know of the user's optimizer, found by running it on small parameters with the program's names.
+"""The facts of the user's optimizer that `compile` needs, found by running it on small parameters with the program's names.
 
     how much state it keeps and needs for a moment     the planner's memory
     which parameters it needs whole                    the planner keeps those replicated

@@ -1,4 +1,4 @@
-"""What `compile` is told about updates (optimizer, scheduler, clipping, loss scaling), checked, as one `UpdateRule`."""
+"""The arguments of `compile` about updates (optimizer, scheduler, clipping, loss scaling), checked, as one `UpdateRule`."""
 
 from __future__ import annotations
 

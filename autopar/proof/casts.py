@@ -171,7 +171,7 @@ def no_dropout(model: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Quiet(TorchFunctionMode):
-    """Dropout does nothing."""
+    """A mode in which dropout does nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -28,7 +28,7 @@ SLOWER_THAN_PRODUCTS = 3.0
 
 @dataclass(frozen=True)
 class Check:
-    """What `check` found; `str` is one line.
+    """The findings of `check`; `str` is one line.
 
     outcome: "equal", "not equal", or "too long" where the check would have taken longer than its limit. batch: samples
     that were compared, of `whole_batch`. error: the largest relative error, in the tensor `where` of so many `tensors`

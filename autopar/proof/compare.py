@@ -27,7 +27,7 @@ Values = dict[str, torch.Tensor]
 """Tensors by name: "loss/0", "grad/…", "param/…", "buffer/…", "output/…"."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 _ROUNDINGS = 45
-"""Of how many roundings of its largest term an entry may consist."""
+"""The number of roundings of its largest term that an entry may be off by."""
 
 
 def compare(
@@ -89,7 +89,7 @@ def nudged(x: torch.Tensor, dtype: torch.dtype, nudge: int) -> torch.Tensor:
 
 
 def _nudge(dtype: torch.dtype) -> float:
-    """By how much, relative to each entry: far less than the tolerance, where the dtype knows such numbers."""
+    """The size of a nudge, relative to each entry: far less than the tolerance, where the dtype knows such numbers."""
     return max(1e-3 * TOLERANCE[dtype], 4 * torch.finfo(dtype).eps)
 
 

@@ -1,4 +1,4 @@
-"""What a program computes on its ranks: the emitted text in another dtype, all ranks in this process."""
+"""The values that a program computes on its ranks: the emitted text in another dtype, all ranks in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values_on_ranks(
     steps: int,
     dtype: torch.dtype,
 ) -> Values:
-    """What the lines compute in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
+    """The values of the lines in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
 
     lowered: of the program, or of the same on other ranks. What ranks disagree about is NaN (of integers: what one of the
     ranks after the first says).

@@ -22,7 +22,7 @@ from autopar.runtime.update.update_rule import Named, UpdateRule, make_optimizer
 def eager_values(
     program: ParallelProgram, model: nn.Module, batch: Any, steps: int, dtype: torch.dtype, nudge: int = 0
 ) -> dict[str, torch.Tensor]:
-    """What the model computes in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
+    """The values of the model in `dtype`, by name: outputs, or losses, first gradients, final parameters and buffers.
 
     program: says what the loss and the optimizer's step are. nudge: out of parameters that are a little off (`nudged`).
     """
@@ -83,8 +83,8 @@ def loss_of(model: nn.Module, inputs: Any, loss_fn: Any, targets: int) -> torch.
 
 
 class EagerUpdate:
-    """What a rule does to a model on one device, written with torch's own functions (loss scaling changes no number that
-    does not overflow, and is left out)."""
+    """The update by a rule of a model on one device, written with torch's own functions (loss scaling changes no number
+    that does not overflow, and is left out)."""
 
     def __init__(self, rule: UpdateRule, named: Named) -> None:
         self.rule = rule

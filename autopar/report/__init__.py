@@ -1,4 +1,4 @@
-"""What a compiled program is: in words for people, as plain data for tools."""
+"""The report of a compiled program: in words for people, as plain data for tools."""
 
 from autopar.report.facts import facts
 from autopar.report.words import report

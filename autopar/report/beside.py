@@ -22,7 +22,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Profile:
-    """What was recorded: per rank its steps, all of the same length."""
+    """The recorded steps of every rank, all of the same length."""
 
     ranks: tuple[tuple[StepRecord, ...], ...]
 

@@ -13,8 +13,8 @@ Shape = tuple[object, ...]
 
 
 def shape_of(plan: Plan) -> Shape:
-    """What tells plans apart at a glance: ranks and meshes of the stages, microbatches, schedule, order, and whether anything
-    is recomputed, and parameters or their optimizer's state sharded where they rest."""
+    """The shape of a plan, which tells plans apart at a glance: ranks and meshes of the stages, microbatches, schedule,
+    order, and whether anything is recomputed, and parameters or their optimizer's state sharded where they rest."""
     stored = [p for stage in plan.stages for p in stage.parameters.values()]
     return (
         tuple(stage.mesh for stage in plan.stages),

@@ -1,4 +1,4 @@
-"""What measured runs say about a cluster: its description with constants that would have predicted them.
+"""The lesson of measured runs about a cluster: its description with constants that would have predicted them.
 
 Every kind of message along an axis that was waited for at once is a sample of its link; a level of links gets the line
 through them that `autopar-calibrate` fits to its own. What actions took without the messages they waited for, over what

@@ -10,12 +10,12 @@ from autopar.costmodel.bill import cluster_nodes
 from autopar.costmodel.goodput import Failures, Outcome, Saving, best_interval_s, simulate
 
 DAYS = 30
-"""That are simulated."""
+"""Days of the run that is simulated."""
 
 
 @dataclass(frozen=True)
 class LongRun:
-    """What is expected of it. save_every: steps."""
+    """The expectation for a long run. save_every: steps."""
 
     failures: Failures
     saving: Saving
@@ -65,7 +65,7 @@ def long_run(program: Compiled) -> LongRun | None:
 
 
 def long_run_facts(program: Compiled) -> dict[str, Any] | None:
-    """As program.json has it."""
+    """The facts of a long run as program.json has them."""
     known = long_run(program)
     if known is None:
         return None

@@ -1,4 +1,4 @@
-"""What the manifest says of the machines that a program is for (`autopar.runtime.program.machines`)."""
+"""The manifest's facts about the machines that a program is for (`autopar.runtime.program.machines`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.runtime.program.machines import LinkRate, Machines
 
 
 def machine_facts(program: Compiled) -> dict[str, Any]:
-    """As the manifest has it."""
+    """The facts of the machines as the manifest has them."""
     cluster = program.cluster
     slowest = cluster.slowest()
     step_flops, device_s = step_work(program)

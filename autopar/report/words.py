@@ -100,7 +100,7 @@ def report(program: Compiled) -> str:
 
 
 def _buckets(program: Compiled) -> list[str]:
-    """What a step takes for batches of every shape."""
+    """The lines about a step for batches of every shape."""
     if not program.buckets:
         return []
     lines = ["buckets, with the same parameters:"]
@@ -149,7 +149,7 @@ def _pipeline(program: Compiled) -> list[str]:
 
 
 def _placement(program: Compiled) -> list[str]:
-    """Which nodes ranks are moved to, where they are not in order."""
+    """The lines about nodes that ranks are moved to, where they are not in order."""
     placement = program.plan.placement
     if not placement:
         return []
@@ -179,7 +179,7 @@ def _storage(stage: LoweredStage) -> list[str]:
 
 
 def _failures(program: Compiled) -> list[str]:
-    """What the cluster's failures take of a long run, and how often to save."""
+    """The lines about failures: what they take of a long run, and how often to save."""
     known = long_run(program)
     if known is None:
         return []
@@ -191,7 +191,7 @@ def _failures(program: Compiled) -> list[str]:
 
 
 def _tiers(program: Compiled) -> list[str]:
-    """What rests in memory tiers, and what moving it costs."""
+    """The lines about memory tiers: what rests there, and what moving it costs."""
     counted, lines = program.account, []
     for tier in sorted({tier for peaks in counted.tier_peaks for tier in peaks}):
         peak = max(peaks.get(tier, 0.0) for peaks in counted.tier_peaks)

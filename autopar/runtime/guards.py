@@ -37,7 +37,7 @@ class InputRange:
 
 @dataclass(frozen=True)
 class InputLike:
-    """What a batch input must be like. dtypes: any of these."""
+    """The demands on a batch input. dtypes: any of these."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class InputLike:
 Say = Callable[[int, tuple[int, ...]], str]
 """The message for a value and its place in the tensor."""
 Report = tuple[Tensor, tuple[int, ...], Say]
-"""What `violation` made of a tensor of this shape, and the message."""
+"""A violation that was computed for a tensor of this shape, and the message for it."""
 
 
 class Guards:

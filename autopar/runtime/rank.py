@@ -94,7 +94,7 @@ class Rank:
         return make_key(self.seed, self.step, self.microbatch, call, site)
 
     def update_buffer(self, name: str, value: Tensor, when: str) -> None:
-        """What a buffer holds after the step: the "same" value in every microbatch, or the "sum" of theirs."""
+        """Note the value of a buffer after the step: the "same" value in every microbatch, or the "sum" of theirs."""
         before = self._updated.get(name)
         self._updated[name] = value if before is None or when == "same" else before + value
 

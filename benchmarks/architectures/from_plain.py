@@ -21,7 +21,7 @@ Made = tuple[nn.Module, Any]
 
 
 def cases() -> list[Case]:
-    """Their models; those of torch have a target and a loss."""
+    """The models of the libraries as cases; those of torch have a target and a loss."""
     lora = [Case(f"lora {kind}", "peft", lambda kind=kind: _lora(kind)) for kind in ("llama", "gpt2", "qwen3")]  # type: ignore[misc]
     wrapped = [
         Case("x-transformers decoder", "x-transformers", _autoregressive),

@@ -1,4 +1,4 @@
-"""What a library's way of writing a model costs it: steps predicted on 64 H100, beside those of the same model written plainly.
+"""The cost of a library's way of writing a model: steps predicted on 64 H100, beside those of the same model written plainly.
 
     python -m benchmarks.architectures.plain_ratio [--only NAME ...] [--nodes 8]
 

@@ -23,7 +23,7 @@ class Traits:
 
 
 TWINS = {"llama": Traits(), "mistral": Traits(), "qwen2": Traits(biased=True), "qwen3": Traits(normed=True)}
-"""By model type of transformers."""
+"""The traits of plain twins by model type of transformers."""
 
 
 class Norm(nn.Module):

@@ -53,7 +53,7 @@ MOST = 600  # characters of an error's text
 
 
 def tried(case: Case, ranks: int) -> dict[str, Any]:
-    """What became of one case: a row."""
+    """The outcome of one case: a row."""
     row: dict[str, Any] = {"name": case.name, "family": case.family}
     torch.manual_seed(0)
     try:

@@ -89,7 +89,7 @@ class Part(NamedTuple):
     storage: tuple[int, int | None] | None = None
 
     def plan(self) -> StepPlan:
-        """As a plan; of open decisions the first."""
+        """The part as a plan; of open decisions the first."""
         dp, pp = self.cuts[0]
         zero, group = self.storage or (3 if self.zero3 else 1, None)
         parallel = ParallelConfig(

@@ -138,7 +138,7 @@ def parts_s(c: EstimatedPlan, w: Workload) -> dict[str, float]:
 
 
 def explain(published: EstimatedPlan, best: EstimatedPlan, w: Workload) -> str:
-    """What the preferred plan saves and what it pays for that, largest first, as shares of the published step."""
+    """A text of the parts in which the preferred plan saves and pays most, largest first, as shares of the published step."""
     old, new = parts_s(published, w), parts_s(best, w)
     step = published.estimate.step_time_s
     change = {what: (new.get(what, 0.0) - old.get(what, 0.0)) / step for what in (*old, *new)}

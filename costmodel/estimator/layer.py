@@ -33,8 +33,8 @@ class Seconds:
 
 @dataclass(frozen=True)
 class LayerBills:
-    """What a model is made of: a dense layer and one with experts (None where it has none), the head, and the layer with
-    experts that predicts a further token, whose messages and recomputation are left out."""
+    """The bills of the layers of a model: a dense layer and one with experts (None where it has none), the head, and
+    the layer with experts that predicts a further token, whose messages and recomputation are left out."""
 
     dense: CallBill | None
     moe: CallBill | None
@@ -88,7 +88,7 @@ def layer_bill(w: Workload, moe: bool) -> CallBill:
 
 
 def times(passes: Work, factor: float) -> Work:
-    """So many times the passes."""
+    """The work of so many times the passes."""
     return Work(factor * passes.computed_s, factor * passes.fused_s, factor * passes.apart_s)
 
 

@@ -53,7 +53,7 @@ SLACK = 0.03
 
 
 def layer_activation_bytes(w: Workload, recompute: str) -> float:
-    """What one layer keeps for its backward, one microbatch. Dropout masks are counted for GPT blocks with scores kept.
+    """The bytes that one layer keeps for its backward, one microbatch. Dropout masks are counted for GPT blocks with scores kept.
 
     Low precision keeps the inputs of its products in one byte; fp32 doubles everything.
     """

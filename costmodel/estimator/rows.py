@@ -165,7 +165,7 @@ def row_software(row: Mapping[str, Any], constants: StepConstants) -> Software:
 def row_workload(
     row: Mapping[str, Any], device: DeviceSpec | None = None, constants: StepConstants | None = None
 ) -> Workload:
-    """What `estimate` is asked about a row. Raises InputError for a row without the needed keys."""
+    """The workload of a row, which `estimate` takes. Raises InputError for a row without the needed keys."""
     try:
         plan, batch = row_plan(row), int(row["batch"]["global"])
         software = row_software(row, constants or default_constants())

@@ -1,4 +1,4 @@
-"""What the estimator knows of every pipeline schedule: one row each.
+"""Pipeline schedules as the estimator knows them: one row each.
 
 Rows that name an `order` are timed by the simulator on that schedule's table, and hold what it holds
 (`autopar.ir.schedules`); the others have closed forms for as many microbatches as one likes. "zb-1p" and "zb-2p" are the

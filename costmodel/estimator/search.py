@@ -82,7 +82,7 @@ def search(
 
 
 def reason(e: Estimate, plan: StepPlan) -> str:
-    """What the plan loses its time to, and how full it is."""
+    """A text of the largest losses of the plan, and of how full its memory is."""
     losses = {"bubble": e.bubble_fraction}
     for kind, seconds in e.comm.items():
         losses[f"{kind} communication"] = seconds["exposed_share"]
@@ -94,7 +94,7 @@ def reason(e: Estimate, plan: StepPlan) -> str:
 
 
 def infeasible(model: TransformerShape, cluster: ClusterSpec, least: float) -> str:
-    """What is short, by how much, and the least device count or storage that would do."""
+    """A text of the shortage: its kind, its size, and the least device count or storage that would do."""
     device = cluster.device(0)
     state = 16 * model.params
     total = cluster.size * device.memory_bytes

@@ -1,4 +1,4 @@
-"""What a transformer is, as far as its cost goes: `TransformerShape`, and how it is cut: `ParallelConfig`."""
+"""The shape of a transformer, as far as its cost goes: `TransformerShape`, and how it is cut: `ParallelConfig`."""
 
 from __future__ import annotations
 

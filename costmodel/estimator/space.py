@@ -18,7 +18,8 @@ from autopar.costmodel.estimator.shape import TransformerShape
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen. max_chunks: most pipeline chunks per group (vpp); max_tp: widest tensor parallelism."""
+    """The space of plans that the search may choose from. max_chunks: most pipeline chunks per group (vpp); max_tp:
+    widest tensor parallelism."""
 
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-2p", "zb-v")
     recomputes: tuple[str, ...] = ("none", "selective", "mlp", "full")
@@ -35,7 +36,7 @@ PLAIN = ("1f1b", "gpipe", "interleaved")
 
 @lru_cache(maxsize=4096)
 def divisors(n: int) -> tuple[int, ...]:
-    """All, ascending."""
+    """All divisors of n, ascending."""
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
     return tuple(sorted({*small, *(n // d for d in small)}))
 

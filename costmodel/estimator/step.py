@@ -36,7 +36,7 @@ from autopar.costmodel.software import Software
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step costs. Seconds, bytes of the fullest rank; shares are of the step's time.
+    """The estimated cost of a step. Seconds, bytes of the fullest rank; shares are of the step's time.
 
     comm[kind] = {"total_s", "exposed_s", "exposed_share"} for tp, cp, ep, pp, dp. breakdown: seconds that add up to
     about the step. fits: whether memory_bytes["total"] is within the device's memory.
@@ -120,7 +120,7 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
 
 
 def workload_bill(w: Workload, layers: Layers, bills: LayerBills) -> Bill:
-    """What a step does. Parameters are counted on the fullest group: it is the slowest to send and to update them."""
+    """The bill of a step. Parameters are counted on the fullest group: it is the slowest to send and to update them."""
     p, m = w.parallel, w.microbatches
     stages = stage_bills(w.model, layers, bills)
     full = fullest(layers)

@@ -1,4 +1,4 @@
-"""What an estimate is asked: a transformer on a cluster, under a plan, with a software stack, for a batch.
+"""The question of an estimate: a transformer on a cluster, under a plan, with a software stack, for a batch.
 
 `StepPlan` is what a planner may choose, `Software` (`costmodel/software.py`) what is given with the framework and its kernels,
 and `Workload` all of it together: every formula of this folder takes a `Workload`.
@@ -58,7 +58,7 @@ class Workload:
     def of(
         model: TransformerShape, cluster: ClusterSpec, plan: StepPlan, batch: int, software: Software | None = None
     ) -> Workload:
-        """With the cluster's slowest device. software: by default fused kernels in bfloat16."""
+        """The workload with the cluster's slowest device. software: by default fused kernels in bfloat16."""
         software = (software or Software()).canonical()
         return Workload(model, cluster, cluster.slowest(software.precision), plan, software, batch)
 

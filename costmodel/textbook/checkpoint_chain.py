@@ -87,8 +87,8 @@ def checkpoints(blocks: tuple[Block, ...], budget: int) -> tuple[float, Keep] | 
 
 
 def actions(keep: Keep | None, last: int) -> Iterator[tuple[str, int]]:
-    """What a decision does, in order: ("tape", i) forward keeping all, ("pass", i) keeping nothing, ("check", i) keep the
-    input of i, ("back", i) backward, ("drop", i) forget the input of i. last: the last block of the range."""
+    """The actions of a decision, in order: ("tape", i) forward keeping all, ("pass", i) keeping nothing, ("check", i)
+    keep the input of i, ("back", i) backward, ("drop", i) forget the input of i. last: the last block of the range."""
     if keep is None:
         return
     if keep.at is None:

@@ -1,1 +1,1 @@
-"""What a lowered program costs, in seconds and bytes: as a whole, and call by call."""
+"""Accounts of a lowered program: its seconds and bytes, as a whole and call by call."""

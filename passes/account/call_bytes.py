@@ -16,8 +16,8 @@ from autopar.passes.price.storages import storage_owners
 
 @dataclass(frozen=True)
 class FunctionBytes:
-    """What a template's function holds beside its arguments: `peak` bytes made inside, and of what it saves `kept` bytes of
-    its own. Other saved values show memory of `arguments` (by name) or of results (by their places)."""
+    """The bytes that a template's function holds beside its arguments: `peak` bytes made inside, and of what it saves
+    `kept` bytes of its own. Other saved values show memory of `arguments` (by name) or of results (by their places)."""
 
     peak: float
     kept: float

@@ -1,4 +1,4 @@
-"""What every call of a program costs on one mesh: the arrays that stages are cut by.
+"""The cost of every call of a program on one mesh: the arrays that stages are cut by.
 
 A program is planned and lowered once for a submesh, as if it all ran there; every line then belongs to the call that it
 prepares, runs or follows, so an interval of calls costs the sum of its calls and no interval is ever profiled. A

@@ -1,4 +1,4 @@
-"""What a lowered program costs: its stages' accounts, the step that its schedule makes of them, peak bytes of every group."""
+"""The account of a lowered program: its stages' accounts, the step that its schedule makes of them, peak bytes of every group."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Account:
 
     @property
     def moves(self) -> tuple[TierMove, ...]:
-        """What goes to memory tiers and back, of all stages."""
+        """Every transfer to a memory tier and back, of all stages."""
         return tuple(move for s in self.stages for move in s.moves)
 
     @property
@@ -117,7 +117,7 @@ def stage_costs(
     setting: Setting,
     rules: RuleBook,
 ) -> Account:
-    """What the stages cost, whichever schedule they run under: an account without a table.
+    """The account of the stages whichever schedule they run under, so without an action table.
 
     Stages that share their functions cost the same.
     """

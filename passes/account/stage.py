@@ -1,4 +1,4 @@
-"""What one stage of a lowered program costs on one of its ranks: bytes, communication, and its bill with seconds of actions.
+"""The account of one stage on one of its ranks: bytes, communication, and its bill with seconds of actions.
 
 The bill is `passes.price.bills`' of the stage's lines and what memory tiers add to it; it is read as `costmodel/bill.py` says.
 """

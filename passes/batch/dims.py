@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 Dims = dict[str, dict[int, Part]]
-"""Of a template: value -> dim -> where the batch is in it."""
+"""Where the batch is in the values of a template: value -> dim -> its part of that dim."""
 Key = TypeVar("Key")
 
 

@@ -81,7 +81,7 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
 
 
 def _join(program: Program, batch: Batched, k: int, state: State) -> Join:
-    """What becomes of the microbatches' values of output k."""
+    """How the microbatches' values of output k are joined to the output of the whole batch."""
     ref = program.outputs[k]
     if ref.kind == "input":
         dim = program.batch_dims[ref.index]
@@ -134,7 +134,7 @@ class _Divide:
     def _results(
         self, results: Literal["outputs", "input_grads", "param_grads"], values: Sequence[str | None]
     ) -> list[fx.Node | None]:
-        """What the template gives out at each place: a value, or this microbatch's share of it."""
+        """The node that the template returns at each place: a value, or this microbatch's share of it."""
         nodes: list[fx.Node | None] = []
         for slot, value in enumerate(values):
             node = None if value is None else self.whole.nodes[value]
@@ -186,7 +186,7 @@ class _Divide:
         return scalars | {name: value for name, value in changes.items() if name in known}
 
     def _share(self, node: fx.Node, phase: str) -> fx.Node:
-        """1/M of a whole value."""
+        """The node of 1/M of a whole value."""
         key = node.name, phase
         if key not in self.shared:
             new = self.graph.call_function(torch.ops.aten.div.Scalar, (self.copied[node], self.parts))

@@ -1,4 +1,4 @@
-"""What must be known of the whole batch before the first forward, as a call of its own.
+"""Early calls: values of the whole batch that the first forward needs, computed before it by a call of their own.
 
 `sum(losses) / sum(counted)`: each microbatch has its own terms of both sums, but the quotient needs the second one whole.
 It depends on the batch's inputs alone, so a small *early* call computes its terms for every microbatch before the step

@@ -106,7 +106,7 @@ class Microbatches:
 
 
 def _join(part: tuple[int, ...], whole: tuple[int, ...], is_loss: bool) -> Join:
-    """What becomes of an output of batches of their own: joined along the dim that is larger in the whole batch."""
+    """How an output of batches of their own is joined: along the dim that is larger in the whole batch."""
     if is_loss:
         return Join("sum")
     if len(part) != len(whole):

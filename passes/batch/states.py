@@ -1,4 +1,4 @@
-"""What microbatches hold of every value, by the rules that say what ranks may hold.
+"""The state of every value in a microbatch, by the rules that say what ranks may hold.
 
 Over the axis in time a value is a *shard* (its batch dim is cut), *partial* (each microbatch holds a term; the sum, or
 the maximum, is the value) or *whole* (the same in every microbatch). Inputs are shards, parameters whole. An op takes
@@ -198,7 +198,7 @@ class _CallPass:
             self._gradient(ResultShare("param_grads", slot), grad, "sum")
 
     def _gradient(self, place: ResultShare, grad: str | None, wanted: State) -> None:
-        """What the call gives out as a gradient at a place, as that of such a value must be."""
+        """Make the gradient that the call returns at a place one of the wanted state, by shares of it where it is whole."""
         if grad is None or self.states[grad] == wanted:
             return
         if (self.states[grad], wanted) != ("whole", "sum"):
@@ -311,7 +311,7 @@ class _CallPass:
         return ref.index, self.whole.program.template_of(self.whole.program.calls[ref.index]).outputs[ref.output]
 
     def _couples(self, why: str, node: fx.Node | None = None) -> NoReturn:
-        """Raises CoupledError."""
+        """Refuse the program, whose samples depend on each other here. Raises CoupledError."""
         where = (node.meta["source"] if node is not None else "") or self.call.path
         what = op_name(node.target) if node is not None else self.template.name
         raise CoupledError(f"{what}{f' at {where}' if where else ''} {why}")

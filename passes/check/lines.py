@@ -176,7 +176,7 @@ def _pieces(line: ir.Cut | ir.Join, typed: dict[str, Typed], where: str) -> list
 
 
 def _computed(line: Compute, mesh: Mesh, rules: RuleBook, typed: dict[str, Typed], where: str) -> list[Spec | None]:
-    """What the op's rule says of the results, its operands being sharded as they are."""
+    """The specs of a line's results by the op's rule, its operands being sharded as they are."""
     operands = [typed[n] for n in line.reads()]
     rule = rules.rule(_global_call(line, [t for t, _ in operands]))
     carried = _carried(line, rule, where)
@@ -294,7 +294,7 @@ def _global_call(line: Compute, operands: list[TensorType]) -> OpCall:
 
 
 def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -> Spec:
-    """What a step does to the spec of its value. Raises CheckError where the value's spec does not allow it."""
+    """The spec of a line's value after its conversion step. Raises CheckError where the value's spec does not allow it."""
     step = line.step
     axis, dim = step.axis, step.dim
     if axis not in mesh.sizes:

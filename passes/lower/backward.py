@@ -24,7 +24,7 @@ class Backward(Builder):
         super().__init__(context, "backward")
         self.saved = saved
         self.gradients: dict[ValueRef, LocalValue] = {}
-        """What has reached a value so far."""
+        """The sum of the gradients that have reached a value so far."""
         self.later: dict[int, str] = {}
         self._fresh: dict[str, frozenset[int]] = {}
         self.received: list[Port] = []

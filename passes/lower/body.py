@@ -31,7 +31,7 @@ from autopar.passes.rules.widening import late_upcasts, wide_gradients
 from autopar.plan import GIVEN, TemplatePlan
 
 Result = tuple[str | None, Spec | None]
-"""What a function returns: a local name and its spec (None: no gradient)."""
+"""A value that a function returns: its local name and its spec (None: no gradient)."""
 
 
 class PlannedTemplate:

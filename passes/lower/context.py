@@ -1,4 +1,5 @@
-"""What the functions of a stage share while they are lowered: its plan, its templates, and how gradients reach the store."""
+"""The context that the functions of a stage share while they are lowered: its plan, its templates, and how gradients
+reach the store."""
 
 from __future__ import annotations
 
@@ -132,8 +133,8 @@ class StageContext:
         return None if tangent is None else self.planned(template.name, tangent)
 
     def parameter_uses(self, call: Call, backward: bool) -> tuple[ParameterUse, ...]:
-        """What a call reads of its parameters; calls of a template whose parameters rest alike read alike. Raises PlanError
-        where no gather leads there."""
+        """The reads of a call's parameters; calls of a template whose parameters rest alike read alike. Raises
+        PlanError where no gather leads there."""
         key = call.template, backward, tuple(self.kinds[name] for name in call.params)
         if key not in self._uses:
             self._uses[key] = self._parameter_uses(call, backward)

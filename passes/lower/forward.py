@@ -175,7 +175,7 @@ class Forward(Builder):
         return total
 
     def _sends(self) -> list[str]:
-        """What leaves for other stages, by name; it owes nothing then."""
+        """The names of the values that leave for other stages, converted so that they owe nothing."""
         names = []
         boundary = self.program.boundary
         for crossing, ref in zip(boundary.sent, boundary.sent_values, strict=True) if boundary else ():

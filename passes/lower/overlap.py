@@ -80,13 +80,13 @@ class _Order:
             self.names.take(name)
         made = {out for line in function.lines for out in line.outs}
         self.unmade = [len(made.intersection(line.reads())) for line in function.lines]
-        """How many operands of every line are neither made nor coming."""
+        """Per line the number of operands that are neither computed nor in flight."""
         self.readers: dict[str, list[int]] = {}
         for i, line in enumerate(function.lines):
             for name in set(line.reads()):
                 self.readers.setdefault(name, []).append(i)
         self.rest: dict[str, list[Line]] = {}
-        """Of what was started, by its handle, the lines that are left: the last of them waits for it."""
+        """The remaining lines of every collective that was started, by its handle: the last of them waits for it."""
         self.coming: dict[str, str] = {}
         """The values that are there once their last message has arrived, each with its handle."""
         self.turn = self._turns(overlap)
@@ -188,7 +188,7 @@ class _Order:
         return line
 
     def _is_coming(self, handle: str) -> None:
-        """What was started is only to be waited for, if it is."""
+        """Put the values of a collective in flight once only its wait is left."""
         wait, *others = self.rest[handle]
         if not others:
             self.coming |= dict.fromkeys((out for out in wait.outs if out != "_"), handle)
@@ -208,7 +208,7 @@ class _Order:
                 yield self._go_on(self.coming[name])
 
     def _made(self, line: Line) -> None:
-        """What a line makes is there, or coming."""
+        """Tell the readers of a line's results that these are computed or in flight."""
         for i in {reader for out in line.outs for reader in self.readers.get(out, ())}:
             self.unmade[i] -= len(set(line.outs).intersection(self.function.lines[i].reads()))
             if not self.unmade[i] and i in self.turn:
@@ -216,7 +216,7 @@ class _Order:
 
 
 def _joined(lines: Sequence[Line]) -> Iterator[Line]:
-    """What has nothing between its start and its wait is one line again."""
+    """The lines with every collective that has nothing between its start and its wait made one line again."""
     begun: list[Line] = []
     for line in lines:
         if begun and not (isinstance(line, (GoOn, Wait)) and line.value == begun[0].outs[0]):

@@ -161,7 +161,7 @@ class _Pieces:
         self.lines.append(line)
 
     def _add(self, i: int, line: Line) -> None:
-        """A line of a piece."""
+        """Add a line to those of a piece."""
         self.segment[i].append(line)
         self.pending.update(line.outs)
 

@@ -33,7 +33,7 @@ class _Front:
     outputs: tuple[Spec, ...]
     saved: tuple[tuple[str, str, Spec], ...] = ()
     parts: Mapping[str, Parts] = field(default_factory=dict)
-    """Of saved values that there are in pieces alone."""
+    """The pieces of every saved value that exists in pieces alone."""
 
     @property
     def saved_names(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from autopar.runtime.comm.devices import CPU, Device
 
 @dataclass(frozen=True)
 class Moment:
-    """What an action does to a stage's bytes: the most it needs while it runs, and what it leaves behind.
+    """The effect of an action on a stage's bytes: the most it needs while it runs, and what it leaves behind.
 
     `peak` counts what the same microbatch held before; `after` is what that microbatch holds afterwards; `sums` what the
     gradient store holds more then. received: bytes that must be there before; sent: on their way after. parked: what the
@@ -178,7 +178,7 @@ def _replayed(
 
 
 def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
-    """What the largest peak of any group consists of, by kind; they add up to the largest of `group_peaks`.
+    """The largest peak of any group by kind; the kinds add up to the largest of `group_peaks`.
 
     "held for backward": what microbatches left behind that are waiting then; "gradients": with those that the action adds;
     "for a moment": what the action (or the optimizer's step) that makes the peak needs beside.
@@ -210,7 +210,7 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
 
 
 def _moments(row: Sequence[Action], stages: Sequence[StageMemory]) -> list[Moment]:
-    """What every action of a group does: a stage's first and last of a kind differ from those between."""
+    """The moment of every action of a group: a stage's first and last of a kind differ from those between."""
     left: dict[tuple[int, str], int] = {}
     for action in row:
         left[action.stage, action.kind] = left.get((action.stage, action.kind), 0) + 1

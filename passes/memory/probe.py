@@ -1,4 +1,4 @@
-"""What one line makes and needs beside it, found by running it once on meta tensors under a counter.
+"""The results and the scratch bytes of one line, found by running it once on meta tensors under a counter.
 
 An op's result may be a view of an operand or a copy, its implementation may need scratch (masks of dropout, scores of
 attention, chunks of a collective): the functions that emitted programs call know, so they are asked. Meta tensors hold
@@ -39,7 +39,7 @@ WholeLine = Compute | Convert | Cut | Join
 
 
 class _Rank:
-    """What a line may ask of `rt`."""
+    """The part of `rt` that a line may ask for, on meta tensors."""
 
     device = torch.device("meta")
 
@@ -108,7 +108,7 @@ def _part_effect(
 
 
 def _probe_parts(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Effect]:
-    """What the start of a line makes, every part between, and the wait."""
+    """The effects of a line that is split: of its start, of every part between, and of its wait."""
     begin = eval(
         f"lambda {', '.join(['rt', *_names(layouts)])}: {_ASKED.expression(Start(line))}", {**HOMES, "torch": torch}
     )
@@ -203,7 +203,7 @@ class _UserOps:
 
 
 def _declared(line: WholeLine, mesh: Mesh) -> Effect:
-    """By the types that the line states: every result is new."""
+    """The effect that the types of the line state: every result is new."""
     outs: list[Out] = []
     sizes: list[int] = []
     for _, type_, spec in line.made():
@@ -247,7 +247,7 @@ class GatherEffect:
 
 @cache
 def gather_effect(shards: tuple[GatheredShard, ...], axes: tuple[tuple[str, int], ...]) -> GatherEffect:
-    """What gathering parameters together does on a mesh of these axes."""
+    """The effect of gathering parameters together on a mesh of these axes."""
     counter = ByteCounter()
     here = {i: shard.layout.tensor() for i, shard in enumerate(shards) if not shard.tier}
     with counter:

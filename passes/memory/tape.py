@@ -69,7 +69,7 @@ class Machine:
                     self.alive -= self.size[block]
 
     def peak(self, nbytes: int) -> None:
-        """So much beside what is alive, for a moment."""
+        """Note so many bytes beside what is alive, for a moment."""
         self.top = max(self.top, self.alive + nbytes)
 
     def bind(self, effect: Effect, operands: Sequence[int]) -> list[LiveValue]:

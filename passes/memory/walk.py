@@ -22,7 +22,7 @@ from autopar.passes.rules.once import once
 from autopar.runtime.comm.devices import CPU, Device
 
 Binding = LiveValue | list[LiveValue]
-"""What a local name of a stage's function stands for: a value, or a list of saved ones."""
+"""The value that a local name of a stage's function stands for, or a list of saved ones."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ class _Walk:
     def _play(
         self, template: LoweredTemplate, action: str, listed: list[LiveValue], arguments: list[LiveValue]
     ) -> list[LiveValue]:
-        """What a template's function returns; it takes its first values out of a list, which then holds them no longer."""
+        """The values that a template's function returns; it takes its first values out of a list, which then holds them
+        no longer."""
         taken = list(listed)
         listed.clear()
         ordered = [*taken, *arguments]

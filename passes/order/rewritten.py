@@ -24,7 +24,7 @@ from autopar.passes.rules.book import RuleBook
 
 Form = Literal["in order", "natural"]
 _PHASES = {"F": ("F",), "B": ("F", "B"), "W": ("F", "B", "W")}
-"""Of an op's phase, those whose values it may read."""
+"""The phases whose values an op may read, by the phase of the op."""
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def swap_sparse(traffic: Traffic, tree: Tree, position: np.ndarray, passes: int 
 
 
 def _around(traffic: Traffic, tree: Tree, position: np.ndarray, i: int, device: int, without: int) -> float:
-    """What rank i pays on a device, pairs with `without` apart."""
+    """The cost of rank i's traffic when it sits on a device, its pairs with `without` left out."""
     part = slice(traffic.starts[i], traffic.starts[i + 1])
     others, weight = traffic.neighbours[part], traffic.weights[part]
     level = (tree.groups[:, position[others]] != tree.groups[:, [device]]).sum(0)

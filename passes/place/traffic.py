@@ -1,4 +1,4 @@
-"""What ranks say to each other, how far apart devices are, and what a placement costs: sum over pairs of w * d.
+"""The traffic between ranks, the distances between devices, and the cost of a placement: sum over pairs of w * d.
 
 Traffic is a sparse graph: 16,000 ranks on a mesh of three axes have some 50,000 pairs. Devices sit in a tree of link
 levels; d of two devices is one number per level, that of the innermost level that joins them (d = 1 in a node, 10 in a
@@ -31,7 +31,7 @@ class Traffic:
 
     @staticmethod
     def of(ranks: int, pairs: Iterable[tuple[int, int, float]]) -> Traffic:
-        """From (rank, rank, weight); repeated pairs add up. Raises InputError for ranks that do not exist."""
+        """Traffic from triples (rank, rank, weight); repeated pairs add up. Raises InputError for ranks that do not exist."""
         rows = np.array([p for p in pairs if p[0] != p[1]], float).reshape(-1, 3)
         return _merged(ranks, rows[:, 0].astype(int), rows[:, 1].astype(int), rows[:, 2])
 

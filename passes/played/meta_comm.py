@@ -18,7 +18,7 @@ class MetaComm(Comm):
 
     def _start(self, call: Call) -> Callable[[], None]:
         def wait(held: Call = call) -> None:
-            """Until then the backend holds the buffers."""
+            """Hold the buffers of the message, as the backend does, until it is waited for."""
 
         return wait
 

@@ -142,7 +142,7 @@ def _add(messages: dict[Purpose, float], sent: Iterable[Message | Dispatch], pri
 
 
 def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer, setting: Setting) -> StageBill:
-    """What a stage does on one rank, memory tiers left out. calls: the bills of its templates."""
+    """The bill of a stage on one rank, memory tiers left out. calls: the bills of its templates."""
     between = {action: _between(function, stage, pricer) for action, function in _actions(stage)}
     F, B, W = (between[action].work for action in "FBW")
     each_forward_s, each_backward_s = between["F"].gathers_s, between["B"].gathers_s + between["W"].gathers_s
@@ -194,7 +194,7 @@ def _calls_of(function: Function | None) -> Counter[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class _Between:
-    """What happens between the calls of a function: its work, and seconds of the gathers of parameters alone."""
+    """Costs between the calls of a function: its work, and seconds of the gathers of parameters alone."""
 
     work: Work = NOTHING
     gathers_s: float = 0.0

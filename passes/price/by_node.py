@@ -14,7 +14,8 @@ from autopar.runtime.comm.mesh import group_ranks
 
 
 def by_node(lowered: LoweredProgram, cluster: ClusterSpec, placement: Sequence[int] = ()) -> ByNode:
-    """What goes by node when rank placement[p] is at the cluster's place p; by default every rank is at its own."""
+    """The axes along which messages go by node when rank placement[p] is at the cluster's place p; by default every
+    rank is at its own."""
     if cluster.device(0).kind != "cpu" or len(cluster.levels) < 2:
         return ALL_FLAT
     place_of = {rank: place for place, rank in enumerate(placement)}
@@ -46,6 +47,6 @@ def _groups(mesh: Mesh, axis: str) -> set[tuple[int, ...]]:
 
 
 def _least_of_all(cluster: ClusterSpec, kind: str, groups: set[tuple[int, ...]]) -> int | None:
-    """Where groups differ, as their links do, the largest: all go one way."""
+    """The largest of the sizes from which on groups go by node, where groups differ, as their links do: all go one way."""
     least = [least_bytes(cluster.levels, kind, group) for group in groups]
     return None if None in least else max(one for one in least if one is not None)

@@ -1,4 +1,4 @@
-"""What gradients that are compressed (`runtime.compression`) send, and the passes over memory before and after that.
+"""Bytes that compressed gradients (`runtime.compression`) send, and the passes over memory before and after that.
 
 A sum of S bytes over n ranks is an exchange of w · S, where w is what a codec makes of a byte, and for an all_reduce a gather of
 as much. Passes are counted in the runtime's order, in bytes that kernels read or write per byte of S:

@@ -86,8 +86,8 @@ _OVERLAPS = {
 
 
 def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, where: str = "") -> Iterator[Message]:
-    """What a line sends that stands in one of a stage's functions or in one of its templates'. held: bytes of the values
-    of the line's function on one rank; where: the line stands."""
+    """The messages that a line sends which stands in one of a stage's functions or in one of its templates'. held:
+    bytes of the values of the line's function on one rank; where: the line stands."""
     match line:
         case Start(line=started):
             yield from line_messages(started, held, stage, where)
@@ -105,7 +105,8 @@ def line_messages(line: Line, held: Mapping[str, float], stage: LoweredStage, wh
 
 
 def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, mesh: Mesh) -> Iterator[Dispatch]:
-    """What is sent for an op where tokens go to the ranks of their groups and back, each from one of the ranks that hold it."""
+    """The dispatches of an op that sends tokens to the ranks of their groups and back, each from one of the ranks that
+    hold it."""
     type_, spec = call.operands[grouped.operand], rule.operand_spec(grouped.operand, strategy, mesh)
     assert type_ is not None
     assert spec is not None

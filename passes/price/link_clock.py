@@ -36,7 +36,7 @@ class LinkClock:
         self._coming: dict[str, tuple[Purpose, float]] = {}
 
     def compute(self, seconds: float) -> None:
-        """The rank computes."""
+        """Let the rank compute for so many seconds."""
         self.now_s += seconds
 
     def expose(self, purpose: Purpose, seconds: float, alone_s: float) -> None:
@@ -46,21 +46,21 @@ class LinkClock:
         self.exposed[purpose] = self.exposed.get(purpose, 0.0) + seconds
 
     def send(self, purpose: Purpose, seconds: float) -> None:
-        """A message goes, and is waited for."""
+        """Put a message on the link and wait for it."""
         self.expose(purpose, max(self._free_s - self.now_s, 0.0) + seconds, seconds)
 
     def start(self, handle: str, purpose: Purpose, seconds: float) -> None:
-        """A message sets out."""
+        """Put a message on the link."""
         self.expose(purpose, self.least_exposed * seconds, seconds)
         self._free_s = max(self.now_s, self._free_s) + (1 - self.least_exposed) * seconds
         self._coming[handle] = (purpose, self._free_s)
 
     def arrives_s(self, handle: str) -> float:
-        """When the message of a handle arrives."""
+        """The time at which the message of a handle arrives."""
         return self._coming[handle][1]
 
     def wait(self, handle: str) -> None:
-        """The message of a handle has arrived."""
+        """Wait for the message of a handle."""
         purpose, arrives_s = self._coming.pop(handle)
         self.expose(purpose, max(arrives_s - self.now_s, 0.0), 0.0)
         self.now_s = max(self.now_s, arrives_s)  # to the last bit

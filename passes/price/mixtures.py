@@ -1,4 +1,4 @@
-"""What a software makes of an op that computes rows in groups (`autopar.ops.registry.Grouped`), beside its products."""
+"""The cost of an op that computes rows in groups (`autopar.ops.registry.Grouped`) under a software, beside its products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.ir.visits import visits
 from autopar.ops.registry import Grouped
 
 LEG_PASSES = 6
-"""Over rows that go to nodes: gathered as they set out, and as they come back read, cast and added."""
+"""Passes over rows that go to nodes: gathered as they set out, and as they come back read, cast and added."""
 
 
 def work_share(grouped: Grouped | None, software: Software) -> float:

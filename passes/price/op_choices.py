@@ -1,4 +1,4 @@
-"""What every strategy of an op costs on a mesh, as arrays: the form in which the sharding problem takes prices."""
+"""The costs of every strategy of an op on a mesh, as arrays: the form in which the sharding problem takes prices."""
 
 from __future__ import annotations
 

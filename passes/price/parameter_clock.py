@@ -1,4 +1,4 @@
-"""What stays exposed of parameters' messages where links were measured, on the clock of a rank and its link (`link_clock.py`).
+"""The exposed seconds of parameters' messages where links were measured, on the clock of a rank and its link (`link_clock.py`).
 
 A call's gather sets out one call ahead. A gradient does when its bucket is full: the first early, the last after backward.
 

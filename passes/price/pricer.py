@@ -1,4 +1,4 @@
-"""What passes ask the cost model, with the mesh filled in: seconds per op on a block, per collective along an axis.
+"""The cost model as the passes ask it, with the mesh filled in: seconds per op on a block, per collective along an axis.
 
 One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 """

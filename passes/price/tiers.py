@@ -1,4 +1,4 @@
-"""What memory tiers cost a stage in seconds: how long bytes are on their way, and how much of that nothing hides.
+"""The seconds that memory tiers cost a stage: how long bytes are on their way, and how much of that nothing hides.
 
 Saved values leave after their call of forward, one after another, while the next calls compute; they come back one call
 ahead of their use in backward. Optimizer state comes and goes by parts beside the update of the part before. Where the

@@ -1,4 +1,4 @@
-"""What it would cost to keep less for backward: a curve per stage, from bytes kept to seconds of making values again.
+"""The cost of keeping less for backward: a curve per stage, from bytes kept to seconds of making values again.
 
 Per template the corners of its curve are exact (`passes.recompute.choose.hull`); one price per byte cuts the curves of all
 templates of a stage, so the stage's curve takes their corners in order of price. Named policies are points that need

@@ -1,4 +1,4 @@
-"""What it costs to keep and to recompute in one template under one plan: the problem that `passes.recompute.choose` solves.
+"""The costs of keeping and of recomputing in one template under one plan: the problem that `passes.recompute.choose` solves.
 
 Items are what can be had in backward: every value of forward as its op leaves it, and every decision point of it
 (`v@save`, `v@use`), which is a conversion away from its source. An item is kept, made again, or neither:
@@ -115,7 +115,7 @@ class _Builder:
         return RecomputeProblem(tuple(self.items), frozenset(needed))
 
     def _form(self, value: str) -> int:
-        """What backward's own ops start from: the value in the form that it would be kept in."""
+        """The item of the form that a value would be kept in, from which backward's own ops start."""
         return self._at(kept_form(self.flow, self.template, value))
 
     def _add(self, name: str, value: str, bytes_kept: float, again_s: float, operands: tuple[int, ...]) -> int:

@@ -1,4 +1,4 @@
-"""What a set of recomputed values means for a template: what forward keeps, what backward runs again.
+"""A template under a set of recomputed values: what forward keeps, what backward runs again.
 
 Backward reads some of forward's values ("late" values, `autopar.passes.rules.hubs`). One that is in the set R is made again by
 its op just before its first use, from operands that are kept or made again in turn:
@@ -35,7 +35,8 @@ class Recomputation:
 
 
 def recomputation(template: Template, flow: Flow, recompute: Iterable[str]) -> Recomputation:
-    """What keeping all but `recompute` means. Raises PlanError for names that no op of forward makes."""
+    """The recomputation of a template where all but `recompute` is kept. Raises PlanError for names that no op of
+    forward makes."""
     chosen = frozenset(recompute)
     for name in sorted(chosen - made_forward(template)):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What an op sends itself on one rank under a strategy whose choices come with messages."""
+"""The messages that an op sends itself on one rank, under a strategy whose choices come with messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a program the sharding problem is built from, read off templates and calls.
+"""The structure of a program that the sharding problem is built from, read off templates and calls.
 
 Groups of parameters that must be stored alike, the edges between calls, and the values of a node. Nothing here is
 priced or decided.

@@ -1,4 +1,4 @@
-"""What a scheduler knows about a pipeline beside its shape: seconds of every action and room for what it keeps."""
+"""The costs that a scheduler knows of a pipeline beside its shape: seconds of every action and room for what it keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ActionCosts:
 
     @staticmethod
     def uniform(stages: int, tf: float = 1.0, tb: float = 1.0, tw: float = 1.0, comm_s: Comm = 0.0) -> ActionCosts:
-        """Equal stages."""
+        """The costs of a pipeline of equal stages."""
         return ActionCosts({(s, k): t for s in range(stages) for k, t in (("F", tf), ("B", tb), ("W", tw))}, comm_s)
 
 

@@ -23,13 +23,13 @@ Code = tuple[bool, int, int]
 
 
 def order_of(rows: Sequence[Sequence[Step]]) -> list[list[Code]]:
-    """Rows without W."""
+    """The actions of rows without their W."""
     return [[(kind == "B", k, s) for kind, k, s in row if kind != "W"] for row in rows]
 
 
 @dataclass
 class _Row:
-    """What one group has done so far. owed: (stage, microbatch) of the W that wait; held: bytes."""
+    """The actions that one group has run so far, and its clock. owed: (stage, microbatch) of the W that wait; held: bytes."""
 
     now: float = 0.0
     first: float = -1.0

@@ -190,7 +190,7 @@ class _ListScheduler:
             heapq.heappush(self.events, (arrival, self.owner[s]))
 
     def _see_F(self, s: int) -> None:
-        """When the next F of a stage has all that it reads."""
+        """Note when the next F of a stage has all that it reads."""
         k, at = self.next_F[s], 0.0
         if k < self.m:
             for u, comm in self.pipeline.feeds[s]:
@@ -198,7 +198,7 @@ class _ListScheduler:
         self.ready_F[s] = at if k < self.m else NEVER
 
     def _see_B(self, s: int) -> None:
-        """When the next B of a stage has its own F and the gradients that it reads."""
+        """Note when the next B of a stage has its own F and the gradients that it reads."""
         k = self.next_B[s]
         at = self.end_F[s][k] if k < self.m else NEVER
         if at < NEVER:

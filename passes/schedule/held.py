@@ -1,4 +1,4 @@
-"""What a table holds: microbatches in flight and bytes, per group. F takes; B releases, or B a part and W the rest."""
+"""The microbatches in flight and the bytes held under a table, per group. F takes; B releases, or B a part and W the rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.ir.actions import Action, StageGraph, Table, splits_backward
 def held_after(
     row: Sequence[Action], after_F: Sequence[float], after_B: Sequence[float] | None = None
 ) -> Iterator[float]:
-    """What a group holds after each action of its row.
+    """The bytes that a group holds after each action of its row.
 
     after_F[s]: what stage s keeps of a microbatch between F and B. after_B[s]: what it keeps of it between B and W
     (None: the same). Without W in the row B releases all; forwards alone keep nothing.

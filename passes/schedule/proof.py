@@ -93,7 +93,7 @@ def _complete(g: int, row: Sequence[Action], graph: StageGraph, microbatches: in
 
 
 def _reads(action: Action, graph: StageGraph) -> Iterator[Message]:
-    """What must have arrived from other stages before an action starts."""
+    """The messages that must have arrived from other stages before an action starts."""
     s, mb = action.stage, action.microbatch
     if action.kind == "F":
         yield from ((u, s, "F", mb) for u in graph.feeds[s])
@@ -102,7 +102,7 @@ def _reads(action: Action, graph: StageGraph) -> Iterator[Message]:
 
 
 def _sends(action: Action, graph: StageGraph) -> Iterator[Message]:
-    """What an action hands to other stages."""
+    """The messages that an action hands to other stages."""
     s, mb = action.stage, action.microbatch
     if action.kind == "F":
         yield from ((s, v, "F", mb) for v in graph.readers[s])
@@ -163,7 +163,7 @@ class _Execution:
         self.waiting: dict[End | Done, list[int]] = {}
 
     def stuck(self) -> str:
-        """What the first few groups that never end wait for; "" when all do."""
+        """A text that says what the first few groups that never end wait for; "" when all do."""
         while self.ready:
             g = self.ready.pop()
             while self._within(g):
@@ -182,7 +182,8 @@ class _Execution:
         return self.step[g] <= len(self.table[g])
 
     def _blocked(self, g: int) -> End | Done | None:
-        """What a group waits for before its next step, after it has posted its batch of messages; None: for nothing."""
+        """The message or action that a group waits for before its next step, after it has posted its batch of messages;
+        None: for nothing."""
         n, row = self.step[g], self.table[g]
         batch: list[tuple[End, End]] = []
         if n < len(row):

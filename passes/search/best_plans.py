@@ -30,7 +30,8 @@ from autopar.passes.search.task import RankedPlans, Task
 from autopar.passes.search.zigzag import search_zigzag
 
 MANY_RANKS = 64
-"""On larger clusters pipelines may be looked for before microbatches and recompute on one mesh."""
+"""The most ranks for which one mesh is searched first: on larger clusters pipelines may be looked for before
+microbatches and recompute on one mesh."""
 
 Kind = tuple[str, Callable[[float], Iterator[RankedPlans]]]
 """A kind of plans, and the search for those that are faster than so many seconds: their ranking, whenever it gets better."""

@@ -1,4 +1,4 @@
-"""What no plan can do without: the fewest bytes and seconds, if all ranks shared everything perfectly.
+"""Lower bounds of every plan: the fewest bytes and seconds, if all ranks shared everything perfectly.
 
 These are sums over the captured program, made before anything is planned: they rule out requests, microbatch counts and
 pipelines that cannot fit or cannot win.

@@ -19,14 +19,14 @@ from autopar.passes.rules.book import RuleBook
 from autopar.plan import GIVEN, Plan, StagePlan
 
 PIECES = (4, 2)
-"""How many are tried."""
+"""The numbers of pieces that are tried."""
 
 Cuts = Mapping[str, tuple[tuple[str, int], ...]]
 """Per template the placeholders that have a dim of the batch, and which."""
 
 
 def batch_cuts(program: Program, rules: RuleBook) -> Cuts:
-    """Where the batch cannot be followed there are none."""
+    """The cuts of the batch; none where the batch cannot be followed."""
     try:
         dims = batch_dims(program, rules)
     except CoupledError:

@@ -1,4 +1,4 @@
-"""What is planned: one program on one cluster under one set of options, and how a plan of it is lowered and accounted for.
+"""A planning task: one program on one cluster under one set of options, and how a plan of it is lowered and accounted for.
 
 A request has a `Task` for every number of microbatches that is looked at (`autopar.passes.search.microbatches`); all of
 them share their prices.
@@ -114,12 +114,12 @@ class Task:
         return account(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
 
     def stage_costs(self, plan: Plan, split: bool) -> Account:
-        """What the stages of a plan cost, whichever schedule they run under. split: B and W apart."""
+        """The account of the stages of a plan, whichever schedule they run under. split: B and W apart."""
         lowered = outline(self.program, plan, self.pricers, self.rules, split, self.parameter_kind)
         return stage_costs(lowered, plan.stages, self.program.templates, self.pricers, self.setting, self.rules)
 
     def parameter_kind(self, name: str) -> Hashable:
-        """What is the same of parameters that cost the same under the same plan."""
+        """The kind of a parameter: parameters of a kind cost the same under the same plan."""
         parameter = self.program.parameters[name]
         return parameter.type, parameter.trainable, self.setting.optimizer.kind(name)
 

@@ -54,7 +54,7 @@ class Workers:
     def answers(
         self, question: Callable[[Item], Answer], items: Iterable[Item], shared: Iterable[object] = ()
     ) -> Answers[Item, Answer]:
-        """What a question has as answer for every item; to be used in a `with`, after which nobody works on it any more.
+        """The answers to a question for every item; to be used in a `with`, after which nobody works on it any more.
 
         question: a function of the item alone, but for what it remembers. shared: what answers may hold that this process
         has too, beside the items themselves.

@@ -26,7 +26,7 @@ from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, StagePlan
 
 MOST_GAIN = 2.0
-"""In order a step takes at least one part in so many of what it takes otherwise."""
+"""The most that the order may gain: a step takes at least one part in so many of what it takes otherwise."""
 
 
 def search_zigzag(task: Task, batch: int, plans: RankedPlans, best_s: float) -> Iterator[RankedPlans]:

@@ -30,8 +30,8 @@ def allowed_states(
     constraints: Mapping[str, str],
     stored: Mapping[str, ParameterPlan] = MappingProxyType({}),
 ) -> Allowed | None:
-    """What a strategy, the user's constraints and the storage that is given leave; None where they leave everything. Raises
-    ConstraintError, and InfeasibleError where the program cannot have the strategy."""
+    """The filter of states that a strategy, the user's constraints and the storage that is given leave; None where they
+    leave everything. Raises ConstraintError, and InfeasibleError where the program cannot have the strategy."""
     filters = [
         Baseline(strategy, program, mesh, rules).allows if strategy != "auto" else None,
         _by_group(program, constraint_filter(program, mesh, constraints)),
@@ -99,7 +99,7 @@ def _constraint_spec(pattern: str, text: str, mesh: Mesh) -> Spec:
 
 
 def _named(program: Program) -> Iterator[tuple[Key, tuple[int, ...]]]:
-    """What a constraint's pattern may match, with its shape: parameters, and values that ops read."""
+    """Every name that a constraint's pattern may match, with its shape: parameters, and values that ops read."""
     for name, parameter in program.parameters.items():
         yield ("param", name), parameter.type.shape
     for template in program.templates.values():

@@ -33,7 +33,7 @@ from autopar.passes.shard.meshes import CONTEXT, EXPERTS
 
 
 class Baseline:
-    """What a baseline allows a program on a mesh. Raises InfeasibleError for a program that cannot have it."""
+    """The states that a baseline allows a program on a mesh. Raises InfeasibleError for a program that cannot have it."""
 
     def __init__(self, strategy: str, program: Program, mesh: Mesh, rules: RuleBook) -> None:
         self.program, self.mesh, self.strategy = program, mesh, strategy
@@ -126,8 +126,8 @@ def _alike_along(axis: str, storage: Spec, optimizer: Spec) -> bool:
 
 
 def _data_choices(rule: Rule, batch: Collection[str], ranks: int) -> frozenset[str]:
-    """What axes of so many ranks may choose that take the batch: its factors, also with messages, where they divide; else what
-    splits no operand (factors that only results have, as constants do, partial sums that pass), or nothing."""
+    """The choices that axes of so many ranks have which take the batch: its factors, also with messages, where they divide; else
+    what splits no operand (factors that only results have, as constants do, partial sums that pass), or nothing."""
     taking = (c for c in (*rule.shardable, *rule.carries) if set(factors_of(c)) <= set(batch))
     dividing = frozenset(c for c in taking if all(rule.factors[f].size % ranks == 0 for f in factors_of(c)))
     free = (c for c in rule.choices() if c not in rule.carries)

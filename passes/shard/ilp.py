@@ -111,7 +111,7 @@ def _build(r: Reduced, budget: float | None) -> _Model:
 
 
 def _one_state_each(rows: _Rows, columns: _Columns, r: Reduced) -> None:
-    """sum_s x[v, s] = 1"""
+    """Add the constraint that every variable has one state: sum_s x[v, s] = 1."""
     for v, at in columns.first.items():
         n = len(r.cost[v])
         rows.put(np.repeat(rows.open(1, 1.0, 1.0), n), at + np.arange(n), np.ones(n))
@@ -193,7 +193,7 @@ def solve_ilp(r: Reduced, budget: float | None, time_limit_s: float) -> Answer:
 
 @dataclass(frozen=True)
 class _Solved:
-    """What the solver says of a model, and the values of the binaries x in its best solution."""
+    """The solver's result for a model, and the values of the binaries x in its best solution."""
 
     result: mathopt.SolveResult
     values: np.ndarray

@@ -17,7 +17,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 
 _SHARE = 1e-3
-"""What counts of an op's own seconds where the host is slower."""
+"""The share of an op's own seconds that counts where the host is slower."""
 
 
 def host_is_slower(template: Template, pricer: Pricer, rules: RuleBook) -> bool:
@@ -31,5 +31,5 @@ def host_is_slower(template: Template, pricer: Pricer, rules: RuleBook) -> bool:
 
 
 def launched_s(call: OpCall, seconds: np.ndarray, pricer: Pricer) -> np.ndarray:
-    """What counts of an op of such a template, from its seconds under every strategy."""
+    """The seconds that count of an op of such a template, from its seconds under every strategy."""
     return _SHARE * seconds + (pricer.software.launch_host_s if is_kernel(call.op) else 0.0)

@@ -33,7 +33,7 @@ Slot = tuple[str, int]
 
 @dataclass(frozen=True)
 class AxisChoices:
-    """What is left along an axis. choices: per (template, op). sharded: parameters that ops hold in shards."""
+    """The choices that are left along an axis. choices: per (template, op). sharded: parameters that ops hold in shards."""
 
     choices: Mapping[OpKey, frozenset[str]]
     sharded: frozenset[str]
@@ -91,7 +91,7 @@ def expert_parallel(
 def context_parallel(
     program: Program, rules: RuleBook, dims: Mapping[str, Dims], batch: Mapping[OpKey, Mapping[str, Part]], size: int
 ) -> Mapping[OpKey, frozenset[str]]:
-    """What ops may choose along an axis of so many ranks that takes neither the batch nor weights. dims, batch: as above."""
+    """The choices of ops along an axis of so many ranks that takes neither the batch nor weights. dims, batch: as above."""
     choices: dict[OpKey, frozenset[str]] = {}
     for template in program.templates.values():
         held = dims.get(template.name, {})

@@ -29,7 +29,7 @@ EXPERTS = "ep"
 
 
 def odd_part(n: int) -> int:
-    """What is left of n without its factors of two: 3 of 96."""
+    """The odd part of n: n without its factors of two (3 of 96)."""
     return n // (n & -n)
 
 

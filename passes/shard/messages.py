@@ -274,7 +274,7 @@ class _Passing:
         return np.asarray(edges.pairs[rows[:, :, None] + columns])
 
     def _value(self, chosen: np.ndarray) -> float:
-        """What an assignment costs."""
+        """The cost of an assignment."""
         states, edges = self._states(chosen), self.edges
         costs = [float(self.all_costs[i, states[i]]) for i in map(self.numbers.__getitem__, self.r.cost)]
         e = np.arange(0, edges.silent, 2)

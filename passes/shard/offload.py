@@ -1,4 +1,4 @@
-"""What rests in memory tiers: per parameter its optimizer state (or all of it), per template the saved values.
+"""The state that rests in memory tiers: per parameter its optimizer state (or all of it), per template the saved values.
 
 Forced kinds become decisions of a stage's plan here; nothing is solved. What is used most goes to the fastest tier:
 saved values (every microbatch), then parameters with their gradients, then optimizer state (once per step), each thing
@@ -74,7 +74,7 @@ def parkable(program: Program, name: str, plan: TemplatePlan) -> tuple[str, ...]
 
 
 def _views(template: Template, resting: set[str]) -> set[str]:
-    """What ops that only look differently at memory make of resting values."""
+    """The resting values, and what ops that only look differently at memory make of them."""
     seen = set(resting)
     for node in template.ops:
         definition = find(template.op_calls[node.name].op)

@@ -1,4 +1,4 @@
-"""What of parameters' messages a solver counts: the share that computation cannot hide.
+"""The exposed share of parameters' messages that a solver counts: the share that computation cannot hide.
 
 The reader of a bill (`autopar.costmodel.bill`) exposes max(messages - computation, share · messages), which is no sum. A
 solver's objective is one: it takes messages at the share that is exposed if all parameters were sharded over the cheapest axis

@@ -70,7 +70,7 @@ class Edges:
 
     @property
     def silent(self) -> int:
-        """The message of zeros."""
+        """The number of the message of zeros."""
         return len(self.source) - 1
 
     def matrices(self, edges: np.ndarray, source_states: np.ndarray, target_states: np.ndarray) -> np.ndarray:

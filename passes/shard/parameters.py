@@ -1,4 +1,4 @@
-"""What a parameter's (storage, optimizer) pairs of specs cost on one rank: bytes on the device, and seconds of a step.
+"""The cost of a parameter's (storage, optimizer) pairs of specs on one rank: bytes on the device, and seconds of a step.
 
 Bytes are the stored shard, its gradient and the optimizer's state. What `Setting.offload` puts into a memory tier takes no
 bytes of the device and pays its whole way there and back instead, so that the solver shards it all the same.
@@ -35,7 +35,7 @@ class Resting:
         return nbytes if "optimizer" in setting.offload else nbytes + self._state(setting)
 
     def moved_bytes(self, reads: float, setting: Setting) -> np.ndarray:
-        """What goes to a memory tier or comes from it in a step; reads: how often the parameter is used."""
+        """The bytes that go to a memory tier or come from it in a step; reads: how often the parameter is used."""
         moved = np.zeros(len(self.stored))
         if "parameters" in setting.offload:
             moved = moved + reads * self.stored + (4 * self.shard if self.trained else 0.0)

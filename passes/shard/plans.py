@@ -1,4 +1,4 @@
-"""What an assignment of a sharding problem means: the plan of a stage, or of a whole program without a pipeline."""
+"""The plan that an assignment of a sharding problem means: of a stage, or of a whole program without a pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spmd_plan(problem: Problem, choice: list[int], cluster: ClusterSpec, options
 
 
 def stage_plan(problem: Problem, choice: list[int], calls: tuple[int, int]) -> StagePlan:
-    """What an assignment means for a stage."""
+    """The plan that an assignment means for a stage."""
     graph, program = problem.graph, problem.program
     templates = {name: TemplatePlan({}, {}, problem.recompute.get(name, ())) for name in program.templates}
     parameters: dict[str, ParameterPlan] = {}

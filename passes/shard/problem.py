@@ -151,7 +151,7 @@ class Problem:
                     self._wanted.setdefault((template.name, read.value), []).append(numbers)
 
     def _choices(self, key: Key, op: Operation) -> OpChoices:
-        """What an op may do. Raises PlanError where a plan that is given asks for something else."""
+        """The choices of an op. Raises PlanError where a plan that is given asks for something else."""
         rule, allowed = self.rules.rule(op.call), self.allowed
         choices = self.pricer.op_choices(op.call, rule)
         if self.given is not None:

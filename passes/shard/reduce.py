@@ -68,7 +68,7 @@ def start(graph: FactorGraph, price: float = 0.0) -> Reduced:
 
 
 def assigned(r: Reduced, chosen: Mapping[int, int]) -> float:
-    """What an assignment of positions to the variables that are left costs."""
+    """The cost of an assignment of positions to the variables that are left."""
     alone = sum(float(cost[chosen[v]]) for v, cost in r.cost.items())
     pairs = (float(m[chosen[u], chosen[v]]) for u, ms in r.near.items() for v, m in ms.items() if u < v)
     return alone + sum(pairs)

@@ -51,7 +51,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Shortage:
-    """No assignment fits: the least memory that any needs."""
+    """The shortage where no assignment fits: the least memory that any needs."""
 
     least_bytes: float
     choice: tuple[int, ...]
@@ -171,7 +171,7 @@ def _settled(r: Reduced) -> float:
 
 
 def better_within(graph: FactorGraph, budget: float, price: float, cost: float, deadline: float) -> Reduced:
-    """What is left of a graph without the states that no assignment has which fits the budget and costs less than `cost`.
+    """The graph without the states that no assignment has which fits the budget and costs less than `cost`.
 
     At any price per byte such an assignment costs less than cost + price · budget with its memory, so a state goes that lifts
     the bound at a price above that.

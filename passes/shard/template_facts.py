@@ -1,4 +1,5 @@
-"""What a template contributes to a sharding problem whatever the mesh and the prices: who makes and who reads its values."""
+"""The part of a sharding problem that a template contributes whatever the mesh and the prices: who makes and who reads
+its values."""
 
 from __future__ import annotations
 

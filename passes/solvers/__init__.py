@@ -1,1 +1,1 @@
-"""What the solvers of several rooms share about OR-Tools."""
+"""Functions about OR-Tools that the solvers of several rooms share."""

@@ -55,9 +55,10 @@ class _Stages:
 
 
 class _Pairs:
-    """What the stages from every unit on may come to: need and tail by unit, pair (least need first; infinite where there is
-    no more), stages (one place where they are not counted) and device. came: which of `choices[unit]` their first stage is: its
-    option, its length, and the pair of the stages behind it. most: pairs of a unit at most, of which there are `many`."""
+    """The (need, tail) pairs that the stages from every unit on may come to: need and tail by unit, pair (least need
+    first; infinite where there is no more), stages (one place where they are not counted) and device. came: which of
+    `choices[unit]` their first stage is: its option, its length, and the pair of the stages behind it. most: pairs of a
+    unit at most, of which there are `many`."""
 
     def __init__(self, units: int, most: int, stages: int, devices: int, no_idle: bool) -> None:
         shape = (units + 1, most, stages, devices + 1)

@@ -1,4 +1,4 @@
-"""What there is to decide when a program is cut into pipeline stages, as plain arrays, and what a decision costs.
+"""The problem of cutting a program into pipeline stages, as plain arrays, and the cost of a decision.
 
 Units l = 0..L-1 are the smallest runs that stay together. A stage [i, j) on option o (a submesh with a way to shard over
 it) takes, per microbatch,
@@ -204,7 +204,7 @@ class StageSolution:
 
 @dataclass(frozen=True)
 class StageShortage:
-    """No cut fits in memory. best: the cut whose worst stage exceeds its limit by the least factor.
+    """The shortage where no cut fits in memory. best: the cut whose worst stage exceeds its limit by the least factor.
 
     stage: the worst stage of `best`. needed_bytes, limit_bytes: what it needs and has; with limits larger by
     needed_bytes / limit_bytes the problem has a solution, with less it has none.

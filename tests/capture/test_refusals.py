@@ -1,4 +1,4 @@
-"""What cannot be captured fails with the user's source line and the usual fix, never with a wrong program."""
+"""Models that cannot be captured fail with the user's source line and the usual fix, never with a wrong program."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_the_code_of_a_rank_is_that_of_its_stage(pipeline, capsys):
 
 
 def test_messages_inside_ops_are_shown_with_what_hides_them(tmp_path, capsys):
-    """On links so fast that work hides them."""
+    """The links are so fast that work hides the messages."""
     cluster = autopar.ClusterSpec.preset("dgx-h100", 1)
     with torch.device("meta"):
         model, ids = Transformer(), torch.zeros(1, 1 << 16, dtype=torch.long)

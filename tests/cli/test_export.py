@@ -65,7 +65,7 @@ def out(program: autopar.ParallelProgram, tmp_path_factory: pytest.TempPathFacto
 
 
 def others() -> dict[str, Tensor]:
-    """What another model of the class holds, as `save_pretrained` would write it: the head is the embedding."""
+    """The tensors of another model of the class, as `save_pretrained` would write them: the head is the embedding."""
     torch.manual_seed(2)
     state = {name: torch.randn_like(value) for name, value in Model().state_dict().items()}
     return {name: state[name] for name in sorted(state) if name != "head.weight"}
@@ -167,7 +167,7 @@ def test_floats_are_written_in_the_dtype_that_is_asked_for(out: Path, tmp_path: 
 
 
 def test_a_model_on_meta_gets_its_weights_from_safetensors(tmp_path: Path) -> None:
-    """Its parameters have no values; a buffer that no file holds was made on the CPU and travels with the program."""
+    """The model's parameters have no values; a buffer that no file holds was made on the CPU and travels with the program."""
     torch.manual_seed(1)
     model = Model()
     for module in model.modules():

@@ -36,7 +36,7 @@ def command(folder: Path, then: str) -> list[str]:
 
 
 def left(folder: Path) -> list[int]:
-    """Those of the command, and of what it started in a session of its own, that still run."""
+    """The processes that still run, of the command and of what it started in a session of its own."""
     pids = [int(line) for line in (folder / "pids").read_text().split()]
     assert len(pids) == 2
     alive = [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]

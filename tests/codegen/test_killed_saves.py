@@ -25,7 +25,7 @@ from tests.killed import killed_after
 from tests.warm import torchrun
 
 MOMENTS = (0, 1, 40, 199, 230, 260, 301, 350, 420, 500, 560, 700)
-"""In calls to the file system, of about 650."""
+"""The moments at which a save is killed, in calls to the file system, of about 650."""
 CALLS = 1000
 
 

@@ -1,4 +1,4 @@
-"""What repeats in an emitted function becomes loops that do the same, in the same order, with the same values alive."""
+"""Lines that repeat in an emitted function become loops that do the same, in the same order, with the same values alive."""
 
 from __future__ import annotations
 

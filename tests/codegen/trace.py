@@ -35,7 +35,7 @@ class Token:
 
 
 class Event:
-    """What has been called or read, as text."""
+    """A call or a reading of a value, as text."""
 
     def __init__(self, text: str) -> None:
         self.text = text

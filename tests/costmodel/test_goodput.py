@@ -11,7 +11,7 @@ from autopar.costmodel.textbook.reliability import daly_wall_s, young_interval_s
 
 DAY = 86400.0
 LLAMA_MTBF_S = 54 * DAY / 419
-"""Of a run on 16,384 H100: 419 unexpected interruptions in 54 days (Grattafiori et al. 2024, 3.3.4)."""
+"""The time between failures of a run on 16,384 H100: 419 unexpected interruptions in 54 days (Grattafiori et al. 2024, 3.3.4)."""
 
 
 def goodput(interval_s: float, saving: Saving, failures: Failures, work_s: float = 400 * DAY, seeds: int = 6) -> float:

@@ -1,4 +1,4 @@
-"""What a case of the differential suite is, and what its batches are drawn with."""
+"""Cases of the differential suite, and the generators that their batches are drawn with."""
 
 from __future__ import annotations
 

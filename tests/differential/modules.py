@@ -1,4 +1,4 @@
-"""What the layers of the differential suite may want beside their input: modules, parameters and buffers, by name."""
+"""Things that the layers of the differential suite may want beside their input: modules, parameters and buffers, by name."""
 
 from __future__ import annotations
 

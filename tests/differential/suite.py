@@ -55,7 +55,7 @@ def by_name() -> dict[str, Case]:
 
 @functools.lru_cache(maxsize=2)
 def eager(name: str, pieces: int = 1) -> dict[str, Tensor]:
-    """What the model comes to in eager PyTorch."""
+    """The losses and parameters of the model after training in eager PyTorch."""
     case = by_name()[name]
     return trained(model_of(name), [case.batch(seed) for seed in range(STEPS)], case.loss, pieces)
 
@@ -67,7 +67,7 @@ def model_of(name: str) -> torch.nn.Module:
 
 
 def outcome(name: str, options: str) -> Outcome:
-    """One combination."""
+    """The outcome of one combination of a case and options."""
     case, model = by_name()[name], model_of(name)
     batches = [case.batch(seed) for seed in range(STEPS)]
     with warnings.catch_warnings():
@@ -91,5 +91,5 @@ def outcome(name: str, options: str) -> Outcome:
 
 
 def values_of(result: autopar.RunResult) -> dict[str, Tensor]:
-    """What a program came to, named as `trained` names it."""
+    """The losses and parameters of a program after its steps, named as `trained` names them."""
     return {f"loss {k}": loss.reshape(()).double() for k, loss in enumerate(result.losses)} | result.state

@@ -55,7 +55,7 @@ def compiled(name: str, ranks: int, precision: str | None, model: nn.Module | No
 def test_records_of_steps_on_fake_gpus_are_equal_and_hold_nothing_that_a_graph_cannot(
     name: str, precision: str | None
 ) -> None:
-    """So far as calls say: that a GPU captures their kernels is for a GPU to show."""
+    """The records say so as far as calls go: that a GPU captures their kernels is for a GPU to show."""
     zoo = BY_NAME[name]
     program = compiled(name, 1, precision, without_dropout(zoo.make()))
     with fake_cuda(H100):

@@ -81,7 +81,7 @@ def rule_of(call: OpCall) -> Rule:
 
 
 def cut(value: Tensor, spec: Spec, mesh: Mesh, generator: torch.Generator) -> list[Tensor]:
-    """What every rank holds of `value`; sums still owed are split into random terms."""
+    """The block of `value` that every rank holds; sums still owed are split into random terms."""
     owed = [axis for axis, _ in spec.partial]
     terms: dict[tuple[int, ...], Tensor] = {}
     rest = value

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class Draw:
-    """What generators draw from: sizes that meshes divide, and random tensors."""
+    """A source that generators draw from: sizes that meshes divide, and random tensors."""
 
     def __init__(self, data: st.DataObject) -> None:
         self._data = data
@@ -30,7 +30,7 @@ class Draw:
         return self.pick(4, 2, 6, 3, 1, 12)
 
     def shape(self, least: int = 1, most: int = 3) -> list[int]:
-        """Of any sizes, or of one size, which no rule may take for a sign that dims belong together."""
+        """A shape of any sizes, or of one size, which no rule may take for a sign that dims belong together."""
         rank = self.pick(*range(least, most + 1))
         return [self.size()] * rank if self.pick(False, False, True) else [self.size() for _ in range(rank)]
 

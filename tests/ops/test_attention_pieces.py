@@ -1,4 +1,5 @@
-"""What attention in pieces is said to do beside its scores, against what the runtime does: every pass counted as it runs."""
+"""The work that attention in pieces is said to do beside its scores, against what the runtime does: every pass counted
+as it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from autopar.runtime.kernels.attention import attention as runtime
 Tensor = torch.Tensor
 RANKS, HEADS = 4, 4
 MOVES = ("aten.copy_.default", "aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")
-"""What messages do, and what allocates."""
+"""The ops of messages, and those that allocate."""
 
 
 class Counted(TorchDispatchMode):

@@ -73,7 +73,7 @@ def test_sums_of_halves_do_not_overflow(ours: Callable[..., Any], theirs: Callab
 @pytest.mark.parametrize("ndim", [1, 2])
 @pytest.mark.parametrize("centered", [True, False])
 def test_gradients_of_norms_whose_statistics_do_not_lie_one_after_another(centered: bool, ndim: int) -> None:
-    """Of part of the rows, as where a rank has a slice of what forward kept."""
+    """Gradients of a part of the rows, as where a rank has a slice of what forward kept."""
     x, g, w = f(3, 8, 2, 5).detach(), f(3, 8, 2, 5).detach(), f(*(2, 5)[2 - ndim :]).detach()
     _, mean, rstd = ops.layer_norm(x, w, None, 1e-5, ndim)
     _, rstd = (None, rstd) if centered else ops.rms_norm(x, w, 1e-5, ndim)

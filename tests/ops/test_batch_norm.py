@@ -184,7 +184,7 @@ def test_a_mean_far_from_zero_costs_no_digits() -> None:
     "pool", [([3, 3], [2, 2], [1, 1], [1, 1], False), ([3, 2], [1, 2], [1, 0], [2, 1], True)], ids=str
 )
 def test_maxima_found_by_channels_are_where_torch_finds_them(pool: tuple[Any, ...], dtype: torch.dtype) -> None:
-    """Also of equal numbers, of -inf alone, and where there is a NaN."""
+    """Maxima are found so also of equal numbers, of -inf alone, and where there is a NaN."""
     x = torch.randint(-2, 3, (3, 17, 9, 11), generator=torch.Generator().manual_seed(0)).to(dtype)
     if dtype.is_floating_point:
         x[0, 3, 4, 4], x[1], x[2, 0] = torch.nan, -torch.inf, torch.nan

@@ -233,7 +233,7 @@ def test_work_is_priced_by_the_rows_of_one_expert() -> None:
 
 
 def on_ranks(one: Mixture, ranks: int, promise: tuple[float, str]) -> list[Any]:
-    """What every rank gives, or the error that it raises."""
+    """The results of every rank, or the error that it raises."""
 
     def on_rank(comm: Comm) -> Any:
         own = [None if t is None else t.chunk(ranks)[comm.rank] for t in one.operands]

@@ -117,7 +117,7 @@ def test_a_token_visits_every_node_of_its_experts_once_and_no_leg_has_more_than_
 
 
 class Bytes:
-    """What a rank sends to others by exchanges, by axis."""
+    """Bytes that a rank sends to others by exchanges, by axis."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.by_axis = rank, Counter[str]()
@@ -134,7 +134,7 @@ class Bytes:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_as_many_bytes_are_sent_as_are_priced(backward: bool) -> None:
-    """At no imbalance and random choices."""
+    """Bytes are counted at no imbalance and random choices."""
     mesh, tokens, choices = Mesh.of(a=4, b=2), 512, 4
     one = replace(mixture((8 * tokens,), 16, choices, seed=1), promise=(1.0, "chunk"))
     case = one.cases(one.x)[backward]

@@ -1,4 +1,4 @@
-"""What capture and differentiation make of a function computes what eager autograd does, whole and on shards."""
+"""Functions that are captured and differentiated compute what eager autograd does, whole and on shards."""
 
 from __future__ import annotations
 

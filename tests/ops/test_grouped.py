@@ -96,7 +96,7 @@ def test_without_offsets_it_is_a_batched_product() -> None:
 
 
 def test_meta_tensors_tell_the_memory_of_a_product() -> None:
-    """Where there are no values no product is run."""
+    """No product is run where there are no values."""
     x, w, group = (t.to("meta") for t in (f(10, 6), f(4, 6, 8), torch.zeros(10, dtype=torch.long)))
     assert local.grouped_mm(x, w, group).shape == (10, 8)
     assert local.grouped_mm_dw(x, x, group, 4).shape == (4, 6, 6)

@@ -33,7 +33,7 @@ RULES = RuleBook()
 
 
 def whole_window(x: Tensor, window: Window, rank: int) -> Tensor:
-    """What a rank wants, from the whole: the definition. x: (rows, …)."""
+    """The rows that a rank wants, from the whole: the definition. x: (rows, …)."""
     rows, size = [], len(x)
     for position in range(rank * window.step - window.before, rank * window.step - window.before + window.length):
         if 0 <= position < size:
@@ -63,7 +63,7 @@ def windows(draw: Draw) -> tuple[int, int, Window]:
 
 
 def with_messages(ranks: int, run: Callable[[Along], Any]) -> list[tuple[Any, int]]:
-    """What every rank makes, and how many numbers it receives."""
+    """The result of every rank, and how many numbers it receives."""
 
     def on_rank(comm: Comm) -> tuple[Any, int]:
         start, got = comm._start, []
@@ -129,7 +129,7 @@ def test_a_halo_is_the_rows_beyond_the_block_and_nothing_else() -> None:
 
 
 def _sizes(draw: Draw, rank: int, ranks: int, stride: int) -> list[int]:
-    """Of an image of which one dim at least is cut into so many blocks."""
+    """The sizes of an image of which one dim at least is cut into so many blocks."""
     sizes = [draw.pick(4, 6) for _ in range(rank)]
     sizes[draw.pick(*range(rank))] = ranks * draw.pick(*((2, 3) if ranks == 2 else (1, 2))) * stride
     return sizes

@@ -29,7 +29,7 @@ OP = "autopar.linear_cross_entropy"
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 8 rows: a rank has several, the last one not full."""
+    """Chunks of 8 rows: a rank has several, the last one not full."""
     monkeypatch.setattr(losses, "CHUNK_ROWS", 8)
 
 
@@ -124,7 +124,7 @@ def test_chunks_give_eagers_sum_and_gradients(smoothing: float) -> None:
 
 
 def test_in_bf16_gradients_are_rounded_no_more_than_eagers() -> None:
-    """Also where the softmax of the label is nearly one."""
+    """Gradients are rounded so also where the softmax of the label is nearly one."""
     torch.manual_seed(0)
     x, w, labels = torch.randn(64, 32), torch.randn(128, 32), torch.randint(0, 128, (64,))
     x = x + 0.3 * w[labels]
@@ -232,7 +232,7 @@ def test_where_no_target_counts_gradients_are_zero() -> None:
 
 
 def test_on_a_gpu_chunks_are_larger_and_one_op_is_predicted_no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it saves of logits it must not lose on reading and writing dw."""
+    """The bytes of logits that one op saves must not be lost on reading and writing dw."""
     monkeypatch.setattr(losses, "CHUNK_ROWS", 1024)
     cluster = autopar.ClusterSpec.homogeneous(devices=1, device="h100")
 

@@ -92,7 +92,7 @@ def test_random_plans_of_packed_documents_are_eagers(given: str) -> None:
 @pytest.mark.parametrize("causal", CAUSAL)
 @pytest.mark.parametrize("given", GIVEN)
 def test_a_mask_is_never_whole_where_its_rows_are_in_blocks(given: str, causal: str) -> None:
-    """What a rank holds at once in the ring is less than one mask of all rows."""
+    """The part of the mask that a rank holds at once in the ring is less than one mask of all rows."""
     length = 1024
     program, _ = compiled(given, causal, samples=1, length=length)
     for choice in FORMS:

@@ -54,7 +54,7 @@ def rule_of(call: OpCall) -> Rule:
 
 
 def test_a_ring_shards_rows_and_keys_and_owes_nothing() -> None:
-    """Over its own axis, that is."""
+    """A ring owes nothing over its own axis, that is."""
     mesh = Mesh.of(dp=2, cp=4)
     rule = rule_of(attention_call("attention_grad"))
     assert rule.allows(("s", RING), mesh)
@@ -76,7 +76,7 @@ def test_a_ring_needs_rows_that_divide(rows: int) -> None:
 
 
 def test_messages_are_blocks_of_keys_and_values_and_home_go_their_gradients() -> None:
-    """Of 4 blocks the busiest rank sees all, or under a causal mask three and half of its own."""
+    """The busiest rank sees all of 4 blocks, or under a causal mask three and half of its own."""
     mesh, block = Mesh.of(cp=4), 2 * 2 * 2 * 16 * 8 * 4
     for causal, own, other in ((False, 1 / 4, 1 / 4), (True, 0.5 / 3.5, 1 / 3.5)):
         forward, backward = (attention_call(op, causal) for op in ("attention", "attention_grad"))
@@ -108,7 +108,7 @@ def test_turns_send_the_same_bytes_and_all_but_the_first_message_is_behind_work(
 
 @pytest.mark.parametrize("choice", ["s", RING])
 def test_causal_work_is_that_of_the_rank_with_the_last_rows(choice: str) -> None:
-    """Of n blocks of rows the last sees n - 1 blocks of keys and half of its own, of n * n; without a triangle all see n."""
+    """The last of n blocks of rows sees n - 1 blocks of keys and half of its own, of n * n; without a triangle all see n."""
     device = DeviceSpec("test", {"float32": 1e6}, 1e12, 1e15, 0.0)
     pricer = Pricer(ClusterSpec("test", ((4, device),), (LinkLevel("node", 4, 1e9, 1e-5),)), Mesh.of(cp=4))
     causal, full = (attention_call(causal=c) for c in (True, False))
@@ -223,7 +223,7 @@ def test_random_plans_with_rings_are_eagers_at_length() -> None:
 
 
 def ringed(program: autopar.Program, model: Transformer, seeds: range) -> int:
-    """Of random plans, those in which keys go round; raises AssertionError where one is not eager."""
+    """The number of random plans in which keys go round; raises AssertionError where one is not eager."""
     found = 0
     for seed in seeds:
         plan = autopar.random_plan(program, seed)

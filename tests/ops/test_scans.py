@@ -148,7 +148,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def on_ranks(ranks: int, function: Callable[[Tensor, Along], Any], x: Tensor, dim: int) -> list[Any]:
-    """What every rank makes of its block."""
+    """The result that every rank makes of its block."""
     blocks = x.chunk(ranks, dim)
     return run_threads(ranks, {"a": ranks}, lambda comm: function(blocks[comm.rank], Along(comm, "a")), timeout_s=30)
 

@@ -306,7 +306,7 @@ def warm_then(optimizer):
 
 
 class OwnPlateau:
-    """No class of torch's: it wants a metric, and takes none for nothing."""
+    """A scheduler that is no class of torch's: it wants a metric, and takes none for nothing."""
 
     def __init__(self, optimizer):
         self.optimizer, self.best = optimizer, float("inf")
@@ -328,7 +328,7 @@ def test_any_scheduler_that_takes_a_metric_is_told_the_loss(program, scheduler):
 
 
 class Timed(torch.optim.lr_scheduler.LRScheduler):
-    """As those of timm: it wants to know the epoch."""
+    """A scheduler like those of timm: it wants to know the epoch."""
 
     def get_lr(self):
         return list(self.base_lrs)

@@ -36,13 +36,13 @@ def train(directory: Path, out: Path) -> dict[str, Any]:
 
 
 def curve(directory: Path, out: Path) -> dict[str, Any]:
-    """Every batch once."""
+    """The losses over every batch once."""
     program = autopar.load(directory)
     return {"losses": [program(batch).item() for batch in batches(directory)], "weights": full(program)}
 
 
 def resume(directory: Path, out: Path) -> dict[str, Any]:
-    """From the checkpoint of other ranks and another plan, one more step."""
+    """The state after one more step from the checkpoint of other ranks and another plan."""
     program, data = autopar.load(directory), batches(directory)
     program.resume(out / "checkpoint")
     return {"losses": [program(data[4]).item()], "weights": full(program)}

@@ -23,7 +23,7 @@ BYTES = {"bf16": 0.5, "int8": 257 / 1024}
 
 
 class Linear(nn.Module):
-    """Whose gradients do not depend on its parameters."""
+    """A layer whose gradients do not depend on its parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def compiled(form: str, ranks: int, samples: int, size: int, axis: str = "") -> 
 
 
 def choices(program: autopar.ParallelProgram, of: str = "") -> Iterator[str]:
-    """What the axes choose in ops of this name."""
+    """The choices of the axes in ops of this name."""
     for stage in program.plan.stages:
         for template in stage.templates.values():
             for name, strategy in template.strategies.items():

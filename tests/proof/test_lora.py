@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def in_bf16(make: Callable[[], Made]) -> Made:
-    """What is frozen in bf16, adapters in float32, as PEFT has them."""
+    """The model with frozen parameters in bf16 and adapters in float32, as PEFT has them."""
     model, batch, loss = make()
     for parameter in model.parameters():
         if not parameter.requires_grad:

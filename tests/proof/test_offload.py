@@ -133,7 +133,7 @@ def test_optimizer_state_leaves_the_device() -> None:
 
 
 def test_saved_values_of_many_layers_leave_the_device() -> None:
-    """Of twelve equal layers only what two calls keep is on the device at once."""
+    """The values that two calls keep are on the device at once, of twelve equal layers, and no more."""
     deep = dataclasses.replace(
         BY_NAME["mlp"],
         name="deep mlp",

@@ -332,7 +332,7 @@ def test_the_report_and_the_emitted_files_say_it(tmp_path: Any) -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "mesh"), [("zero3", {"dp": 2}), ("megatron", {"dp": 1, "tp": 2})])
 def test_processes_compute_what_threads_do(strategy: str, mesh: dict[str, int], tmp_path: Any) -> None:
-    """Over Gloo, from the saved files; the sum of two ranks' 16 bits is the same in any order."""
+    """The processes run over Gloo, from the saved files; the sum of two ranks' 16 bits is the same in any order."""
     options = {"precision": "bf16", "strategy": strategy, "mesh": mesh}
     program = processes.compiled(2, processes.Model(), **options)
     directory = processes.saved(program, tmp_path / "program", batches=3)

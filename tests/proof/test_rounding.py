@@ -11,7 +11,7 @@ from tests.proof.test_precision import RUNS, compiled
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 
 BATCHES = {"mlp": 16, "partly-frozen": 16}
-"""Of models whose loss is a mean of few numbers it takes more batches to tell rounding from luck."""
+"""Batches of models whose loss is a mean of few numbers: it takes more to tell rounding from luck."""
 
 
 def assert_rounds_like_eager(

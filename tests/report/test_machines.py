@@ -1,4 +1,4 @@
-"""What the manifest says of the machines: rates of their links, and what a step's products are and take at the peak."""
+"""The manifest's facts about machines: rates of their links, and what a step's products are and take at the peak."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_a_number_of_ranks_is_compared_with_the_fastest_smaller_one():
 
 
 def test_saving_says_so(tmp_path):
-    """Over a slow link a step takes longer than on one rank."""
+    """A step over a slow link takes longer than on one rank."""
     local = autopar.ClusterSpec.local(2)
     program = autopar.compile(
         nn.Linear(512, 512),

@@ -21,7 +21,7 @@ from tests.runtime.process_worker import caught
 
 
 def agree(out: Path) -> dict[str, Any]:
-    """What the threads do, the processes do, with calls compared before they start or not."""
+    """The results of the processes, which are to be those of the threads, with calls compared before they start or not."""
     comm, checked = (TorchComm(two_nodes.MESH, timeout_s=60, check=check) for check in (False, True))
     for one in (comm, checked):
         two_nodes.go_by_node(one)

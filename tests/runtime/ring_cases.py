@@ -39,7 +39,7 @@ class Call:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the scores."""
+        """The shape of the scores."""
         return (*self.q.shape[:3], self.k.shape[2])
 
 
@@ -73,7 +73,7 @@ def call(
 
 
 def eager(c: Call) -> dict[str, Tensor]:
-    """What scaled_dot_product_attention and autograd make of it."""
+    """The results and gradients of scaled_dot_product_attention and autograd for a call."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (c.q, c.k, c.v))
     mask = c.mask
     if mask is not None and mask.dtype != torch.bool:
@@ -93,7 +93,7 @@ def eager(c: Call) -> dict[str, Tensor]:
 
 
 def unsharded(c: Call) -> dict[str, Tensor]:
-    """What the runtime's attention makes of it on one rank."""
+    """The results and gradients of the runtime's attention for a call on one rank."""
     drawn = {"key": c.key}
     out, lse = attention.attention(c.q, c.k, c.v, c.mask, *c.config, **drawn)
     given = (c.g, c.q, c.k, c.v, c.mask, out, lse, *c.config)

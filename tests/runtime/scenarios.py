@@ -1,4 +1,4 @@
-"""What both backends are asked to do, so that their answers can be compared."""
+"""Scenarios that both backends are asked to run, so that their answers can be compared."""
 
 from __future__ import annotations
 

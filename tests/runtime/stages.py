@@ -32,7 +32,7 @@ class Program:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Of all ranks."""
+        """The mesh of all ranks."""
         first = self.pipeline.STAGES[0]["mesh"]
         return first if len(self.modules) == 1 else {"rank": self.ranks}
 

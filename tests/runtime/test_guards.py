@@ -104,7 +104,7 @@ class OnGpu(torch.Tensor):
 
 
 class Event:
-    """Of a device that has passed it when somebody has waited."""
+    """An event of a device that has passed it when somebody has waited."""
 
     def __init__(self) -> None:
         self.recorded = self.passed = False

@@ -1,4 +1,4 @@
-"""What emitted code sees of its rank: keys of random ops, buffers that a step writes, parameters that are asked for early."""
+"""The rank as emitted code sees it: keys of random ops, buffers that a step writes, parameters that are asked for early."""
 
 from __future__ import annotations
 

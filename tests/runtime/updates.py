@@ -13,7 +13,7 @@ from tests.runtime import pipelines, stages
 
 
 class Eager:
-    """In the place of an optimizer in the references: `step` is the whole update. log: norms, scales, learning rates."""
+    """The references' stand-in for an optimizer: `step` is the whole update. log: norms, scales, learning rates."""
 
     def __init__(self, rule: UpdateRule, names: list[str], parameters: list[nn.Parameter]) -> None:
         self.rule, self.parameters = rule, parameters
@@ -24,7 +24,7 @@ class Eager:
             given = rule.loss_scaling
             self.scaler = torch.amp.GradScaler("cpu", given.initial, given.growth, given.backoff, given.interval)
         self.loss = 0.0
-        """Of the step, which the references set before they call `step`."""
+        """The loss of the step, which the references set before they call `step`."""
         self.log: dict[str, list[float]] = {"norm": [], "scale": [], "lr": []}
 
     def zero_grad(self) -> None:

@@ -34,7 +34,7 @@ IMPORTED = (
     *("torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.run"),
     *("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.tensor", "torch.export"),
 )
-"""By ranks, by torchrun, by what compiles: all but autopar itself."""
+"""The modules that are imported by ranks, by torchrun, by what compiles: all but autopar itself."""
 NAMESPACES = {"user": 0x10000000, "mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000}
 """Flags of setns(2)."""
 
@@ -158,7 +158,7 @@ def _become(request: dict[str, Any], streams: list[int], path: list[str], execut
 
 
 def _run(arguments: list[str], path: list[str]) -> int:
-    """What Python does with its arguments; modules are looked for where it would look."""
+    """Run Python's arguments as Python would; modules are looked for where it would look."""
     own = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     while (option := arguments.pop(0)) == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]

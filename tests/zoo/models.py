@@ -60,7 +60,7 @@ class ZooModel:
 
 
 ORIGIN: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
-"""What a module was made of: a zoo model, or a class of the tests and its arguments. Modules of one origin run alike."""
+"""The origin of a module: a zoo model, or a class of the tests and its arguments. Modules of one origin run alike."""
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import autopar
 from tests.zoo.models import BY_NAME, Batch, ZooModel
 
 SAMPLES = 2
-"""Of a microbatch."""
+"""Samples of a microbatch."""
 
 
 def batch_of(zoo: ZooModel, samples: int, seed: int = 0, training: bool = True) -> Batch:

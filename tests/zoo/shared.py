@@ -41,7 +41,7 @@ def shared(capture_program: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def described(model: nn.Module) -> Hashable:
-    """What a test may have changed in a model that counts for its capture."""
+    """The properties of a model that a test may have changed and that count for its capture."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return (
         repr(model),
@@ -51,7 +51,7 @@ def described(model: nn.Module) -> Hashable:
 
 
 def described_inputs(inputs: Any) -> Hashable:
-    """Their structure, shapes and dtypes."""
+    """The structure, shapes and dtypes of inputs."""
     leaves, structure = pytree.tree_flatten(inputs)
     return str(structure), tuple((tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves)
 

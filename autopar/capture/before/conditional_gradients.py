@@ -26,7 +26,7 @@ that are not zero (one-hot)."""
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """What one draw told. present: whether each tensor had a gradient; named: the numbers that the rows named, per way."""
+    """The result of one draw. present: whether each tensor had a gradient; named: the numbers that the rows named, per way."""
 
     present: Mapping[str, bool]
     named: Mapping[Way, frozenset[int]]

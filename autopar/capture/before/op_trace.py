@@ -41,7 +41,7 @@ class Recorded(TorchDispatchMode):
         return result
 
     def described(self, values: Any) -> tuple[Any, str]:
-        """What arguments or results are, such that equal ones of two runs are described alike."""
+        """A description of arguments or results, such that equal ones of two runs are described alike."""
         leaves, structure = tree_flatten(values)
         return tuple(self._tensor(v) if isinstance(v, Tensor) else _text(v) for v in leaves), str(structure)
 

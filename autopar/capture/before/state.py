@@ -49,7 +49,7 @@ class State:
     functions: list[types.FunctionType] = field(default_factory=list)
 
     def changes(self) -> list[Change]:
-        """What changed since the state was taken; what layers of torch keep for themselves aside."""
+        """The changes since the state was taken; what layers of torch keep for themselves aside."""
         found = [Change(p.named(key), p.owner, key) for p in self.places for key in p.changes()]
         return [c for c in found if not (isinstance(c.owner, nn.RNNBase) and c.key in _KEPT_BY_RNNS)]
 
@@ -172,7 +172,7 @@ class _Finder:
                 self.visit(name, item)
 
     def _file(self, file: types.ModuleType, named: list[str], package: str) -> None:
-        """What a function names in another file of its package."""
+        """Take the state that a function names in another file of its package."""
         held = [n for n in named if n in vars(file) and not callable(vars(file)[n])]
         if held and file.__name__.partition(".")[0] == package:
             self.state.places.append(state_slots.names_in(file.__name__, vars(file), held))

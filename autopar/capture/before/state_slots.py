@@ -102,7 +102,7 @@ def container(name: str, value: object) -> Place:
 
 
 def class_values(cls: type) -> Place:
-    """What instances of a class share, functions aside."""
+    """The values that instances of a class share, functions aside."""
 
     def read() -> Values:
         return {k: v for k, v in vars(cls).items() if not k.startswith("__") and not callable(v)}

@@ -1,4 +1,4 @@
-"""What a model has, before it runs, that no trace carries over: each finding is a named error with what to do instead.
+"""Parts of a model that no trace carries over, found before it runs: each finding is a named error with what to do instead.
 
 A program is made of what `forward` computes. Hooks on gradients, modules that run outside Python, parameters without a
 value or without a dense layout, and parameters that share memory without being the same parameter are part of what eager
@@ -121,7 +121,7 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def _unusual(tensor: torch.Tensor) -> str | None:
-    """What a tensor is that a dense program cannot hold, in words."""
+    """The kind of a tensor that a dense program cannot hold, in words; None for a tensor that it can."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout is not torch.strided:

@@ -43,7 +43,7 @@ def bucket_examples(inputs: Any, sizes: Sizes) -> list[Any]:
 
 
 def checked_pad_values(pad: Mapping[str, float] | None, inputs: Any) -> dict[str, float]:
-    """What inputs are padded with, by name. Raises InputError for what is no input, or no number of its dtype."""
+    """The values that inputs are padded with, by name. Raises InputError for what is no input, or no number of its dtype."""
     if pad is None:
         return {}
     if not isinstance(pad, Mapping):

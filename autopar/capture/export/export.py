@@ -311,7 +311,7 @@ def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: St
 def _later_changes(
     traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
 ) -> Sequence[Change] | None:
-    """What Python state the second step in a row changes; None where it computes something else than the first."""
+    """The changes of Python state by the second step in a row; None where it computes something else than the first."""
     state.restore()
     runs, results = (Recorded(), Recorded()), []
     try:

@@ -106,7 +106,7 @@ _SPARSE = {
     torch.ops.aten.embedding_bag.padding_idx: 5,
     torch.ops.aten.embedding_bag.default: 5,
 }
-"""Which argument of an op asks for sparse gradients."""
+"""The position of the argument that asks for sparse gradients, by op."""
 
 
 _BY_PLACE = frozenset(

@@ -40,7 +40,7 @@ _FUNCTIONAL: dict[Any, Any] = {
 }
 """The op that returns what an op writes to its first argument."""
 _SCATTER: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
-"""Of a view, the op that gives the whole with the viewed piece replaced; further arguments are those of the view."""
+"""The op that gives the whole with a viewed piece replaced, by the op of the view; further arguments are those of the view."""
 _MAKE = frozenset(
     [
         *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.clone.default, aten.cat.default),
@@ -80,8 +80,8 @@ class _Write:
 
 @dataclass(frozen=True)
 class _Memory:
-    """What lies in one memory that is written. whole: nodes that are all of it, as `root` is. pieces: those that are views
-    of a piece, which is written at once and read by nothing else."""
+    """The nodes that lie in one memory that is written. whole: nodes that are all of it, as `root` is. pieces: those
+    that are views of a piece, which is written at once and read by nothing else."""
 
     root: fx.Node
     whole: frozenset[fx.Node]
@@ -115,7 +115,7 @@ def without_writes(exported: Any) -> bool:
 
 
 def _writes(graph: fx.Graph) -> list[_Write] | None:
-    """What writes, in order; None where a node does that is not known here."""
+    """The writes of a graph, in order; None where a node writes in a way that is not known here."""
     writes: list[_Write] = []
     for node in graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -197,7 +197,7 @@ def _is_new(node: fx.Node) -> bool:
 
 
 def _computed(node: fx.Node, is_whole: bool) -> Any:
-    """What the functional form of a node returns, on fake tensors; None where it is not like what is written (an op that
+    """The result of a node's functional form, on fake tensors; None where it is not like what is written (an op that
     writes keeps dtype, shape and strides; a piece is copied into the whole, whose strides it has then)."""
     args: Any = fx.map_arg(node.args, lambda read: read.meta["val"])
     with node.meta["val"].fake_mode, torch.no_grad():

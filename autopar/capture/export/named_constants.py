@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autopar.errors import CaptureError
 
 Kinds = dict[str, tuple[str, Any]]
-"""What the placeholders of a graph are: a kind, and which one of it."""
+"""The meaning of every placeholder of a graph: a kind, and which one of it."""
 
 
 def check_constants(constants: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What mixed precision notes on the casts that it puts into a captured graph, for the passes that come after it.
+"""Marks on the casts that mixed precision puts into a captured graph, for the passes that come after it.
 
 A cast weighs nothing where work is weighed, shows the value that it casts, and stays with the op that it was made for.
 """

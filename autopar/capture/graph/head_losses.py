@@ -26,7 +26,8 @@ from autopar.runtime.kernels.losses import chunk_rows
 
 aten = torch.ops.aten
 _DEFAULTS = (None, MEAN, -100, 0.0)
-"""Of cross_entropy_loss, behind logits and targets: class weights, reduction, the target that is ignored, smoothing."""
+"""The defaults of cross_entropy_loss, behind logits and targets: class weights, reduction, the target that is ignored,
+smoothing."""
 
 
 def join_head_losses(exported: Exported, reach: Collection[fx.Node], mode: FakeTensorMode) -> None:

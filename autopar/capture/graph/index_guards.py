@@ -77,7 +77,7 @@ class _Sources:
         return number, node
 
     def operands(self, place: Place) -> list[Place]:
-        """What the op at a place reads."""
+        """The operands of the op at a place."""
         return [self.origin(place[0], node) for node in operand_nodes(place[1])]
 
     def ref(self, place: Place) -> Any:
@@ -88,7 +88,7 @@ class _Sources:
         return call.inputs[inputs.index(node.name)] if node.op == "placeholder" and node.name in inputs else None
 
     def needed(self, place: Place, allowed: Range, also: frozenset[int], source: str) -> list[InputRange] | None:
-        """What inputs must hold for a value to be allowed; None where it takes more to tell than inputs."""
+        """The ranges that inputs must keep to for a value to be allowed; None where it takes more to tell than inputs."""
         if self.range(place) in allowed:
             return []
         ref, node = self.ref(place), place[1]
@@ -134,7 +134,7 @@ class _Sources:
         return a == b or (self.ref(a) is not None and self.ref(a) == self.ref(b))
 
     def range(self, place: Place, steps: int = MOST_OPS) -> Range:
-        """What an integer value can be, whatever the inputs are; more than that where it comes from further than `steps`."""
+        """The range of an integer value, whatever the inputs are; a wider one where it comes from further than `steps`."""
         if place not in self._ranges:
             self._ranges[place] = self._range(place, steps)
         return self._ranges[place]

@@ -71,7 +71,7 @@ def without_position_masks(graph: fx.Graph, computed: int = COMPUTED) -> None:
 
 
 def known_values(graph: fx.Graph, wanted: Sequence[fx.Node], computed: int) -> dict[fx.Node, Known]:
-    """What is known of these nodes and of all that they are computed from."""
+    """Facts that are known of these nodes and of all that they are computed from."""
     needed: set[fx.Node] = set()
     waiting = list(wanted)
     while waiting:
@@ -130,7 +130,7 @@ def _computed(node: fx.Node, values: dict[fx.Node, Known]) -> Known:
 
 
 def _both(first: Known, second: Known, shape: Sequence[int]) -> Known:
-    """What both masks allow. A single truth value that is true changes nothing."""
+    """The mask that allows what both masks allow. A single truth value that is true changes nothing."""
     for one, other in ((first, second), (second, first)):
         if isinstance(one, Tensor) and one.numel() == 1 and bool(one.all()):
             return other

@@ -37,8 +37,8 @@ GRADIENT = "the gradient of "
 MOST_ROWS = 256
 MANY_ELEMENTS = 1 << 24
 POOL, MOST_DRAWS, OFTEN = 2048, 400, 2
-"""Of draws that leave parts of a module out: from how many rows theirs are taken, how many draws there are at most, and how many
-of them name a number."""
+"""The draws that leave parts of a module out: from how many rows theirs are taken, how many draws there are at most,
+and how many of them name a number."""
 ROUNDING = 10.0
 """How much more the casts of a forward may round than those of the module's own."""
 LARGE, LEAST = 512, 8
@@ -47,7 +47,7 @@ LARGE, LEAST = 512, 8
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What a module was given: a structure of tensors, of which only shapes and dtypes count."""
+    """The arguments that a module was given: a structure of tensors, of which only shapes and dtypes count."""
 
     tensors: tuple[Tensor, ...]
     structure: Any
@@ -140,7 +140,7 @@ def _finite(values: Values) -> bool:
 def _roundings(
     random: _Random, own: Forward, known: Forward, expected: Values, values: Values
 ) -> list[tuple[float, str]]:
-    """What the casts of a forward round more than the module's own do, and results of other dtypes."""
+    """The rounding of a forward's casts beyond that of the module's own, and results of other dtypes."""
     own_rounded, rounded = random.rounded(own), random.rounded(known)
     found = [(math.inf, n) for n in own_rounded if n in rounded and own_rounded[n].dtype != rounded[n].dtype]
     pairs = ((expected, own_rounded), (values, rounded))
@@ -211,7 +211,7 @@ class _Random:
                     yield rows
 
     def told(self, tensors: Sequence[Tensor], values: Values, chosen: Chosen | None) -> Draw:
-        """What inputs name, and which gradients there were then."""
+        """The draw of these inputs: the numbers that they name, and which gradients there were then."""
         args, kwargs = rebuild(self.structure, list(tensors))
         present = {
             name.removeprefix(GRADIENT): v is not None for name, v in values.items() if name.startswith(GRADIENT)
@@ -237,7 +237,7 @@ class _Random:
         return {f"result {i}": t for i, t in enumerate(results)}
 
     def _gradients(self, module: nn.Module, leaves: Sequence[Tensor], results: Sequence[Tensor]) -> Values:
-        """By tensor; None where there is none, as of an expert that no row chose."""
+        """The gradients by tensor; None where there is none, as of an expert that no row chose."""
         wanted = {input_slot(i): t for i, t in enumerate(leaves) if t.requires_grad}
         wanted |= {name: p for name, p in module.named_parameters() if p.requires_grad}
         generator = torch.Generator().manual_seed(1)
@@ -250,7 +250,7 @@ class _Random:
 
 
 def input_slot(i: int) -> str:
-    """What the tensor number i that a module is given is called beside its parameters."""
+    """The name of the tensor number i that a module is given beside its parameters."""
     return f"input {i}"
 
 
@@ -286,7 +286,8 @@ def _by_default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _shortened(given: Given, steps: int | None) -> Given:
-    """With no more than so many steps of a sequence, the second dim of the first tensor and of all that share it."""
+    """The arguments with no more than so many steps of a sequence, the second dim of the first tensor and of all that
+    share it."""
     length = next((t.shape[1] for t in given.tensors if t.ndim > 1), 0)
     if steps is None or length <= steps:
         return given
@@ -295,7 +296,7 @@ def _shortened(given: Given, steps: int | None) -> Given:
 
 
 def _copied(module: nn.Module, divisor: int, generator: torch.Generator) -> nn.Module:
-    """With random weights in float64, and without dropout."""
+    """A copy of the module with random weights in float64, and without dropout."""
     memo: dict[int, Any] = {}
     for p in module.parameters():
         shape = [_divided(n, divisor) for n in p.shape]
@@ -326,7 +327,7 @@ def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def _divisor(module: nn.Module) -> int:
-    """What large sizes of its weights can be divided by, 1 where they are few."""
+    """A divisor of the large sizes of its weights, 1 where they are few."""
     weights = [*module.parameters(), *module.buffers()]
     sizes = {n for t in weights for n in t.shape if n > LARGE}
     if sum(t.numel() for t in weights) <= MANY_ELEMENTS or not sizes:

@@ -185,8 +185,8 @@ def _parameters(module: nn.Module, instead: Callable[[Tensor, str], Tensor]) -> 
 
 
 def prove(uses: Sequence[Use]) -> tuple[tuple[str, ...], dict[int, Sometimes]]:
-    """What was traced by a known forward, in words, each proven, and which tensors of each module, by its number, have a gradient
-    in some steps only. Raises CaptureError for the first that is not equal."""
+    """The known forwards that modules were traced by, in words, each proven, and which tensors of each module, by its
+    number, have a gradient in some steps only. Raises CaptureError for the first that is not equal."""
     found: dict[int, Sometimes] = {}
     for use in uses:
         key = _key(use)
@@ -203,7 +203,7 @@ def prove(uses: Sequence[Use]) -> tuple[tuple[str, ...], dict[int, Sometimes]]:
 
 
 def _key(use: Use) -> Any:
-    """What a proof depends on."""
+    """The facts that a proof depends on."""
     weights = tuple((name, tuple(p.shape)) for name, p in use.module.named_parameters())
     given = tuple((tuple(t.shape), t.dtype) for t in use.given.tensors)
     plain = tuple((k, repr(v)) for k, v in vars(use.module).items() if isinstance(v, (bool, int, float, str)))

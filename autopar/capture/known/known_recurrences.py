@@ -207,7 +207,7 @@ know_by_function("rwkv_linear_attention", wkv, ["state"])
 
 @known("recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRglru", below(2), steps=few)
 def rg_lru(self: Any, activations: Tensor, position_ids: Tensor) -> Any:
-    """Its own forward, with the loop as one op."""
+    """The layer's own forward, with the loop as one op."""
 
     def scan(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: Tensor | None) -> Any:
         a, b = (recurrent_gate * ~reset).float(), hidden_states.float()

@@ -266,7 +266,7 @@ def jetmoe(self: Any, layer_input: Tensor) -> Tensor:
 
 @known("jetmoe.modeling_jetmoe.JetMoeAttention", below(2), passed_on=["past_key_values"])
 def jetmoe_attention(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Its own forward, between queries and outputs of experts whose rows stay in their places."""
+    """The layer's own forward, between queries and outputs of experts whose rows stay in their places."""
     experts = self.experts
 
     def queries(layer_input: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:

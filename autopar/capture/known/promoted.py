@@ -14,8 +14,8 @@ COMPLEX = (torch.complex128, torch.complex64, torch.complex32)
 
 
 def replaced(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """What every float dtype, and every complex one, becomes when `dtype` is computed in: complex numbers have two of it (two
-    of float32 where it has 16 bits)."""
+    """The dtype that every float dtype, and every complex one, becomes when `dtype` is computed in: complex numbers
+    have two of it (two of float32 where it has 16 bits)."""
     pair = torch.complex128 if dtype == torch.float64 else torch.complex64
     return {**dict.fromkeys(FLOATS, dtype), **dict.fromkeys(COMPLEX, pair)}
 
@@ -48,7 +48,8 @@ class Promote(AnyDtype):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _argument(self, a: Any) -> Any:
-        """Also tensors that the model does not own, such as class weights inside a loss function."""
+        """An argument in the other dtype, also of tensors that the model does not own, such as class weights inside a
+        loss function."""
         if isinstance(a, torch.dtype):
             return self.replaced.get(a, a)
         if isinstance(a, (list, tuple)):

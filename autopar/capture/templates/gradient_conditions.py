@@ -70,7 +70,7 @@ def with_conditions(exported: Exported) -> tuple[Exported, Mapping[str, Conditio
 
 
 def _conditions(exported: Exported, counted: list[Counted]) -> dict[str, Ways]:
-    """By parameter, where it is not always. counted: grows by what they speak of."""
+    """The conditions of every parameter whose gradient is not always there. counted: grows by what they speak of."""
     output = exported.graph.output_node()
     results = dict(zip(exported.output_names, output.args[0], strict=True))  # type: ignore[arg-type]
     ways: dict[fx.Node, Ways] = {results[exported.outputs[0]]: ALWAYS}

@@ -1,1 +1,1 @@
-"""What is watched and replaced while `forward` is traced: decisions, random branches, clocks, constants, casts."""
+"""Watchers and stand-ins while `forward` is traced: for decisions, random branches, clocks, constants, casts."""

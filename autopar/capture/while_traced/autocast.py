@@ -31,7 +31,7 @@ Casts = Mapping[int, torch.dtype]
 
 @dataclass(frozen=True)
 class Region:
-    """What `with torch.autocast(…)` says of the ops inside."""
+    """The setting of `with torch.autocast(…)` for the ops inside."""
 
     device: str
     dtype: torch.dtype
@@ -67,7 +67,7 @@ def _cast_operands(graph: fx.Graph, node: fx.Node, region: Region) -> None:
 
 
 def _castable(value: object) -> bool:
-    """What autocast may cast: it leaves float64 alone."""
+    """Whether autocast may cast a value: it leaves float64 alone."""
     return isinstance(value, FakeTensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
@@ -110,7 +110,7 @@ class _Kernels(TorchDispatchMode):
 
     @property
     def what(self) -> Any:
-        """What two runs must have in common."""
+        """The part of two runs that they must have in common."""
         return self.ran, self.results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,7 +186,7 @@ class Regions:
             patch.stop()
 
     def detached(self, result: Any) -> Any:
-        """What torch computed, without its history where there is none: export forgets `no_grad` inside a region."""
+        """The result of torch, without its history where there is none: export forgets `no_grad` inside a region."""
         if not self.depth or torch.is_grad_enabled():
             return result
         return tree_map_only(

@@ -32,7 +32,7 @@ Note = Callable[[str], None]
 
 @contextmanager
 def noted_clocks(functions: Sequence[types.FunctionType]) -> Iterator[list[str]]:
-    """What of the kind is read meanwhile by code that shares its globals with one of the functions, as `time.time in forward`."""
+    """The clocks that are read meanwhile by code that shares its globals with one of the functions, as `time.time in forward`."""
     read: dict[str, None] = {}
     replaced: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
     for function in functions:
@@ -68,7 +68,7 @@ def _note(
 
 
 def _stand_in(name: str, value: object, reads: set[str], note: Note) -> Any:
-    """What stands in for a value of the user's globals, known there by this name; None where nothing needs to."""
+    """The stand-in for a value of the user's globals, known there by this name; None where nothing needs one."""
     if isinstance(value, types.ModuleType):
         return _module(value, reads, note)
     if isinstance(value, type):

@@ -164,7 +164,7 @@ class Number:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What `isinstance` asks about: a number like that of `.item()`."""
+        """The class that `isinstance` asks about: a number like that of `.item()`."""
         return float if self.tensor.is_floating_point() else int
 
     def __bool__(self) -> bool:

@@ -137,6 +137,6 @@ def _checkpointed(without_gradient: list[str], run_function: Any, preserve_rng_s
 
 
 def identity(key: int) -> tuple[Any, ...]:
-    """What makes two recorded uses equal: class and non-tensor arguments."""
+    """The identity of a recorded use, by which two are equal: class and non-tensor arguments."""
     record = _RECORDS[key]
     return record.cls, tuple("tensor" if isinstance(a, _Slot) else repr(a) for a in record.template)

@@ -30,8 +30,8 @@ class Drawn:
         self._truth: dict[int, bool] = {}
 
     def truth(self, func: Any, args: Any) -> bool | None:
-        """What a branch on random numbers does whatever they are; None for other calls. Raises CaptureError where it may do
-        either."""
+        """The answer of a branch on random numbers whatever they are; None for other calls. Raises CaptureError where
+        it may do either."""
         if func not in _ASKS or not args or id(args[0]) not in self._kept:
             return None
         if func is Tensor.__bool__ and id(args[0]) in self._truth:
@@ -58,7 +58,7 @@ class Drawn:
 
 
 def _compared(func: Any, c: Any) -> bool | None:
-    """What `func(u, c)` says of every u in [0, 1); None where it depends on u."""
+    """The answer of `func(u, c)` for every u in [0, 1); None where it depends on u."""
     name = getattr(func, "__name__", "")
     if name not in _BELOW or isinstance(c, bool) or not isinstance(c, (int, float)):
         return None

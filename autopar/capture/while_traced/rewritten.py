@@ -45,7 +45,7 @@ def _numbers(values: Tensor | Sequence[int]) -> Tensor:
 
 
 def _gaussian_nll_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
-    """Without its branch on negative variances, which are an error at run time instead."""
+    """The loss without its branch on negative variances, which are an error at run time instead."""
 
     def run(
         input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
@@ -69,7 +69,7 @@ def _gaussian_nll_loss(func: Any, hold: Hold) -> Callable[..., Tensor]:
 
 
 def _instance_norm(func: Any, hold: Hold) -> Callable[..., Tensor]:
-    """With the update of running statistics, which torch hides in the op: means over samples of what each has."""
+    """The norm with the update of running statistics, which torch hides in the op: means over samples of what each has."""
 
     def run(
         input: Tensor,

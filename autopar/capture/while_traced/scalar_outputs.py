@@ -1,4 +1,4 @@
-"""What a model returned that could be its loss, as one writes it: `out[1]`, `out["loss"]`, `out.loss`.
+"""Outputs of a model that could be its loss, as one writes them: `out[1]`, `out["loss"]`, `out.loss`.
 
 A model is trained on the scalar that it returns, on `.loss`, or on what loss_fn makes of its output. One that was meant to be
 trained and returns something else is told which of its outputs to name.
@@ -26,7 +26,7 @@ class ScalarOutput:
 
 
 def own_loss(out: Any) -> torch.Tensor | None:
-    """What a model is trained on where no loss_fn is given, if it returned that."""
+    """The loss that a model is trained on where no loss_fn is given, if it returned one."""
     if isinstance(out, torch.Tensor):
         return out if out.ndim == 0 and out.is_floating_point() else None
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
@@ -49,7 +49,7 @@ def _scalars(value: Any, path: str) -> Iterator[ScalarOutput]:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, and how one gets there from it."""
+    """The items of a container, and how one gets there from it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from ((f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
     elif isinstance(value, Mapping):
@@ -75,7 +75,7 @@ class NoLoss:
         return NoLoss(f"{made} of shape {shapes}", scalar_outputs(out))
 
     def error(self, asked: Sequence[str]) -> InputError:
-        """For a model that was meant to be trained. asked: for what means nothing in inference."""
+        """The error for a model that was meant to be trained. asked: for what means nothing in inference."""
         named = [one for one in self.scalars if one.has_grad]
         if named:
             first, *others = named

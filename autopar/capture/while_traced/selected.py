@@ -1,4 +1,4 @@
-"""What a mask selects, `x[mask]`: how many rows only the data decides, so they stay in their places until they are used.
+"""Selections by a mask, `x[mask]`: how many rows only the data decides, so they stay in their places until they are used.
 
 A sum or a mean of them is that of all rows with zeros in place of the others, a cross-entropy ignores the others, and the
 CTC loss reads targets row by row. Whatever else is asked of the rows is an error at the user's line.
@@ -39,14 +39,14 @@ class Selected:
         raise _refused(name)
 
     def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Over all rows (dim 0 of them), or over all elements."""
+        """The sum over all rows (dim 0 of them), or over all elements."""
         if dim not in (None, 0, (0,), [0]) or keepdim:
             raise _refused(f"sum over dim {dim}")
         kept = self.filled()
         return kept.sum() if dim is None else kept.sum(tuple(range(self.mask.ndim)))
 
     def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """Over all rows (dim 0 of them), or over all elements."""
+        """The mean over all rows (dim 0 of them), or over all elements."""
         of_a_row = self.x[(0,) * self.mask.ndim].numel() if dim is None else 1
         return self.sum(dim, keepdim) / (self.mask.sum() * of_a_row)
 
@@ -57,7 +57,7 @@ class Selected:
 
 
 def selected(func: Any, args: Any) -> Selected | None:
-    """What a call of torch selects by a mask of x's leading dims; None for any other call."""
+    """The selection of a call of torch by a mask of x's leading dims; None for any other call."""
     if func not in (Tensor.masked_select, torch.masked_select, Tensor.__getitem__) or len(args) != 2:
         return None
     x, mask = args

@@ -1,4 +1,4 @@
-"""What `forward` does that a graph cannot hold, stopped at the user's line while it is traced.
+"""Acts of `forward` that a graph cannot hold, stopped at the user's line while it is traced.
 
 A torch function mode sees every call of torch that user code makes. Reading `.data` becomes `detach` (export would bake the
 value in, or crash where it is written to), inference mode becomes `no_grad`; gradients, hooks and generators inside forward

@@ -92,7 +92,7 @@ def write_full(directory: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def _write_alone(folder: Path, state: Mapping[str, Any]) -> None:
-    """What `save` does after `begin`, in one process. Raises CheckpointError, OSError, SchemaError."""
+    """Write a checkpoint in one process, as `save` does after `begin`. Raises CheckpointError, OSError, SchemaError."""
     written = partial(folder)
     try:
         with named(folder, *_UNWRITABLE), _alone():

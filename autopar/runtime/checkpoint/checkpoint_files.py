@@ -37,7 +37,7 @@ from ..errors import CheckpointError
 from .save_plans import places_rows, plan_text, read_places, read_plan
 
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of an entry of a zip file: how long its name and its extra field are, which follow it."""
+"""The lengths of the name and of the extra field of an entry of a zip file, which follow its header."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Block:
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank writes of every step: tensors, then values that are none."""
+    """The part of a checkpoint that one rank writes at every step: tensors, then values that are none."""
 
     name: str
     blocks: tuple[Block, ...]

@@ -61,7 +61,7 @@ _NAME = where(lambda name: isinstance(name, str) and len(name) <= MOST_TEXT, f"t
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """What the bytes of a `.metadata` say. Raises SchemaError for whatever is wrong in it."""
+    """The metadata in the bytes of a `.metadata`. Raises SchemaError for whatever is wrong in it."""
     return _metadata(pickles.read(data, _NAMES))
 
 
@@ -69,7 +69,7 @@ def read_metadata(data: bytes) -> Metadata:
 
 
 def _fields(value: Any, name: str, path: str) -> dict[str, Any]:
-    """What an object of this kind holds."""
+    """The fields of an object of this kind."""
     if not isinstance(value, Made) or value.name != name:
         raise must_be(path, name.rpartition(".")[2], value)
     if value.state is None:
@@ -102,7 +102,7 @@ def _metadata(loaded: Any) -> Metadata:
 
 
 def _storage(value: Any) -> StorageMeta:
-    """What lies beside the files of values: the record of their hashes, where whoever wrote them says so."""
+    """The metadata of a checkpoint's storage: the record of the files' hashes, where whoever wrote them says so."""
     fields = {} if value is None else _fields(value, _KINDS + "StorageMeta", "storage_meta")
     return StorageMeta(modules=listed(_NAME, most=64)(fields.get("modules") or [], "storage_meta.modules"))
 

@@ -73,7 +73,7 @@ class DataReader(FileSystemReader):
         return self.metadata
 
     def check(self, rank: int = 0, ranks: int = 1) -> str:
-        """What is wrong with the part of the files that one of some ranks checks; empty where nothing is."""
+        """A text of what is wrong with the part of the files that one of some ranks checks; empty where nothing is."""
         files = self.files or {}
         return problem_of(self.folder, files, share_of(files, rank, ranks))
 

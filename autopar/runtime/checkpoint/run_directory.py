@@ -42,8 +42,8 @@ _RECORD = record(
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What `complete.json` says of a step. position: global batches that were taken from the data; plan: a hash of the plan that
-    wrote it; files: bytes and SHA-256 by name."""
+    """The record of a step in its `complete.json`. position: global batches that were taken from the data; plan: a hash
+    of the plan that wrote it; files: bytes and SHA-256 by name."""
 
     step: int
     position: int
@@ -68,11 +68,11 @@ class RunDirectory:
         return self.root / "steps"
 
     def folder(self, step: int) -> Path:
-        """Where a step lies."""
+        """The folder of a step."""
         return self._steps / f"{step:0{_DIGITS}}"
 
     def partial(self, step: int) -> Path:
-        """Where a step is written."""
+        """The folder in which a step is written."""
         return self._steps / f".{step:0{_DIGITS}}"
 
     def steps(self) -> list[int]:
@@ -104,7 +104,7 @@ class RunDirectory:
             )
 
     def read(self, step: int) -> StepRecord:
-        """What a step says of itself. Raises CheckpointError."""
+        """The record of a step. Raises CheckpointError."""
         path = self.folder(step) / COMPLETE
         try:
             found = StepRecord(**read_record(self.folder(step), _RECORD))
@@ -117,7 +117,7 @@ class RunDirectory:
         return found
 
     def check(self, found: StepRecord, names: Iterable[str]) -> str:
-        """What is wrong with some files of a step; empty where nothing is."""
+        """A text of what is wrong with some files of a step; empty where nothing is."""
         problem = problem_of(self.folder(found.step), found.files, names)
         return f"step {found.step}: {problem}" if problem else ""
 

@@ -1,4 +1,4 @@
-"""What a rank tells the others of the files of a checkpoint, as data: what it would write, and where that lies.
+"""Messages of a rank to the others about the files of a checkpoint, as data: what it would write, and where that lies.
 
 torch's planner makes both as objects, which it would pickle to send. What is read here is checked field by field.
 """
@@ -60,7 +60,7 @@ _PLACE = row(_INDEX, _SIZE, path_inside, _SIZE, _SIZE)
 
 
 def plan_text(plan: SavePlan) -> str:
-    """What a rank would write of its state."""
+    """The plan of what a rank would write of its state, as JSON."""
     items = [{"index": _index_row(i.index), "kind": i.type.name, "tensor": _tensor(i.tensor_data)} for i in plan.items]
     return json.dumps({"items": items, "paths": plan.planner_data or {}})
 
@@ -110,8 +110,8 @@ WRITTEN = record({"files": FILES, "texts": PLACES, "problem": paragraph()})
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank tells of the file that it wrote. files: bytes and SHA-256 by name; texts: where values that are no tensors lie;
-    problem: why nothing was written."""
+    """The message of a rank about the file that it wrote. files: bytes and SHA-256 by name; texts: where values that
+    are no tensors lie; problem: why nothing was written."""
 
     files: dict[str, dict[str, Any]]
     texts: list[WriteResult]
@@ -123,7 +123,7 @@ class Written:
 
 
 def read_written(told: str) -> Written:
-    """What a rank told as JSON. Raises CheckpointError."""
+    """The message of a rank about its file, read from JSON. Raises CheckpointError."""
     return Written(**_read(told, WRITTEN, "what it wrote"))
 
 

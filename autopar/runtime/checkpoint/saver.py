@@ -39,7 +39,7 @@ from .run_directory import RunDirectory, StepRecord
 from .save_plans import Written, read_written
 
 Signature = dict[str, tuple[torch.Size, torch.dtype, torch.device] | None]
-"""What files depend on: of tensors the local shape, dtype and device; None for values that are none."""
+"""The facts about state that files depend on: of tensors the local shape, dtype and device; None for values that are none."""
 
 
 class Saver:

@@ -80,8 +80,8 @@ def load_weights(directory: str | Path, session: Session, manifest: Manifest) ->
 
 
 def _damage(folder: Path, names: set[str], comm: Comm) -> str:
-    """What is wrong with the files that a record, as autopar-export writes it, says something of; this rank checks a part. Raises
-    CheckpointError."""
+    """A text of what is wrong with the files that a record, as autopar-export writes it, says something of; this rank
+    checks a part. Raises CheckpointError."""
     if not (folder / COMPLETE).exists():
         return ""
     try:
@@ -96,7 +96,8 @@ def _damage(folder: Path, names: set[str], comm: Comm) -> str:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """What the files of a directory hold, by name: those that its index names, else its only file. Raises CheckpointError."""
+    """The tensors in the files of a directory, by name: those that its index names, else those of its only file. Raises
+    CheckpointError."""
     indices, singles = sorted(folder.glob(f"*{INDEX}")), sorted(folder.glob(f"*{SUFFIX}"))
     if not indices and not singles:
         raise CheckpointError(
@@ -176,7 +177,7 @@ def _check_kind(what: str, stored: StoredTensor, info: TensorInfo) -> None:
 
 
 def _advice(missing: list[str], unexpected: list[str]) -> str:
-    """What may be done about names that do not meet."""
+    """A text of what may be done about names that do not meet."""
     if any(".base_layer." in name or ".lora_" in name for name in missing):
         return (
             "the program's model has adapters (PEFT): give it the base weights before it is compiled, so that the program "
@@ -190,7 +191,7 @@ def _advice(missing: list[str], unexpected: list[str]) -> str:
 
 
 def _prefix(missing: list[str], unexpected: str) -> Iterator[str]:
-    """What one name has before the other, if that is all that is different."""
+    """A text of what one name has before the other, if that is all that is different."""
     for name in missing:
         if name.endswith(f".{unexpected}"):
             yield f", and these lack {name.removesuffix(unexpected)!r}"

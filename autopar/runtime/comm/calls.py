@@ -1,4 +1,4 @@
-"""What ranks send, as values: a collective, a message between two ranks, and what is known of either while it is under way."""
+"""Messages between ranks as values: a collective, a message between two ranks, and the state of either while it is under way."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Call:
     received: tuple[int, ...] = ()
 
     def signature(self) -> tuple[Any, ...]:
-        """What must agree over all members of the group."""
+        """The facts in which all members of the group must agree."""
         shape = tuple(self.inp.shape)
         return (self.kind, self.op, self.root, shape[1:] if self.sent else shape, self.inp.dtype)
 
@@ -85,7 +85,7 @@ class Message:
     site: str = ""
 
     def signature(self) -> tuple[Any, ...]:
-        """What both ends have alike."""
+        """The facts in which both ends must agree."""
         return (self.tag, tuple(self.buffer.shape), self.buffer.dtype)
 
     def __str__(self) -> str:

@@ -279,7 +279,7 @@ class Comm(ABC):
         return None
 
     def new_group(self, ranks: tuple[int, ...]) -> Any:
-        """What the backend needs for a group of the job's ranks beside those of axes. All ranks call it alike."""
+        """The backend's object for a group of the job's ranks beside those of axes. All ranks call it alike."""
         return None
 
     def go_by_node(self, levels: TwoLevels, inside: Any, between: Any) -> None:
@@ -292,7 +292,7 @@ class Comm(ABC):
         return levels if levels is not None and levels.takes(call) else None
 
     def at(self, step: int, action: str) -> None:
-        """What this rank is at, for whoever asks."""
+        """Note the step and the action that this rank runs, for whoever asks."""
         return
 
     def release(self) -> None:

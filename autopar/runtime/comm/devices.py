@@ -1,4 +1,4 @@
-"""What kernels are chosen by: the kind of device that a tensor lies on, or stands for.
+"""The kind of device by which kernels are chosen: the one that a tensor lies on, or stands for.
 
 A tensor on the meta device is asked what it would need elsewhere: it stands for one on a CPU, or on the device that
 `standing_for` says. So do fake tensors of a GPU where there is none.
@@ -24,7 +24,7 @@ class Device:
 
     @staticmethod
     def of_architecture(name: str) -> Device:
-        """By the compiler's name of it: "sm90", "gfx942", "" for a CPU."""
+        """The device of an architecture by the compiler's name of it: "sm90", "gfx942", "" for a CPU."""
         if name.startswith("sm"):
             return Device("cuda", (int(name[2:-1]), int(name[-1])))
         return Device("rocm") if name.startswith("gfx") else CPU
@@ -32,7 +32,7 @@ class Device:
 
 CPU = Device("cpu")
 LEAST_CUDA = Device("cuda", (8, 0))
-"""What a CUDA device of which nothing else is known is taken for."""
+"""The device that is assumed for a CUDA device of which nothing else is known."""
 _OF_THREAD = threading.local()
 
 

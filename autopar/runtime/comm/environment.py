@@ -1,4 +1,4 @@
-"""What torchrun, or whoever starts ranks, says in the environment, read once and named where it is wrong.
+"""Variables that torchrun, or whoever starts ranks, sets in the environment, read once and named where one is wrong.
 
     RANK < WORLD_SIZE                which of how many ranks this is
     LOCAL_RANK < LOCAL_WORLD_SIZE    the same on this machine
@@ -39,7 +39,8 @@ class Started:
 
 
 def machine_name() -> str:
-    """As whoever starts jobs calls this machine: Slurm's name of the node, or AUTOPAR_MACHINE, or its host name."""
+    """The name of this machine as whoever starts jobs calls it: Slurm's name of the node, or AUTOPAR_MACHINE, or its
+    host name."""
     own = os.environ.get("AUTOPAR_MACHINE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     return re.sub(r"[^A-Za-z0-9._-]", "_", own)
 
@@ -58,7 +59,7 @@ def whole(environment: Mapping[str, str], name: str, default: int, least: int, m
 
 
 def started(environment: Mapping[str, str] | None = None) -> Started:
-    """What the environment says. Raises LaunchError."""
+    """The rank, the number of ranks and the meeting place that the environment names. Raises LaunchError."""
     said = os.environ if environment is None else environment
     ranks = whole(said, "WORLD_SIZE", 1, 1, MOST_RANKS)
     rank = whole(said, "RANK", 0, 0, MOST_RANKS)
@@ -95,7 +96,7 @@ def check_name(master: str) -> None:
 
 
 def no_answer(error: OSError) -> tuple[str, str]:
-    """What is wrong with a place where nobody answers, and what to do."""
+    """A text of what is wrong with an address where nobody answers, and one of what to do."""
     if isinstance(error, socket.gaierror):
         return "is no name that this machine knows", "set MASTER_ADDR to the first machine's address"
     if error.errno == errno.ECONNREFUSED:

@@ -135,7 +135,7 @@ def phases(call: Call, levels: TwoLevels, pool: BufferPool) -> Iterator[list[Cal
 
 
 def _divided(flat: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """As n rows, and what does not divide."""
+    """The tensor as n rows, and the part that does not divide."""
     width = flat.numel() // n
     return flat[: width * n].view(n, width), flat[width * n :]
 

@@ -48,7 +48,7 @@ _START = {"send": dist.isend, "recv": dist.irecv}
 
 
 class _Job:
-    """What the Comms of one process share: process groups by their ranks, scratch buffers, notes, the message group."""
+    """State that the Comms of one process share: process groups by their ranks, scratch buffers, notes, the message group."""
 
     def __init__(self, timeout_s: float, store: dist.Store | None) -> None:
         self.timeout_s = timeout_s
@@ -219,7 +219,7 @@ class TorchComm(Comm):
 
     @property
     def flight(self) -> Flight:
-        """What this process did last."""
+        """The record of this process's last messages."""
         return self._job.flight
 
     def excused(self, why: str) -> AbstractContextManager[None]:
@@ -284,7 +284,8 @@ class TorchComm(Comm):
     # ---- point to point
 
     def _post(self, messages: Sequence[Message]) -> list[Posted]:
-        """Without tags (NCCL), sends and receives that meet go out as one; each pair's must be in the same order."""
+        """Post messages: without tags (NCCL), sends and receives that meet go out as one; each pair's must be in the
+        same order."""
         if not messages:
             return []
         group = self._message_group

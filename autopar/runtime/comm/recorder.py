@@ -1,4 +1,4 @@
-"""What a step does and when, on one rank: its actions, what comes once after them, and every message.
+"""A record of a step on one rank, with times: its actions, what comes once after them, and every message.
 
 A message has three times: when it was started, when somebody began to wait for it, and when it was there. Between the first
 two the rank did something else; what lies between the last two is *exposed*. Times are marks: on a CPU seconds of
@@ -23,7 +23,7 @@ from .collectives import COLLECTIVES
 
 T = TypeVar("T")
 KEPT = 32
-"""Steps."""
+"""The number of steps that are kept."""
 
 Mark = Any
 """A moment: seconds, or an event of a stream."""
@@ -67,7 +67,7 @@ class StepRecord:
     messages: tuple[Sent, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON."""
+        """The record as JSON."""
         return {
             "seconds": self.seconds,
             "spans": [list(asdict(span).values()) for span in self.spans],
@@ -103,7 +103,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """What a rank is at."""
+        """Record a span of time under a name; messages that start inside belong to it."""
         outer, self._during = self._during, name
         start = self.mark()
         yield
@@ -111,7 +111,7 @@ class Recorder:
         self._during = outer
 
     def as_data(self, rank: int) -> dict[str, Any]:
-        """What a rank's file holds."""
+        """The content of a rank's file."""
         return {"autopar_profile": 1, "rank": rank, "steps": [step.as_data() for step in self.steps]}
 
     def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]:
@@ -134,7 +134,7 @@ class Recorder:
         ]
 
     def mark(self) -> Mark:
-        """Now."""
+        """A mark of this moment."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -148,7 +148,7 @@ class Recorder:
         return message
 
     def _seconds(self, mark: Mark) -> float:
-        """From the start of the step."""
+        """The seconds of a mark from the start of the step."""
         if self.device.type != "cuda":
             return float(mark - self._start)
         return float(self._start.elapsed_time(mark)) * 1e-3
@@ -174,7 +174,7 @@ def recorded(method: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(slots=True)
 class _Open:
-    """A message under way."""
+    """A recorded message under way."""
 
     kind: str
     axes: str

@@ -32,7 +32,7 @@ class Suspended(Generic[T]):
         self.go_on()
 
     def go_on(self) -> None:
-        """To where it stops next."""
+        """Run on to where the op stops next."""
         if self._parts is not None:
             try:
                 next(self._parts)
@@ -40,7 +40,7 @@ class Suspended(Generic[T]):
                 self._parts, self._result = None, end.value
 
     def wait(self) -> T:
-        """Its result."""
+        """Run to the end; the op's result."""
         while self._parts is not None:
             self.go_on()
         return self._result  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside the program's messages: text, of which each reads what its schema allows.
+"""Text that ranks send each other beside the program's messages, of which each reads what its schema allows.
 
 torch's own way (`all_gather_object`) unpickles what arrives, which runs whatever another rank, or who speaks for one, has
 written. Here lengths go first, in one message of eight bytes a rank, then the text itself; nothing larger than MOST_BYTES is
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..errors import RuntimeProgramError
 
 MOST_BYTES = 1 << 26
-"""Of what one rank tells at once."""
+"""The most bytes that one rank may send at once."""
 MOST_SAID = 1 << 14
 """Characters of an error that is told."""
 

@@ -55,7 +55,7 @@ class _Slot:
 
 
 class _World:
-    """What the rank threads share; every field is guarded by `lock`. A rank sleeps on its own bell."""
+    """State that the rank threads share; every field is guarded by `lock`. A rank sleeps on its own bell."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.lock = threading.Lock()
@@ -136,7 +136,7 @@ class _Sent(Posted):
 
 
 class _Awaited(Posted):
-    """A message to come."""
+    """A message that is still to come."""
 
     def __init__(self, comm: ThreadComm, message: Message) -> None:
         self._comm = comm

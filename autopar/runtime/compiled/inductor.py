@@ -38,7 +38,7 @@ COMPILERS = ("none", "inductor")
 CACHE = "compile_cache"
 """The folder beside a program's files in which its compiled regions are kept for the next start."""
 CACHE_IS_CHOSEN = "TORCHINDUCTOR_CACHE_DIR" in os.environ
-"""By the user: parts of torch that are imported later set it themselves."""
+"""Whether the user chose the cache: parts of torch that are imported later set it themselves."""
 SETTINGS = {"layout_optimization": False}
 """Values have the strides that they have as it is written, so that whatever reads them takes them and a region has one form;
 convolutions that want channels last would then convert there and back in every region."""
@@ -161,7 +161,8 @@ def lowered(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[[], Compi
         return inductor(graph, list(tensors), options=dict(SETTINGS))
 
     def made_again() -> Compiled:
-        """As torch does it, and without what a process that was killed may have left half written in the cache."""
+        """The kernels compiled as torch does it, without what a process that was killed may have left half written in
+        the cache."""
         with fresh_cache():
             return made()
 

@@ -28,7 +28,7 @@ from typing import Any
 
 _DEFINITION = re.compile(r'(extern "C"\s+void\s+)kernel\(')
 _HEADERS = "#include <Python.h>\n#include <cerrno>\n#include <cstdlib>\n#include <sstream>\n"
-"""What bindings include: each lies in a namespace, where nothing may be included for the first time."""
+"""The headers that bindings include: each binding lies in a namespace, where nothing may be included for the first time."""
 
 
 @dataclass
@@ -59,7 +59,8 @@ class KernelFile:
             self.library = _code_cache().load_async(_HEADERS + "".join(self.texts), submit_fn=submit)
 
     def wait(self) -> None:
-        """Until the kernels are where they are called from. Raises what the C++ compiler or the loading of the library raises."""
+        """Wait until the kernels are where they are called from. Raises what the C++ compiler or the loading of the
+        library raises."""
         if self.library is not None:
             first = self.library()
             for number, kernel in enumerate(self.kernels):

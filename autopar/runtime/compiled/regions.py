@@ -1,4 +1,4 @@
-"""What a compiler may take of a stage file: its templates' functions, cut into regions where they speak to other ranks.
+"""The regions of a stage file that a compiler may take: its templates' functions, cut where they speak to other ranks.
 
 A region is a run of statements of a function of a template that only compute. It becomes a function of tensors; what sends,
 waits, draws random numbers or looks at data stays where it is, so that messages start and end in the order of the file.
@@ -33,7 +33,7 @@ losses (in chunks, in place), recurrent layers (one kernel), and the user's own 
 METHODS = ("reshape", "permute", "expand", "sum", "to")
 MOVES = ("reshape", "permute", "expand")
 OF_THE_RANK = ("rt.comm.axis_index", "rt.comm.shard")
-"""What a region may ask of its rank: it is the same in every step, and nothing is sent."""
+"""The questions that a region may ask of its rank: the answers are the same in every step, and nothing is sent."""
 FEWEST = 2
 """Statements that are not views of what there is; fewer have nothing to be fused with."""
 

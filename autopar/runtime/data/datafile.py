@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from .schema import SchemaError, is_line, must_be, shown
 
 MOST_BYTES = 1 << 26
-"""Of a file of data."""
+"""The most bytes of a file of data."""
 MOST_VALUES = 3 << 19
 """Values and keys of a JSON file, counted by commas and colons: what Python makes of a few bytes of text takes a hundred."""
 MOST_DIGITS = 19
@@ -56,12 +56,12 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> object:
-    """What a JSON file holds. Raises OSError, SchemaError."""
+    """The content of a JSON file. Raises OSError, SchemaError."""
     return parse_json(read_text(path, most_bytes))
 
 
 def parse_json(text: str, most_values: int = MOST_VALUES) -> object:
-    """What JSON text holds. Raises SchemaError where it is none, has what only Python reads, or more values than it may."""
+    """The value of JSON text. Raises SchemaError where it is none, has what only Python reads, or more values than it may."""
     if (values := text.count(",") + text.count(":")) >= most_values:
         raise SchemaError(f"about {values} values and keys, at most {most_values} are read")
     try:

@@ -40,7 +40,7 @@ class Name:
 
 
 class Made:
-    """What a file calls an object of a class, or the result of a function: their name, and what the file gives."""
+    """An object of a class, or the result of a function, as a file describes it: their name, and what the file gives."""
 
     __slots__ = ("args", "items", "name", "state")
 
@@ -55,7 +55,7 @@ class Made:
 
 
 class Stored:
-    """What a file says lies beside it (a persistent id)."""
+    """A reference to something that lies beside the file (a persistent id)."""
 
     __slots__ = ("key",)
 
@@ -64,7 +64,7 @@ class Stored:
 
 
 def read(data: bytes | memoryview, names: frozenset[str]) -> Any:
-    """What a pickle holds. names: those that it may name. Raises SchemaError."""
+    """The value of a pickle, read as data. names: those that it may name. Raises SchemaError."""
     value = _Machine(memoryview(data), names).run()
     _check_extent(value, _SOME + 8 * len(data))
     return value
@@ -286,10 +286,10 @@ _OPCODES: dict[int, Callable[[_Machine], None]] = {
     ord("r"): lambda m: m.keep(m.number(_4)),
     0x94: lambda m: m.keep(),
 }
-"""By the names of pickletools: PROTO, FRAME, MARK; NONE, NEWTRUE, NEWFALSE, BININT, BININT1, BININT2, LONG1, BINFLOAT;
-BINUNICODE, SHORT_BINUNICODE, BINUNICODE8; EMPTY_LIST, EMPTY_DICT, EMPTY_TUPLE, TUPLE, TUPLE1, TUPLE2, TUPLE3; APPEND, APPENDS,
-SETITEM, SETITEMS; GLOBAL, STACK_GLOBAL, REDUCE, NEWOBJ, BUILD, BINPERSID; BINGET, LONG_BINGET, BINPUT, LONG_BINPUT, MEMOIZE; and
-STOP."""
+"""The opcodes that are read, by the names of pickletools: PROTO, FRAME, MARK; NONE, NEWTRUE, NEWFALSE, BININT, BININT1,
+BININT2, LONG1, BINFLOAT; BINUNICODE, SHORT_BINUNICODE, BINUNICODE8; EMPTY_LIST, EMPTY_DICT, EMPTY_TUPLE, TUPLE, TUPLE1,
+TUPLE2, TUPLE3; APPEND, APPENDS, SETITEM, SETITEMS; GLOBAL, STACK_GLOBAL, REDUCE, NEWOBJ, BUILD, BINPERSID; BINGET,
+LONG_BINGET, BINPUT, LONG_BINPUT, MEMOIZE; and STOP."""
 
 
 def _check_extent(value: Any, most: int) -> None:

@@ -79,7 +79,8 @@ def tensor_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """What a file holds, by name. Raises OSError, and SchemaError for whatever is wrong with it."""
+    """The tensors of a file by name, with their dtypes, shapes and places. Raises OSError, and SchemaError for whatever
+    is wrong with it."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise SchemaError("this is no regular file")
@@ -178,7 +179,7 @@ def file_order(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> li
 
 
 def header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """What stands in a file before the data of these tensors, which follow one another."""
+    """The header of a file that holds these tensors, one after another."""
     rows: dict[str, object] = {_METADATA: {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:

@@ -1,4 +1,4 @@
-"""What the data of a file may hold, said once per kind of file; everything else is refused with its place in the file.
+"""Schemas of data files, said once per kind of file; everything else is refused with its place in the file.
 
 A schema is a function of a value and of its path that returns the checked value or raises SchemaError:
 
@@ -84,7 +84,7 @@ def where(right: Callable[[Any], bool], what: str) -> Schema[Any]:
 
 
 def anything(value: object, path: str) -> Any:
-    """What another schema checks, that of the place where the value is used."""
+    """The value as it is: another schema checks it, where it is used."""
     return value
 
 

@@ -15,7 +15,7 @@ Names = Mapping[str, Sequence[str]]
 
 
 def of_model(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """What `model.load_state_dict` takes of a program's state: every name that the model has for it, and no other."""
+    """The state of a program as `model.load_state_dict` takes it: every name that the model has for a value, and no other."""
     return {saved: state[held] for held, also in names.items() if held in state for saved in also}
 
 

@@ -1,4 +1,4 @@
-"""What torch.save wrote, read as data: a zip file of a small pickle and of the numbers of tensors.
+"""Files of torch.save, read as data: a zip file of a small pickle and of the numbers of tensors.
 
     archive/data.pkl | … | archive/data/0 | archive/byteorder | … | directory
 
@@ -64,7 +64,7 @@ def read_tensor(data: bytearray, dtype: torch.dtype, sizes: torch.Size, *, crc: 
 
 
 def read_value(data: bytearray, *, crc: bool) -> Any:
-    """What a file of torch.save holds, where it is plain data: numbers, text, lists, mappings, tensors. Raises SchemaError."""
+    """The value in a file of torch.save, where it is plain data: numbers, text, lists, mappings, tensors. Raises SchemaError."""
     if len(data) > MOST_VALUE:
         raise SchemaError(f"a value that is no tensor takes {len(data)} bytes, at most {MOST_VALUE} are read")
     held = _entries(memoryview(data), crc)

@@ -59,7 +59,7 @@ def write_record(folder: Path, data: Mapping[str, Any]) -> None:
 
 
 def read_record(folder: Path, schema: Schema[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """What a folder's record says; without a schema its files alone. Raises OSError, and SchemaError where it is damaged."""
+    """The record of a folder; without a schema its files alone. Raises OSError, and SchemaError where it is damaged."""
     content = read_text(folder / COMPLETE)
     data = parse_json(content)
     if json.dumps(data) != content:
@@ -70,7 +70,7 @@ def read_record(folder: Path, schema: Schema[dict[str, Any]] | None = None) -> d
 
 
 def problem_of(folder: Path, files: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> str:
-    """What is wrong with some of the files that a record names; empty where nothing is."""
+    """A text of what is wrong with some of the files that a record names; empty where nothing is."""
     for name in names:
         try:
             same = file_facts(folder / name) == dict(files[name])

@@ -51,7 +51,7 @@ class BucketSizes:
     step: int | None = None
 
     def limit(self, begun: bool, sent: int) -> int:
-        """When a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
+        """The size at which a bucket is full now. begun: others are under way; sent: bytes of the step that were issued."""
         if not begun:
             return min(self.first, self.full)
         left = self.full if self.step is None else (self.step - sent) // 2
@@ -59,7 +59,7 @@ class BucketSizes:
 
 
 def bytes_in_buckets(shard_bytes: float, steps: Steps, size: Callable[[Axes], int]) -> int:
-    """What a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along axes."""
+    """The bytes that a value puts into buckets on its way along steps to a shard of so many bytes. size: ranks along axes."""
     total, nbytes = 0.0, shard_bytes
     for kind, axes, *_ in reversed(steps):
         nbytes = TABLE_STEPS[kind].bytes_before(nbytes, size(axes))
@@ -145,7 +145,7 @@ class Buckets:
         self._sent = 0
 
     def forget(self) -> None:
-        """What arrived is used: its buckets go when the caller has dropped it."""
+        """Let go of the buckets that arrived once the caller has used and dropped their values."""
         self._lent.clear()
 
     def add(self, name: str, value: Tensor, owned: bool, steps: Steps, landed: bool = False) -> None:

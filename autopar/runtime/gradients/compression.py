@@ -92,7 +92,7 @@ CODECS = {
     "bf16": Codec(1, 2, False, _encode_bf16, _decode_bf16),
     "int8": Codec(_BLOCK, _BLOCK + 1, True, _encode_int8, _decode_int8),
 }
-"""By the name that Options.gradient_compression and the tables of emitted programs have."""
+"""The codecs by the name that Options.gradient_compression and the tables of emitted programs have."""
 
 
 def start_scattered_sum(comm: Comm, codec: Codec, rows: Tensor, out: Tensor, axes: Axes, site: str) -> Handle[Tensor]:
@@ -130,11 +130,11 @@ def start_gathered_rows(comm: Comm, codec: Codec, row: Tensor, rows: Tensor, axe
 
 
 Lost = Sequence[tuple[str, int, Tensor]]
-"""Of every value in a bucket its name, how many steps it has left, and its part of the bucket."""
+"""The parts of a bucket that lost something: per value its name, how many steps it has left, and its part of the bucket."""
 
 
 class Unsent:
-    """What this rank has lost so far by compressing with feedback, by value and steps left.
+    """The error of this rank so far from compressing with feedback, by value and steps left.
 
     A part of a bucket has the value's elements in the order in which that bucket always has them, so it is kept as it lies there.
     """
@@ -143,7 +143,8 @@ class Unsent:
         self.values: dict[tuple[str, int], Tensor] = {}
 
     def add_to(self, lost: Lost, codec: Codec) -> None:
-        """Before parts are encoded. Raises RuntimeProgramError where what was lost before was of another shape."""
+        """Add what was lost before to parts that are about to be encoded. Raises RuntimeProgramError where what was
+        lost before was of another shape."""
         for name, left, part in lost if codec.feedback else ():
             before = self.values.get((name, left))
             if before is None:
@@ -157,7 +158,7 @@ class Unsent:
                 part.add_(before)
 
     def keep(self, lost: Lost, codec: Codec) -> None:
-        """When parts hold what was lost."""
+        """Keep what parts hold now that they lost."""
         for name, left, part in lost if codec.feedback else ():
             self.values[name, left].copy_(part)
 

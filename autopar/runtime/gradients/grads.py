@@ -43,7 +43,7 @@ class GradEntry:
 
 @dataclass(slots=True)
 class _Sum:
-    """What was added so far. owned: nobody else has its memory; lost: the compensation."""
+    """The sum of a gradient so far. owned: nobody else has its memory; lost: the compensation."""
 
     value: Tensor
     owned: bool

@@ -1,1 +1,1 @@
-"""What a rank says of itself while a run goes on, and the conclusion when one keeps the others waiting."""
+"""Signs of life of the ranks while a run goes on, and the conclusion when one keeps the others waiting."""

@@ -53,7 +53,7 @@ class Beat:
 
     @staticmethod
     def of(data: Mapping[str, Any]) -> Beat:
-        """From JSON."""
+        """The beat in JSON data."""
         tuples = {name: tuple(data.get(name, ())) for name in ("members", "blamed")}
         tuples["stood"] = tuple((over_s, took_s) for over_s, took_s in data.get("stood", ()))
         return Beat(**{**data, **tuples, "last": tuple(Row(**row) for row in data.get("last", ()))})
@@ -68,7 +68,7 @@ class Diagnosis:
 
 
 def diagnose(first: Sequence[Beat | None], second: Sequence[Beat | None]) -> Diagnosis:
-    """What two readings of all ranks' beats say (None: nothing was ever said)."""
+    """The conclusion from two readings of all ranks' beats (None: a rank never said anything)."""
     never = [rank for rank, beat in enumerate(second) if beat is None]
     if never:
         return Diagnosis(tuple(never), f"{_ranks(never)} said nothing yet: did they start?")

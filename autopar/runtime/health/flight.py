@@ -1,4 +1,4 @@
-"""What a rank did last, kept at all times, and told when a run hangs or fails.
+"""A flight recorder: the last messages of a rank, kept at all times, and told when a run hangs or fails.
 
 The last messages of a rank stay in a ring buffer, with step, action and times. Threads of watch.py say from it where the rank is
 (`diagnosis.Beat`); a rank that ends because the run hangs, or fails, writes it to a file, with its error.
@@ -28,9 +28,9 @@ from .message_order import MessageOrder, Row, stable_hash
 from .observed_time import KEPT_STANDSTILLS, STOOD_S, SeenTime
 
 KEPT = 256
-"""Messages."""
+"""The number of messages that are kept."""
 KEPT_STEPS = 9
-"""Of which the median is the usual step."""
+"""The number of steps whose median is the usual step."""
 COLUMNS = "started", "step", "action", "number", "group", "members", "what", "waited", "ended", "turn", "place", "hash"
 FLIGHT = "flight"
 """The folder of a run for what its ranks write when they end."""
@@ -69,7 +69,7 @@ class Flight:
     # ---- what the rank does
 
     def begin_step(self, step: int) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         now = time.monotonic()
         if self.step:
             self._steps_s.append(now - self._step_began)
@@ -165,7 +165,7 @@ class Flight:
     # ---- what it says
 
     def beat(self, asked: bool = False) -> Beat:
-        """Where it is now. asked: with its last messages."""
+        """The place in the step where the rank is now. asked: with its last messages."""
         self._beats += 1
         waiting, (excuse, excused_at) = self.waiting, self._excuse
         over = tuple((self.seen.seconds - ended_s, took_s) for ended_s, took_s in list(self._excuses))
@@ -199,7 +199,7 @@ class Flight:
         return time.monotonic() - (entry[WAITED] or entry[STARTED])
 
     def failed(self, error: BaseException) -> Beat:
-        """Where it was when an error ended it; in a message, it ended because of another rank."""
+        """The place where the rank was when an error ended it; in a message, it ended because of another rank."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _is_users(frame)]
         line = _place(frames[-1]) if frames else ""
         blamed = error.ranks if isinstance(error, RankError) else ()
@@ -213,7 +213,7 @@ class Flight:
         return "" if frame is None else _place(frame)
 
     def as_data(self, beat: Beat) -> dict[str, Any]:
-        """What its file holds."""
+        """The content of the rank's file."""
         rows = [dict(zip(COLUMNS, entry, strict=True)) for entry in list(self.recent)]
         since_epoch_s = time.time() - time.monotonic()
         for row in rows:
@@ -224,7 +224,7 @@ class Flight:
         return {"autopar_flight": 3, "ranks": self.world_size, "machines": list(self.machines), **own}
 
     def write(self, folder: Path, beat: Beat) -> None:
-        """Its file, for autopar-doctor."""
+        """Write the file of the rank, for autopar-doctor."""
         path = folder / f"rank_{self.rank}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -250,7 +250,7 @@ def _place(frame: FrameType) -> str:
 
 
 def row_of(message: Mapping[str, Any]) -> Row:
-    """What others compare of a message of the buffer."""
+    """The part of a message of the buffer that other ranks compare."""
     return Row(message["group"], message["turn"], message["place"], message["hash"], message["what"])
 
 

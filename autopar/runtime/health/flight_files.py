@@ -1,4 +1,4 @@
-"""What ranks left when a run ended, a file each, and the conclusion from all of them: who kept the run, or ended it.
+"""Files that ranks left when a run ended, one each, and the conclusion from all of them: who kept the run, or ended it.
 
 flight.py writes the files. A rank that left none is one that could not write any more.
 """
@@ -69,7 +69,7 @@ _FLIGHT = record(
 
 @dataclass(frozen=True)
 class Left:
-    """What a rank left. machines: of all ranks, by rank; empty where ranks did not tell each other."""
+    """The file that a rank left. machines: of all ranks, by rank; empty where ranks did not tell each other."""
 
     ranks: int
     machines: Sequence[str]
@@ -78,7 +78,7 @@ class Left:
 
 
 def read_flights(directory: Path) -> dict[int, Left]:
-    """What every rank left, by rank. Raises RuntimeProgramError where none did, or a file is damaged."""
+    """The files that ranks left, by rank. Raises RuntimeProgramError where none did, or a file is damaged."""
     folder = directory / FLIGHT if (directory / FLIGHT).is_dir() else directory
     found: dict[int, Left] = {}
     for path in sorted(folder.glob("rank_*.json")):

@@ -18,9 +18,10 @@ from .flight import say
 
 POLL_S = 1.0
 TOGETHER_S = 1.5
-"""Within which all ranks of a machine see it, so that none takes the end of another for what is wrong."""
+"""Seconds within which all ranks of a machine see that torchrun is gone, so that none takes the end of another for what
+is wrong."""
 ENDING_S = 1.0
-"""Of a process that is killed, from its first connection to its last thread."""
+"""Seconds that a killed process takes to end, from its first connection to its last thread."""
 STARTED = ("TORCHELASTIC_RUN_ID", "RANK", "MASTER_PORT")
 """Variables that torchrun gives a rank, and that all have which stand between the two."""
 
@@ -50,7 +51,7 @@ class Launcher:
         return self.gone
 
     def say_gone(self) -> None:
-        """Once, on stderr."""
+        """Say once, on stderr, that torchrun is gone."""
         if self._said.acquire(blocking=False):
             then = "all ranks save after the same step and end" if self.saves_s else "it ends, and nothing is saved"
             say(f"error on rank {os.environ['RANK']}: torchrun (process {self.pid}), which started it, is gone; {then}")
@@ -85,7 +86,7 @@ def launcher() -> Launcher | None:
 
 
 def _environment(pid: int) -> set[bytes]:
-    """What a process was started with; nothing where it cannot be read."""
+    """The environment that a process was started with; nothing where it cannot be read."""
     try:
         return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
@@ -93,7 +94,7 @@ def _environment(pid: int) -> set[bytes]:
 
 
 def _fields(pid: int) -> list[str]:
-    """What the system says of a process, from its state on; nothing where there is none, or it says nothing."""
+    """The fields of a process in /proc, from its state on; nothing where there is none, or it says nothing."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -105,6 +106,6 @@ def _parent(pid: int) -> int:
 
 
 def _born(pid: int) -> str:
-    """When a process started, which tells it from a later one of the same number; empty where it ended."""
+    """The time at which a process started, which tells it from a later one of the same number; empty where it ended."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else ""

@@ -85,7 +85,7 @@ class MessageOrder:
             self._marks.append((self.turn, dict(self.hashes)))
 
     def marks(self) -> dict[str, dict[str, int]]:
-        """The last ones."""
+        """The last marks."""
         return {str(turn): hashes for turn, hashes in list(self._marks)}
 
 
@@ -163,7 +163,8 @@ def _in_group(
 
 
 def _hashes_beside(group: str, by_group: Mapping[str, Mapping[int, Sequence[Row]]], place: tuple[int, int]) -> set[int]:
-    """What ranks of other groups along the same axes sent at a place of a turn: ranks of one stage run the same lines."""
+    """The hashes of the messages that ranks of other groups along the same axes sent at a place of a turn: ranks of one
+    stage run the same lines."""
     axes = group.partition(" (")[0]
     beside = [members for name, members in by_group.items() if name != group and name.partition(" (")[0] == axes]
     return {row.hash for members in beside for own in members.values() for row in own if (row.turn, row.place) == place}

@@ -29,7 +29,7 @@ class Notes:
                 self._store = None
 
     def of_others(self, ranks: Iterable[int]) -> list[str]:
-        """What the other ranks left; waits a little for them."""
+        """The notes that the other ranks left; waits a little for them."""
         if self._store is None:
             return []
         notes, waiting = [], [rank for rank in ranks if rank != self._rank]

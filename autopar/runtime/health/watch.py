@@ -40,8 +40,8 @@ STRAYS, HANGS = "strays", "hangs"
 
 @dataclass
 class Question:
-    """What a rank asks while it waits for one thing. entry: that; first: what all said, at_s: when; named: who would be named as
-    the limit was over; awaited_s: so far."""
+    """The question of a rank while it waits for one thing. entry: that; first: what all said, at_s: when; named: who
+    would be named as the limit was over; awaited_s: so far."""
 
     entry: object
     first: list[Beat | None]
@@ -186,12 +186,13 @@ class Watch:
             store.compare_set("diagnosis", "", f"this run hangs: {question.named}")
 
     def _named(self, first: list[Beat | None], second: list[Beat | None]) -> str:
-        """What follows from two readings, with machines."""
+        """The conclusion from two readings, with machines."""
         found, machines = diagnose(first, second), self.flight.machines
         return found.text + "".join(f"; rank {rank} is on {machines[rank]}" for rank in found.culprits[:8] if machines)
 
     def _is_over(self, store: dist.Store, question: Question) -> None:
-        """What was waited for is there: nobody needs to say more than usual. Where it took too long that is said, once."""
+        """End the question: what was waited for is there, and nobody needs to say more than usual. Where it took too
+        long that is said, once."""
         if not store.check(["ask"]) or store.get("ask").decode() != self._own_question:
             return
         store.delete_key("ask")
@@ -218,13 +219,13 @@ class Watch:
         store.compare_set("diagnosis", "", f"ranks have gone different ways: {named}")
 
     def _other(self, store: dist.Store, turn: int) -> Beat | None:
-        """What one of those that this rank sends to said last: another one every time."""
+        """The last beat of one of the ranks that this one sends to: of another one every time."""
         partners = self.flight.partners
         key = f"beat/{partners[turn % len(partners)]}" if partners else ""
         return self._parsed(store.get(key)) if key and store.check([key]) else None
 
     def _say_who_works(self, store: dist.Store, own: Beat) -> None:
-        """Once, that what all ranks wait for takes long, and on which of them."""
+        """Say once that what all ranks wait for takes long, and on which of them."""
         self._said = own.excuse
         working = [f"rank {beat.rank} ({beat.working})" for beat in self._read(store) if beat and beat.working]
         if working:

@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], Callable[[Tensor
 
 @dataclass(frozen=True)
 class Gate:
-    """What stands between the products. limit: None for no cut. alpha: read by silu alone."""
+    """The activation between the products of a gated layer. limit: None for no cut. alpha: read by silu alone."""
 
     act: str
     alpha: float = 1.0

@@ -34,8 +34,8 @@ _PREFER_CUDNN = ((9, 0), (10, 0), (10, 3))
 
 
 class AttentionCall(NamedTuple):
-    """What a choice of a kernel for attention goes by. head, value: sizes of a head of queries and of values. mask: its dtype
-    (None: there is none). keys: more than one, none at all."""
+    """The facts by which a kernel for attention is chosen. head, value: sizes of a head of queries and of values. mask:
+    its dtype (None: there is none). keys: more than one, none at all."""
 
     dtype: torch.dtype
     head: int

@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 CHUNK_ROWS = 1024
 """Fewer rows do not fill a device's products, and every chunk reads and writes dw."""
 GPU_TIMES = 4
-"""As many times the rows on a GPU, which computes a hundred times faster than a core and reads fifty times faster."""
+"""The factor of the rows of a chunk on a GPU, which computes a hundred times faster than a core and reads fifty times faster."""
 
 
 def chunk_rows(width: int, device: Device = CPU) -> int:

@@ -25,7 +25,7 @@ from .tiles import LOG2_E, is_one_tile, row_tiles
 Tensor = torch.Tensor
 aten = torch.ops.aten
 Window = tuple[list[int], list[int], list[int], bool, list[int], int]
-"""Of a convolution: stride, padding, dilation, transposed, output padding, groups."""
+"""The window of a convolution: stride, padding, dilation, transposed, output padding, groups."""
 
 
 # --- contractions -----------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Tiers:
         return None if self._streams is None else self._streams[1].record_event()
 
     def arrived(self, mark: Any) -> None:
-        """What computes from here on finds what was read before the mark."""
+        """Make the kernels that follow wait for what was read before the mark."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
@@ -166,7 +166,7 @@ class Tiers:
             self._events[id(saved)] = self.mark()
 
     def ready(self, saved: list[Any]) -> None:
-        """What computes from here on finds the fetched entries of a list."""
+        """Make the kernels that follow wait for the fetched entries of a list."""
         self.arrived(self._events.pop(id(saved), None))
 
     def _file(self, numel: int, dtype: torch.dtype, tier: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one rank knows of itself and its machine before a run: the facts that checks judge (finding.py).
+"""Facts of one rank about itself and its machine before a run, which checks judge (finding.py).
 
 Everything here is looked up on this machine; nobody is asked and nothing waits. Facts travel as JSON, so they are plain
 values. Where a system does not say something (no /proc, no /dev/shm) the fact is None, and nothing is concluded from it.
@@ -49,7 +49,8 @@ class Place:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], ranks_per_node: int, ranks: int) -> Place:
-        """By torchrun's variables; without these, by those of launch.sh (NODE_RANK), of a program of so many ranks.
+        """The place of this process by torchrun's variables; without these, by those of launch.sh (NODE_RANK), of a
+        program of so many ranks.
 
         Raises LaunchError where one of them is not as it may be.
         """
@@ -126,7 +127,7 @@ class Facts:
     port: int = 0
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON; `of` reads it."""
+        """The facts as JSON; `of` reads them."""
         data = {one.name: getattr(self, one.name) for one in fields(self)}
         data["devices"] = [vars(one) for one in self.devices]
         data["interfaces"] = [vars(one) for one in self.interfaces]
@@ -134,7 +135,7 @@ class Facts:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Facts:
-        """What `as_data` gave, after a way as JSON."""
+        """The facts that `as_data` gave, after a way as JSON."""
         lists = ("master_addresses", "changed", "missing", "wanted", "cpus")
         read = {**data, **{name: tuple(data[name]) for name in lists}}
         read["devices"] = tuple(Device(**one) for one in data["devices"])

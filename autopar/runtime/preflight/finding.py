@@ -1,4 +1,4 @@
-"""What is wrong before a run: which ranks, what was seen, and what to set.
+"""Findings before a run: which ranks are concerned, what was seen, and what to set.
 
 A check is a small function over the facts of all ranks that came; it looks at nothing else, so that a test can stage any machine.
 """
@@ -27,13 +27,14 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """On one line for people."""
+        """The finding on one line for people."""
         return f"{'error' if self.stops else 'slow'}: {self.what}: {self.where}: {self.evidence}; {self.remedy}"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the run should be. ranks: of the program, and its spares; by_machine: ranks that came are machines."""
+    """The ranks and machines that a run should have. ranks: of the program, and its spares; by_machine: ranks that came
+    are machines."""
 
     ranks: int
     machines: Machines | None = None

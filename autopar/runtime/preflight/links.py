@@ -23,11 +23,12 @@ from .facts import Facts, Place
 from .finding import Finding, who
 
 SLOW_SHARE = {"nccl": 0.5, "gloo": 0.2}
-"""Of the described rate, below which a link is slow; Gloo copies through the kernel, and descriptions are of the link."""
+"""The share of the described rate below which a link is slow; Gloo copies through the kernel, and descriptions are of
+the link."""
 SLOW_BESIDE_OTHERS = 0.5
-"""Of the median rate of its level."""
+"""The share of the median rate of its level below which a link is slow."""
 LATE_TIMES, LATE_OWN_S = 10.0, 1e-3
-"""Of the described latency, and seconds that starting a message from Python takes beside it at most."""
+"""Times the described latency, and seconds that starting a message from Python takes beside it at most."""
 PROBE_S = 0.15
 """Seconds that one exchange of the measured size is to take."""
 FIRST_BYTES, MOST_BYTES = 1 << 18, 1 << 27
@@ -36,7 +37,7 @@ CONNECT_S = 3.0
 
 @dataclass(frozen=True)
 class Measured:
-    """What two ranks measured. bytes_per_s: in each direction, both at once."""
+    """The rate and latency that two ranks measured. bytes_per_s: in each direction, both at once."""
 
     level: str
     ranks: tuple[int, int]
@@ -118,7 +119,7 @@ _SLOW_REMEDY = {
 
 
 def level_lines(measured: Sequence[Measured], machines: Machines) -> Iterator[str]:
-    """What was measured, for people."""
+    """The measured rates and latencies, for people."""
     for level in machines.links:
         rates = sorted(one.bytes_per_s for one in measured if one.level == level.name)
         late = sorted(one.latency_s for one in measured if one.level == level.name)

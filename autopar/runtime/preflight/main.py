@@ -56,7 +56,7 @@ CHECKS: tuple[Check, ...] = (
     machine.limits,
     machine.run_directory,
 )
-"""In the order in which a run would stumble over them."""
+"""The checks in the order in which a run would stumble over what they find."""
 
 
 def main(directory: str | Path, backend: str, arguments: argparse.Namespace) -> int:

@@ -62,8 +62,8 @@ def socket_interfaces(facts: Sequence[Facts], _: Expected) -> Iterator[Finding]:
 
 
 def _interface_problem(one: Facts, variable: str) -> tuple[str, str]:
-    """What the variable says on a rank, and what is wrong with it. Of NCCL's forms, `=name` is a whole name, others are the
-    beginnings of names, and `^` leaves names out."""
+    """The value of the variable on a rank, and what is wrong with it. Of NCCL's forms, `=name` is a whole name, others
+    are the beginnings of names, and `^` leaves names out."""
     said = one.named.get(variable, "")
     if not said or said.startswith("^"):
         return said, ""

@@ -9,7 +9,7 @@ from ..compiled.inductor import COMPILERS
 
 
 def parser() -> argparse.ArgumentParser:
-    """What run.py takes."""
+    """The command line of run.py."""
     made = argparse.ArgumentParser(prog="run.py", description="Run this program on the ranks torchrun started.")
     count = whole_number(0)
     made.add_argument(

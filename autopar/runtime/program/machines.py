@@ -1,4 +1,4 @@
-"""What a program was compiled for: the machines of its cluster, as far as a run can be held to them.
+"""The machines that a program was compiled for, as far as a run can be held to them.
 
 The manifest has them under "machines". Before a run the machines are compared with them (preflight/); while it runs the
 arithmetic of a step at the devices' peak is what utilisation is measured against (metrics.py).
@@ -40,7 +40,7 @@ class Machines:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Machines:
-        """From what `MACHINES` has read."""
+        """The machines in what `MACHINES` has read."""
         return cls(**{**data, "links": tuple(LinkRate(**link) for link in data["links"])})
 
 

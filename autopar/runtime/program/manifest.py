@@ -178,7 +178,7 @@ class Manifest:
 
     @property
     def constants_folder(self) -> Path | None:
-        """Where what no state dict holds lies."""
+        """The folder of the tensors that no state dict holds."""
         return None if self.constants is None else (self.home or self.directory) / self.constants
 
     @property
@@ -305,7 +305,7 @@ def tuned(directory: Path) -> Path | None:
 
 
 def world_folder(ranks: int) -> str:
-    """Where the program lies for another number of ranks."""
+    """The folder of the program for another number of ranks."""
     return f"{WORLDS}/{ranks}"
 
 

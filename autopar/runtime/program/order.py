@@ -1,4 +1,4 @@
-"""What a group of ranks does in one step, in order: its row of the action table, with sends and receives put in.
+"""The actions of a group of ranks in one step, in order: its row of the action table, with sends and receives put in.
 
 A table row says `F0.0 F1.0 B0.0 …`: kind, microbatch, stage. A value leaves after the F that makes it, a gradient
 after its B; where the receiving group waits for it follows from the table, but when it should *begin* to receive does
@@ -172,5 +172,5 @@ def _play(slots: list[list[Slot]], transfers: Sequence[Transfer]) -> tuple[dict[
 
 
 def rows_of(table: Sequence[Any]) -> tuple[tuple[Action, ...], ...]:
-    """TABLE as actions."""
+    """The rows of TABLE as actions."""
     return tuple(parse_row(row) for row in table)

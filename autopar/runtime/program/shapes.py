@@ -17,7 +17,7 @@ from ..errors import GuardError
 from ..guards import InputLike
 
 PadValues = Mapping[str, float]
-"""What an input is padded with, by its name."""
+"""The value that an input is padded with, by the input's name."""
 
 
 class Shapes:

@@ -31,7 +31,7 @@ PORTS = (
 
 
 class StageTables:
-    """What a stage module says of its tensors. No tensor is made: other ranks' stages are read too."""
+    """The tables of a stage module about its tensors. No tensor is made: other ranks' stages are read too."""
 
     def __init__(self, index: int, module: Any, mesh: Mapping[str, int], dtype: torch.dtype | None) -> None:
         self.index = int(getattr(module, "STAGE", index))
@@ -212,7 +212,7 @@ def _compression(name: str, row: Mapping[str, Any]) -> str:
 
 
 def _input(row: Mapping[str, Any], dtype: torch.dtype | None) -> InputLike:
-    """What an input is like. dtype: that all floating tensors are held in instead of the table's, if any."""
+    """The demands on an input. dtype: that all floating tensors are held in instead of the table's, if any."""
     own = dtype_of(row["dtype"])
     other = (dtype,) if dtype is not None and own.is_floating_point else ()
     return InputLike(str(row["name"]), tuple(row["shape"]), (own, *other), row.get("batch_dim"))

@@ -34,7 +34,8 @@ _WAITS = "waits"
 
 
 class Leaving:
-    """What one rank says of itself, and looks for. store: for this program alone; same_data: what the rank was given."""
+    """The notice of one rank that its data end, and its look-out for the notices of others. store: for this program
+    alone; same_data: what the rank was given."""
 
     def __init__(self, store: dist.Store, comm: TorchComm, same_data: SameData) -> None:
         self._store, self._comm, self._same_data = store, comm, same_data
@@ -56,7 +57,7 @@ class Leaving:
             self._store.delete_key(_WAITS)
 
     def _look(self, store: dist.Store) -> None:
-        """The thread."""
+        """Look for the other ranks' notices, in a thread of its own."""
         before, times = None, 0
         while not self._over.wait(LOOK_S):
             try:
@@ -92,7 +93,8 @@ class Leaving:
             os._exit(1)
 
     def _difference(self, taken: int, checksum: int) -> str:
-        """What is wrong with the batches that nobody compared; empty where nothing is, or others do not come to their end."""
+        """A text of what is wrong with the batches that nobody compared; empty where nothing is, or others do not come
+        to their end."""
         keys = [f"end/{rank}" for rank in range(self._comm.world_size)]
         try:
             self._store.set(keys[self._comm.rank], json.dumps([taken, checksum, machine_name()]))

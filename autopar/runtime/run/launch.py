@@ -1,4 +1,4 @@
-"""What `torchrun run.py` does: join the process group, load this rank's stages and its shard of the weights, train.
+"""The run of `torchrun run.py`: join the process group, load this rank's stages and its shard of the weights, train.
 
     torchrun --nproc-per-node 4 out/run.py --steps 100 --data my_data.py:batches --save checkpoints
 

@@ -29,7 +29,7 @@ POLL_S = 0.02
 GRACE_S = 5.0
 """Seconds beyond the limit that torch has to say itself what is wrong."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torch's rendezvous reads."""
+"""The variables that torch's rendezvous reads."""
 
 
 def joined(timeout_s: float) -> tuple[dist.Store, int]:
@@ -48,7 +48,7 @@ def joined(timeout_s: float) -> tuple[dist.Store, int]:
 
 
 def _rendezvous(timeout_s: float) -> tuple[dist.Store, int, int]:
-    """What torch's gives, which waits for ever where somebody listens and says nothing. Raises dist.DistError."""
+    """The store of torch's rendezvous, which waits for ever where somebody listens and says nothing. Raises dist.DistError."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -115,7 +115,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str
 
 
 def _call(names: dist.Store, world_size: int, end: float, timeout_s: float) -> str:
-    """What rank 0 does."""
+    """The token of a round in which rank 0 has met every rank, by the roster that it writes. Raises CollectiveTimeout."""
     keys = [str(rank) for rank in range(world_size)]
     while time.monotonic() < end:
         if not names.check(keys):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .prometheus import Prometheus
 
 BAR = 24
-"""Characters."""
+"""The width of the progress bar in characters."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepMetrics:
     save_s: float = 0.0
 
     def known(self) -> dict[str, float]:
-        """What is known, by name."""
+        """The metrics that are known, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -127,7 +127,7 @@ def peak_seconds(manifest: Manifest, device: torch.device) -> float | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Since the start."""
+    """The most bytes that were allocated on the device since the start."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -166,7 +166,7 @@ class JsonLines:
             raise RuntimeProgramError(f"--metrics {path}: {error.strerror or error}; give another file") from error
 
     def __call__(self, record: StepMetrics) -> None:
-        """A step is done."""
+        """Take the metrics of a step that is done."""
         known = {n: v if v is not None and math.isfinite(v) else None for n, v in asdict(record).items()}
         line = (json.dumps(known, allow_nan=False) + "\n").encode()
         try:
@@ -190,7 +190,7 @@ class JsonLines:
             return False
 
     def _say(self, step: int, what: str) -> None:
-        """Once, until a step is written again."""
+        """Say a problem once, until a step is written again."""
         if not self._said:
             print(f"--metrics {self._path}: step {step}: {what}", file=sys.stderr, flush=True)
         self._said = True
@@ -238,7 +238,7 @@ class StepLine:
         self._bar = bool(self.out.isatty())
 
     def show(self, step: int, what: str, seconds: float) -> None:
-        """A step is done."""
+        """Show a step that is done."""
         said = f"step {step}  {what}  {seconds * 1e3:.1f} ms"
         if not self._bar:
             print(said, file=self.out, flush=True)

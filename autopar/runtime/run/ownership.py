@@ -33,7 +33,7 @@ from ..errors import CheckpointError, RuntimeProgramError
 FOLDER = "owner"
 BEAT_S = 2.0
 STALE_S = 60.0
-"""Without a beat an owner on another machine is taken for dead."""
+"""Seconds without a beat after which an owner on another machine is taken for dead."""
 POLL_S = 0.1
 _DIGITS = 10
 _OWNER = record(
@@ -64,7 +64,7 @@ class Owner:
 
     @classmethod
     def this_process(cls, job: str) -> Owner:
-        """The one that asks."""
+        """The owner that this process is."""
         return cls(socket.gethostname(), _space(), os.getpid(), _started(os.getpid()), job, uuid.uuid4().hex)
 
     @property
@@ -76,7 +76,7 @@ class Owner:
 
 
 def _space() -> str:
-    """Where the numbers of processes are those that this process sees; empty where nothing says so."""
+    """The namespace in which the numbers of processes are those that this process sees; empty where nothing says so."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -85,7 +85,7 @@ def _space() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in the kernel's count; empty where there is none, or one that has ended."""
+    """The time at which a process was started, in the kernel's count; empty where there is none, or one that has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -126,7 +126,7 @@ class Ownership:
             replace_file(_path(self._root, self._number), said.encode())
 
     def _beat(self) -> None:
-        """The thread."""
+        """Beat, in a thread of its own."""
         while not self._over.wait(BEAT_S):
             try:
                 problem = self.problem()
@@ -211,7 +211,7 @@ def _wait_for_end(root: Path, number: int, asking: Owner, stale_s: float) -> boo
 
 
 def _read(root: Path, number: int) -> Owner | None:
-    """What an owner wrote; None where it has not yet, or something else stands there. Raises OSError."""
+    """The record that an owner wrote; None where it has not yet, or something else stands there. Raises OSError."""
     try:
         return Owner(**_OWNER(read_json(_path(root, number), 1 << 16), ""))
     except SchemaError:

@@ -1,4 +1,4 @@
-"""What a program is made of, file by file: compared between ranks before any of it computes, and recorded in a run's folder.
+"""The files of a program: compared between ranks before any of them computes, and recorded in a run's folder.
 
 Ranks that run other lines compute something else, and mostly nothing says so: a stage file that was edited on one machine, an
 older runtime on another, another torch. So every rank takes the versions of torch and Python and the
@@ -91,7 +91,7 @@ def compare(store: dist.Store, rank: int, ranks: int, own: Mapping[str, str], ti
 
 
 def _told(store: dist.Store, what: str, rank: int, ranks: int, own: Any, timeout_s: float) -> list[Any]:
-    """What every rank says."""
+    """The value that every rank tells, by rank."""
     keys = [f"files/{what}/{other}" for other in range(ranks)]
     try:
         store.set(keys[rank], json.dumps(own))
@@ -123,7 +123,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def precision_of(manifest: Manifest) -> str:
-    """What the plan says the program computes in ("": as the model is, or there is no plan)."""
+    """The precision that the plan says the program computes in ("": as the model is, or there is no plan)."""
     try:
         plan = read_json(manifest.directory / "plan.json")
     except (OSError, SchemaError):
@@ -133,7 +133,7 @@ def precision_of(manifest: Manifest) -> str:
 
 
 def recorded(root: Path, manifest: Manifest, seed: int) -> str:
-    """What is no longer as it was when the run of a directory was last started, in words; empty where nothing is, or at the first
+    """A text of what changed since the run of a directory was last started; empty where nothing did, or at the first
     start. Writes down how it is now. One rank calls this. Raises CheckpointError."""
     path = root / RECORD
     own = {"plan": f"{manifest.show()}, {manifest.plan_hash}", "precision": precision_of(manifest)}
@@ -147,7 +147,7 @@ def recorded(root: Path, manifest: Manifest, seed: int) -> str:
 
 
 def _changes(path: Path, now: Mapping[str, Any]) -> str:
-    """Raises OSError."""
+    """A text of what changed since the record was written. Raises OSError."""
     try:
         before = _RECORD(read_json(path), "")
     except FileNotFoundError:

@@ -17,9 +17,9 @@ LOOPBACK = "127.0.0.1"
 REQUEST_S = 5.0
 """Seconds that a request has, from its first byte to the answer's last."""
 MOST_OPEN = 32
-"""Connections at once."""
+"""The most connections at once."""
 MOST_BYTES = 1 << 14
-"""Of a request."""
+"""The most bytes of a request."""
 _HEAD = (
     "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
     "Content-Length: {length}\r\nConnection: close\r\n\r\n"

@@ -1,4 +1,4 @@
-"""What ranks of a long run tell each other now and then: whether they hold the same parameters, and which of them are slow.
+"""Checks between the ranks of a long run now and then: whether they hold the same parameters, and which of them are slow.
 
 A rank is *busy* while it waits for nobody; where one is busy for longer than the others, they wait for it in every step.
 Batches are compared in every program (same_data.py).
@@ -52,7 +52,7 @@ TOLD = schema.record(
         "stood": schema.flag(),
     }
 )
-"""What is read of a rank that tells this."""
+"""The schema of what a rank tells."""
 
 
 def steps_to_next(step: int, steps: int, told: Sequence[Told]) -> int:
@@ -121,7 +121,7 @@ def slow_ranks(told: Sequence[Told]) -> list[int]:
 
 
 def slow_text(told: Sequence[Told], steps: int) -> str:
-    """What is to be said of slow ranks; nothing where there are none."""
+    """A message about slow ranks; empty where there are none."""
     slow = slow_ranks(told)
     if not slow:
         return ""

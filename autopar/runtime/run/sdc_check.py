@@ -40,7 +40,7 @@ class _Noted:
         self.sums: dict[str, int] = {}
 
     def add(self, name: str, grad: Tensor, owned: bool = False) -> None:
-        """A contribution."""
+        """Note the checksum of a contribution."""
         self.sums[name] = zlib.crc32(str(checksum([grad])).encode(), self.sums.get(name, 0))
 
     def start_sum(self, value: Tensor, axes: Any) -> Handle[Tensor]:
@@ -49,7 +49,7 @@ class _Noted:
         return Handle(None, value)
 
     def flush(self) -> None:
-        """Nothing is open."""
+        """Do nothing, as no bucket is open."""
 
 
 def why_not(session: Session) -> str:

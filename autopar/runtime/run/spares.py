@@ -35,7 +35,7 @@ def tell_spares(store: dist.Store, spares: int, why: str) -> None:
 
 
 def stand_by(store: dist.Store, manifest: Manifest, rank: int, hang_s: float, timeout_s: float) -> int:
-    """What a spare does; its exit status: not 0 where the run is to go on without those that were asked to go.
+    """Stand by as a spare; the exit status is not 0 where the run is to go on without those that were asked to go.
 
     hang_s: seconds without a beat after which the run is taken for dead (0: never), timeout_s: until the first one. Raises
     RuntimeProgramError then.

@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 
 WINDOW = 64
-"""Losses."""
+"""The number of losses in a window."""
 LEAST = 16
 
 

@@ -92,7 +92,7 @@ class Stop:
             self._last = int(last)
 
     def _propose(self, step: int) -> None:
-        """There is no store any more: begin to tell all which step this rank is about to begin, or the one before the last."""
+        """Begin to tell all which step this rank is about to begin, or the one before the last, as there is no store any more."""
         torchrun = launcher()
         if torchrun is not None and torchrun.is_going():
             torchrun.say_gone()

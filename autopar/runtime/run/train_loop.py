@@ -45,11 +45,11 @@ from .spikes import Losses
 from .stop import Stop
 
 ENDINGS = {AGAIN: "to leave out a machine", LOST: "as torchrun, or the job's store, is gone"}
-"""Whose ranks are to be started again."""
+"""The endings of a run whose ranks are to be started again."""
 MOST_REWINDS = 3
-"""In a row, without a new saved step between them."""
+"""The most rewinds in a row, without a new saved step between them."""
 MOST_FAILED_SAVES = 3
-"""In a row; then a run ends, as it would lose more and more."""
+"""The most failed saves in a row; then a run ends, as it would lose more and more."""
 SAVE_EVERY = 100
 """Steps, where nothing else is asked for."""
 
@@ -265,7 +265,7 @@ class Run:
         self._seen_s = flight.seen.seconds if flight else 0.0
 
     def _leave_out_slow(self, step: int, slow: set[str], text: str) -> None:
-        """Where machines were slow again and again, see that the run ends soon and starts again without them."""
+        """End the run soon, where machines were slow again and again, so that it starts again without them."""
         self._slow = {machine: self._slow.get(machine, 0) + 1 for machine in slow}
         root, times = self.directory.root, self.arguments.exclude_slow
         for machine in sorted(machine for machine, count in self._slow.items() if count == times):
@@ -372,7 +372,7 @@ class Run:
             raise CheckpointError(f"{self.saver.problem}; that is {self.failed_saves} in a row, so the run ends")
 
     def _say_changes(self) -> None:
-        """What is no longer as it was at the last start of this run. Raises CheckpointError."""
+        """Print what changed since this run was last started. Raises CheckpointError."""
         if changes := recorded(self.directory.root, self.manifest, self.seed):
             print(f"since this run was last started: {changes}", flush=True)
 

@@ -23,7 +23,7 @@ from .stage import Stage
 
 
 class Absent:
-    """Whose gradient is absent, as a pipeline's CONDITIONS say. stages: this rank's."""
+    """The parameters whose gradient is absent, as a pipeline's CONDITIONS say. stages: this rank's."""
 
     def __init__(self, pipeline: Pipeline, comm: Comm, stages: Mapping[int, Stage]) -> None:
         self.conditions, self._pipeline = pipeline.conditions, pipeline
@@ -43,8 +43,8 @@ class Absent:
         )
 
     def counts(self, outputs: Mapping[int, Sequence[Sequence[Any]]]) -> Tensor | None:
-        """What the batch chose, all outputs one after another; zeros of those that other ranks make. outputs: of this rank's
-        stages, per microbatch. None where nothing is counted."""
+        """The counts of what the batch chose, all outputs one after another; zeros of those that other ranks make.
+        outputs: of this rank's stages, per microbatch. None where nothing is counted."""
         if not self._sizes:
             return None
         found = {output: torch.zeros(size, device=self._comm.device) for output, size in self._sizes.items()}
@@ -74,7 +74,7 @@ class Absent:
         )
 
     def everywhere(self, own: AbstractSet[str]) -> AbstractSet[str]:
-        """What every rank says of its own parameters, together."""
+        """The names of parameters that every rank gives of its own, together."""
         if not self.conditions or len(self._stages) == len(self._pipeline.stages):
             return own
         return frozenset(name for names in self._comm.share(sorted(own)) for name in names)

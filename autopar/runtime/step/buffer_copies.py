@@ -20,7 +20,7 @@ class BufferCopies:
         self._first = True
 
     def take(self) -> None:
-        """A step begins."""
+        """Copy the buffers as a step begins."""
         versions = {id(buffer): version for buffer, _, version in self._copies}
         if not self._first:
             self._buffers = [b for b in self._buffers if b._version != versions[id(b)]]
@@ -28,6 +28,6 @@ class BufferCopies:
         self._copies = [(buffer, buffer.clone(), buffer._version) for buffer in self._buffers]
 
     def put_back(self) -> None:
-        """The step has not been."""
+        """Restore the buffers to what they held before the step."""
         for buffer, copy, _ in self._copies:
             buffer.copy_(copy)

@@ -36,7 +36,7 @@ class CudaGraphWarning(UserWarning):
 
 
 class Capture(Protocol):
-    """What records the kernels of some work and plays them again."""
+    """A recorder of the kernels of some work, which plays them again."""
 
     def warm_up(self, work: Callable[[], T]) -> T:
         """Do the work, in the stream in which it will be captured."""
@@ -135,7 +135,7 @@ class StepGraph(Generic[T]):
             return self._compute(lambda stage, microbatch: list(self._inputs[stage.index, microbatch]))
 
     def _looked_at(self, result: T) -> T:
-        """What a step made, where its guards found nothing."""
+        """The result of a step, once its guards were seen to find nothing."""
         self._guards.look(self._found)
         return result
 
@@ -156,7 +156,7 @@ class StepGraph(Generic[T]):
                     held.copy_(x)
 
     def _at_rest(self) -> list[Tensor]:
-        """What lies where it is for all steps."""
+        """The tensors that stay where they are for all steps."""
         held = [t for stage in self._stages.values() for t in (*stage.rt.params.values(), *stage.rt.buffers.values())]
         return [*held, *(x for inputs in self._inputs.values() for x in inputs)]
 
@@ -171,7 +171,7 @@ class StepGraph(Generic[T]):
 
 
 def why_not(training: bool, ranks: int, forms: int, loss_scaling: bool, in_tiers: bool, compiler: str) -> str:
-    """What of a session cannot be captured, "" where only its steps can tell."""
+    """A text of what keeps a session from being captured, "" where only its steps can tell."""
     impossible = {
         "the program was compiled for inference": not training,
         "it has several ranks, and what they know of their messages is not that of a graph": ranks > 1,

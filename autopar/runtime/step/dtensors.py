@@ -62,7 +62,7 @@ def pack(entry: StateEntry) -> Any:
 
 
 def merge(state: dict[str, Any], comm: Comm) -> dict[str, Any]:
-    """Over threads, the values of all ranks' stages."""
+    """Merge the values of all ranks' stages, over threads."""
     if not isinstance(comm, ThreadComm):
         return state
     return {name: value for part in reversed(comm.hand_round(state)) for name, value in part.items()}

@@ -181,7 +181,8 @@ class Executor:
     # ---- before the actions
 
     def _prepare(self, stage: Stage, inputs: Inputs) -> list[Tensor]:
-        """What every forward of the step must know of the whole batch: the sum of its microbatches' terms, or the maximum."""
+        """The values of the whole batch that every forward of the step needs: the sum of its microbatches' terms, or
+        the maximum."""
         prepare = getattr(stage.module, "prepare", None)
         if prepare is None:
             return []

@@ -33,20 +33,20 @@ from ..data.schema import integer, listed, row, text
 from ..errors import RankError
 
 SHARE = 1e-3
-"""Of a step that all this may take: one half to read batches, the other to compare."""
+"""The share of a step that all this may take: one half to read batches, the other to compare."""
 FIRST = 2
 """Batches that are compared in any case."""
 MOST_APART = 50
 """Steps between two comparisons."""
 PIECE_BYTES = 4096
 LEAST_BYTES = 1 << 16
-"""Of every tensor of a batch that are read."""
+"""Bytes of every tensor of a batch that are read even where a step leaves no time for them."""
 READ_BYTES_S = 2e9
 """Bytes that a checksum reads in a second, on slow machines."""
 BATCH = "taking"
 _COUNT = integer(0, 1 << 53)
 _DOING = row(text(), _COUNT, _COUNT, listed(integer(0, (1 << 32) - 1)), text())
-"""What a rank that differs says: what it does, after how many batches, for which step, their checksums, and its machine."""
+"""The message of a rank that differs: its action, how many batches it took, for which step, their checksums, and its machine."""
 WHY_DATA = (
     "got another batch than the others; every rank is to read the same global batches in the same order: are the files the "
     "same on every machine, and is the order drawn from the same seed on every rank (generator= of the DataLoader, no "
@@ -124,7 +124,7 @@ class _Asked:
 
 
 class SameData:
-    """What one rank knows of its batches. Every rank calls the methods in the same order.
+    """The checks of one rank on its batches. Every rank calls the methods in the same order.
 
     every: compare every batch; late: an answer is read one call later, as it comes from a device that the host does not wait
     for (default: on GPUs).
@@ -133,7 +133,7 @@ class SameData:
     def __init__(self, comm: Comm, every: bool = False, late: bool | None = None) -> None:
         self.apart, self.taken = 1, 0
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-        """What tells others that this rank waits for all of them (end_of_data.py)."""
+        """A context that tells others that this rank waits for all of them (end_of_data.py)."""
         self._comm, self._every = comm, every
         self._late = comm.device.type == "cuda" if late is None else late
         self._step = 0

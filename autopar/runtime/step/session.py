@@ -48,8 +48,8 @@ from .state import State
 
 @dataclass(frozen=True)
 class _Computed:
-    """What forward and backward leave on a rank. borrowed: gradients that somebody else may hold too; counts: of what rows
-    chose, where parameters have a gradient in some steps only."""
+    """The results of forward and backward on a rank. borrowed: gradients that somebody else may hold too; counts: of
+    what rows chose, where parameters have a gradient in some steps only."""
 
     grads: dict[str, Tensor]
     loss: Handle[Tensor]
@@ -148,7 +148,7 @@ class Session(State):
 
     @property
     def recorder(self) -> Recorder | None:
-        """What records the steps that are to come, actions, messages and all; nobody, unless it is set."""
+        """The recorder of the steps that are to come, actions, messages and all; None unless it is set."""
         return self.executor.recorder
 
     @recorder.setter
@@ -257,7 +257,7 @@ class Session(State):
         return results
 
     def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
-        """Before the actions of a step: the form that is for the batch, and the batch as it takes it."""
+        """The form that is for a batch, and the batch as it takes it, before the actions of a step."""
         if self.same_data is not None:
             self.same_data.take(batch, self.rt.step + 1)
         place, batch = self.shapes.of(batch)
@@ -346,7 +346,7 @@ class Session(State):
         return self.comm.start_broadcast(value, tuple(self.comm.mesh), first, site=f"{info.name} of stage {stage}")
 
     def _updater(self, rule: UpdateRule) -> Updater:
-        """What updates this rank's parameters; nothing where the program is for inference."""
+        """The updater of this rank's parameters; one of no parameters where the program is for inference."""
         if not self.training:
             return Updater(UpdateRule(), {}, {}, (), self.comm)
         rows = [row for stage in self.pipeline.stages for row in self.pipeline.optimized(stage)]

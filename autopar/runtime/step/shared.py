@@ -33,7 +33,7 @@ def held_alike(pipeline: Pipeline, a: int, b: int, name: str) -> bool:
 
 
 class Shared:
-    """What one rank does for shared tensors."""
+    """The part of one rank in keeping shared tensors alike."""
 
     def __init__(self, pipeline: Pipeline, comm: Comm, stages: Mapping[int, Stage]) -> None:
         self._comm = comm
@@ -73,7 +73,7 @@ class Shared:
         self._spread(self.parameters, "params")
 
     def before_step(self) -> None:
-        """In the first step: remember the owners' buffers."""
+        """Remember the owners' buffers in the first step."""
         if self._unknown:
             owned = {name: self._stages[h[0]] for name, h in self._pipeline.shared.items() if h[0] in self._stages}
             buffers = {name: stage.rt.buffers[name] for name, stage in owned.items() if self._is_buffer(name)}

@@ -156,7 +156,7 @@ class Stage:
         return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
 
     def _gradient_bytes(self) -> int:
-        """What gradients put into buckets in a step."""
+        """The bytes that gradients put into buckets in a step."""
         total = 0
         for name, entry in self.tables.gradients.items():
             info = self.tables.parameters[name]

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a session: parameters, buffers, optimizer state and counters by name.
+"""The entries of a session in a checkpoint: parameters, buffers, optimizer state and counters by name.
 
 A rank has the names of its own stages; a tensor of several stages is its owner's. Every value is described by its
 global shape and spec, so checkpoint.py can move it between meshes and pipelines.
@@ -151,7 +151,8 @@ class State:
         return {info.name for _, info, _ in self._owned()}
 
     def _owned(self) -> Iterator[tuple[Stage, TensorInfo, Tensor]]:
-        """What rests on this rank and is nobody else's: of the first form; of others the constants that they alone have."""
+        """The tensors that rest on this rank and are nobody else's: of the first form; of others the constants that
+        they alone have."""
         known: set[str] = set()
         for form in self.forms:
             for stage in form.stages.values():

@@ -1,4 +1,4 @@
-"""What a step asks of torch, call by call: the evidence that its kernels may be played again for the steps that come.
+"""The record of a step's calls of torch: the evidence that its kernels may be played again for the steps that come.
 
 A graph of kernels holds addresses and numbers. It computes another step if that step asks for the same kernels with the
 same numbers, and all that differs lies in memory at the same addresses. So a step is recorded: the name of every call, its
@@ -101,7 +101,7 @@ class StepRecord(TorchDispatchMode):
 
 
 def difference(first: Sequence[Asked], second: Sequence[Asked]) -> str:
-    """Where two steps ask for something else, "" where they do not."""
+    """A text of where two steps ask for something else, "" where they do not."""
     for one, other in zip_longest(first, second):
         if one is None or other is None or one.op != other.op:
             return f"two steps run other ops: {one or 'none'} and {other or 'none'}"

@@ -1,4 +1,4 @@
-"""What compression has not sent yet (compression.py), as entries of checkpoints.
+"""Gradients that compression has not sent yet (compression.py), as entries of checkpoints.
 
 Every rank has its own, so an entry has one row for each rank of the stage's mesh, in its order. Where it belongs, to which
 parameter and to which sum of its gradient, follows from mesh and steps: their hash is in the entry's name, and what another

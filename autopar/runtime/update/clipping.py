@@ -65,5 +65,5 @@ def joined_norm(total: Tensor, norm_type: float) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are multiplied by (torch.nn.utils.clip_grad_norm_ has the same 1e-6)."""
+    """The factor by which gradients are multiplied (torch.nn.utils.clip_grad_norm_ has the same 1e-6)."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..kernels.kernels import has_fused_update
 
 FORM_KEYS = ("foreach", "fused")
-"""Of a parameter group: the form that its step takes."""
+"""The keys of a parameter group that choose the form of its step."""
 _FUSED = (Adam, AdamW, SGD)
 
 
@@ -29,7 +29,7 @@ def is_fusible(optimizer: Optimizer) -> bool:
 
 
 def choose_forms(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Before the first step: the fused kernel on devices where it is the better form."""
+    """Choose, before the first step, the fused kernel on devices where it is the better form."""
     for optimizer in optimizers:
         if has_fused_update(device.type) and is_fusible(optimizer):
             for group in optimizer.param_groups:

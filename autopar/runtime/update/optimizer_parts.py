@@ -43,7 +43,8 @@ def divide(sizes: Mapping[str, int]) -> list[list[str]]:
 
 
 class Parts:
-    """What of one rank's optimizer rests in tiers. parts: what is updated together, for Updater.parts; `bring`: its bring."""
+    """The parts of one rank's optimizer that rest in tiers. parts: what is updated together, for Updater.parts;
+    `bring`: its bring."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Scaler:
         return total
 
     def update(self, overflow: bool) -> None:
-        """After a step: shrink the scale where a gradient overflowed, let it grow after enough steps without."""
+        """Shrink the scale after a step in which a gradient overflowed, let it grow after enough steps without."""
         if overflow:
             self.scale, self.growth_tracker = max(_float32(self.scale * self.choice.backoff), LEAST_SCALE), 0
             return

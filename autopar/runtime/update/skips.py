@@ -30,13 +30,13 @@ class Skips:
         self.overflow = False
 
     def count(self, skipped: bool, overflow: bool) -> None:
-        """A step is done."""
+        """Count a step that is done."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.total += skipped
         self.overflow = skipped and overflow
 
     def judge(self, step: int, loss: float, scale: float) -> str:
-        """What is to be said after a step whose update was left out; nothing where it is the first or a later one. scale: of the
+        """The message after a step whose update was left out; empty where it is the first or a later one. scale: of the
         loss, from now on. Raises TooManySkips."""
         if self.overflow:
             what = f"a gradient of step {step} overflows or is no number, and the loss scale is down to {scale:g}"

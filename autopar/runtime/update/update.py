@@ -82,7 +82,7 @@ class Updater:
 
     @property
     def loss_scale(self) -> float:
-        """What backward starts from."""
+        """The factor of the loss that backward starts from."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     # ---- the step
@@ -110,7 +110,7 @@ class Updater:
         return self.comm.broadcast(told, tuple(self.comm.mesh), site="loss for the scheduler").item()
 
     def judge(self, step: int, loss: Handle[Tensor]) -> str:
-        """What is to be said after a step whose update was left out, as those before it. Raises TooManySkips, and
+        """The message after a step whose update was left out, as those before it. Raises TooManySkips, and
         RuntimeProgramError where parameters were spoilt."""
         if self.spoiled is not None:
             raise RuntimeProgramError(
@@ -217,7 +217,8 @@ class Updater:
         return name in self.own and id(self.own[name]) in self._taken_by
 
     def dump(self) -> dict[str, str]:
-        """What a checkpoint holds beside the state of parameters, as text by entry name: the same on every rank."""
+        """The state of the optimizers that a checkpoint holds beside the state of parameters, as text by entry name:
+        the same on every rank."""
         if not self.optimizers:
             return {}
         dumped = {"optim_groups": groups_text(self.optimizers)}

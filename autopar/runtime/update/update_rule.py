@@ -30,12 +30,12 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 Named = list[tuple[str, nn.Parameter]]
 NAMED = ("named_parameters", "named")
 WHOLE_TENSOR_OPTIMIZERS = ("Adafactor", "Muon")
-"""Those of torch whose update of a parameter needs all of it."""
+"""Names of torch's optimizers whose update of a parameter needs all of it."""
 REFUSED_OPTIMIZERS = {
     "LBFGS": "it evaluates the model several times per step through a closure, which a compiled step cannot",
     "SparseAdam": "it takes sparse gradients, those of a compiled program are dense; use Adam",
 }
-"""Those of torch that cannot train a compiled program, and why."""
+"""Names of torch's optimizers that cannot train a compiled program, and why."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ def takes_names(factory: OptimizerFactory) -> bool:
 
 
 def make_optimizers(factory: OptimizerFactory, named: Named) -> tuple[torch.optim.Optimizer, ...]:
-    """What a factory makes of the program's trained parameters. Raises RuntimeProgramError when it is no optimizer."""
+    """The optimizers that a factory makes of the program's trained parameters. Raises RuntimeProgramError when it is no
+    optimizer."""
     result = factory(list(named) if takes_names(factory) else [parameter for _, parameter in named])
     optimizers = tuple(result) if isinstance(result, Sequence) else (result,)
     wrong = [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]

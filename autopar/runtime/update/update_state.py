@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of optimizers, schedulers and loss scaling beside the state of parameters: text, by entry name.
+"""The state of optimizers, schedulers and loss scaling in a checkpoint, beside the state of parameters: text, by entry name.
 
 What comes back is data that somebody else may have written: it takes the place of values of the same kind, and of those
 alone, before anything of the session is changed.

@@ -117,7 +117,7 @@ class JointSearch:
         return min(self.points, key=lambda point: point.nbytes)
 
     def bound_s(self, price: float, budget: float) -> float:
-        """About the fewest seconds within so many bytes, by what they cost at a price."""
+        """A lower bound, about, of the seconds within so many bytes, by what they cost at a price."""
         point = self.alternate(price, self.fastest)
         self.points += [point] if point is not self.fastest else []
         return point.value(price) - price * budget

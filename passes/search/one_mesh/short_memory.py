@@ -25,7 +25,7 @@ from autopar.passes.shard.solve import Shortage
 _WORTH = 0.995
 """A plan is looked for where it could be faster by more than this."""
 _MOMENT = 0.8
-"""Of the bytes that live for a moment in one plan, the part that another one is taken to need as well."""
+"""The share of the bytes that live for a moment in one plan that another one is taken to need as well."""
 
 
 def search_short_memory(tasks: TasksByCount, best_s: float) -> Iterator[RankedPlans]:
@@ -99,8 +99,8 @@ class _FasterPlans:
 
 
 def _offload_kinds(task: Task) -> list[frozenset[str]]:
-    """What may rest in memory tiers: what the options say; or, where they leave it open and there are tiers, nothing,
-    then more."""
+    """The kinds of state that may rest in memory tiers: those of the options; or, where they leave it open and there
+    are tiers, none, then more."""
     if task.options.offload != "auto" or not task.cluster.device(0).tiers:
         return [task.setting.offload]
     return [kind.moves for kind in OFFLOAD_KINDS.values() if kind.tried]

@@ -98,7 +98,7 @@ def candidate_at(task: Task, point: Point, bound_s: float) -> PricedPlan:
 
 
 def solution_of(point: Point, bound_s: float) -> Solution:
-    """What a report says of a point."""
+    """The solution that a report tells of a point."""
     size = point.problem.graph.size
     return Solution(
         point.choice, point.seconds, point.nbytes, min(bound_s, point.seconds), "sharding with recompute", size, size

@@ -1,4 +1,4 @@
-"""What to change where nothing fits: the nearest changes of a request under which a plan is found.
+"""Changes of a request for which nothing fits: the nearest ones under which a plan is found.
 
 A change is never guessed: the request with that one thing changed is planned, by the searches that plan every request,
 and what comes out is told with its predicted step time and peak. Everything else that the user asked for stays in force.

@@ -1,4 +1,4 @@
-"""What is short where nothing fits: bytes per rank by kind, of the smallest plan or as a lower bound.
+"""The shortage of memory where nothing fits: bytes per rank by kind, of the smallest plan or as a lower bound.
 
 The smallest plan is a real one: sharding and recompute chosen for the fewest bytes on every mesh, lowered and accounted
 for as any plan is, so its bytes by kind are those that it would use. Where the options ask for a pipeline, for which no
@@ -79,7 +79,7 @@ def _smallest_plan(task: Task, batch: int) -> SmallPlan | None:
 
 
 def _plan_in_words(task: Task, candidate: PricedPlan) -> str:
-    """Which plan it is."""
+    """A plan in words."""
     stage, M = candidate.plan.stages[0], candidate.plan.microbatches
     words = [f"{task.options.strategy} on {stage.mesh}"]
     words += [f"{M} microbatches"] if M > 1 else []

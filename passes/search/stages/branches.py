@@ -184,7 +184,7 @@ class PricedSegments:
 
 
 def _options(plans: Sequence[SubmeshPlan], span: Range, M: int) -> tuple[tuple[SegmentOption, ...], tuple[int, ...]]:
-    """What a segment costs on every submesh, and which plan that is; those that another one beats in all are left out."""
+    """The options of a segment on every submesh, and which plan each is of; those that another one beats in all are left out."""
     every = [_option(plan, span) for plan in plans]
 
     def better(a: SegmentOption, b: SegmentOption) -> bool:
@@ -199,7 +199,7 @@ def _options(plans: Sequence[SubmeshPlan], span: Range, M: int) -> tuple[tuple[S
 
 
 def _option(plan: SubmeshPlan, span: Range) -> SegmentOption:
-    """What a segment costs on a submesh."""
+    """The seconds and bytes of a segment on a submesh."""
     (first, last), u = span, plan.units
     return SegmentOption(
         plan.mesh.size,
@@ -227,7 +227,7 @@ def _in_larger_microbatches(
 
 
 def _problem(task: Task, M: int, priced: PricedSegments, limit: float) -> BranchProblem:
-    """What `solve_branches` is asked. limit: bytes of a device."""
+    """The problem that `solve_branches` solves. limit: bytes of a device."""
     sizes = crossing_bytes(task.program, priced.ranges)
     latency_s, rate = _link(task, max(sizes.values(), default=1.0))
     return BranchProblem(

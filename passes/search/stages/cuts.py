@@ -35,7 +35,7 @@ from autopar.passes.search.task import Task
 from autopar.passes.stage import StageProblem, StageShortage, evaluate, solve_stages
 
 Axes = tuple[tuple[str, int], ...]
-"""Of a mesh: names and sizes."""
+"""The axes of a mesh: names and sizes."""
 
 MOST_CHUNKED = 6
 """Cuts that are made again with several stages per group."""
@@ -186,7 +186,7 @@ class CutSearch:
                     yield Draft(task, M, V, shape, cut, of_members)
 
     def stage_problem(self, task: Task, M: int, plans: Sequence[SubmeshPlan], share: float, V: int) -> StageProblem:
-        """What the stage DP is asked: V stages per group on these submeshes, each in a share of its memory."""
+        """The problem of the stage DP: V stages per group on these submeshes, each in a share of its memory."""
         limits = self.limits
         points = cut_points(task.program)
         boundaries = limits.boundaries
@@ -250,6 +250,6 @@ def _halves(mesh: Mesh) -> Iterator[Axes]:
 
 
 def _aims(problem: StageProblem, mixed: bool) -> list[StageProblem]:
-    """What a cut should be best at. Where W is apart the least span, which no table may reach, and the span of 1F1B: a cut
-    that is good at that leaves little to fill."""
+    """The problems that a cut should solve well. Where W is apart the least span, which no table may reach, and the
+    span of 1F1B: a cut that is good at that leaves little to fill."""
     return [problem, replace(problem, weights_apart=False)] if mixed and problem.weights_apart else [problem]

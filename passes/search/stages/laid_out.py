@@ -59,8 +59,8 @@ def search_laid_out(submeshes: SubmeshPlans, layout: Layout, best_s: float) -> I
 
 
 def _planned_by(submeshes: SubmeshPlans, layout: Layout) -> list[SubmeshPlans]:
-    """What plans each stage's submesh: one for all, or, of stages on such meshes that store in several ways what a program on
-    one mesh stores alike (layers of a kind, or a tied parameter), one for each."""
+    """The plans of each stage's submesh: one for all, or, of stages on such meshes that store in several ways what a
+    program on one mesh stores alike (layers of a kind, or a tied parameter), one for each."""
     groups = parameter_groups(submeshes.task.program).values()
     first_of = {name: group.names[0] for group in groups for name in group.names}
     ways: dict[tuple[Any, str], set[ParameterPlan]] = {}

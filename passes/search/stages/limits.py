@@ -85,7 +85,7 @@ def device_kinds(cluster: ClusterSpec) -> list[int]:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """What is left open about the stages of a task.
+    """The freedom that options leave about the stages of a task.
 
     boundaries: first calls of the stages after the first one, where the options name them. pp: the number of groups of
     ranks, where the options say it. most_stages: as many as the program can be cut into. kinds: first rank of every run of

@@ -29,7 +29,7 @@ from autopar.passes.search.workers import Answers
 from autopar.passes.stage import StageShortage
 
 Drafts = Answers[Draft, tuple[list[DraftInMemory], StageShortage | None]]
-"""What rough cuts become within memory."""
+"""The drafts within memory that every rough cut becomes."""
 
 MOST_TRIED, MOST_PLANNED = 6, 3
 """Different cuts that are made to fit in memory, and plans that are lowered, at most."""
@@ -82,7 +82,7 @@ def _roughs(search: CutSearch) -> list[Draft]:
 
 
 def _drafts(search: CutSearch, roughs: Sequence[Draft]) -> Drafts:
-    """What the cuts become within memory, each with what was short of least so far where that was found."""
+    """The drafts within memory of the cuts, each with what was short of least so far where that was found."""
     tasks = [search.submeshes.tasks.at(M) for M in search.submeshes.tasks.counts()]
     return search.task.workers.answers(
         lambda rough: (list(drafts_in_memory(search.exact, rough)), search.nearest), roughs, tasks
@@ -115,12 +115,12 @@ def _promising(
 
 
 def _kind(rough: Draft) -> tuple[object, ...]:
-    """What makes cuts different enough to be counted apart: microbatches and meshes."""
+    """The kind of a cut, by which different cuts are counted apart: microbatches and meshes."""
     return rough.microbatches, *sorted({mesh.axes for mesh in rough.used_meshes()})
 
 
 def _cut(in_memory: DraftInMemory) -> tuple[object, ...]:
-    """What makes drafts within memory different plans."""
+    """The plan of a draft within memory; drafts that are equal in it are the same plan."""
     draft = in_memory.draft
     stages = ((s.start, s.end, draft.submesh_plans[s.option].mesh) for s in draft.solution.stages)
     return draft.microbatches, draft.chunks, draft.shape, in_memory.policy, *stages

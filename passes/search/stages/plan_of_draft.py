@@ -25,7 +25,7 @@ from autopar.plan import Plan, StagePlan
 MOST_SHARES = 4
 """Shares of the memory that one draft is made in, at most."""
 SHARE = 0.95
-"""Of the memory, what is counted before lowering may take at first."""
+"""The share of the memory that may be taken at first by what is counted before lowering."""
 _SHRINK = 0.97
 """A share shrinks by a little more than what was too much."""
 _GAIN = 1.02

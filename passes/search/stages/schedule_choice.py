@@ -140,7 +140,7 @@ def _limits(plan: Plan, draft: Draft, graph: StageGraph) -> list[float]:
 
 
 def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoom:
-    """What a schedule may fill, so that what it fills keeps to the limits: per group the bytes that neither rest, nor are
+    """The room of a schedule, so that what it fills keeps to the limits: per group the bytes that neither rest, nor are
     gradients, nor live for a moment."""
     memory = [stage.memory for stage in counted.stages]
     after_F, after_B = (tuple(max(m.after for m in _moments(stage, kind)) for stage in memory) for kind in "FB")
@@ -168,7 +168,7 @@ def _full_with_one(graph: StageGraph, limits: list[float], room: MemoryRoom) -> 
 
 
 def _moments(stage: StageMemory, kind: str) -> list[Moment]:
-    """What an action of a kind does among others, as the first and as the last."""
+    """The moments of a stage's actions of a kind: of one among others, of the first and of the last."""
     return [moments[kind] for moments in (stage.actions, stage.first, stage.last) if kind in moments]
 
 

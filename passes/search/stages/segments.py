@@ -1,4 +1,4 @@
-"""What a program that branches is made of: segments, runs of calls with the same calls beside them.
+"""Segments of a program that branches: runs of calls with the same calls beside them.
 
 Two calls are *beside* each other where neither feeds nor follows the other; where enough work is beside other work, the
 program branches. Long segments are halved, so that they may be pipelined too.

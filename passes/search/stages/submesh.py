@@ -147,7 +147,7 @@ class PlansAhead:
         return plan
 
     def leave_out(self, M: int, mesh: Mesh) -> None:
-        """This one will not be asked for."""
+        """Leave out a mesh at M microbatches, as it will not be asked for."""
         self._plans.leave_out([self._place[M, mesh]])
 
 
@@ -200,7 +200,7 @@ class PlansAtTwoCounts:
     pairs: list[tuple[SubmeshPlan, SubmeshPlan]]
 
     def at(self, M: int) -> list[SubmeshPlan]:
-        """What the plans cost at M microbatches."""
+        """The plans with their costs at M microbatches."""
         return [between(a, self.low, b, self.high, M) for a, b in self.pairs]
 
 
@@ -210,7 +210,8 @@ def two_counts(counts: list[int]) -> tuple[int, int]:
 
 
 def between(a: SubmeshPlan, low: int, b: SubmeshPlan, high: int, M: int) -> SubmeshPlan:
-    """What calls cost at M microbatches, from two other counts: a fixed part and a part that is proportional to 1/M."""
+    """The plan with the costs of its calls at M microbatches, from two other counts: a fixed part and a part that is
+    proportional to 1/M."""
     if low == high or high == M:
         return b
     if low == M:
@@ -253,7 +254,7 @@ def possible_schedules(task: Task) -> list[Schedule]:
 
 
 def flight_rule(task: Task, V: int) -> InFlight:
-    """What a cut counts on that stages hold at once, with V stages per group."""
+    """The number of microbatches that a cut takes stages to hold at once, with V stages per group."""
     return possible_schedules(task)[0].in_flight(V) if task.program.training else one_at_a_time
 
 

@@ -147,7 +147,7 @@ STATES: dict[Forward, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
-    """What a user could see of a model and of the process, by name."""
+    """Everything that a user could see of a model and of the process, by name."""
     seen: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -267,7 +267,7 @@ def test_hooks_that_every_step_registers_are_refused() -> None:
 
 
 class Kind:
-    """What a model is, as configurations hold it."""
+    """The kind of a model, as configurations hold it."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
@@ -307,7 +307,7 @@ class Inner(nn.Module):
 
 
 def makes_a_module_of_its_own(net: Net, x: Tensor) -> Tensor:
-    """As a switch of attention does: what the new module was made with is written in place, by the first step alone."""
+    """A switch of attention does this: what the new module was made with is written in place, by the first step alone."""
     if not net.inner.rectified:
         made = Inner(rectified=True)
         made.layer = net.inner.layer

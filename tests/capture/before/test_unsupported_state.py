@@ -1,4 +1,4 @@
-"""What eager has and a trace does not carry is found and named, and the user's module stays as it was."""
+"""State that eager has and a trace does not carry is found and named, and the user's module stays as it was."""
 
 from __future__ import annotations
 

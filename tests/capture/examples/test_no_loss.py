@@ -27,7 +27,7 @@ class Made:
 
 
 class Net(nn.Module):
-    """As a nanoGPT: logits and loss, in what `made` puts them in."""
+    """A model like nanoGPT: logits and loss, in what `made` puts them in."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()

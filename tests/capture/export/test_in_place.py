@@ -179,7 +179,7 @@ def both_ways(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, A
 
 
 def operations(exported: Any) -> tuple[set[Any], dict[str, Any]]:
-    """What a graph computes, without names and order of nodes: its operations, and the updates of its buffers."""
+    """The computation of a graph, without names and order of nodes: its operations, and the updates of its buffers."""
     described: dict[Any, Any] = {}
     for node in exported.graph.nodes:
         args = torch.fx.map_arg((node.args, node.kwargs), lambda read: described[read])

@@ -1,4 +1,4 @@
-"""What torch computes otherwise without gradients is refused by name; with gradients it is captured."""
+"""Functions that torch computes otherwise without gradients are refused by name; with gradients they are captured."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Table(nn.Module):
         return self.f(self, ids)
 
     def scores(self, ids: Tensor) -> Tensor:
-        """Of ROWS classes for every id. (rows, ROWS, columns)"""
+        """The scores of ROWS classes for every id. (rows, ROWS, columns)"""
         return self.rows.weight.t().expand(ids.shape[1], 4, ROWS).permute(1, 2, 0)
 
 

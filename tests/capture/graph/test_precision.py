@@ -269,7 +269,7 @@ def test_a_value_is_cast_once_in_a_phase() -> None:
 
 
 def test_forward_never_keeps_a_widened_value_for_backward() -> None:
-    """What a norm or a loss reads is kept in 16 bits and widened again."""
+    """The operand of a norm or a loss is kept in 16 bits and widened again."""
     for template in net().templates.values():
         kept = flow(template).late
         assert not [n.name for n in template.ops if not phase_is_late(n) and n.name in kept and _widens(n)]
@@ -278,7 +278,7 @@ def test_forward_never_keeps_a_widened_value_for_backward() -> None:
 @pytest.mark.few(6)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_a_border_between_calls_never_parts_a_cast_from_its_op(zoo: ZooModel) -> None:
-    """What a norm or a loss reads crosses in 16 bits, and so does what a norm makes."""
+    """The operand of a norm or a loss crosses in 16 bits, and so does the result of a norm."""
     targets = zoo.targets if isinstance(zoo.targets, int) and zoo.loss_fn is not None else 0
     program = capture_program(zoo.make(), zoo.batch(), zoo.loss_fn, targets, precision="bf16")[0]
     for call in program.calls:

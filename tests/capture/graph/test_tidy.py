@@ -1,4 +1,4 @@
-"""What computes nothing is left out of a captured graph, and what computes something stays."""
+"""Nodes that compute nothing are left out of a captured graph, and nodes that compute something stay."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ def causal_by_positions(x: Tensor) -> Tensor:
 
 
 def causal_by_packed_sequences(x: Tensor) -> Tensor:
-    """As libraries find sequences that are packed into one: positions that do not follow each other start a new one."""
+    """A causal mask as libraries find sequences that are packed into one: positions that do not follow each other start
+    a new one."""
     positions = torch.arange(S).expand(B, S)
     number = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     batch = torch.arange(B)[:, None, None, None]

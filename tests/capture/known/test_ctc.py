@@ -27,7 +27,7 @@ def scores(net: Net, x: Tensor) -> Tensor:
 
 
 def _masked(net: Any, x: Tensor, labels: Tensor) -> Tensor:
-    """As Hugging Face's models have it."""
+    """The loss with masked labels, as Hugging Face's models have it."""
     mask = labels >= 0
     flat = labels.masked_select(mask)
     return F.ctc_loss(scores(net, x), flat, torch.full((x.shape[0],), 6), mask.sum(-1), reduction="sum")

@@ -24,7 +24,7 @@ MESH = autopar.ClusterSpec.local(4)
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is known, put back afterwards."""
+    """The known modules and the proofs, put back afterwards."""
     monkeypatch.setattr(known_blocks, "_KNOWN", list(known_blocks._KNOWN))
     monkeypatch.setattr(known_blocks, "_PROVEN", set())
 

@@ -85,7 +85,7 @@ class OneHot(Hits):
 
 
 class Routes(Hits):
-    """Chooses by itself."""
+    """A mixture that chooses the experts itself."""
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
         return super().forward(x, largest(self, x, other))
@@ -149,7 +149,7 @@ def test_zeros_are_zeros_where_eager_has_zeros(module: Callable[[], nn.Module], 
 
 
 def test_rows_may_name_experts_by_ones() -> None:
-    """Where no row chose any expert, the input has no gradient either."""
+    """The input has no gradient either where no row chose any expert."""
     given = Given((torch.empty(6, 4), torch.empty(6, 3, dtype=torch.long)), TWO)
     found = proof(OneHot(), of_one_hot, rows_of_one_hot, given)
     assert found.difference <= 1e-9
@@ -195,7 +195,7 @@ def test_clusters_of_a_softmax_that_no_target_is_in_have_no_gradient() -> None:
 
 
 def test_a_number_that_never_comes_alone_is_doubtful() -> None:
-    """Of 0 and 1, which no draw named apart, either may be what the gradient depends on."""
+    """The gradient may depend on either of 0 and 1, which no draw named apart."""
 
     def draw(present: bool, *numbers: int) -> Draw:
         return Draw({"w": present}, {(0, False): frozenset(numbers)})

@@ -126,7 +126,7 @@ def test_an_optimizer_that_says_no_module_is_used() -> None:
 
 
 def test_python_state_of_an_object_from_nowhere_is_seen() -> None:
-    """It would be a constant of the program."""
+    """A value of its state would be a constant of the program."""
 
     class Counting(Plain):
         def forward(self, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def test_a_shapes_model_has_the_parameters_that_the_estimator_counts(shape: Tran
 
 
 def test_a_window_hides_what_lies_before_it() -> None:
-    """In the first of two layers; what the second sees of it changes nothing where both are of the window."""
+    """A token sees 2 (window - 1) tokens back through two layers of a window, and no further."""
     model = Transformer(replace(GPT_OSS, window_every=1)).eval()
     ids = torch.randint(0, 128, (1, 16))
     changed = ids.clone()
@@ -56,7 +56,7 @@ def test_a_window_hides_what_lies_before_it() -> None:
 
 
 def test_narrow_attention_turns_the_shared_part_of_keys_by_its_position() -> None:
-    """As plain products, head by head."""
+    """The parts are plain products, head by head."""
     torch.manual_seed(0)
     attention, x = LowRankAttention(DEEPSEEK).double(), torch.randn(1, 16, 64, dtype=torch.float64)
     rotary = tuple(t.double() for t in rotary_tables(16, 4))

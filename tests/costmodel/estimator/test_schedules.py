@@ -1,4 +1,4 @@
-"""What pipelines hold: the rows that cuts and estimates ask, against the tables that run."""
+"""Pipelines hold as many microbatches as the rows that cuts and estimates ask say, by the tables that run."""
 
 from __future__ import annotations
 

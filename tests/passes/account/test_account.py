@@ -1,4 +1,4 @@
-"""What a lowered program costs, against the solver's bill of the same plan and against its own list of collectives.
+"""The account of a lowered program, against the solver's bill of the same plan and against its own list of collectives.
 
 The solver prices a conversion for every reader; lowering makes each once. So the account is never more than the solver's
 bill, and on plans that the solver chose within 1 % of it. Two things it does not see: gradients of a tied parameter that arrive

@@ -238,7 +238,7 @@ def a_share_at_both_slots(f: Function) -> Function | None:
 
 
 def gradients_given_out_at_the_wrong_slots(f: Function) -> Function | None:
-    """Of parameters of one shape."""
+    """The function with two gradients of parameters of one shape returned in each other's place."""
     typed = {name: (t, s) for line in f.lines for name, t, s in line.made()}
     for i, a in enumerate(f.returns):
         for k in range(i + 1, len(f.returns)):

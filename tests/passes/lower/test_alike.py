@@ -1,4 +1,4 @@
-"""What is lowered once and counted often, against the same lowered in full: layers that repeat, and stages that are alike."""
+"""Programs whose repeated layers and alike stages are lowered once and counted often, against the same lowered in full."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def kind(program: autopar.ParallelProgram, name: str) -> Hashable:
 
 
 def units(program: autopar.ParallelProgram, short: Shortened) -> Units:
-    """What every call costs, by the lines of a program that is cut short."""
+    """The costs of every call, by the lines of a program that is cut short."""
     (plan,), pricers = program.plan.stages, Pricers(program.cluster)
     stage = lower_stage(short.program, plan, pricers, program.rules, program.plan.microbatches, True)
     pricer = pricers[plan.mesh]

@@ -40,7 +40,7 @@ def sums(value: str, out: str) -> Convert:
 
 
 def in_order(lines: list[Line], overlap: str, seconds: Mapping[str, float], insists: bool = False) -> list[str]:
-    """What is made and started, in turn. seconds: of ops that take as long as so many messages."""
+    """The values that are made and started, in turn. seconds: of ops that take as long as so many messages."""
     function = Function("f", ("g", "x"), tuple(lines), (lines[-1].outs[0],), {"g": (ROWS, WHOLE), "x": (ROWS, WHOLE)})
     plan = TemplatePlan({}, {}, overlap=overlap, insists=insists)
     result = overlapped(function, plan, pricer(), lambda line: MESSAGE_S * seconds.get(line.outs[0], 0.0))
@@ -49,7 +49,7 @@ def in_order(lines: list[Line], overlap: str, seconds: Mapping[str, float], insi
 
 
 BACKWARD = [op("dw", "g", "x"), op("dx", "g", spec=OWED), sums("dx", "dx_sum"), op("y", "dx_sum")]
-"""Of a row-parallel product: the gradient of its weights, of its input, the sum of that and who reads it."""
+"""Backward of a row-parallel product: the gradient of its weights, of its input, the sum of that and who reads it."""
 
 
 def test_what_a_message_does_not_need_runs_while_it_travels() -> None:

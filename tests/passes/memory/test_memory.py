@@ -48,7 +48,7 @@ def test_more_microbatches_in_flight_hold_more() -> None:
 @pytest.mark.few(5)
 @pytest.mark.parametrize("zoo", MODELS, ids=str)
 def test_what_waits_for_w_is_held_until_w(zoo: ZooModel) -> None:
-    """After B of a split schedule at least what W reads is held, and nothing is after W."""
+    """A split schedule holds after B at least what W reads, and nothing after W."""
     program = random_pipeline(zoo, 3, 2, "zb-h1")
     for stage, counted in zip(program.stages, program.account.stages, strict=True):
         actions = counted.memory.actions

@@ -1,4 +1,4 @@
-"""What one line and one gather make and need, against bytes counted by hand on small tensors of float32.
+"""The results and the scratch of one line and of one gather, against bytes counted by hand on small tensors of float32.
 
 A collective's result is counted with the buffer that it arrives in, which is another one wherever the dim that is joined
 is not the first.
@@ -173,7 +173,7 @@ def test_an_op_that_looks_at_data_is_believed_its_declared_type() -> None:
 
 @pytest.mark.parametrize("mode", ["lstm", "gru"])
 def test_a_long_recurrent_layer_is_measured_by_its_first_steps(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What 16 steps foretell of 40 is what 40 make, counted as they run."""
+    """The peak that 16 steps foretell of 40 is the one of 40, counted as they run."""
     time, batch, width, hidden, gates = 40, 3, 5, 7, {"lstm": 4, "gru": 3}[mode]
     h0, c0 = Layout.dense((batch, hidden), F32), Layout.dense((batch, hidden), F32) if mode == "lstm" else None
     operands: dict[str, Layout | None] = {

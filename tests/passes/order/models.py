@@ -194,7 +194,7 @@ class Dropped(Rotary):
 
 
 class SequenceFirst(Rotary):
-    """Before the head tokens are (sequence, batch) and merged, so that the sequence is the major part of a dim."""
+    """A model whose tokens are (sequence, batch) and merged before the head, so that the sequence is the major part of a dim."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.logits(ids).transpose(0, 1)

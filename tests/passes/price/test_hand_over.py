@@ -1,4 +1,4 @@
-"""What a message from stage to stage costs: by the links between the two stages, wherever these lie."""
+"""A message from stage to stage costs what the links between the two stages take, wherever these lie."""
 
 from __future__ import annotations
 

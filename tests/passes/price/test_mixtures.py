@@ -1,4 +1,4 @@
-"""What a mixture of experts takes on a rank, by hand: as emitted programs run it, and as frameworks do that keep its rows."""
+"""The seconds of a mixture of experts on a rank, by hand: as emitted programs run it, and as frameworks do that keep its rows."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ MESH = Mesh.of(dp=2, ep=4, tp=2)
 APART: Strategy = ("t0", "+t0+e", "f")
 ROWS, INNER = TOKENS * CHOICES / 8, F / 2
 ROW_BYTES, INNER_BYTES = ROWS * D * WIDTH, ROWS * INNER * 3 * WIDTH
-"""Gate and up are read, and their product written."""
+"""Bytes of rows, and of their inner layer, of which gate and up are read and their product is written."""
 SHARE = 0.5 / ((1 + 16 / (ROWS / 2)) * (1 + 16 / INNER) * (1 + 16 / D))
-"""Of products of the rows of one of a rank's two experts."""
+"""The share of the peak that products of the rows of one of a rank's two experts reach."""
 
 
 def mixture(backward: bool, promise: float = 1.0) -> tuple[OpCall, Rule]:
@@ -96,7 +96,7 @@ def test_rows_that_stay_are_neither_sorted_nor_put_back_elsewhere() -> None:
 
 
 def test_a_token_goes_once_to_a_node_from_one_of_the_ranks_that_hold_it() -> None:
-    """Of 4 ranks on 2 nodes a token has 1.3125 of the other three to visit, 2/3 of them inside, and 0.75 of the other node."""
+    """A token on 4 ranks of 2 nodes has 1.3125 of the other three to visit, 2/3 of them inside, and 0.75 of the other node."""
     call, rule = mixture(True)
     grouped = Pricer(CLUSTER, MESH, FRAMEWORK).grouped(call, rule, APART)
     assert grouped is not None
@@ -126,7 +126,7 @@ def test_the_host_launches_a_mixture_by_its_experts() -> None:
     ids=["dp ep", "dp ep tp", "dp ep pp"],
 )
 def test_both_writers_of_bills_say_the_same_of_a_mixture(plan: dict[str, int]) -> None:
-    """What `compile` predicts under a published plan, read as the framework's step, and the closed formulas."""
+    """The prediction of `compile` under a published plan, read as the framework's step, is that of the closed formulas."""
     row = {
         "id": "mixtral",
         "series": "mixtral",
@@ -147,7 +147,8 @@ def test_both_writers_of_bills_say_the_same_of_a_mixture(plan: dict[str, int]) -
 
 
 def test_over_two_axes_a_row_is_sent_once_to_a_node_and_then_to_every_expert_inside() -> None:
-    """Of 2 choices among 4 nodes 1.75 are different ones; there and back, what is computed between hides nothing forward."""
+    """The choices of a token, 2 among 4 nodes, are 1.75 different ones; there and back, what is computed between hides
+    nothing forward."""
     call, rule = mixture(False)
     mesh = Mesh.of(dp=4, ep=2)
     pricer, both = Pricer(CLUSTER, mesh, NEUTRAL), ("+t0+e", "+t0+e")

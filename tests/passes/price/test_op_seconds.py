@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def seconds(op: Callable[..., object], shapes: list[tuple[int, ...]], out: tuple[int, ...], sharded: bool) -> float:
-    """Of an op on float32 tensors, whole or with its first factor over the four ranks."""
+    """Seconds of an op on float32 tensors, whole or with its first factor over the four ranks."""
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{i}") for i in range(len(shapes))]
     node = graph.call_function(op, tuple(inputs))
@@ -68,7 +68,7 @@ def test_a_pointwise_op_reads_its_operands_and_writes_its_result(
 
 
 def test_the_gradient_of_a_look_up_takes_its_rows_and_fills_the_rest_of_the_table() -> None:
-    """As measured: a millisecond a kB of rows and what they are added to, a microsecond a kB of zeros."""
+    """The device is as measured: a millisecond a kB of rows and what they are added to, a microsecond a kB of zeros."""
     passes = {"copy": ((1.0, 1.0), (2.0, 2.0)), "autopar.embedding_grad": ((1.0, 1e-6), (1e9, 1e3))}
     kernels = KernelTimes({**passes, FILL: ((1.0, 1e-9), (1e9, 1.0))})
     device = replace(DEVICE, kernels=kernels)

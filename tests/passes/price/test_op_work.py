@@ -31,7 +31,7 @@ RULES = RuleBook()
 
 
 def flops(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> tuple[float, float]:
-    """Of a function's products, forward and backward."""
+    """FLOPs of a function's products, forward and backward."""
     template = traced(function, tensors)
     total = {True: 0.0, False: 0.0}
     for name, call in template.op_calls.items():

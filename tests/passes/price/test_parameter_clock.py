@@ -28,7 +28,8 @@ ALL_REDUCE, SCATTER = RuntimeStep("all_reduce", ("dp",)), RuntimeStep("reduce_sc
 
 
 def pricer(exposed: float = 1e-9, passes: bool = False) -> Pricer:
-    """Of links on which every collective takes a nanosecond a byte. passes: gradients are added and packed by passes."""
+    """A pricer for links on which every collective takes a nanosecond a byte. passes: gradients are added and packed by
+    passes."""
     line = ((1.0, 1e-9), (1e9, 1.0))
     measured = tuple((kind, 2, line) for kind in ("all_reduce", "all_gather", "reduce_scatter"))
     level = replace(CLUSTER.levels[0], measured=measured, exposed=exposed)

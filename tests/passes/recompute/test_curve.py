@@ -21,7 +21,7 @@ def curve() -> Curve:
 
 
 def seconds_at(curve: Curve, nbytes: float) -> float:
-    """Of the curve between its corners."""
+    """Seconds on the curve at so many bytes, between its corners."""
     for (b, t), (c, u) in pairwise(curve.corners):
         if c <= nbytes <= b:
             return t + (u - t) * (b - nbytes) / (b - c)

@@ -29,7 +29,7 @@ def pricer(index: int) -> Pricer:
 
 
 def block(whole: torch.Tensor, spec: Spec, comm: Comm, mesh: Mesh) -> torch.Tensor:
-    """What this rank holds of `whole`: its slice, and for partial axes a random-looking term of the sum."""
+    """The block of `whole` on this rank: its slice, and for partial axes a random-looking term of the sum."""
     local = whole
     for dim, axes in enumerate(spec.dims):
         if axes:

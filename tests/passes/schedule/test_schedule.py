@@ -296,7 +296,7 @@ def test_values_that_skip_stages_come_along_in_the_chain_s_order(name: str) -> N
     data=st.data(),
 )
 def test_no_table_takes_less_than_the_least_span(case, data):
-    """With what its stages hold in it at most before their first B."""
+    """The bound is given the most that a table's stages hold in it before their first B."""
     graph, name, m = case
     costs = random_costs(data.draw, graph)
     table = build(name, graph, m, costs=costs if SCHEDULES[name].timed else None)
@@ -352,7 +352,7 @@ def test_nothing_that_is_under_way_is_kept_waiting_for_a_w(seed):
 
 
 def reads(action, graph):
-    """What an F or B waits for."""
+    """The actions that an F or B waits for."""
     others = (graph.feeds if action.kind == "F" else graph.returns)[action.stage]
     own = [Action("F", action.microbatch, action.stage)] if action.kind == "B" else []
     return own + [Action(action.kind, action.microbatch, s) for s in others]

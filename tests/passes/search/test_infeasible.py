@@ -1,4 +1,4 @@
-"""What an infeasible request says: the shortage by kind against closed forms, and changes that hold when they are made.
+"""The answer to an infeasible request: the shortage by kind against closed forms, and changes that hold when they are made.
 
 The reference text asks for 200 trillion parameters on 2048 devices: 400 TB of parameters, as many of gradients and twice
 as many of Adam's state in bf16, where all devices together have 164 TB.
@@ -204,7 +204,7 @@ def test_a_scaled_cluster_has_the_same_nodes_and_more_of_them() -> None:
 
 
 TEXT = LlamaShape(layers=30, dim=655360, ffn=2516992, heads=4096, kv_heads=4096, vocab=131072)
-"""As many parameters as the text says (its own dimensions, 120 layers of 20480, hold 0.6 of the 200 trillion)."""
+"""A model with as many parameters as the text says (its own dimensions, 120 layers of 20480, hold 0.6 of the 200 trillion)."""
 TWIN = LlamaShape(layers=4, dim=512, ffn=2048, heads=8, kv_heads=8, vocab=1024)
 
 

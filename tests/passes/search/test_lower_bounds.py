@@ -1,4 +1,4 @@
-"""What no plan can do without, against plans."""
+"""No plan takes less than the lower bounds say."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_blocks_stay_whole_where_pieces_win_next_to_nothing(monkeypatch: pytest.
 
 
 def test_a_piece_is_no_cheaper_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where measured passes over what fits into a cache take next to nothing."""
+    """Measured passes over what fits into a cache take next to nothing here."""
     program, price = compiled(cluster_at(2e8)), Pricer.op_s
     free = lambda self, *args: 0.0 if PIECE in self.mesh.names else price(self, *args)  # noqa: E731
     monkeypatch.setattr(Pricer, "op_s", free)

@@ -1,4 +1,4 @@
-"""What the search over pipelines finds by itself, stated as claims."""
+"""Plans that the search over pipelines finds by itself, stated as claims."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_a_program_is_captured_once_also_when_its_best_plan_has_microbatches(mon
 
 
 def made_to_fit(plan_s: float) -> tuple[list[int], list[float]]:
-    """Of three rough cuts those that are made to fit in memory, and the estimates that are given, in order, where the first
-    that is given becomes a plan of so many seconds."""
+    """The rough cuts, of three, that are made to fit in memory, and the estimates that are given, in order, where the
+    first that is given becomes a plan of so many seconds."""
 
     def draft(step_s: float) -> Any:
         """Another cut for every number of seconds."""

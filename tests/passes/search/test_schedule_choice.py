@@ -56,7 +56,7 @@ def chosen(
     useless_from_s: float = math.inf,
     memory: Callable[[bool], StageMemory] = memory,
 ) -> tuple[str, Any] | float:
-    """What a chain of equal stages gets, whose F, B and W take a second each."""
+    """The schedule that a chain of equal stages gets, whose F, B and W take a second each."""
     graph = StageGraph.chain(groups)
     second = Work(computed_s=1.0)
 

@@ -1,4 +1,4 @@
-"""What cuts are made of: microbatch counts, places to cut, kinds of devices, and costs between two planned counts."""
+"""The ingredients of cuts: microbatch counts, places to cut, kinds of devices, and costs between two planned counts."""
 
 from __future__ import annotations
 

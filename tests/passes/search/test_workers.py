@@ -92,7 +92,7 @@ def test_processes_share_the_work() -> None:
 
 @pytest.mark.timeout(120)
 def test_processes_solve_where_this_one_has_solved_before() -> None:
-    """What a solver keeps for its next answer, threads say, may not be missing there."""
+    """State that a solver keeps for its next answer, threads say, may not be missing there."""
     graph = random_graph(1, nodes=12, states=4, density=0.6)
     budget = 0.4 * sum(float(m.min() + m.max()) for m in graph.memory)
 

@@ -1,4 +1,4 @@
-"""What the solver finds by itself, stated as claims."""
+"""Plans that the solver finds by itself, stated as claims."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def storages(program: ParallelProgram) -> dict[str, tuple[str, str]]:
 
 
 def chosen(program: ParallelProgram, op: str) -> set[tuple[str, ...]]:
-    """What all calls of an op choose on the mesh."""
+    """The strategies that all calls of an op choose on the mesh."""
     stages = program.plan.stages
     return {
         strategy

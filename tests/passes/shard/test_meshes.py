@@ -56,7 +56,7 @@ def test_parameters_are_sharded_over_the_power_of_two_of_the_ranks() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "llama"])
 def test_programs_on_an_odd_part_and_a_power_of_two_equal_eager(name: str) -> None:
-    """With memory short enough that parameters are sharded over `dp` and replicated over `replica`."""
+    """Memory is short enough that parameters are sharded over `dp` and replicated over `replica`."""
     zoo = BY_NAME[name]
     model = zoo.make()
     batch = pytree.tree_map(lambda x: torch.cat([x, x, x]) if x.ndim else x, zoo.batch())

@@ -50,7 +50,7 @@ def state_bytes(program: autopar.ParallelProgram) -> tuple[float, float]:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("factory", [muon_and_adam, momentum_and_adam, momentum_below_adam])
 def test_solver_and_account_count_the_same_bytes_of_state(factory):
-    """On random plans, where some parameters are sharded and others are not: a mean over the model would be wrong."""
+    """Random plans shard some parameters and others not: a mean over the model would be wrong."""
     zoo = BY_NAME["mlp" if factory is muon_and_adam else "gpt2"]
     options = autopar.Options(mesh={"dp": 2}, strategy="dp", pp=1, microbatches=1)
     program = compiled_zoo(zoo, 2, optimizer=factory, options=options)

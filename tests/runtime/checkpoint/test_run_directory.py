@@ -89,7 +89,7 @@ def test_every_damage_of_every_file_is_found(tmp_path: Path, name: str, damage: 
 
 
 def test_a_number_that_was_changed_in_the_record_of_a_step_is_found(tmp_path: Path):
-    """What is still JSON of the right form: another place in the data, another seed, another size or hash of a file."""
+    """The record stays JSON of the right form, with another place in the data, another seed, another size or hash of a file."""
     directory = RunDirectory(tmp_path)
     directory.prepare(1000)
     found = written(directory, 5)

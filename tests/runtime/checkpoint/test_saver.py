@@ -1,4 +1,5 @@
-"""What is written beside training is what torch.distributed.checkpoint would have written before training went on."""
+"""Checkpoints that are written beside training are what torch.distributed.checkpoint would have written before training
+went on."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def values(folder: Path, names: list[str]) -> dict[str, Any]:
-    """What is no tensor, by torch's own loading."""
+    """The values that are no tensors, by torch's own loading."""
     state: dict[str, Any] = dict.fromkeys(names, "")
     dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return state

@@ -67,7 +67,7 @@ def test_sums_are_taken_inside_nodes_first() -> None:
 
 
 def test_in_place_a_part_is_summed_from_where_it_lies() -> None:
-    """Of four ranks to a node the third begins with its own: 2, 0, 1, 3."""
+    """The third of four ranks to a node begins with its own: 2, 0, 1, 3."""
     values = [value(rank, 8) for rank in range(8)]
     want = []
     for place in range(4):
@@ -83,7 +83,8 @@ def test_in_place_a_part_is_summed_from_where_it_lies() -> None:
 
 
 def leaving(kind: str, nodes: list[tuple[int, ...]] | None, numel: int) -> float:
-    """What leaves the first of two nodes of four in a collective, in shares of the full array, as exchanges and rings send."""
+    """The bytes that leave the first of two nodes of four in a collective, in shares of the full array, as exchanges
+    and rings send."""
     node_of = {rank: rank // 4 for rank in range(8)}
 
     def body(comm: Comm) -> float:

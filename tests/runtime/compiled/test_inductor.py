@@ -178,7 +178,7 @@ def test_what_is_fresh_in_the_text_is_fresh_when_compiled() -> None:
         return (x.sum(0), x.sum(0), x.clone(), x + 0, doubled, doubled.clone(), doubled.t(), x @ x.t(), x @ x.t())
 
     def storages(tensors: tuple[Tensor, ...]) -> list[int]:
-        """Of every tensor the first one that shares its memory."""
+        """Per tensor the place of the first one that shares its memory."""
         places = [t.untyped_storage().data_ptr() for t in tensors]
         return [places.index(place) for place in places]
 

@@ -52,7 +52,7 @@ def libraries(cache: Path) -> list[Path]:
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> list[KernelFile]:
-    """Those that are started."""
+    """The files of kernels that are started."""
     started: list[KernelFile] = []
     start = KernelFile.start
     monkeypatch.setattr(KernelFile, "start", lambda self: (started.append(self), start(self))[1])

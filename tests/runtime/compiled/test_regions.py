@@ -129,7 +129,7 @@ def test_other_functions_are_left_alone() -> None:
 
 
 def as_traced(graph: GraphModule, tensors: Sequence[torch.Tensor]) -> Callable[[], inductor.Compiled]:
-    """In inductor's place: the graph of a region as it is, op by op."""
+    """A stand-in for inductor: the graph of a region as it is, op by op."""
     return lambda: graph
 
 

@@ -36,7 +36,7 @@ def save(directory: Path, files: dict[str, str], gone: tuple[str, ...] = ()) -> 
 
 
 def content(directory: Path) -> dict[str, str]:
-    """What a reader finds, but for files of others and for what is hidden."""
+    """The texts that a reader finds, but for files of others and for hidden ones."""
     folder = current(directory)
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     return {

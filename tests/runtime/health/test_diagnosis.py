@@ -138,7 +138,7 @@ def test_a_rank_that_is_excused_is_not_blamed():
 
 
 class SlowStore:
-    """Of one process, whose answers take a while."""
+    """A store of one process, whose answers take a while."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()

@@ -29,7 +29,7 @@ DROP = """(
   touch "$DIR/dropped"
 ) &"""
 NAMED_S = 5.0
-"""After the limit, at most."""
+"""Seconds after the limit within which the cause is named, at most."""
 
 
 @pytest.mark.parametrize("hang_s", [4, pytest.param(60, marks=pytest.mark.slow)])

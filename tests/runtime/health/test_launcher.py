@@ -36,7 +36,7 @@ def start(arguments: list[str], ranks: int = 2, wrapped: bool = False) -> subpro
 
 
 def killed_at(process: subprocess.Popen[str], step: int, wait_s: float = 0.0) -> str:
-    """What the ranks of a torchrun that is killed after this step say until the last of them has ended."""
+    """The output of the ranks of a torchrun that is killed after this step, until the last of them has ended."""
     lines, ranks = [], workers(process.pid)
     for line in process.stdout or ():
         lines.append(line)
@@ -109,7 +109,7 @@ def test_a_process_that_torchrun_did_not_start_has_none(monkeypatch):
 
 
 def test_a_parent_that_ends_is_gone_and_one_that_is_stopped_is_not():
-    """Of a process that is not the parent too: a shell may stand between."""
+    """A process that is not the parent too is watched for its end: a shell may stand between."""
     process = subprocess.Popen(["sleep", "100"])
     one = Launcher(process.pid)
     try:

@@ -29,7 +29,7 @@ STEP = [("dp", "gather w"), ("tp", "reduce y"), ("dp", "reduce x"), ("tp", "redu
 
 
 def sent(rank: int, steps: int, change=None, last: int = 99) -> tuple[MessageOrder, list[Row]]:
-    """What a rank has sent in so many steps of the program, whose lines `change` may change."""
+    """The messages that a rank has sent in so many steps of the program, whose lines `change` may change."""
     order, rows = MessageOrder(apart_s=0.0), []
     for step in range(steps):
         lines = STEP if change is None else change(step, list(STEP))
@@ -88,7 +88,7 @@ def test_one_other_message_changes_all_marks_after_it(change):
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_the_first_difference_names_the_rank_also_where_ranks_are_steps_apart_and_forget(change, said, seed):
-    """Of each pair (1, 3) and (2, 3) it cannot be said who is wrong; what the other pairs do says it."""
+    """Each of the pairs (1, 3) and (2, 3) leaves open who is wrong; what the other pairs do says it."""
     draw = random.Random(seed)
     ranks = everyone(
         *(draw.randrange(7, 9) for _ in range(4)), of_3=lambda step, lines: change(lines) if step >= 5 else lines

@@ -20,7 +20,7 @@ from autopar.runtime.health.observed_time import TICK_S, SeenTime
 from autopar.runtime.health.watch import Watch
 
 NAMED_S = 5.0
-"""After the limit, at most."""
+"""Seconds after the limit within which the cause is named, at most."""
 STEP_S = 0.3
 FIRST_STEP_S = 20.0
 NOW_S = [0.0]
@@ -28,7 +28,7 @@ NOW_S = [0.0]
 
 @pytest.fixture(autouse=True)
 def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that ranks note times with: one is that of the made-up run, and somebody sets the other back and forth."""
+    """The clocks that ranks note times with: one is that of the made-up run, and somebody sets the other back and forth."""
     wall_s = random.Random(0)
     made = SimpleNamespace(monotonic=lambda: NOW_S[0], time=lambda: wall_s.uniform(1e8, 2e9))
     monkeypatch.setattr(flight_module, "time", made)

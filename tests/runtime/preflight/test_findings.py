@@ -1,4 +1,4 @@
-"""What is concluded from facts of any machines: those that one machine cannot stage have theirs made up."""
+"""The findings from facts of any machines: those that one machine cannot stage have theirs made up."""
 
 from __future__ import annotations
 

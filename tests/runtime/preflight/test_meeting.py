@@ -14,7 +14,7 @@ from autopar.runtime.run.meeting import meet
 
 
 def met(store: dist.Store, size: int, late: int = -1, delay_s: float = 0.3) -> list[str]:
-    """What every rank of a round is told; the late one comes after the others."""
+    """The token that every rank of a round is told; the late one comes after the others."""
     tokens = [""] * size
 
     def worker(rank: int) -> None:
@@ -39,8 +39,8 @@ def test_rounds_have_tokens_of_their_own():
 
 @pytest.mark.parametrize("late", range(3))
 def test_the_name_of_a_dead_worker_is_not_taken_for_a_live_one(late):
-    """Of the round before all names, the roster, its count and whether it is open are there; one rank comes late, so that its old
-    name is read first."""
+    """All names of the round before, the roster, its count and whether it is open are there; one rank comes late, so
+    that its old name is read first."""
     store = dist.HashStore()
     before = met(store, 3)
     after = met(store, 3, late)

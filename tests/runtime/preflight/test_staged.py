@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not two_machines.possible(), reason="needs names
 
 SCENARIOS: dict[str, Callable[[Path, Path], None]] = {}
 MOST_S = 20.0
-"""Of any preflight: starting Python on a busy machine, 6 s to meet, 3 s to part."""
+"""The most seconds of any preflight: starting Python on a busy machine, 6 s to meet, 3 s to part."""
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def a_firewall_that_passes_that_port_alone(program, tmp_path):
 
 
 def test_a_host_that_takes_itself_for_loopback(program, tmp_path):
-    """As some installations enter a host's name in /etc/hosts."""
+    """A host takes itself for loopback as some installations enter its name in /etc/hosts."""
     setup = "sed 's/10.9.0.2 beta/127.0.1.1 beta/' $DIR/hosts > $DIR/own; on_b \"mount --bind $DIR/own /etc/hosts\""
     first, _ = check(tmp_path, program, setup=setup)
     assert first.status == 1
@@ -155,7 +155,7 @@ def test_a_port_that_somebody_has(program, tmp_path):
 
 
 def test_another_program_on_one_machine(program, tmp_path):
-    """Its runtime is of another version."""
+    """The other program's runtime is of another version."""
     shutil.copytree(program, tmp_path / "old")
     with (tmp_path / "old" / "autopar_runtime" / "kernels" / "gates.py").open("a") as file:
         file.write("\n# another\n")

@@ -66,7 +66,7 @@ def test_a_program_for_another_number_than_its_folder_says_is_named(directory: P
 
 
 def spare(directory: Path, store: dist.Store, hang_s: float = 0.0) -> list[object]:
-    """What becomes of rank 8 of 9, in a list that it comes into."""
+    """The outcome of rank 8 of 9, in a list that it comes into."""
     outcome: list[object] = []
 
     def body() -> None:

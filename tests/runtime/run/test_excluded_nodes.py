@@ -44,7 +44,7 @@ MACHINES = ("a", "a", "b", "b")
 
 
 def end(root: Path, *ranks: int, **errors: Exception) -> None:
-    """What these ranks of four leave: waiting for the others, or with an error."""
+    """Leave the files of these ranks of four: waiting for the others, or with an error."""
     for rank in ranks:
         flight = Flight(rank, 4)
         flight.machines, flight.step = MACHINES, 4
@@ -242,7 +242,7 @@ def torchruns(out: Path, folder: Path, port: int, *arguments: str) -> tuple[dict
 
 
 def _wait_for(port: int) -> None:
-    """Until somebody listens there, and so much longer that who starts now is not the first in anything."""
+    """Wait until somebody listens at a port, and so much longer that who starts now is not the first in anything."""
     for _ in range(600):
         time.sleep(0.2)
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
@@ -251,7 +251,7 @@ def _wait_for(port: int) -> None:
 
 @pytest.fixture
 def program(emitted: Path, tmp_path: Path) -> Path:  # noqa: F811
-    """For two ranks, in the order that torchrun gives them."""
+    """A program for two ranks, in the order that torchrun gives them."""
     out = tmp_path / "out"
     shutil.copytree(emitted, out, ignore=shutil.ignore_patterns("saved", "__pycache__"))
     (out / "data.py").write_text(DATA)
@@ -263,7 +263,7 @@ def program(emitted: Path, tmp_path: Path) -> Path:  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_machine_that_fails_twice_leaves_and_a_spare_takes_its_place(program, tmp_path):
-    """What the run computes is what one computes that nobody left."""
+    """The run computes what one computes that nobody left."""
     data = ["--data", f"{program / 'data.py'}:dying", "--steps", "24"]
     codes, said = torchruns(program, tmp_path, 29900 + os.getpid() % 90, *data, "--exclude-after", "2")
     assert codes["good"] == codes["spare"] == 0, said
@@ -305,7 +305,7 @@ def test_a_machine_that_is_killed_is_replaced_by_a_spare_and_changes_nothing(pro
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_machine_whose_torchrun_alone_is_killed_saves_with_the_others_and_is_replaced(program, tmp_path):
-    """It is no failure of the machine: no step is lost."""
+    """The machine has not failed: no step is lost."""
     data = ["--data", f"{program / 'data.py'}:unlaunched", "--steps", "24"]
     codes, said = torchruns(program, tmp_path, 29600 + os.getpid() % 90, *data)
     assert codes == {"good": 0, "bad": -signal.SIGKILL, "spare": 0}, said

@@ -21,9 +21,9 @@ from tests.warm import torchrun
 QUICK, LONG = 240, 10_000
 MARKS = (pytest.param(QUICK), pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]))
 MOST_BYTES = 24 << 20
-"""That memory may grow by between the first fifth of a run and its end: of 8,000 steps, 3 KB each."""
+"""The most bytes that memory may grow by between the first fifth of a run and its end: of 8,000 steps, 3 KB each."""
 MOST_OBJECTS = 1000
-"""That may be left by the same steps: what is kept of the last ones is bounded, and full after some."""
+"""The most objects that may be left by the same steps: what is kept of the last ones is bounded, and full after some."""
 TAKEN = """import gc, os
 
 def taken():

@@ -48,7 +48,7 @@ def failing():
 
 @pytest.fixture(scope="module")
 def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the emitter writes, by hand: a ZeRO-3 MLP for two ranks."""
+    """A program as the emitter writes it, by hand: a ZeRO-3 MLP for two ranks."""
     out = tmp_path_factory.mktemp("emitted")
     shutil.copytree(Path(autopar.runtime.__file__).parent, out / "autopar_runtime")
     (out / "programs").mkdir()

@@ -69,7 +69,7 @@ def manifest(folder: Path) -> Manifest:
 
 
 def told(ranks: list[dict[str, str]], missing: int | None = None) -> list[Exception | None]:
-    """What comparing gives every rank."""
+    """The error that comparing raises on every rank, or None."""
     store, got = dist.HashStore(), dict.fromkeys(range(len(ranks)), None)
 
     def rank(number: int) -> None:

@@ -41,7 +41,7 @@ def harmed(program: stages.Program, harm: Any) -> stages.Program:
 
 
 def one_bit(name: str) -> Any:
-    """Of the last number of a gradient, in float64."""
+    """A fault that flips one bit of the last number of a gradient, in float64."""
 
     def harm(rt: Any, of: str, grad: torch.Tensor) -> torch.Tensor:
         if of == name:
@@ -53,7 +53,7 @@ def one_bit(name: str) -> Any:
 
 
 def on_ranks(make: Any, wrong: int = -1, harm: Any = None) -> list[Any]:
-    """What recomputing says on every rank, after two steps."""
+    """The result of recomputing on every rank, after two steps."""
     batches = stages.batches(4)
 
     def rank(comm: Comm) -> Any:
@@ -122,7 +122,7 @@ def test_a_pipeline_is_refused_by_name():
 
 
 def test_sums_of_other_places_are_other_sums():
-    """Else nothing would be compared."""
+    """The check would compare nothing otherwise."""
 
     def rank(comm: Comm) -> list[Any]:
         session = session_of(stages.mlp(4, 1), comm)
@@ -148,7 +148,7 @@ def test_all_models_under_random_plans_compute_the_same_everywhere(name: str):
 
 
 def assert_recomputed(name: str, seeds: range) -> None:
-    """In the dtypes of the model, dropout and all."""
+    """Assert that ranks that recompute a step agree, in the dtypes of the model, dropout and all."""
     zoo = BY_NAME[name]
     program = compiled_zoo(zoo, 4)
     batch = program.leaves(zoo.batch(seed=1))

@@ -224,7 +224,7 @@ def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_pat
 
 
 def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypatch):
-    """It draws the batches, where there is no data, and what the model draws."""
+    """The seed draws the batches, where there is no data, and what the model draws."""
     program = stages.mlp(1, 1)
     shown = types.SimpleNamespace(seed=5, save_every=1, plan_hash="a plan", worlds={}, inputs=program.pipeline.INPUTS)
     monkeypatch.setattr(train_loop, "Stop", lambda *_: None)  # its signals are the process's

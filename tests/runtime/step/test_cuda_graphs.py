@@ -116,7 +116,7 @@ def assert_the_same(program: autopar.ParallelProgram, batches: list[Any]) -> Non
 
 
 def of_zoo(zoo: ZooModel, optimizer: Any = None, **options: Any) -> autopar.ParallelProgram:
-    """On one rank, without dropout."""
+    """A program of a model of the zoo on one rank, without dropout."""
     wanted, model = autopar.Options(**options), without_dropout(zoo.make())
     return compiled_zoo(zoo, 1, model=model, optimizer=optimizer or zoo.optimizer, options=wanted)
 
@@ -125,7 +125,7 @@ def of_zoo(zoo: ZooModel, optimizer: Any = None, **options: Any) -> autopar.Para
 @pytest.mark.few(5)
 @pytest.mark.parametrize("zoo", [zoo for zoo in MODELS if zoo.name != "lstm"], ids=str)
 def test_played_steps_are_those_of_the_text(zoo: ZooModel) -> None:
-    """Not an LSTM, whose kernel on CPUs keeps for backward, in grad mode alone, what no call can make again."""
+    """The model is no LSTM, whose kernel on CPUs keeps for backward, in grad mode alone, what no call can make again."""
     assert_the_same(of_zoo(zoo), [zoo.batch(seed) for seed in range(STEPS)])
 
 
@@ -227,7 +227,7 @@ def test_guards_inside_the_step_are_read_when_it_is_played() -> None:
 
 
 def refused(program: autopar.ParallelProgram, batch: Any, why: str) -> None:
-    """By a warning; steps are those of the text."""
+    """Assert that the program is refused by a warning, and that its steps are those of the text."""
     batches = [batch] * 4
     losses, held, _ = trained(program, batches, False)
     with pytest.warns(CudaGraphWarning, match=why):

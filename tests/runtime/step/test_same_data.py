@@ -81,7 +81,7 @@ def test_ranks_compare_as_often_as_it_costs_little():
 
 
 def on_threads(body: Callable[[SameData, int], object], ranks: int = 3, **options: bool) -> list[object]:
-    """What body returns on every rank."""
+    """The results of body on every rank."""
 
     def rank(comm: Comm) -> object:
         return body(SameData(comm, **options), comm.rank)

@@ -18,7 +18,7 @@ NORMS = [1.0, 2.0, 3.5, math.inf]
 
 
 def logging(comm, program, rule, steps, full=None, data=None):
-    """As `train`, with the norm of every step."""
+    """The steps of `train`, with the norm of every step."""
     session = session_of(program, comm, rule)
     session.load_weights(full or stages.weights())
     losses, norms = [], []

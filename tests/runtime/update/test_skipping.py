@@ -28,7 +28,7 @@ RULES = {
 
 
 def trained(comm, program, rule, full, batches, norm=False):
-    """As scenarios.train, skipping; with the updates that were skipped, learning rates, and Adam's own steps."""
+    """The steps of scenarios.train, skipping; with the updates that were skipped, learning rates, and Adam's own steps."""
     session = session_of(program, comm, rule)
     session.load_weights(full)
     session.skip_not_finite()

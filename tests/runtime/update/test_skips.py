@@ -32,7 +32,7 @@ RULES = {
 
 
 def endless(program, value):
-    """From step 3 on the gradient of w1 is spoilt on the last rank."""
+    """The program with the gradient of w1 spoilt on the last rank from step 3 on."""
     backward = program.stage.backward
 
     def spoiling(rt, state, received):

@@ -27,7 +27,7 @@ def updater(comm: Comm, rule: UpdateRule) -> Updater:
 
 
 def test_every_part_updates_its_own_parameters_once() -> None:
-    """What a part has not brought in has no gradient meanwhile: it would be updated once per part."""
+    """A parameter that a part has not brought in has no gradient meanwhile: it would be updated once per part."""
 
     def body(comm: Comm) -> None:
         one = updater(comm, UpdateRule(ADAM))

@@ -53,7 +53,7 @@ class _Scores:
     offsets: tuple[int, ...]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What the rows see of the keys of a rank."""
+        """The pieces of the keys of a rank that the rows see."""
         before = sum(run.size for block in self.keys[:rank] for run in block)
         return list(pieces(self.rows, self.keys[rank], self.causal, before))
 

@@ -37,7 +37,7 @@ _LSE_ROWS = 32
 
 
 class Kernel(Protocol):
-    """One of them."""
+    """One of the kernels of attention."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, config: Config) -> tuple[Tensor, Tensor]: ...
 
@@ -151,7 +151,7 @@ KERNELS: dict[str, Kernel] = {
     "cudnn": _Cudnn(),
     "efficient": _Efficient(),
 }
-"""By the names that `kernels` gives."""
+"""The kernels by the names that `kernels` gives."""
 
 
 # --- how operands lie
@@ -192,7 +192,7 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _ready(x: Tensor) -> Tensor:
-    """With a last dim of whole 16 bytes, every row of which begins at such a place."""
+    """The tensor with a last dim of whole 16 bytes, every row of which begins at such a place."""
     whole = 16 // x.itemsize
     if missing := -x.shape[-1] % whole:
         return F.pad(x, (0, missing))
@@ -201,7 +201,7 @@ def _ready(x: Tensor) -> Tensor:
 
 
 def _unpadded(x: Tensor, like: Tensor) -> Tensor:
-    """As many numbers in the last dim as `like` has."""
+    """The tensor with as many numbers in the last dim as `like` has."""
     return x if x.shape[-1] == like.shape[-1] else x.narrow(-1, 0, like.shape[-1])
 
 

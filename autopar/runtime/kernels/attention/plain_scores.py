@@ -25,7 +25,7 @@ from ..tiles import LOG2_E, tile_elements, tiles
 
 Tensor = torch.Tensor
 _FEWEST_ROWS = 32
-"""Of a tile: products of fewer rows are slow."""
+"""The fewest rows of a tile: products of fewer rows are slow."""
 
 
 def softmax_dtype(q: Tensor) -> torch.dtype:
@@ -34,7 +34,7 @@ def softmax_dtype(q: Tensor) -> torch.dtype:
 
 
 class Config(NamedTuple):
-    """What the scores of a block are beside queries and keys.
+    """The settings of a block of scores beside its queries and keys.
 
     key, shape, offsets: dropout draws by the place of the block in all scores (None: the block is all).
     """
@@ -173,14 +173,14 @@ def _scores(tile: _Tile, q: Tensor, k: Tensor, config: Config) -> Tensor:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to scores: itself, or of a boolean one 1 - 1 / m, which is 0 or -inf."""
+    """The summand of a mask for scores: itself, or of a boolean one 1 - 1 / m, which is 0 or -inf."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return mask.view(torch.uint8).to(dtype).reciprocal_().neg_().add_(1.0)
 
 
 def _dropped(tile: _Tile, q: Tensor, k: Tensor, config: Config) -> Tensor:
-    """D."""
+    """The factors D of dropout for a tile."""
     place = (tile.samples, tile.query_heads, tile.rows, slice(tile.keys))
     size = [part.stop - (part.start or 0) for part in place]
     within = config.offsets or (0, 0, 0, 0)

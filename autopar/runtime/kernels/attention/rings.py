@@ -26,11 +26,11 @@ Part = tuple[int, tuple[Tensor, ...]]
 Blocks = Sequence[tuple[Tensor, ...]]
 """This rank's own block, cut into one for each turn."""
 MOST_TURNS, LEAST_BYTES = 4, 1 << 18
-"""Of one block: turns in which it goes round, and bytes of one of them. Smaller messages and kernels lose speed."""
+"""A part of a block: where along dim 2 of the block it starts, and a summand for each tensor of the block."""
 
 
 def turns(along: Along | None, block: Sequence[Tensor]) -> int:
-    """In how many turns a block (batch, heads, …) goes round."""
+    """The number of turns in which a block (batch, heads, …) goes round."""
     return 1 if along is None else turn_count(block[0].shape[1], sum(x.numel() * x.element_size() for x in block))
 
 

@@ -113,7 +113,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, config: Config) -> Kernel:
 
 
 def _is_allowed(name: str) -> bool:
-    """By the user's word to torch."""
+    """Whether the user allows torch a kernel."""
     match name:
         case "flash":
             return torch.backends.cuda.flash_sdp_enabled()

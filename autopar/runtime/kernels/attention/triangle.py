@@ -1,4 +1,4 @@
-"""What is seen of a score matrix whose rows and keys are blocks of a sequence, as rectangles and triangles.
+"""The visible scores of a matrix whose rows and keys are blocks of a sequence, as rectangles and triangles.
 
 Row r of the sequence sees keys <= r under a causal mask. Of a run of rows and a run of keys that means: the keys before
 the rows are seen by all of them, the keys after them by none, and where the two runs meet there is a square of which the
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 def pieces(rows: Block, keys: Block, causal: bool, before: int = 0) -> Iterator[Piece]:
-    """What a block of rows sees of a block of keys, no score twice. before: keys of the blocks before this one."""
+    """The pieces of a block of keys that a block of rows sees, no score twice. before: keys of the blocks before this one."""
     row = 0
     for row_run in rows:
         key = 0

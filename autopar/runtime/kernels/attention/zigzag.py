@@ -71,14 +71,14 @@ class Turned(NamedTuple):
         return mask if mask is None or mask.shape[2] == 1 else self.back(mask)
 
     def forth(self, x: Tensor) -> Tensor:
-        """What attention makes of rows, in their order again."""
+        """A result of attention for rows, put back into the order of the rows."""
         return reorder(x, 2, self.rows) if self.rows else x
 
     def keys_forth(self, x: Tensor) -> Tensor:
-        """What attention makes of keys, in their order again."""
+        """A result of attention for keys, put back into the order of the keys."""
         return reorder(x, 2, self.keys) if self.keys else x
 
     def scores_forth(self, x: Tensor) -> Tensor:
-        """What attention makes of scores, in the order of rows and keys again."""
+        """Scores of attention, put back into the order of rows and keys."""
         rows = self.forth(x)
         return reorder(rows, 3, self.keys) if self.keys else rows

@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Promise:
-    """What memory is promised for. source: the user's line."""
+    """The promise of how many rows memory is kept for. source: the user's line."""
 
     imbalance: float
     on_overflow: str
@@ -202,7 +202,7 @@ def _placed(order: Tensor, size: int) -> Tensor:
 
 
 def _promised_piece(order: Tensor, place: Tensor, experts: int, most: int, along: Along, few: bool) -> Piece:
-    """Without data: as many rows as are promised, and what tells of them."""
+    """A piece on tensors without data: as many rows as are promised, and what tells of them."""
     arrange, leaving = None if experts == 1 else order.new_empty(most), min(len(order), max(most, along.size))
     sent, received = in_equal_parts(leaving, along.size), in_equal_parts(most, along.size)
     pairs = order.new_empty(leaving)
@@ -217,7 +217,7 @@ def in_equal_parts(rows: int, parts: int) -> tuple[int, ...]:
 def overflow(
     loads: Tensor, of_experts: Tensor, promise: Promise, most: int, mean: int, axes: str, what: str = "compute"
 ) -> str:
-    """What is said where a rank is to compute, or pass on, more rows than are promised. loads: rows by rank."""
+    """The message where a rank is to compute, or pass on, more rows than are promised. loads: rows by rank."""
     rank, expert = int(loads.argmax()), int(of_experts.argmax())
     needed = math.ceil(int(loads[rank]) / max(mean, 1) * 100) / 100
     return (

@@ -205,7 +205,7 @@ def _mixed_grad(
 
 
 def _do(later: list[Callable[[], None]]) -> None:
-    """What was left, and forget it."""
+    """Do the work that was put off, and forget it."""
     while later:
         later.pop()()
 

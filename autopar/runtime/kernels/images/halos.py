@@ -25,7 +25,7 @@ from ...comm.axis_comm import Along
 
 Tensor = torch.Tensor
 Run = tuple[int, int, int]
-"""Of a block: whose, its first row, how many rows. Whose is -1: rows that lie outside."""
+"""A run of rows of a block: whose block, its first row, how many rows. Whose is -1: rows that lie outside."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Window:
 
 @lru_cache(maxsize=4096)
 def runs(window: Window, rank: int, ranks: int, block: int) -> tuple[Run, ...]:
-    """What a rank wants, block by block, in the order of its window."""
+    """The rows that a rank wants, block by block, in the order of its window."""
     found: list[Run] = []
     for first, count in window.wanted(rank, ranks * block):
         if first < 0:

@@ -133,7 +133,7 @@ def _pad_windows(x: Tensor, pad: Sequence[int], outside: str, dims: Mapping[int,
 
 
 def _rest(pad: Sequence[int], rank: int, dims: Mapping[int, Along]) -> list[int]:
-    """What is left to pad in dims that are not in blocks."""
+    """The padding that is left in dims that are not in blocks."""
     return [0 if rank - 1 - i // 2 in dims else n for i, n in enumerate(pad)]
 
 

@@ -1,4 +1,4 @@
-"""What surrounds torch's kernels for GPUs, on a CPU: ops that compute what these promise, and insist on what these do.
+"""The code around torch's kernels for GPUs, on a CPU: ops that compute what these promise, and insist on what these do.
 
 The ops stand in the place of those that a CPU lacks, under their names. They compute by the plain formula in float64, so results
 and gradients must be those of eager attention to 1e-9, pieces that are merged included.

@@ -187,7 +187,7 @@ def test_small_blocks_go_round_at_once_and_heads_that_cannot_be_shared_out_too()
 
 @given(st.data())
 def test_pieces_are_what_a_causal_row_sees_and_no_score_twice(data: st.DataObject) -> None:
-    """Also of blocks of several runs, as an order that balances causal work has them."""
+    """The pieces are right also of blocks of several runs, as an order that balances causal work has them."""
 
     def block(label: str) -> tuple[Run, ...]:
         ends = data.draw(st.lists(st.integers(0, 12), min_size=2, max_size=6, unique=True), label=label)

@@ -43,7 +43,7 @@ def natural(results: dict[str, Tensor], order: int) -> dict[str, Tensor]:
 
 
 def in_blocks(c: Call, blocks: int, order: int) -> dict[str, Tensor]:
-    """What blocks of rows with all keys make: rows joined, parts of gradients added up."""
+    """The results of blocks of rows with all keys: rows joined, parts of gradients added up."""
     made: list[dict[str, Tensor]] = []
     for i in range(blocks):
         q, g = (x.chunk(blocks, 2)[i] for x in (c.q, c.g))

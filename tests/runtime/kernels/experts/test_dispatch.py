@@ -91,7 +91,7 @@ def test_a_rank_that_computes_as_many_rows_as_are_promised_stops_nobody(imbalanc
 
 
 def test_no_rank_sends_more_rows_at_once_than_one_may_compute() -> None:
-    """Where the mean is that of others (by node), a rank's own rows may be more."""
+    """A rank's own rows may be more where the mean is that of others (by node)."""
 
     def on_rank(comm: Comm) -> None:
         chosen = (torch.arange(8) % 2).view(8, 1)
