@@ -50,6 +50,13 @@ def going_back():
     slowly(runtime("checkpoint.checkpoint_reader").DataReader, "read_data", 1, 1)
     return paced(lambda n, b: [b[0] * float("nan"), b[1]] if n == 9 else None)
 
+def looking():
+    "What is around the going back: the list of steps, the first files of one, and the log."
+    slowly(runtime("checkpoint.run_directory").RunDirectory, "steps", 3, 1)
+    slowly(runtime("checkpoint.checkpoint_reader").DataReader, "__init__", 2, 1)
+    slowly(type(sys.stdout), "_put", 0, 12)  # steps 1 to 9, and what rank 0 said before them
+    return paced(lambda n, b: [b[0] * float("nan"), b[1]] if n == 9 else None)
+
 def replacing():
     slowly(runtime("checkpoint.checkpoint"), "begin", 0, 2)
     slowly(runtime("checkpoint.checkpoint"), "_write_own", 3, 3)
@@ -71,6 +78,7 @@ def harmful(out: Path) -> None:  # noqa: F811
         pytest.param("saving", ("write", "complete"), marks=pytest.mark.slow),
         ("reporting", ("__call__", "_say_lost")),
         ("going_back --on-nan rewind", ("check", "read_data")),
+        pytest.param("looking --on-nan rewind", ("steps", "__init__", "_put"), marks=pytest.mark.slow),
     ],
 )
 def test_nobody_is_named_where_files_of_a_run_are_slow(staged, what, slow):  # noqa: F811
