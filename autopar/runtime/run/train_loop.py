@@ -35,7 +35,7 @@ from ..program.manifest import Manifest
 from ..program.worlds import started_ranks
 from ..step.session import Session
 from ..update.skips import spoiled_text
-from .excluded_nodes import SLOW, Failure, failures, note, too_few
+from .excluded_nodes import SLOW, Failure, failures, note, too_few, unwanted
 from .metrics import Metrics, StepLine
 from .ownership import Ownership
 from .program_files import recorded
@@ -279,13 +279,13 @@ class Run:
             least = min((self.comm.world_size, *self.manifest.worlds))
             if problem := too_few([*self.machines, *spares], [machine], least):
                 tell(self.comm, f"step {step}: machine {machine} is not left out: {problem}", sys.stderr)
-            elif not any(one.machine == machine and one.kind == SLOW for one in failures(root)):
-                note(
-                    root,
-                    Failure(
-                        time.time(), machine, SLOW, f"was slow {times} times in a row, last at step {step}: {text}"
-                    ),
-                )
+                continue
+            with self.comm.excused("noting a slow machine"):
+                noted = machine in unwanted(failures(root), 0, True, time.time())
+                if not noted:
+                    why = f"was slow {times} times in a row, last at step {step}: {text}"
+                    note(root, Failure(time.time(), machine, SLOW, why))
+            if not noted:
                 self.stop.ask(step, AGAIN)
 
     def _skip(self, step: int, loss: float) -> None:
