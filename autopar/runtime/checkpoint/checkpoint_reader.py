@@ -177,11 +177,11 @@ def verified(directory: str | Path, comm: Comm | None = None, *, checked: bool =
     part; alone without. checked: the files were held against their record a moment ago. Raises CheckpointError, on all."""
     reader, problem = None, ""
     try:
-        reader = DataReader(directory)
-        if not checked:
-            with comm.excused(f"checking {directory}") if comm is not None else contextlib.nullcontext():
+        with comm.excused(f"checking {directory}") if comm is not None else contextlib.nullcontext():
+            reader = DataReader(directory)
+            if not checked:
                 problem = reader.check(comm.rank, comm.world_size) if comm is not None else reader.check()
-            problem = problem and f"{directory}: the checkpoint is damaged: {problem}; take another one"
+                problem = problem and f"{directory}: the checkpoint is damaged: {problem}; take another one"
     except CheckpointError as error:
         problem = str(error)
     own = "" if reader is None or reader.files is None else str(reader.files[METADATA]["sha256"])

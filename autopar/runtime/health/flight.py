@@ -158,9 +158,9 @@ class Flight:
         try:
             yield
         finally:
-            self._excuse = before
             if (took_s := time.monotonic() - began) > STOOD_S:
                 self._excuses.append((self.seen.seconds, took_s))
+            self._excuse = before  # a beat finds the excuse, or that it is over: they are told by another thread
 
     # ---- what it says
 

@@ -15,13 +15,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint.run_directory import RunDirectory, StepRecord
 from ..checkpoint.saver import Saver
+from ..comm.comm import Comm
 from ..comm.environment import machine_name
 from ..comm.process import TorchComm
 from ..comm.text_exchange import one_line
@@ -34,7 +35,7 @@ from ..program.manifest import Manifest
 from ..program.worlds import started_ranks
 from ..step.session import Session
 from ..update.skips import spoiled_text
-from .excluded_nodes import SLOW, Failure, failures, note, too_few
+from .excluded_nodes import SLOW, Failure, failures, note, too_few, unwanted
 from .metrics import Metrics, StepLine
 from .ownership import Ownership
 from .program_files import recorded
@@ -64,13 +65,22 @@ def state_bytes(session: Session) -> int:
     return sum(session.comm.share(own, integer(0, MOST_SIZE)))
 
 
+def tell(comm: Comm, line: str, stream: TextIO | None = None) -> None:
+    """Rank 0 prints a line, to standard output or this stream. A log may be on a disk that takes long."""
+    if comm.rank == 0:
+        with comm.excused("writing a line of its log"):
+            print(line, file=stream, flush=True)
+
+
 def last_good_step(directory: RunDirectory, session: Session) -> StepRecord | None:
     """The last step whose files are what was written; nothing where there is no step. Every rank checks a part of the files.
 
     Raises CheckpointError where there are steps, and none is whole.
     """
     comm, problems, damaged = session.comm, list[str](), list[int]()
-    (steps, *_) = comm.share(directory.steps(), listed(integer(0, 1 << 53)))
+    with comm.excused("looking for steps"):
+        own = directory.steps()
+    (steps, *_) = comm.share(own, listed(integer(0, 1 << 53)))
     for step in steps:
         try:
             with comm.excused(f"checking step {step}"):
@@ -87,8 +97,7 @@ def last_good_step(directory: RunDirectory, session: Session) -> StepRecord | No
             return found
         problems.append(problem)
         damaged.append(step)
-        if comm.rank == 0:
-            print(f"damaged: {problem}; the step before it is taken", file=sys.stderr, flush=True)
+        tell(comm, f"damaged: {problem}; the step before it is taken", sys.stderr)
     if problems:
         raise CheckpointError(
             f"--run-dir {directory.root}: no step is whole ({'; '.join(problems[:3])}); restore one, or delete all to begin anew"
@@ -163,10 +172,7 @@ class Run:
     def train(self) -> int:
         """Steps until the last; the exit status. Raises RuntimeProgramError."""
         arguments, first = self.arguments, self.session.rt.step
-        if self.comm.rank == 0:
-            print(
-                f"{self.manifest.show()}, {self.comm.device.type}, steps {first + 1} to {arguments.steps}", flush=True
-            )
+        tell(self.comm, f"{self.manifest.show()}, {self.comm.device.type}, steps {first + 1} to {arguments.steps}")
         last = arguments.steps
         try:
             while (step := self.session.rt.step) < last:
@@ -255,8 +261,8 @@ class Run:
         if odd:
             raise RankError(problem, odd)
         text = slow_text(everyone, steps) if self._tellings > 1 and steps else ""  # the first step warms up
-        if text and self.comm.rank == 0:
-            print(f"step {step}  {text}", flush=True)
+        if text:
+            tell(self.comm, f"step {step}  {text}")
         told = not any(one.stood for one in everyone)
         if self.arguments.exclude_slow and self.comm.rank == 0 and self._tellings > 1 and told:
             self._leave_out_slow(step, {everyone[rank].host for rank in slow_ranks(everyone)}, text)
@@ -272,21 +278,20 @@ class Run:
             spares = [""] * (started_ranks() - self.comm.world_size)
             least = min((self.comm.world_size, *self.manifest.worlds))
             if problem := too_few([*self.machines, *spares], [machine], least):
-                print(f"step {step}: machine {machine} is not left out: {problem}", file=sys.stderr, flush=True)
-            elif not any(one.machine == machine and one.kind == SLOW for one in failures(root)):
-                note(
-                    root,
-                    Failure(
-                        time.time(), machine, SLOW, f"was slow {times} times in a row, last at step {step}: {text}"
-                    ),
-                )
+                tell(self.comm, f"step {step}: machine {machine} is not left out: {problem}", sys.stderr)
+                continue
+            with self.comm.excused("noting a slow machine"):
+                noted = machine in unwanted(failures(root), 0, True, time.time())
+                if not noted:
+                    why = f"was slow {times} times in a row, last at step {step}: {text}"
+                    note(root, Failure(time.time(), machine, SLOW, why))
+            if not noted:
                 self.stop.ask(step, AGAIN)
 
     def _skip(self, step: int, loss: float) -> None:
         """The update was left out, on all ranks."""
         self.skipped += 1
-        if self.comm.rank == 0:
-            print(f"{spoiled_text(step, loss)}: its update is skipped, {self.skipped} so far", flush=True)
+        tell(self.comm, f"{spoiled_text(step, loss)}: its update is skipped, {self.skipped} so far")
 
     def _not_finite(self, step: int, loss: float) -> None:
         """Stop, or go back. Nothing is saved of what came of it."""
@@ -327,8 +332,7 @@ class Run:
         found = last_good_step(self.directory, self.session)
         if found is None:
             raise RuntimeProgramError(f"the loss of step {step} is {loss}, and no step is saved yet to go back to")
-        if self.comm.rank == 0:
-            print(f"step {step}: the loss is {loss}; back to step {found.step}, past the batches since", flush=True)
+        tell(self.comm, f"step {step}: the loss is {loss}; back to step {found.step}, past the batches since")
         position = self.position
         self._take(found, position)
 
@@ -346,8 +350,8 @@ class Run:
     def _say_problem(self) -> None:
         """Say at once what was not saved."""
         problem = self.saver.problem
-        if problem and problem != self._said and self.comm.rank == 0:
-            print(f"{problem}; the run goes on, the last saved step is {self.saver.saved}", file=sys.stderr, flush=True)
+        if problem and problem != self._said:
+            tell(self.comm, f"{problem}; the run goes on, the last saved step is {self.saver.saved}", sys.stderr)
         self._said = problem
 
     def _say_lost(self) -> None:

@@ -52,6 +52,13 @@ def going_back():
     slowly(runtime("checkpoint.checkpoint_reader").DataReader, "read_data", 1, 1)
     return paced(lambda n, b: [b[0] * float("nan"), b[1]] if n == 9 else None)
 
+def looking():
+    "What is around the going back: the list of steps, the first files of one, and the log."
+    slowly(runtime("checkpoint.run_directory").RunDirectory, "steps", 3, 1)
+    slowly(runtime("checkpoint.checkpoint_reader").DataReader, "__init__", 2, 1)
+    slowly(type(sys.stdout), "_put", 0, 12)  # steps 1 to 9, and what rank 0 said before them
+    return paced(lambda n, b: [b[0] * float("nan"), b[1]] if n == 9 else None)
+
 def replacing():
     slowly(runtime("checkpoint.checkpoint"), "begin", 0, 2)
     slowly(runtime("checkpoint.checkpoint"), "_write_own", 3, 3)
@@ -73,17 +80,24 @@ CASES = {
 }
 
 
+def look(out: Path, run: Path, what: str, slow: tuple[str, ...]) -> None:  # noqa: F811
+    done = stage(out, run, *what.split(), "--steps", 14, "--save-every", 4, "--hang", HANG_S)
+    assert done.codes == [0] * RANKS, done.said
+    assert all(f"slow {name}" in done.said for name in slow), done.said
+    assert "hang" not in done.said
+    assert not (done.run / "failures.jsonl").exists()
+    assert RunDirectory(done.run).steps()[0] == 14
+
+
 @pytest.mark.timeout(200)
 def test_nobody_is_named_where_files_of_a_run_are_slow(out, tmp_path):  # noqa: F811
-    def look(what: str, slow: tuple[str, str]) -> None:
-        done = stage(out, tmp_path / what, *what.split(), "--steps", 14, "--save-every", 4, "--hang", HANG_S)
-        assert done.codes == [0] * RANKS, done.said
-        assert all(f"slow {name}" in done.said for name in slow), done.said
-        assert "hang" not in done.said
-        assert not (done.run / "failures.jsonl").exists()
-        assert RunDirectory(done.run).steps()[0] == 14
+    at_once({what: functools.partial(look, out, tmp_path / what, what, slow) for what, slow in CASES.items()})
 
-    at_once({what: functools.partial(look, what, slow) for what, slow in CASES.items()})
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_nobody_is_named_where_looking_for_a_step_to_go_back_to_is_slow(out, tmp_path):  # noqa: F811
+    look(out, tmp_path / "looking", "looking --on-nan rewind", ("steps", "__init__", "_put"))
 
 
 @pytest.mark.slow

@@ -177,6 +177,23 @@ def test_an_excuse_is_taken_while_a_collective_may_wait(tmp_path):
     assert made.flights[0].step > 10
 
 
+def test_every_beat_tells_of_an_excuse_that_lasts_or_is_over(monkeypatch):
+    """Another thread says them, at any moment: here whenever the rank looks at the clock."""
+    flight, told = Flight(0, 2), []
+
+    def looked_at_s() -> float:
+        with monkeypatch.context() as inside:
+            inside.setattr(flight_module.time, "monotonic", lambda: NOW_S[0])
+            beat = flight.beat()
+        told.append(bool(beat.excuse or beat.stood))
+        return NOW_S[0]
+
+    with flight.excused("saving step 4"):
+        NOW_S[0] += 30.0
+        monkeypatch.setattr(flight_module.time, "monotonic", looked_at_s)
+    assert told == [True]
+
+
 def test_clocks_that_are_set_change_nothing_of_what_was_waited_for(tmp_path):
     made = Made(tmp_path, 8.0).run([], 40.0)
     assert made.ended == []

@@ -27,6 +27,7 @@ from autopar.runtime.run import excluded_nodes
 from autopar.runtime.run.excluded_nodes import (
     FAILED,
     SLOW,
+    WITHIN_S,
     Failure,
     begin_start,
     failures,
@@ -104,20 +105,34 @@ def test_a_machine_is_unwanted_after_so_many_failures_in_a_day():
 def test_only_a_machine_that_is_slow_so_often_in_a_row_leaves(tellings, excluded, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    asked = []
+    assert watched(tmp_path, tellings) == [AGAIN] * len(excluded)
+    assert [(one.machine, one.kind) for one in failures(tmp_path)] == [(machine, SLOW) for machine in excluded]
+
+
+@pytest.mark.parametrize("ago_s", [2 * WITHIN_S, -2 * WITHIN_S])
+def test_a_machine_that_was_slow_long_ago_or_by_a_wrong_clock_leaves_again(ago_s, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    note(tmp_path, Failure(time.time() - ago_s, "bad", SLOW, "was slow"))
+    assert watched(tmp_path, "s s") == [AGAIN]
+    assert list(unwanted(failures(tmp_path), 0, True, time.time())) == ["bad"]
+
+
+def watched(root: Path, tellings: str) -> list[str]:
+    """Why a run of four ranks asks to end, as who is slow is found so often."""
+    asked: list[str] = []
     run = types.SimpleNamespace(
         _slow={},
-        directory=types.SimpleNamespace(root=tmp_path),
+        directory=types.SimpleNamespace(root=root),
         arguments=argparse.Namespace(exclude_slow=2),
-        comm=types.SimpleNamespace(world_size=4),
+        comm=types.SimpleNamespace(world_size=4, rank=0, excused=lambda why: contextlib.nullcontext()),
         manifest=types.SimpleNamespace(worlds={2: "two"}),
         machines=["good", "good", "bad", "other"],
         stop=types.SimpleNamespace(ask=lambda step, why: asked.append(why)),
     )
     for step, telling in enumerate(tellings.split()):
         Run._leave_out_slow(run, step, {"s": {"bad"}, "f": set(), "o": {"other"}}[telling], "slow: rank 2")
-    assert [(one.machine, one.kind) for one in failures(tmp_path)] == [(machine, SLOW) for machine in excluded]
-    assert asked == [AGAIN] * len(excluded)
+    return asked
 
 
 def test_a_machine_is_only_left_out_where_a_program_is_left():
