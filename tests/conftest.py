@@ -14,7 +14,9 @@ from tests.zoo.models import BY_NAME, ZooModel
 from tests.zoo.shared import shared
 
 torch.set_num_threads(1)
-gc.set_threshold(100_000, 20, 100)  # graphs are large and live long: looking for garbage in them is a fifth of the time
+gc.set_threshold(
+    1_000_000, 20, 100
+)  # graphs are large and live long: looking for garbage in them is a fifth of the time
 
 settings.register_profile(
     "ci",

@@ -6,13 +6,17 @@ client is told the status), and the end of the tests. It stays single-threaded, 
 
 from __future__ import annotations
 
+import _imp
 import atexit
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib
+import importlib.machinery
 import inspect
 import json
+import marshal
 import multiprocessing.spawn
 import os
 import random
@@ -24,6 +28,7 @@ import sys
 import threading
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -139,7 +144,6 @@ def _become(request: dict[str, Any], streams: list[int], path: list[str], execut
     os.environ.update(request["environment"])
     random.seed()
     sys.executable = executable
-    sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(os.path.dirname(executable), "bytecode")
     status = 1
     try:
         status = _run(list(request["arguments"]), path)
@@ -177,6 +181,28 @@ def _run(arguments: list[str], path: list[str]) -> int:
     return 0
 
 
+def keep_bytecode(folder: Path) -> None:
+    """Of modules by what their source says, not by where it lies: every program has a copy of the runtime."""
+
+    def get_code(loader: importlib.machinery.SourceFileLoader, name: str) -> types.CodeType:
+        path = loader.get_filename(name)
+        data = loader.get_data(path)
+        kept = folder / hashlib.sha256(data).hexdigest()
+        try:
+            code = marshal.loads(kept.read_bytes())
+        except (OSError, EOFError, ValueError):
+            code = loader.source_to_code(data, path)
+            with contextlib.suppress(OSError):
+                own = folder / f"{os.getpid()}"
+                own.write_bytes(marshal.dumps(code))
+                own.rename(kept)
+        _imp._fix_co_filename(code, path)
+        return code
+
+    folder.mkdir()
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
 def stack(context: int = 1) -> list[inspect.FrameInfo]:
     """As `inspect.stack`, without the source, for which it looks through all modules: torchrun asks at every turn of its
     rendezvous, for the names of functions."""
@@ -201,4 +227,5 @@ def prepare() -> None:
 
 if __name__ == "__main__":
     prepare()
+    keep_bytecode(Path(sys.argv[2]).with_name("bytecode"))
     Server(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]).run()
