@@ -49,8 +49,11 @@ class SentBucket:
 
 @once
 def numbered(stage: LoweredStage) -> tuple[StoredParameter, ...]:
-    """A stage's trained parameters under their numbers, so that those of alike stages are equal."""
-    return tuple(replace(p, name=str(i)) for i, p in enumerate(p for p in stage.parameters.values() if p.contributions))
+    """A stage's trained parameters under their numbers, as far as gradients are concerned: those of alike stages are equal."""
+    trained = [p for p in stage.parameters.values() if p.contributions]
+    return tuple(
+        replace(p, name=str(i), storage=p.optimizer, regather=(), optimizer_tier="") for i, p in enumerate(trained)
+    )
 
 
 @once
