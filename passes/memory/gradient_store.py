@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from autopar.ir.lowered import LoweredStage, StoredParameter
@@ -106,7 +106,7 @@ def _played(
             number, nbytes = gradient.storage
             storage = storages.get(number) or storages.setdefault(number, Storage(ledger, nbytes))
         elsewhere = storage.nbytes if gradient.held else 0
-        value = PlayedTensor(storage, gradient.layout)
+        value: Any = PlayedTensor(storage, gradient.layout)
         store.add(parameters[gradient.parameter].name, value, gradient.owned)
         del storage, value
         return seen(elsewhere)

@@ -23,6 +23,7 @@ from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
 from autopar.runtime.comm.devices import CPU, Device
 
+
 @dataclass(frozen=True)
 class Moment:
     """What an action does to a stage's bytes: the most it needs while it runs, and what it leaves behind.

@@ -22,7 +22,7 @@ from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
 from autopar.passes.rules.once import once
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
-from autopar.runtime.gradients.compression import CODECS, Codec, Lost, Unsent
+from autopar.runtime.gradients.compression import Codec, Lost, Unsent
 from autopar.runtime.gradients.grads import GradEntry, GradStore
 from autopar.runtime.memory.tiers import Tiers
 
@@ -87,7 +87,8 @@ def _played(
         store.launched.clear()
 
     for after, (number, owned) in enumerate(added, 1):
-        store.add(parameters[number].name, store.ledger.tensor(layouts[number]), owned)
+        gradient: Any = store.ledger.tensor(layouts[number])
+        store.add(parameters[number].name, gradient, owned)
         note(after)
     store.drain()
     note(len(added) + 1)
@@ -137,11 +138,14 @@ class _Unsent(Unsent):
         self.ledger = Ledger()
 
     def add_to(self, lost: Lost, codec: Codec) -> None:
-        super().add_to([(n, left, self.ledger.tensor(part.layout)) for n, left, part in lost], codec)
+        played: Any = [(name, left, self.ledger.tensor(Layout.of(part))) for name, left, part in lost]
+        super().add_to(played, codec)
 
 
 class _Buckets(Buckets):
     """The runtime's buckets. launched: names of what every message sums, and whether it was packed."""
+
+    unsent: _Unsent
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -157,6 +157,9 @@ class PlayedTensor:
     def dtype(self) -> torch.dtype:
         return self.layout.dtype
 
+    def stride(self) -> tuple[int, ...]:
+        return self.layout.stride
+
     def dim(self) -> int:
         return len(self.layout.shape)
 
@@ -189,13 +192,27 @@ class PlayedTensor:
             return lambda *_, **__: self
         return partial(_method, getattr(torch.Tensor, name), self)
 
+    def __add__(self, other: Any) -> Any:
+        return _asked(torch.add, (self, other), {})
+
+    def __sub__(self, other: Any) -> Any:
+        return _asked(torch.sub, (self, other), {})
+
+    def __truediv__(self, other: Any) -> Any:
+        return _asked(torch.div, (self, other), {})
+
+    def __lt__(self, other: Any) -> Any:
+        return _asked(torch.lt, (self, other), {})
+
+    def __lshift__(self, other: Any) -> Any:
+        return _asked(torch.bitwise_left_shift, (self, other), {})
+
+    def __invert__(self) -> Any:
+        return _asked(torch.bitwise_not, (self,), {})
+
     @classmethod
     def __torch_function__(cls, function: Any, _: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
         return _asked(function, args, kwargs or {})
-
-
-for _name in ("add", "sub", "mul", "truediv", "lt", "invert", "lshift"):
-    setattr(PlayedTensor, f"__{_name}__", lambda *args, _of=getattr(torch.Tensor, f"__{_name}__"): _asked(_of, args, {}))
 
 
 class _Index:

@@ -22,8 +22,8 @@ from autopar.ir.setting import Setting
 from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
-from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
+from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.lattice import copied_s
 from autopar.runtime.gradients.buckets import BUCKETED

@@ -18,13 +18,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
 from autopar.passes.memory import probe
-from autopar.passes.memory.probe import (
-    GatheredShard,
-    gather_effect,
-    line_effect,
-    local,
-    regather_peak,
-)
+from autopar.passes.memory.probe import GatheredShard, gather_effect, line_effect, local, regather_peak
 from autopar.passes.played.tensors import Effect, Layout, Out
 from autopar.runtime.comm.devices import CPU, Device
 from autopar.runtime.kernels import ops

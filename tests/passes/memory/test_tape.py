@@ -15,8 +15,8 @@ import torch
 from autopar.counter import ByteCounter
 from autopar.ir.lines import Compute, Function, Ref
 from autopar.ir.mesh import Mesh
-from autopar.passes.played.tensors import Effect, Layout, Out
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
+from autopar.passes.played.tensors import Effect, Layout, Out
 
 F32 = torch.float32
 ALONE = Mesh.of()
