@@ -88,7 +88,7 @@ def _played(
     changed: bool,
 ) -> StepBytes:
     """The same of stages that are alike."""
-    store = PlayedStore({p.name: p for p in parameters}, mesh, microbatches, compensated)
+    store = PlayedStore(parameters, mesh, microbatches, compensated)
     ledger, replayed = store.ledger, min(microbatches, REPLAYED)
 
     def seen(elsewhere: int = 0) -> StoreBytes:

@@ -141,6 +141,10 @@ class Storage:
             ledger.top = max(ledger.top, ledger.alive)
 
 
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: _asked(function, operands, {})
+
+
 class PlayedTensor:
     """Stands for a tensor wherever code uses its methods and functions of torch."""
 
@@ -180,9 +184,15 @@ class PlayedTensor:
         """Parts by slices without a step are asked of nobody, as buckets are cut in many."""
         slices, layout = index if isinstance(index, tuple) else (index,), self.layout
         if all(isinstance(one, slice) and one.step is None for one in slices):
-            sizes = [stop - start for n, one in zip(layout.shape, slices, strict=False) for start, stop, _ in [one.indices(n)]]
-            return PlayedTensor(self.storage, Layout((*sizes, *layout.shape[len(sizes) :]), layout.stride, layout.dtype))
-        return _asked(torch.Tensor.__getitem__, (self, _Index(index)), {})
+            sizes = [
+                stop - start
+                for n, one in zip(layout.shape, slices, strict=False)
+                for start, stop, _ in [one.indices(n)]
+            ]
+            return PlayedTensor(
+                self.storage, Layout((*sizes, *layout.shape[len(sizes) :]), layout.stride, layout.dtype)
+            )
+        return _asked(torch.Tensor.__getitem__, (self, index), {})
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self[0]] * min(self.layout.shape[0], _ROWS))
@@ -192,40 +202,13 @@ class PlayedTensor:
             return lambda *_, **__: self
         return partial(_method, getattr(torch.Tensor, name), self)
 
-    def __add__(self, other: Any) -> Any:
-        return _asked(torch.add, (self, other), {})
-
-    def __sub__(self, other: Any) -> Any:
-        return _asked(torch.sub, (self, other), {})
-
-    def __truediv__(self, other: Any) -> Any:
-        return _asked(torch.div, (self, other), {})
-
-    def __lt__(self, other: Any) -> Any:
-        return _asked(torch.lt, (self, other), {})
-
-    def __lshift__(self, other: Any) -> Any:
-        return _asked(torch.bitwise_left_shift, (self, other), {})
-
-    def __invert__(self) -> Any:
-        return _asked(torch.bitwise_not, (self,), {})
+    __add__, __sub__, __truediv__ = _operator(torch.add), _operator(torch.sub), _operator(torch.div)
+    __lt__, __lshift__ = _operator(torch.lt), _operator(torch.bitwise_left_shift)
+    __invert__ = _operator(torch.bitwise_not)
 
     @classmethod
     def __torch_function__(cls, function: Any, _: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
         return _asked(function, args, kwargs or {})
-
-
-class _Index:
-    """An index as an argument that can be looked up."""
-
-    def __init__(self, index: Any) -> None:
-        self.index, self.text = index, repr(index)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Index) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
 
 
 def _method(function: Callable[..., Any], tensor: PlayedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +254,7 @@ def _effect(
 
     def run(tensors: list[torch.Tensor]) -> Any:
         left = iter(tensors)
-        given = [next(left) if isinstance(v, Layout) else v.index if isinstance(v, _Index) else v for v in values]
+        given = [next(left) if isinstance(v, Layout) else v for v in values]
         result = function(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
         kinds.append(type(result))
         return result

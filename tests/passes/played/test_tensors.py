@@ -101,7 +101,7 @@ def test_the_played_gradient_store_holds_what_the_real_one_holds(
     """Two steps, of which the first is the one after which what compression has lost rests, gradient by gradient."""
     rng, microbatches = random.Random(seed), 1 + seed
     parameters = {f"p{i}": parameter(f"p{i}", rng, compression, tiers) for i in range(12)}
-    store = PlayedStore(parameters, MESH, microbatches, compensated)
+    store = PlayedStore([*parameters.values()], MESH, microbatches, compensated)
     comm, tier_of = MetaComm(MESH.sizes, device="cpu"), {n: p.tier for n, p in parameters.items() if p.tier}
     sizes = store._buckets.sizes
     real, counter = GradStore(comm, store.table, microbatches, sizes, compensated, tier_of=tier_of), ByteCounter()
