@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from autopar.ir.lowered import LoweredStage, StoredParameter
@@ -18,21 +18,22 @@ from autopar.passes.played.tensors import Layout, PlayedTensor, Storage
 REPLAYED = 3
 """Microbatches that are replayed: from the second to the last but one they are alike."""
 
+_NOWHERE: Mapping[str, int] = {}
+
 
 @dataclass(frozen=True)
 class Given:
-    """A gradient that an action gives to the store: the number of its parameter; storage: the number of the one that it lies in,
-    and its bytes; held: whether somebody else, who counts it, holds that too."""
+    """A gradient that an action gives to the store: the number of its parameter; storage: of the one that it lies in with others
+    its number and bytes (None: it lies alone); held: whether somebody else, who counts it, holds that too."""
 
     parameter: int
     layout: Layout
     owned: bool
-    storage: tuple[int, int]
+    storage: tuple[int, int] | None
     held: bool
 
 
-@dataclass(frozen=True)
-class StoreBytes:
+class StoreBytes(NamedTuple):
     """top: the most that the store has held since it was looked at last, without what is counted elsewhere; held, and parked by
     memory tier: what it has now."""
 
@@ -67,13 +68,14 @@ def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Set
     for action in actions:
         row = []
         for g in action.gradients:
-            block, nbytes = g.storage or (-1 - len(storages), g.layout.nbytes)  # what rests counts by itself
-            place = storages.setdefault(block, len(storages)), nbytes
+            place = None
+            if g.storage is not None and (g.held or not g.owned):
+                block, nbytes = g.storage
+                place = storages.setdefault(block, len(storages)), nbytes
             row.append(Given(number[g.name], g.layout, g.owned, place, g.held))
         given.append(tuple(row))
-    return _played(
-        trained, stage.mesh, stage.microbatches, tuple(given), setting.compensated, setting.changes_gradients
-    )
+    count = min(stage.microbatches, REPLAYED + 1)
+    return _played(trained, stage.mesh, count, tuple(given), setting.compensated, setting.changes_gradients)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -86,24 +88,28 @@ def _played(
     changed: bool,
 ) -> StepBytes:
     """The same of stages that are alike."""
-    store = PlayedStore({p.name: p for p in parameters}, mesh, microbatches, compensated)
+    store = PlayedStore(parameters, mesh, microbatches, compensated)
     ledger, replayed = store.ledger, min(microbatches, REPLAYED)
 
     def seen(elsewhere: int = 0) -> StoreBytes:
         top, ledger.top = ledger.top, ledger.alive
-        return StoreBytes(top - elsewhere, ledger.alive, dict(ledger.parked))
+        return StoreBytes(top - elsewhere, ledger.alive, dict(ledger.parked) if ledger.parked else _NOWHERE)
 
     def microbatch() -> Taken:
         storages: WeakValueDictionary[int, Storage] = WeakValueDictionary()
         return tuple(tuple(take(gradient, storages) for gradient in gradients) for gradients in given)
 
     def take(gradient: Given, storages: WeakValueDictionary[int, Storage]) -> StoreBytes:
-        number, nbytes = gradient.storage
-        storage = storages.get(number) or storages.setdefault(number, Storage(ledger, nbytes))
+        if gradient.storage is None:
+            storage = Storage(ledger, gradient.layout.nbytes)
+        else:
+            number, nbytes = gradient.storage
+            storage = storages.get(number) or storages.setdefault(number, Storage(ledger, nbytes))
+        elsewhere = storage.nbytes if gradient.held else 0
         value: Any = PlayedTensor(storage, gradient.layout)
         store.add(parameters[gradient.parameter].name, value, gradient.owned)
         del storage, value
-        return seen(nbytes if gradient.held else 0)
+        return seen(elsewhere)
 
     taken = [microbatch() for _ in range(replayed - 1)]
     if microbatches > REPLAYED and _grows(*taken):

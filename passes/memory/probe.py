@@ -142,23 +142,15 @@ _ASKED = Printer()
 def _probe(line: WholeLine, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
     names = _names(layouts)
     try:
-        text = _ASKED.expression(line)
-        space = {
-            "torch": torch,
-            "aten": torch.ops.aten,
-            **HOMES,
-            "user_ops": _UserOps(),
-            "rt": _rank(mesh.axes),
-            "call": 0,
-        }
-        function = eval(f"lambda {', '.join(names)}: {text}", space)
+        rank = _rank(mesh.axes)
+        space = {"torch": torch, "aten": torch.ops.aten, **HOMES, "user_ops": _UserOps(), "rt": rank, "call": 0}
+        function = eval(f"lambda {', '.join(names)}: {_ASKED.expression(line)}", space)
         definition = find(line.op) if isinstance(line, Compute) else None
         if definition is not None and definition.hidden_workspace:
             return _recurrent(function, layouts)
+        rank.comm.asked_index = False
         watched = watch(lambda tensors: function(*tensors), layouts)
-        if (
-            "rt.comm.axis_index" in text or "rt.along" in text
-        ):  # the last block sees most keys, or in zigzag order the first
+        if rank.comm.asked_index:  # the last block sees most keys, or in zigzag order the first
             space["rt"] = _rank(mesh.axes, 0)
             watched = max(watched, watch(lambda tensors: function(*tensors), layouts), key=lambda effect: effect.peak)
     except Exception:  # an op without a meta implementation, or one that looks at data

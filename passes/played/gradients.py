@@ -7,7 +7,7 @@ time (`autopar.runtime.gradients`) decides it here. Prices ask which gradients i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
 from autopar.passes.rules.once import once
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
-from autopar.runtime.gradients.compression import Codec, Unsent
+from autopar.runtime.gradients.compression import Codec, Lost, Unsent
 from autopar.runtime.gradients.grads import GradEntry, GradStore
 from autopar.runtime.memory.tiers import Tiers
 
@@ -30,11 +30,6 @@ from autopar.runtime.memory.tiers import Tiers
 def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
     """Bytes of a parameter's gradient on a rank before its reduction."""
     return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
-
-
-def summed_bytes(p: StoredParameter, mesh: Mesh) -> int:
-    """Bytes that a rank puts into the messages that sum a parameter's gradient, of all of them together."""
-    return bytes_in_buckets(p.optimizer.local_bytes(p.type, mesh), rows(p.reduce), mesh.product)
 
 
 @dataclass(frozen=True)
@@ -49,8 +44,11 @@ class SentBucket:
 
 @once
 def numbered(stage: LoweredStage) -> tuple[StoredParameter, ...]:
-    """A stage's trained parameters under their numbers, so that those of alike stages are equal."""
-    return tuple(replace(p, name=str(i)) for i, p in enumerate(p for p in stage.parameters.values() if p.contributions))
+    """A stage's trained parameters under their numbers, as far as gradients are concerned: those of alike stages are equal."""
+    trained = [p for p in stage.parameters.values() if p.contributions]
+    return tuple(
+        replace(p, name=str(i), storage=p.optimizer, regather=(), optimizer_tier="") for i, p in enumerate(trained)
+    )
 
 
 @once
@@ -74,7 +72,7 @@ def _played(
     parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...]
 ) -> tuple[SentBucket, ...]:
     """The messages of stages that are alike. added: whose gradients in their order, and whether nobody else holds them."""
-    store, before = PlayedStore({p.name: p for p in parameters}, mesh, 1), Counter[str]()
+    store, before = PlayedStore(parameters, mesh, 1), Counter[str]()
     layouts = [Layout.dense(_unreduced_shape(p, mesh), p.type.dtype) for p in parameters]
     buckets: list[SentBucket] = []
 
@@ -85,7 +83,8 @@ def _played(
         store.launched.clear()
 
     for after, (number, owned) in enumerate(added, 1):
-        store.add(parameters[number].name, store.ledger.tensor(layouts[number]), owned)
+        gradient: Any = store.ledger.tensor(layouts[number])
+        store.add(parameters[number].name, gradient, owned)
         note(after)
     store.drain()
     note(len(added) + 1)
@@ -95,8 +94,8 @@ def _played(
 @once
 def sent_in_place(stage: LoweredStage) -> frozenset[str]:
     """The parameters of a stage whose gradients are reduced where they lie, in a message of their own."""
-    first = [name for bucket in sent_buckets(stage) if not bucket.packed for name, before in bucket.sums if not before]
-    return frozenset(first)
+    alone = (bucket for bucket in sent_buckets(stage) if not bucket.packed)
+    return frozenset(name for bucket in alone for name, before in bucket.sums if not before)
 
 
 def _unreduced_shape(p: StoredParameter, mesh: Mesh) -> list[int]:
@@ -134,8 +133,9 @@ class _Unsent(Unsent):
         super().__init__()
         self.ledger = Ledger()
 
-    def add_to(self, lost: Any, codec: Codec) -> None:
-        super().add_to([(n, left, self.ledger.tensor(part.layout)) for n, left, part in lost], codec)
+    def add_to(self, lost: Lost, codec: Codec) -> None:
+        played: Any = [(name, left, self.ledger.tensor(Layout.of(part))) for name, left, part in lost]
+        super().add_to(played, codec)
 
 
 class _Buckets(Buckets):
@@ -160,13 +160,13 @@ class PlayedStore(GradStore):
     _buckets: _Buckets
 
     def __init__(
-        self, parameters: Mapping[str, StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
+        self, trained: Sequence[StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
     ) -> None:
         self.ledger = Ledger()
-        trained = {name: p for name, p in parameters.items() if p.contributions}
-        table = {n: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression) for n, p in trained.items()}
-        sizes = BucketSizes(step=sum(summed_bytes(p, mesh) for p in trained.values()))
-        tiers = {name: p.tier for name, p in parameters.items() if p.tier}
+        table = {p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression) for p in trained}
+        shards = ((p.optimizer.local_bytes(p.type, mesh), rows(p.reduce)) for p in trained)
+        sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))
+        tiers = {p.name: p.tier for p in trained if p.tier}
         super().__init__(MetaComm(mesh.sizes), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)
 
     @property

@@ -7,14 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.runtime.comm.calls import Call
-from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.comm import Axes, Comm
 
 
 class MetaComm(Comm):
-    """A rank, by default the last, whose collectives move nothing: buffers without data, of the right size."""
+    """A rank, by default the last, whose collectives move nothing: buffers without data, of the right size. asked_index: whether
+    anybody asked where it is along an axis."""
+
+    asked_index = False
 
     def __init__(self, mesh: Mapping[str, int], rank: int | None = None, device: str = "meta") -> None:
         super().__init__(math.prod(mesh.values()) - 1 if rank is None else rank, mesh, device)
+
+    def axis_index(self, axes: Axes) -> int:
+        self.asked_index = True
+        return super().axis_index(axes)
 
     def _start(self, call: Call) -> Callable[[], None]:
         def wait(held: Call = call) -> None:

@@ -111,8 +111,8 @@ class Ledger:
         self.alive = self.top = 0
         self.parked: dict[str, int] = {}
 
-    def tensor(self, layout: Layout, tier: str = "") -> Any:
-        """A PlayedTensor in a storage of its own, on the device or in a tier. The runtime takes it for a tensor of torch."""
+    def tensor(self, layout: Layout, tier: str = "") -> PlayedTensor:
+        """A tensor in a storage of its own, on the device or in a tier."""
         return PlayedTensor(Storage(self, layout.nbytes, tier), layout)
 
     def peak(self, nbytes: int) -> None:
@@ -141,6 +141,10 @@ class Storage:
             ledger.top = max(ledger.top, ledger.alive)
 
 
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: _asked(function, operands, {})
+
+
 class PlayedTensor:
     """Stands for a tensor wherever code uses its methods and functions of torch."""
 
@@ -156,6 +160,9 @@ class PlayedTensor:
     @property
     def dtype(self) -> torch.dtype:
         return self.layout.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        return self.layout.stride
 
     def dim(self) -> int:
         return len(self.layout.shape)
@@ -185,7 +192,7 @@ class PlayedTensor:
             return PlayedTensor(
                 self.storage, Layout((*sizes, *layout.shape[len(sizes) :]), layout.stride, layout.dtype)
             )
-        return _asked(torch.Tensor.__getitem__, (self, _Index(index)), {})
+        return _asked(torch.Tensor.__getitem__, (self, index), {})
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self[0]] * min(self.layout.shape[0], _ROWS))
@@ -195,31 +202,13 @@ class PlayedTensor:
             return lambda *_, **__: self
         return partial(_method, getattr(torch.Tensor, name), self)
 
+    __add__, __sub__, __truediv__ = _operator(torch.add), _operator(torch.sub), _operator(torch.div)
+    __lt__, __lshift__ = _operator(torch.lt), _operator(torch.bitwise_left_shift)
+    __invert__ = _operator(torch.bitwise_not)
+
     @classmethod
     def __torch_function__(cls, function: Any, _: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
         return _asked(function, args, kwargs or {})
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    function = getattr(torch.Tensor, name)
-    return lambda *args: _asked(function, args, {})
-
-
-for _name in ("__add__", "__sub__", "__mul__", "__truediv__", "__lt__", "__invert__", "__lshift__"):
-    setattr(PlayedTensor, _name, _operator(_name))
-
-
-class _Index:
-    """An index as an argument that can be looked up."""
-
-    def __init__(self, index: Any) -> None:
-        self.index, self.text = index, repr(index)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Index) and self.text == other.text
-
-    def __hash__(self) -> int:
-        return hash(self.text)
 
 
 def _method(function: Callable[..., Any], tensor: PlayedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +254,7 @@ def _effect(
 
     def run(tensors: list[torch.Tensor]) -> Any:
         left = iter(tensors)
-        given = [next(left) if isinstance(v, Layout) else v.index if isinstance(v, _Index) else v for v in values]
+        given = [next(left) if isinstance(v, Layout) else v for v in values]
         result = function(*given[:positional], **dict(zip(names, given[positional:], strict=True)))
         kinds.append(type(result))
         return result

@@ -1,4 +1,7 @@
-"""Adding a memory tier is adding its row to `autopar/runtime/memory/tiers.py`: here memory behind CXL, between host memory and files."""
+"""Adding a memory tier is adding its row to `autopar/runtime/memory/tiers.py`.
+
+Here it is memory behind CXL, between host memory and files.
+"""
 
 from __future__ import annotations
 

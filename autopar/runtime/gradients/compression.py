@@ -85,7 +85,7 @@ def _decode_int8(wire: Tensor, x: Tensor) -> None:
 def _scales(wire: Tensor, x: Tensor) -> Tensor:
     """2^e of every block, (blocks, 1): its bits are the exponent's."""
     bits = (wire[x.numel() :].to(torch.int32) + 127) << 23
-    return bits.view(torch.float32).to(x.dtype)[:, None]
+    return bits.view(torch.float32).to(x.dtype).unsqueeze(1)
 
 
 CODECS = {

@@ -1,7 +1,7 @@
 """Clocks that somebody sets, back or forth, by seconds or by years, change nothing of what a run does.
 
-What waits counts seconds of clocks that nobody can set; owners are told by whether their beat changes, whatever it says. Only ages
-of failures are told by the clock of the machine (test_excluded_nodes.py).
+What waits counts seconds of clocks that nobody can set; owners are told by whether their beat changes, whatever it says. Only
+ages of failures are told by the clock of the machine (test_excluded_nodes.py).
 """
 
 from __future__ import annotations
