@@ -137,7 +137,8 @@ class StagePlan:
         """The stage with every strategy converted. path: of the stage in its file."""
         templates = {
             name: replace(
-                t, strategies={n: convert(s, f"{path}.templates.{name}.strategies.{n}") for n, s in t.strategies.items()}
+                t,
+                strategies={n: convert(s, f"{path}.templates.{name}.strategies.{n}") for n, s in t.strategies.items()},
             )
             for name, t in self.templates.items()
         }

@@ -100,14 +100,23 @@ def kept(**said: Any) -> Mapping[str, Kept]:
 
 def to_data(value: Any, kind: Any = None) -> Any:
     """What is written of a value: plain data for JSON. kind: its class or type hint, where that is not the value's own class."""
-    write = form_of(type(value) if kind is None else kind).write
+    hint: Any = type(value) if kind is None else kind
+    write = form_of(hint).write
     return value if write is None else write(value)
 
 
 def from_data(kind: type[T], data: object, path: str = "", *, others: bool = False, **absent: Any) -> T:
     """The dataclass that data of a file say. path: of the data in the file; others: keys beside the fields are left out,
     instead of being refused; absent: values of fields that are not of the file. Raises SchemaError."""
-    return _record_of(kind, others).read(data, path, absent)
+    own: Any = kind
+    return _record_of(own, others).read(data, path, absent)
+
+
+def check(value: Any, path: str) -> None:
+    """See that every field of a dataclass holds what its type hint allows. Raises SchemaError."""
+    kind: Any = type(value)
+    for one in _record_of(kind, False).fields:
+        one.form.read(getattr(value, one.name), inside(path, one.name))
 
 
 @functools.cache
@@ -182,9 +191,7 @@ def _mapping(write: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
 def _row(writes: Sequence[Callable[[Any], Any] | None]) -> Callable[[Any], Any]:
     if not any(writes):
         return list
-    return lambda value: [
-        entry if write is None else write(entry) for write, entry in zip(writes, value, strict=True)
-    ]
+    return lambda value: [entry if write is None else write(entry) for write, entry in zip(writes, value, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +218,9 @@ class _Record:
     def read(self, data: object, path: str, absent: Mapping[str, Any] | None = None) -> Any:
         """Raises SchemaError."""
         if not isinstance(data, Mapping):
-            raise must_be(path, f"a mapping with the keys {', '.join(self.required)}" if self.required else "a mapping", data)
+            raise must_be(
+                path, f"a mapping with the keys {', '.join(self.required)}" if self.required else "a mapping", data
+            )
         if not self.others:
             known(data, self.keys, path)
         for key in self.required:
@@ -244,7 +253,8 @@ class _Record:
 @functools.cache
 def _record_of(kind: Any, others: bool) -> _Record:
     hints = typing.get_type_hints(kind, include_extras=True)
-    fields, required = [], []
+    fields: list[_Field] = []
+    required: list[str] = []
     for one in dataclasses.fields(kind):
         said = one.metadata.get("kept", Kept())
         if said.absent:
