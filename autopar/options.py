@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 from autopar.errors import InputError
 from autopar.ir.memory_levers import OFFLOAD_KINDS, PRECISIONS, RECOMPUTE_POLICIES
-from autopar.ir.mesh import Mesh
-from autopar.runtime.compiled.inductor import COMPILERS
-from autopar.runtime.data.schema import MOST_COUNT, MOST_NUMBER, is_identifier, is_integer, shown
+from autopar.ir.mesh import AxisSize, Mesh
+from autopar.runtime.data.fields import Identifier, check
+from autopar.runtime.data.schema import Schema, SchemaError, choice, integer, is_number, number, positive, where
 from autopar.runtime.gradients.compression import CODECS
+from autopar.runtime.program.run_options import RunOptions, Seed
 
 BRANCHES = ("refuse", "as-example")
 ON_OVERFLOW = ("stop", "chunk")
@@ -22,9 +23,54 @@ MEGATRON = ("megatron", "megatron-zero1", "megatron-zero3")
 STRATEGIES = ("auto", "dp", "zero1", "zero3", *MEGATRON)
 
 
+def _one_of(choices: Callable[[], Sequence[str]]) -> Schema[str]:
+    """A name of a table, which may get rows: it is asked at every check."""
+    return lambda value, path: choice(choices())(value, path)
+
+
+def _as_number(schema: Schema[float]) -> Schema[float]:
+    """A number of any type that is one, such as a Fraction or a scalar of NumPy."""
+    return lambda value, path: schema(
+        float(value) if isinstance(value, Real) and not isinstance(value, int) else value, path
+    )
+
+
+def _is_dim(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _are_batch_dims(value: Any) -> bool:
+    """None, or a dim or None per input, by name or in order."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) for name in value) and all(map(_is_dim, value.values()))
+    return value is None or (isinstance(value, (list, tuple)) and all(map(_is_dim, value)))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(path, str) for path in value)
+
+
+Count = Annotated[int, integer(1)]
+Seconds = Annotated[float, _as_number(number(0, MOST_SECONDS))]
+PositiveSeconds = Annotated[float, _as_number(positive(MOST_SECONDS))]
+Bytes = Annotated[float, _as_number(positive())]
+RecomputePolicy = Annotated[str, _one_of(lambda: ("auto", *RECOMPUTE_POLICIES))]
+OffloadKind = Annotated[str, _one_of(lambda: (*OFFLOAD_KINDS, "auto"))]
+Precision = Annotated[str, _one_of(lambda: tuple(PRECISIONS))]
+Codec = Annotated[str, _one_of(lambda: tuple(CODECS))]
+ModulePaths = Annotated[Sequence[str], where(_are_texts, "a list of module paths, such as ['layers.8']")]
+BatchDims = Annotated[
+    Any,
+    where(
+        _are_batch_dims, "a mapping of inputs to their batch dims, such as {'x': 0, 'mask': None}, or a list of these"
+    ),
+]
+Share = Annotated[float, _as_number(where(lambda share: is_number(share, 0, 1) and share > 0, "a number in (0, 1]"))]
+
+
 @dataclass(frozen=True)
-class Options:
-    """Choices of one compilation.
+class Options(RunOptions):
+    """Choices of one compilation; those that reach run time, such as `compiler`, stand in `RunOptions`.
 
     microbatches: pieces the global batch is cut into along its batch dim; gradients accumulate to those of the whole
         batch, synchronised once. None: what the search finds best.
@@ -76,11 +122,6 @@ class Options:
         back, so that all do as much; 0, as it is. None: what the search finds best.
     overlap: let lines of a block run while messages of others travel, where that is faster and fits. False: every message is
         waited for where it starts, but those of parameters and gradients.
-    compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
-        torch's inductor, at the end of the first step. Memory is promised for the program as it is written.
-    cuda_graphs: capture forward and backward of a step on a GPU once as a CUDA graph and play it from then on, so that the
-        host starts one thing instead of every kernel. Where that cannot be (several ranks, dropout, sizes that data decides,
-        …) a CudaGraphWarning says why when the program runs, and steps run as they are written. Memory is promised for these.
     gradient_compression: how gradients travel while they are reduced over ranks: None, as they are; "bf16", rounded to half the
         bytes of float32 and added in float32; "int8", a quarter of the bytes, with a scale for every 256 elements and error
         feedback: what rounding loses is kept on the rank, one float32 per element, and sent with the next step's gradient.
@@ -88,46 +129,41 @@ class Options:
     batch_dims: batch dim per input, by name or in order; None where an input has none. Default: dim 0.
     """
 
-    microbatches: int | None = None
-    coupled: str = "refuse"
-    pp: int | None = None
+    microbatches: Count | None = None
+    coupled: Annotated[str, choice(COUPLED)] = "refuse"
+    pp: Count | None = None
     schedule: str = "auto"
-    chunks: int | None = None
-    stage_boundaries: Sequence[str] | None = None
-    mesh: Mapping[str, int] | None = None
-    strategy: str = "auto"
-    recompute: str = "auto"
-    offload: str = "auto"
-    precision: str | None = None
+    chunks: Count | None = None
+    stage_boundaries: ModulePaths | None = None
+    mesh: Mapping[Identifier, AxisSize] | None = None
+    strategy: Annotated[str, choice(STRATEGIES)] = "auto"
+    recompute: RecomputePolicy = "auto"
+    offload: OffloadKind = "auto"
+    precision: Precision | None = None
     constraints: Mapping[str, str] = field(default_factory=dict)
-    memory_fraction: float = 0.9
-    memory_bytes: float | None = None
-    solver_time_limit_s: float = 60.0
-    search_s: float | None = None
-    workers: int | None = 1
-    explain_s: float = 30.0
-    seed: int = 0
+    memory_fraction: Share = 0.9
+    memory_bytes: Bytes | None = None
+    solver_time_limit_s: PositiveSeconds = 60.0
+    search_s: Seconds | None = None
+    workers: Count | None = 1
+    explain_s: Seconds = 30.0
+    seed: Seed = 0
     compensated_sums: bool = False
     guards: bool = True
-    branches: str = "refuse"
-    expert_imbalance: float = 1.25
-    on_overflow: str = "stop"
+    branches: Annotated[str, choice(BRANCHES)] = "refuse"
+    expert_imbalance: Annotated[float, _as_number(number(1))] = 1.25
+    on_overflow: Annotated[str, choice(ON_OVERFLOW)] = "stop"
     order: int | None = None
     overlap: bool = True
-    compiler: str = "none"
-    cuda_graphs: bool = False
-    gradient_compression: str | None = None
-    batch_dims: Any = None
+    gradient_compression: Codec | None = None
+    batch_dims: BatchDims = None
 
     def __post_init__(self) -> None:
-        for name, right, wrong in _CHECKS:
-            value = getattr(self, name)
-            if not right(value):
-                shown = _Shown(dict(value) if isinstance(value, Mapping) else value)
-                words = wrong if isinstance(wrong, str) else wrong()
-                raise InputError(f"Options.{name} {words}".format(value=shown, kind=type(value).__name__))
-        if self.solver_time_limit_s <= 0 or (self.memory_bytes is not None and self.memory_bytes <= 0):
-            raise InputError("Options.solver_time_limit_s and Options.memory_bytes must be positive")
+        """Raises InputError for a value that its field does not allow."""
+        try:
+            check(self, "Options")
+        except SchemaError as error:
+            raise InputError(str(error)) from None
 
     def forced_mesh(self, ranks: int, cluster_ranks: int) -> Mesh | None:
         """The mesh that is asked for, of the whole cluster or of a stage of `ranks` ranks. Raises InputError where its
@@ -148,118 +184,3 @@ class Options:
             return cluster_ranks // (self.pp or len(self.stage_boundaries or ()) + 1)
         mesh = self.mesh or {}
         return int(mesh.get("dp", 1)) * (1 if self.strategy == "auto" else int(mesh.get("ep", 1)))
-
-
-class _Shown:
-    """A value in a message: one short line, whatever it is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return shown(self.value)
-
-    __str__ = __repr__
-
-
-def _is_number(kind: type, optional: bool = False) -> Callable[[Any], bool]:
-    return lambda value: (optional and value is None) or (isinstance(value, kind) and not isinstance(value, bool))
-
-
-def _one_of(choices: Callable[[], Sequence[str | None]]) -> tuple[Callable[[Any], bool], Callable[[], str]]:
-    """choices: asked at every check, as tables may get rows."""
-
-    def wrong() -> str:
-        named = ", ".join(choice for choice in choices() if choice is not None)
-        return f"{{value!r}} is unknown; choose one of {named}{', or None' if None in choices() else ''}"
-
-    return lambda value: value in choices(), wrong
-
-
-def _is_finite(optional: bool = False) -> Callable[[Any], bool]:
-    number = _is_number(Real, optional)
-    return lambda value: number(value) and (value is None or abs(float(value)) <= MOST_NUMBER)
-
-
-def _are_batch_dims(value: Any) -> bool:
-    """None, or a dim or None per input, by name or in order."""
-    if isinstance(value, dict):
-        return all(isinstance(name, str) for name in value) and _are_batch_dims(list(value.values()))
-    dim = _is_number(int, optional=True)
-    return value is None or (isinstance(value, (list, tuple)) and all(map(dim, value)))
-
-
-def _are_paths(value: Any) -> bool:
-    return value is None or (isinstance(value, (list, tuple)) and all(isinstance(path, str) for path in value))
-
-
-_COUNTS = ("microbatches", "pp", "chunks", "workers")
-_CHECKS: tuple[tuple[str, Callable[[Any], bool], str | Callable[[], str]], ...] = (
-    *(
-        (name, lambda value: value is None or isinstance(value, Mapping), "must be a dict, it is a {kind}")
-        for name in ("mesh", "constraints")
-    ),
-    *((name, _is_number(int, optional=True), "must be a number, it is {value!r}") for name in (*_COUNTS, "order")),
-    *(
-        (name, _is_finite(), "must be a number, it is {value!r}")
-        for name in ("memory_fraction", "solver_time_limit_s", "explain_s", "expert_imbalance")
-    ),
-    *((name, _is_finite(optional=True), "must be a number, it is {value!r}") for name in ("memory_bytes", "search_s")),
-    *(
-        (name, lambda seconds: seconds is None or 0 <= seconds <= MOST_SECONDS, "must lie in [0, 1e9], it is {value}")
-        for name in ("explain_s", "search_s")
-    ),
-    ("solver_time_limit_s", lambda seconds: seconds <= MOST_SECONDS, "must be at most 1e9, it is {value}"),
-    *(
-        (name, lambda value: isinstance(value, bool), "must be True or False, it is {value!r}")
-        for name in ("guards", "overlap", "cuda_graphs")
-    ),
-    ("seed", _is_number(int), "must be a number, it is {value!r}"),
-    ("seed", lambda seed: is_integer(seed, -(1 << 63), (1 << 63) - 1), "must fit into 64 bits, it is {value}"),
-    ("compensated_sums", lambda value: isinstance(value, bool), "must be True or False, it is {value!r}"),
-    ("schedule", lambda value: isinstance(value, str), "must be the name of a schedule or 'auto', it is {value!r}"),
-    (
-        "batch_dims",
-        _are_batch_dims,
-        "maps inputs to their batch dims, such as {{'x': 0, 'mask': None}}, or lists these; it is {value!r}",
-    ),
-    (
-        "constraints",
-        lambda value: all(isinstance(part, str) for pair in value.items() for part in pair) if value else True,
-        "maps patterns to specs, such as {{'*.weight': '[@tp, .]'}}; it is {value}",
-    ),
-    (
-        "mesh",
-        lambda mesh: all(map(is_identifier, mesh or ())),
-        "has an axis whose name is not made of letters, digits and _: {value}",
-    ),
-    (
-        "mesh",
-        lambda mesh: all(isinstance(size, int) and not isinstance(size, bool) for size in (mesh or {}).values()),
-        "maps axis names to sizes, such as {{'dp': 2, 'tp': 4}}; it is {value}",
-    ),
-    *((name, lambda count: count is None or count >= 1, "must be at least 1, it is {value}") for name in _COUNTS),
-    *(
-        (name, lambda count: count is None or count <= MOST_COUNT, f"must be at most {MOST_COUNT}, it is {{value}}")
-        for name in _COUNTS
-    ),
-    (
-        "order",
-        lambda order: order is None or 0 <= order <= MOST_COUNT,
-        f"must lie in [0, {MOST_COUNT}], it is {{value}}",
-    ),
-    ("stage_boundaries", _are_paths, "is a list of module paths, such as ['layers.8']; it is {value!r}"),
-    ("expert_imbalance", lambda share: share >= 1, "must be at least 1 (the mean), it is {value}"),
-    ("on_overflow", *_one_of(lambda: ON_OVERFLOW)),
-    ("coupled", *_one_of(lambda: COUPLED)),
-    ("strategy", *_one_of(lambda: STRATEGIES)),
-    ("recompute", *_one_of(lambda: ("auto", *RECOMPUTE_POLICIES))),
-    ("offload", *_one_of(lambda: (*OFFLOAD_KINDS, "auto"))),
-    ("branches", *_one_of(lambda: BRANCHES)),
-    ("compiler", *_one_of(lambda: COMPILERS)),
-    ("precision", *_one_of(lambda: (*PRECISIONS, None))),
-    ("gradient_compression", *_one_of(lambda: (*CODECS, None))),
-    ("memory_fraction", lambda share: 0 < share <= 1, "must lie in (0, 1], it is {value}"),
-    ("mesh", lambda mesh: all(int(size) >= 1 for size in (mesh or {}).values()), "has an axis smaller than 1: {value}"),
-)
-"""Option, whether a value of it is right, and what is said of one that is not; in the order in which they are checked."""

@@ -9,10 +9,11 @@ nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from autopar.errors import PlanError
 from autopar.ir.actions import parse_row, show_row
@@ -22,19 +23,15 @@ from autopar.ir.program import Program
 from autopar.ir.rule import Strategy
 from autopar.ir.spec import Spec, parse_spec
 from autopar.runtime.data.datafile import read_json
+from autopar.runtime.data.fields import Form, Length, Pairs, from_data, kept, notation, to_data
 from autopar.runtime.data.schema import (
     MOST_RANKS,
     SchemaError,
     choice,
-    flag,
-    identifier,
     integer,
-    listed,
+    is_integer,
     must_be,
-    number,
     parsed,
-    record,
-    row,
     shown,
     table,
     text,
@@ -53,6 +50,23 @@ MOST_PIECES = 64
 """The most pieces of a block that are run one beside another's messages."""
 
 
+def _tier(value: object, path: str, device: str | None = None) -> Any:
+    """The schema of a tier's name. device: what stands for none."""
+    names = tier_names() if device is None else ("", *tier_names())
+    what = f"a memory tier, of {', '.join(tier_names())}{'' if device is None else f' (or empty: {device})'}"
+    return where(lambda name: isinstance(name, str) and name in names, what)(value, path)
+
+
+Tier = Annotated[str, _tier]
+TierOrDevice = Annotated[str, partial(_tier, device="on the device")]
+SpecText = Annotated[Spec, notation(parse_spec, Spec.show)]
+StrategyTexts = Annotated[dict[str, Strategy], Form(table(text(), text()), dict)]
+"""Strategies as text: what it says depends on the mesh of the stage, which reads and writes it."""
+Row = Annotated[str, parsed(lambda row: show_row(parse_row(row)), text(1 << 24))]
+SPARSE = kept(sparse=True)
+REQUIRED = kept(required=True)
+
+
 @dataclass(frozen=True)
 class TemplatePlan:
     """strategies: op node -> choice per mesh axis. specs: placeholders and hubs -> spec; a placeholder that is given in another
@@ -66,15 +80,15 @@ class TemplatePlan:
     insists: overlap and pieces are as said also where they are not estimated to be faster.
     """
 
-    strategies: dict[str, Strategy]
-    specs: dict[str, Spec]
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    offload_tier: str = HOST_MEMORY.name
-    overlap: str = ""
-    pieces: int = 1
-    cut: tuple[tuple[str, int], ...] = ()
-    insists: bool = False
+    strategies: StrategyTexts
+    specs: dict[str, SpecText]
+    recompute: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    offload: tuple[str, ...] = field(default=(), metadata=SPARSE)
+    offload_tier: Tier = field(default=HOST_MEMORY.name, metadata=kept(beside="offload"))
+    overlap: Annotated[str, choice(OVERLAPS)] = field(default="", metadata=SPARSE)
+    pieces: Annotated[int, integer(1, MOST_PIECES)] = field(default=1, metadata=SPARSE)
+    cut: Annotated[tuple[tuple[str, int], ...], Pairs()] = field(default=(), metadata=kept(beside="pieces"))
+    insists: bool = field(default=False, metadata=SPARSE)
 
     def given(self, value: str) -> Spec:
         """The spec in which a placeholder is given to the template. Raises KeyError."""
@@ -89,10 +103,10 @@ class ParameterPlan:
     ("": on the device).
     """
 
-    storage: Spec
-    optimizer: Spec
-    tier: str = ""
-    optimizer_tier: str = ""
+    storage: SpecText
+    optimizer: SpecText
+    tier: TierOrDevice = field(default="", metadata=SPARSE)
+    optimizer_tier: TierOrDevice = field(default="", metadata=SPARSE)
 
 
 @dataclass(frozen=True)
@@ -100,9 +114,35 @@ class StagePlan:
     """calls: half-open range of call indices. mesh: axes over the stage's ranks, `mesh.offset` its first rank."""
 
     calls: tuple[int, int]
-    mesh: Mesh
+    mesh: Mesh = field(metadata=kept(inline=True))
     templates: dict[str, TemplatePlan]
     parameters: dict[str, ParameterPlan]
+
+    def as_written(self) -> StagePlan:
+        """The stage with its strategies as text, as files have them."""
+        return self._with_strategies(lambda strategy, _: show_strategy(strategy, self.mesh))
+
+    def as_read(self, path: str) -> StagePlan:
+        """Inverse of `as_written`. Raises SchemaError where a strategy or a spec is of other axes than the mesh's."""
+        stage = self._with_strategies(parsed(lambda words: parse_strategy(words, self.mesh)), path)
+        for name, template in self.templates.items():
+            for value, spec in template.specs.items():
+                _check_axes(spec, self.mesh, f"{path}.templates.{name}.specs.{value}")
+        for name, parameter in self.parameters.items():
+            _check_axes(parameter.storage, self.mesh, f"{path}.parameters.{name}.storage")
+            _check_axes(parameter.optimizer, self.mesh, f"{path}.parameters.{name}.optimizer")
+        return stage
+
+    def _with_strategies(self, convert: Callable[[Any, str], Any], path: str = "") -> StagePlan:
+        """The stage with every strategy converted. path: of the stage in its file."""
+        templates = {
+            name: replace(
+                t,
+                strategies={n: convert(s, f"{path}.templates.{name}.strategies.{n}") for n, s in t.strategies.items()},
+            )
+            for name, t in self.templates.items()
+        }
+        return replace(self, templates=templates)
 
 
 @dataclass(frozen=True)
@@ -118,17 +158,17 @@ class Plan:
 
     program: str
     cluster: str
-    ranks: int
-    stages: tuple[StagePlan, ...]
-    microbatches: int = 1
-    schedule: str = "none"
-    origin: str = "solver"
-    predicted: dict[str, float] = field(default_factory=dict, compare=False)
-    table: tuple[str, ...] = ()
-    placement: tuple[int, ...] = ()
-    precision: str = ""
-    order: int = 0
-    gradient_compression: str = ""
+    ranks: Annotated[int, integer(1, MOST_RANKS)]
+    stages: Annotated[tuple[StagePlan, ...], Length(1)] = field(metadata=kept(last=True))
+    microbatches: Annotated[int, integer(1)] = field(default=1, metadata=REQUIRED)
+    schedule: str = field(default="none", metadata=REQUIRED)
+    origin: str = field(default="solver", metadata=REQUIRED)
+    predicted: dict[str, float] = field(default_factory=dict, compare=False, metadata=REQUIRED)
+    table: tuple[Row, ...] = ()
+    placement: tuple[Annotated[int, integer(0, MOST_RANKS)], ...] = ()
+    precision: Annotated[str, choice(("", *PRECISIONS))] = field(default="", metadata=SPARSE)
+    order: Annotated[int, integer(0, MOST_RANKS)] = field(default=0, metadata=SPARSE)
+    gradient_compression: Annotated[str, choice(("", *CODECS))] = field(default="", metadata=SPARSE)
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.to_dict(), sort_keys=True))
@@ -143,22 +183,13 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {
-            "autopar_plan": VERSION,
-            "program": self.program,
-            "cluster": self.cluster,
-            "ranks": self.ranks,
-            "microbatches": self.microbatches,
-            "schedule": self.schedule,
-            "origin": self.origin,
-            "predicted": self.predicted,
-            "table": list(self.table),
-            "placement": list(self.placement),
-            **({"precision": self.precision} if self.precision else {}),
-            **({"order": self.order} if self.order else {}),
-            **({"gradient_compression": self.gradient_compression} if self.gradient_compression else {}),
-            "stages": [_stage_out(s) for s in self.stages],
-        }
+        return {"autopar_plan": VERSION, **to_data(self)}
+
+    def as_read(self, path: str) -> Plan:
+        """The plan as a file has it. Raises SchemaError where its placement does not name every rank once."""
+        if self.placement and sorted(self.placement) != list(range(self.ranks)):
+            raise must_be("placement", f"every rank from 0 to {self.ranks - 1} once", self.placement)
+        return self
 
     @staticmethod
     def from_dict(data: Any) -> Plan:
@@ -171,11 +202,12 @@ class Plan:
             raise PlanError(
                 "the plan is corrupt: it must be a JSON object with a list of stages; compile again to write a new one"
             )
-        version = data.get("autopar_plan", VERSION)
-        if version != VERSION:
+        fields = dict(data)
+        version = fields.pop("autopar_plan", "none")
+        if not is_integer(version, VERSION, VERSION):
             raise PlanError(f"this plan is of format {shown(version)}, this autopar reads {VERSION}; plan again")
         try:
-            return _plan_in(data)
+            return from_data(Plan, fields)
         except SchemaError as error:
             raise PlanError(f"the plan is corrupt: {error}; compile again to write a new one") from error
 
@@ -254,155 +286,6 @@ def parse_strategy(words: str, mesh: Mesh) -> Strategy:
     if unknown:
         raise PlanError(f"strategy {words!r} uses {', '.join(sorted(unknown))}, the mesh has {', '.join(mesh.names)}")
     return tuple(choices.get(axis, "") for axis in mesh.names)
-
-
-def _stage_out(stage: StagePlan) -> dict[str, Any]:
-    return {
-        "calls": list(stage.calls),
-        "mesh": dict(stage.mesh.axes),
-        "first_rank": stage.mesh.offset,
-        "templates": {
-            name: {
-                "strategies": {n: show_strategy(s, stage.mesh) for n, s in t.strategies.items()},
-                "specs": {n: s.show() for n, s in t.specs.items()},
-                **({"recompute": list(t.recompute)} if t.recompute else {}),
-                **({"offload": list(t.offload), "offload_tier": t.offload_tier} if t.offload else {}),
-                **({"overlap": t.overlap} if t.overlap else {}),
-                **({"pieces": t.pieces, "cut": dict(t.cut)} if t.pieces > 1 else {}),
-                **({"insists": True} if t.insists else {}),
-            }
-            for name, t in stage.templates.items()
-        },
-        "parameters": {
-            name: {
-                "storage": p.storage.show(),
-                "optimizer": p.optimizer.show(),
-                **({"tier": p.tier} if p.tier else {}),
-                **({"optimizer_tier": p.optimizer_tier} if p.optimizer_tier else {}),
-            }
-            for name, p in stage.parameters.items()
-        },
-    }
-
-
-# --- what a plan's data may hold --------------------------------------------------------------------------------------------
-
-
-def _tier(value: object, path: str) -> Any:
-    what = f"a memory tier, of {', '.join(tier_names())}"
-    return where(lambda name: isinstance(name, str) and name in tier_names(), what)(value, path)
-
-
-def _tier_or_device(value: object, path: str) -> Any:
-    what = f"a memory tier, of {', '.join(tier_names())} (or empty: on the device)"
-    return where(lambda name: isinstance(name, str) and name in ("", *tier_names()), what)(value, path)
-
-
-_NAMES = listed(text())
-_SPEC = parsed(parse_spec)
-_AXES = table(identifier(), integer(1, MOST_RANKS), most=16)
-
-_PARAMETER = record(
-    {"storage": _SPEC, "optimizer": _SPEC}, {"tier": _tier_or_device, "optimizer_tier": _tier_or_device}
-)
-_TEMPLATE = record(
-    {"strategies": table(text(), text()), "specs": table(text(), _SPEC)},
-    {
-        "recompute": _NAMES,
-        "offload": _NAMES,
-        "offload_tier": _tier,
-        "overlap": choice(OVERLAPS),
-        "pieces": integer(1, MOST_PIECES),
-        "cut": table(text(), integer(0)),
-        "insists": flag(),
-    },
-)
-_STAGE = record(
-    {
-        "calls": row(integer(), integer()),
-        "mesh": _AXES,
-        "first_rank": integer(0, MOST_RANKS),
-        "templates": table(text(), _TEMPLATE),
-        "parameters": table(text(), _PARAMETER),
-    }
-)
-_PLAN = record(
-    {
-        "autopar_plan": integer(VERSION, VERSION),
-        "program": text(),
-        "cluster": text(),
-        "ranks": integer(1, MOST_RANKS),
-        "microbatches": integer(1),
-        "schedule": text(),
-        "origin": text(),
-        "predicted": table(text(), number()),
-        "stages": listed(_STAGE, least=1),
-    },
-    {
-        "table": listed(parsed(lambda row: show_row(parse_row(row)), text(1 << 24))),
-        "placement": listed(integer(0, MOST_RANKS)),
-        "precision": choice(("", *PRECISIONS)),
-        "order": integer(0, MOST_RANKS),
-        "gradient_compression": choice(("", *CODECS)),
-    },
-)
-
-
-def _plan_in(data: object) -> Plan:
-    """The plan in the data of a plan.json. Raises SchemaError."""
-    read = _PLAN(data, "")
-    placement = tuple(read.get("placement", ()))
-    if placement and sorted(placement) != list(range(read["ranks"])):
-        raise must_be("placement", f"every rank from 0 to {read['ranks'] - 1} once", placement)
-    return Plan(
-        read["program"],
-        read["cluster"],
-        read["ranks"],
-        tuple(_stage_in(stage, f"stages[{i}]") for i, stage in enumerate(read["stages"])),
-        read["microbatches"],
-        read["schedule"],
-        read["origin"],
-        read["predicted"],
-        tuple(read.get("table", ())),
-        placement,
-        read.get("precision", ""),
-        read.get("order", 0),
-        read.get("gradient_compression", ""),
-    )
-
-
-def _stage_in(read: dict[str, Any], path: str) -> StagePlan:
-    """The plan of a stage in the data of a plan.json. Raises SchemaError."""
-    mesh = Mesh(tuple(read["mesh"].items()), read["first_rank"])
-    if mesh.size > MOST_RANKS:
-        raise must_be(f"{path}.mesh", f"of at most {MOST_RANKS} ranks", read["mesh"])
-    strategy = parsed(lambda words: parse_strategy(words, mesh))
-    templates = {
-        name: TemplatePlan(
-            {n: strategy(s, f"{path}.templates.{name}.strategies.{n}") for n, s in t["strategies"].items()},
-            t["specs"],
-            tuple(t.get("recompute", ())),
-            tuple(t.get("offload", ())),
-            t.get("offload_tier", HOST_MEMORY.name),
-            t.get("overlap", ""),
-            t.get("pieces", 1),
-            tuple(t.get("cut", {}).items()),
-            t.get("insists", False),
-        )
-        for name, t in read["templates"].items()
-    }
-    parameters = {
-        name: ParameterPlan(p["storage"], p["optimizer"], p.get("tier", ""), p.get("optimizer_tier", ""))
-        for name, p in read["parameters"].items()
-    }
-    for name, template in templates.items():
-        for value, spec in template.specs.items():
-            _check_axes(spec, mesh, f"{path}.templates.{name}.specs.{value}")
-    for name, parameter in parameters.items():
-        _check_axes(parameter.storage, mesh, f"{path}.parameters.{name}.storage")
-        _check_axes(parameter.optimizer, mesh, f"{path}.parameters.{name}.optimizer")
-    first, last = read["calls"]
-    return StagePlan((first, last), mesh, templates, parameters)
 
 
 def _check_axes(spec: Spec, mesh: Mesh, path: str) -> None:

@@ -191,8 +191,7 @@ class ParallelProgram(Compiled):
             facts(self),
             tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
             self.request.pad_values,
-            self.options.compiler,
-            self.options.cuda_graphs,
+            self.options.at_run_time(),
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -246,8 +245,7 @@ class ParallelProgram(Compiled):
             load(self.lowered, self.sources, self.pipeline),
             buckets=buckets,
             pad_values=self.request.pad_values,
-            compiler=self.options.compiler,
-            cuda_graphs=self.options.cuda_graphs,
+            options=self.options.at_run_time(),
         )
 
     @with_cpu_as_default

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,16 @@ from autopar.codegen.user_ops import used_ops, user_ops_source
 from autopar.errors import EmitError
 from autopar.ir.lowered import LoweredProgram
 from autopar.plan import Plan
+from autopar.runtime.data.fields import from_data, to_data
 from autopar.runtime.data.schema import SchemaError, is_identifier
 from autopar.runtime.data.whole_files import begin, commit, give_up, partial
 from autopar.runtime.errors import CheckpointError
-from autopar.runtime.program.manifest import TUNED, WORLDS, factory_modules, world_folder
-from autopar.runtime.update.update_rule import ClipNorm, UpdateRule
+from autopar.runtime.program.batches import BatchInput
+from autopar.runtime.program.factories import NamedFactory, NamedRule, factory_modules
+from autopar.runtime.program.machines import Machines
+from autopar.runtime.program.manifest import TUNED, WORLDS, BucketFiles, Manifest, world_folder
+from autopar.runtime.program.run_options import DEFAULTS, RunOptions
+from autopar.runtime.update.update_rule import UpdateRule
 
 MOST_RANK_FILES = 1024
 CANDIDATES = "candidates"
@@ -61,11 +65,10 @@ class BucketContents:
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """The contents of a program's directory. sources: of the stages; pipeline: the text of pipeline.py. update: None
-    for inference. weights: by table name, on the meta device where there are none; state_names: what the same are
-    called in the model's own state dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of
-    program.json. buckets: batches of other shapes, and pad_values what inputs are padded with up to them. compiler: of
-    what is between messages; cuda_graphs: whether steps are captured."""
+    """A directory's contents. sources: of the stages; pipeline: text of pipeline.py. update: None for inference. weights: by
+    table name, on the meta device where there are none; state_names: what the same are called in the model's own state
+    dict. inputs: a global batch. ranks_per_node: of the cluster. facts: of program.json. buckets: batches of other shapes,
+    and pad_values what inputs are padded with up to them. options: those that reach run time."""
 
     plan: Plan
     lowered: LoweredProgram
@@ -80,8 +83,7 @@ class Contents:
     facts: Mapping[str, Any]
     buckets: tuple[BucketContents, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
-    compiler: str = "none"
-    cuda_graphs: bool = False
+    options: RunOptions = DEFAULTS
 
 
 def write_directory(
@@ -147,34 +149,32 @@ def _program(contents: Contents, worlds: Sequence[int] = ()) -> _Program:
     constants = {name: w for name, w in contents.weights.items() if not contents.state_names[name]}
     complete, known = (not any(w.is_meta for w in some.values()) for some in (contents.weights, constants))
     written = contents.weights if complete else constants if known else {}
-    manifest = {
-        "world_size": contents.plan.ranks,
-        "pipeline": "pipeline.py",
-        "training": contents.update is not None,
-        "update": update_entry(contents.update) if contents.update is not None else None,
-        "seed": contents.seed,
-        "weights": WEIGHTS if complete else None,
-        "state_names": {name: list(names) for name, names in contents.state_names.items()},
-        "constants": WEIGHTS if constants and known else None,
-        "inputs": _inputs(contents.inputs),
-        "placement": list(contents.plan.placement) or None,
-        "save_every": (contents.facts["long_run"] or {}).get("save_every"),
-        "compiler": contents.compiler,
-        "cuda_graphs": contents.cuda_graphs,
-        "machines": contents.facts["machines"],
-    }
-    if worlds:
-        manifest["worlds"] = sorted(worlds)
-    if contents.buckets:
-        folders = [bucket_folder(i) for i in range(len(contents.buckets))]
-        manifest["buckets"] = [
-            {"pipeline": f"{folder}/pipeline.py", "inputs": _inputs(bucket.inputs)}
-            for folder, bucket in zip(folders, contents.buckets, strict=True)
-        ]
-        manifest["pad_values"] = dict(contents.pad_values)
-    texts = {**_texts(contents, worlds), "manifest.json": json.dumps(manifest, indent=1, allow_nan=False) + "\n"}
+    manifest = Manifest(
+        Path(),
+        world_size=contents.plan.ranks,
+        pipeline="pipeline.py",
+        training=contents.update is not None,
+        update=named_rule(contents.update),
+        seed=contents.seed,
+        weights=WEIGHTS if complete else None,
+        state_names=contents.state_names,
+        constants=WEIGHTS if constants and known else None,
+        inputs=_inputs(contents.inputs),
+        placement=contents.plan.placement or None,
+        save_every=(contents.facts["long_run"] or {}).get("save_every"),
+        options=contents.options,
+        machines=from_data(Machines, contents.facts["machines"]),
+        worlds=tuple(sorted(worlds)),
+        buckets=tuple(
+            BucketFiles(f"{bucket_folder(i)}/pipeline.py", _inputs(bucket.inputs))
+            for i, bucket in enumerate(contents.buckets)
+        ),
+        pad_values=contents.pad_values,
+    )
+    text = json.dumps(to_data(manifest), indent=1, allow_nan=False) + "\n"
+    texts = {**_texts(contents, worlds), "manifest.json": text}
     files = {name: content.encode() for name, content in texts.items()}
-    return _Program(contents, files, written if manifest["weights"] or manifest["constants"] else None)
+    return _Program(contents, files, written if manifest.weights or manifest.constants else None)
 
 
 def _write(program: _Program, folder: Path) -> None:
@@ -240,28 +240,21 @@ def _places(lowered: LoweredProgram) -> Iterator[tuple[int, dict[str, Any]]]:
             )
 
 
-def update_entry(rule: UpdateRule) -> dict[str, Any] | None:
-    """An update rule as plain data. Raises EmitError when a factory has no importable name."""
-    if rule == UpdateRule():
+def named_rule(rule: UpdateRule | None) -> NamedRule | None:
+    """An update rule as a manifest has it. Raises EmitError when a factory has no importable name."""
+    if rule is None or rule == UpdateRule():
         return None
-    return {
-        "optimizer": factory_entry(rule.optimizer, "optimizer", "torch.optim.AdamW, lr=…"),
-        "scheduler": factory_entry(rule.scheduler, "scheduler", "torch.optim.lr_scheduler.StepLR, step_size=…"),
-        "clip_norm": _clip_entry(rule.clip_norm),
-        "clip_value": rule.clip_value,
-        "loss_scaling": asdict(rule.loss_scaling) if rule.loss_scaling is not None else None,
-        "compensated": rule.compensated,
-    }
+    return NamedRule(
+        named_factory(rule.optimizer, "optimizer", "torch.optim.AdamW, lr=…"),
+        named_factory(rule.scheduler, "scheduler", "torch.optim.lr_scheduler.StepLR, step_size=…"),
+        rule.clip_norm,
+        rule.clip_value,
+        rule.loss_scaling,
+        rule.compensated,
+    )
 
 
-def _clip_entry(clip: ClipNorm | None) -> dict[str, Any] | None:
-    """A clipping rule as JSON, which has no infinity."""
-    if clip is None:
-        return None
-    return {"max_norm": clip.max_norm, "norm_type": "inf" if math.isinf(clip.norm_type) else clip.norm_type}
-
-
-def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | None:
+def named_factory(factory: Any, what: str, example: str) -> NamedFactory | None:
     """Module, name and keyword arguments of a class or a function. Raises EmitError when it has no importable name."""
     if factory is None:
         return None
@@ -283,7 +276,7 @@ def factory_entry(factory: Any, what: str, example: str) -> dict[str, Any] | Non
         raise EmitError(
             f"an argument of the {what} cannot be written to a program ({error}); use plain numbers"
         ) from error
-    return {"module": module, "name": name, "kwargs": kwargs}
+    return NamedFactory(str(module), name, kwargs)
 
 
 def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> dict[str, str]:
@@ -297,14 +290,15 @@ def _write_weights(weights: Mapping[str, torch.Tensor], directory: Path) -> dict
     return {f"{WEIGHTS}/{p.name}": digest(p.read_bytes()) if p.name == ".metadata" else "" for p in folder.iterdir()}
 
 
-def _inputs(batch: Any) -> list[dict[str, Any]]:
+def _inputs(batch: Any) -> tuple[BatchInput, ...]:
     """Global-batch shape of every input, and for integers the largest safe random value."""
     leaves, names, _ = flatten(batch)
     rows = []
     for leaf, name in zip(leaves, names, strict=True):
-        row: dict[str, Any] = {"name": name, "shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
+        high = None
         if not leaf.dtype.is_floating_point:
             has_values = leaf.device.type != "meta" and type(leaf) is torch.Tensor and leaf.numel()
-            row["high"] = max(int(leaf.max()) + 1, 1) if has_values else 2
-        rows.append(row)
-    return rows
+            high = max(int(leaf.max()) + 1, 1) if has_values else 2
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        rows.append(BatchInput(name=name, shape=tuple(leaf.shape), dtype=dtype, high=high))
+    return tuple(rows)

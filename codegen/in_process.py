@@ -17,6 +17,7 @@ from autopar.ir.lowered import LoweredProgram
 from autopar.ops.homes import HOMES, home_packages
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.program.run_options import DEFAULTS, RunOptions
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.session import Session
 from autopar.runtime.update.update_rule import UpdateRule
@@ -27,14 +28,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class InProcess:
     """An emitted program as modules of this process: pipeline.py and every stage. buckets: the same for batches of other
-    shapes; pad_values: of inputs, by name; compiler: of what is between messages; cuda_graphs: whether steps are captured."""
+    shapes; pad_values: of inputs, by name; options: those that reach run time."""
 
     pipeline: types.ModuleType
     stages: tuple[types.ModuleType, ...]
     buckets: tuple[InProcess, ...] = ()
     pad_values: Mapping[str, float] = field(default_factory=dict)
-    compiler: str = "none"
-    cuda_graphs: bool = False
+    options: RunOptions = DEFAULTS
 
     def run(
         self,
@@ -65,8 +65,7 @@ class InProcess:
             dtype=dtype,
             buckets=buckets,
             pad=self.pad_values,
-            compiler=self.compiler,
-            cuda_graphs=self.cuda_graphs,
+            options=self.options,
         )
 
     def run_bare(self, rank: Callable[[Comm], T]) -> list[T]:

@@ -112,7 +112,7 @@ def test_resuming(steps: list[Path], seeds: range, ranks: int, tmp_path: Path) -
 @counts
 def test_weights(steps: list[Path], seeds: range, tmp_path: Path) -> None:
     program = stages.mlp(1, 1)
-    manifest = Manifest(tmp_path, 1, "pipeline.py", True, ())
+    manifest = Manifest(tmp_path, 1, "pipeline.py", True)
 
     def read() -> None:
         run_threads(1, program.mesh, lambda c: load_weights(tmp_path / "saved", session_of(program, c), manifest))

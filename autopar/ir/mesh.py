@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
 from autopar.errors import ShardingError
-from autopar.runtime.data.schema import is_identifier, shown
+from autopar.runtime.data.fields import Identifier, Pairs, kept
+from autopar.runtime.data.schema import MOST_RANKS, inside, integer, is_identifier, must_be, shown
+
+AxisSize = Annotated[int, integer(1, MOST_RANKS)]
 
 
 @dataclass(frozen=True)
@@ -21,8 +25,8 @@ class Mesh:
 
     Raises ShardingError for an axis whose name is no identifier."""
 
-    axes: tuple[tuple[str, int], ...]
-    offset: int = 0
+    axes: Annotated[tuple[tuple[Identifier, AxisSize], ...], Pairs(most=16)] = field(metadata=kept(key="mesh"))
+    offset: Annotated[int, integer(0, MOST_RANKS)] = field(default=0, metadata=kept(key="first_rank", required=True))
 
     def __post_init__(self) -> None:
         for name, _ in self.axes:  # they become names in emitted programs
@@ -30,6 +34,12 @@ class Mesh:
                 raise ShardingError(
                     f"a mesh axis is named {shown(name)}; use a name of letters, digits and _, such as dp or tp"
                 )
+
+    def as_read(self, path: str) -> Mesh:
+        """The mesh as a file has it. Raises SchemaError for one of more ranks than there may be."""
+        if self.size > MOST_RANKS:
+            raise must_be(inside(path, "mesh"), f"of at most {MOST_RANKS} ranks", dict(self.axes))
+        return self
 
     @staticmethod
     def of(**sizes: int) -> Mesh:

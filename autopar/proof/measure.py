@@ -20,6 +20,7 @@ import torch
 from autopar.counter import ByteCounter
 from autopar.program import ParallelProgram
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.program.run_options import DEFAULTS
 from autopar.runtime.step.session import Session
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ def _counted(
 ) -> list[T]:
     """Run `body` on every rank, a thread each with its own counter, from the start of the session on."""
     weights = program.weights()
-    modules = replace(program.in_process, compiler="none", cuda_graphs=False)  # a compiler's buffers are not seen
+    modules = replace(program.in_process, options=DEFAULTS)  # a compiler's buffers are not seen
 
     def rank(comm: Comm) -> T:
         counter = ByteCounter(limit_bytes, f"rank {comm.rank}")

@@ -50,7 +50,7 @@ def programs() -> tuple[autopar.ParallelProgram, autopar.ParallelProgram]:
 def found(out: Path) -> float:
     """The learning rate of the program that a reader finds, which must be whole and of one save."""
     manifest = Manifest.read(out)
-    rate = float(manifest.update["optimizer"]["kwargs"]["lr"])  # type: ignore[index]
+    rate = float(manifest.update.optimizer.kwargs["lr"])  # type: ignore[union-attr]
     listed = written_before(manifest.directory)
     assert len(listed) > 100
     for name, sha256 in listed.items():

@@ -20,6 +20,7 @@ from autopar.codegen.in_process import load
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.passes.played.meta_comm import MetaComm
+from autopar.runtime.program.run_options import DEFAULTS
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.session import Session
 from benchmarks.one_rank import MODELS
@@ -43,7 +44,7 @@ class Beside:
     def session(self, dtype: torch.dtype | None = None) -> Session:
         """The program's only rank, with its weights: nobody to talk to. dtype: in the place of all that the program names."""
         program = self.program
-        modules = dataclasses.replace(program.in_process, compiler="none")
+        modules = dataclasses.replace(program.in_process, options=DEFAULTS)
         if dtype is not None:
             sources = stage_sources(program.lowered.stages, lambda stage: "", replaced(dtype))
             modules = load(program.lowered, sources, pipeline_source(program.lowered, program.ir, "", replaced(dtype)))

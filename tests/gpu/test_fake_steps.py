@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.runtime.comm.devices import Device
+from autopar.runtime.program.run_options import DEFAULTS
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.step_record import StepRecord, difference
 from tests.gpu.fake_cuda import A100, H100, fake_cuda
@@ -79,7 +80,7 @@ def fake_step(
 ) -> tuple[set[str], dict[str, Tensor], Tensor]:
     """The ops of a step on a rank, the gradients and the loss."""
     program = compiled(name, ranks, precision)
-    modules = dataclasses.replace(program.in_process, compiler="none")
+    modules = dataclasses.replace(program.in_process, options=DEFAULTS)
     leaves = program.leaves(BY_NAME[name].batch())
     with fake_cuda(device):
         comm = MetaComm(world_mesh(modules.pipeline), 0, "cuda")

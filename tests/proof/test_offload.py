@@ -298,7 +298,7 @@ def test_offload_needs_tiers_and_says_how_to_get_them() -> None:
 
 
 def test_unknown_kinds_of_offload_are_refused() -> None:
-    with pytest.raises(InputError, match=f"choose one of {', '.join(OFFLOAD_KINDS)}, auto"):
+    with pytest.raises(InputError, match=f"must be one of {', '.join(OFFLOAD_KINDS)}, auto"):
         autopar.Options(offload="everything")
 
 

@@ -304,7 +304,7 @@ def test_a_cluster_must_have_the_dtype_everywhere() -> None:
 
 
 def test_an_unknown_precision_is_refused() -> None:
-    with pytest.raises(autopar.InputError, match="'int4' is unknown; choose one of bf16, fp16"):
+    with pytest.raises(autopar.InputError, match="must be one of bf16, fp16, got 'int4'"):
         autopar.Options(precision="int4")
 
 

@@ -8,15 +8,21 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from ..data.fields import Length, kept
+from ..data.schema import MOST_SIZE, choice, integer
 from ..errors import RuntimeProgramError
 from .layout import dtype_of
+
+SPARSE = kept(sparse=True)
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
 
 
 def leaves(batch: Any, names: Sequence[str]) -> list[Tensor]:
@@ -54,21 +60,30 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from _named(entry, f"{name}.{key}" if name else str(key))
 
 
-def random_batches(inputs: Sequence[Mapping[str, Any]], seed: int, first_step: int = 0) -> Iterator[list[Tensor]]:
+@dataclass(frozen=True, kw_only=True)
+class BatchInput:
+    """An input of a global batch, in a manifest. high: of integers, what random ones are below."""
+
+    name: str | None = field(default=None, metadata=SPARSE)
+    shape: Annotated[tuple[Annotated[int, integer(0, MOST_SIZE)], ...], Length(most=64)]
+    dtype: Annotated[str, choice(DTYPES)]
+    high: Annotated[int, integer(1, (1 << 63) - 1)] | None = field(default=None, metadata=SPARSE)
+
+
+def random_batches(inputs: Sequence[BatchInput], seed: int, first_step: int = 0) -> Iterator[list[Tensor]]:
     """Endless global batches that depend on (seed, step) alone: integers below `high`, else standard normal."""
     step = first_step
     while True:
         make = torch.Generator().manual_seed(seed * 1_000_003 + step)
         batch = []
         for row in inputs:
-            dtype = dtype_of(row["dtype"])
-            shape = tuple(row["shape"])
+            dtype, shape = dtype_of(row.dtype), row.shape
             if dtype == torch.bool:
                 batch.append(torch.ones(shape, dtype=dtype))
             elif dtype.is_floating_point:
                 batch.append(torch.randn(shape, generator=make, dtype=torch.float32).to(dtype))
             else:
-                batch.append(torch.randint(int(row.get("high") or 2), shape, generator=make, dtype=dtype))
+                batch.append(torch.randint(row.high or 2, shape, generator=make, dtype=dtype))
         yield batch
         step += 1
 

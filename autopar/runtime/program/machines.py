@@ -6,11 +6,15 @@ arithmetic of a step at the devices' peak is what utilisation is measured agains
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from ..data.schema import MOST_RANKS, flag, integer, listed, number, optional, positive, record, text
+from ..data.fields import Length, kept
+from ..data.schema import MOST_RANKS, integer, number, positive
+
+GroupSize = Annotated[int, integer(1, MOST_RANKS)]
+AtLeastZero = Annotated[float, number(0)]
+REQUIRED = kept(required=True)
 
 
 @dataclass(frozen=True)
@@ -19,9 +23,9 @@ class LinkRate:
     all send; latency_s: of a small message."""
 
     name: str
-    group_size: int
-    bytes_per_s: float
-    latency_s: float
+    group_size: GroupSize
+    bytes_per_s: Annotated[float, positive()]
+    latency_s: Annotated[float, number(0, 1e6)]
 
 
 @dataclass(frozen=True)
@@ -30,30 +34,10 @@ class Machines:
     first; step_flops: of the products of one step of the largest batch, as if nothing were made again; peak_s: seconds that they
     take at the devices' peak, shared by all, None where nobody published or measured that peak; state_bytes: of a checkpoint."""
 
-    ranks_per_node: int
+    ranks_per_node: GroupSize
     device: str
     gpu: bool
-    links: tuple[LinkRate, ...] = ()
-    step_flops: float = 0.0
-    peak_s: float | None = None
-    state_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Machines:
-        """The machines in what `MACHINES` has read."""
-        return cls(**{**data, "links": tuple(LinkRate(**link) for link in data["links"])})
-
-
-_LINK = {"name": text(), "group_size": integer(1, MOST_RANKS), "bytes_per_s": positive(), "latency_s": number(0, 1e6)}
-MACHINES = record(
-    {
-        "ranks_per_node": integer(1, MOST_RANKS),
-        "device": text(),
-        "gpu": flag(),
-        "links": listed(record(_LINK), most=64),
-        "step_flops": number(0),
-        "peak_s": optional(number(0)),
-        "state_bytes": number(0),
-    }
-)
-"""`Machines` in a manifest."""
+    links: Annotated[tuple[LinkRate, ...], Length(most=64)] = field(default=(), metadata=REQUIRED)
+    step_flops: AtLeastZero = field(default=0.0, metadata=REQUIRED)
+    peak_s: AtLeastZero | None = field(default=None, metadata=REQUIRED)
+    state_bytes: AtLeastZero = field(default=0.0, metadata=REQUIRED)

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -82,7 +83,7 @@ class LoadedProgram:
 
     def leaves(self, batch: Any) -> list[torch.Tensor]:
         """The tensors of a global batch, in the order of the program's inputs. Raises RuntimeProgramError."""
-        return leaves(batch, [str(row.get("name", i)) for i, row in enumerate(self.manifest.inputs)])
+        return leaves(batch, [str(i) if row.name is None else row.name for i, row in enumerate(self.manifest.inputs)])
 
     @property
     def step(self) -> int:
@@ -150,8 +151,8 @@ def load(
     if dist.get_world_size() > 1:
         compare(notes, dist.get_rank(), dist.get_world_size(), hashes(manifest, seed), timeout_s)
     pipeline = manifest.load_pipeline()
-    compiler = compiler or manifest.compiler
-    if compiler != "none":
+    options = replace(manifest.options, compiler=compiler) if compiler else manifest.options
+    if options.compiler != "none":
         keep_beside(manifest.directory)
     comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=notes, check=check)
     if comm.device.type == "cpu":
@@ -165,8 +166,7 @@ def load(
         tier_directory=tier_directory,
         buckets=[with_stages(manifest.directory, folder, bucket) for folder, bucket in manifest.load_buckets()],
         pad=manifest.pad_values,
-        compiler=compiler,
-        cuda_graphs=manifest.cuda_graphs,
+        options=options,
         compare=True,
     )
     if session.same_data is not None:

@@ -75,7 +75,7 @@ class Metrics:
         self._session = session
         self._sinks = sinks(arguments) if session.comm.rank == 0 else []
         self._peak_s = peak_seconds(manifest, session.comm.device)
-        self._entries = sum(torch.Size(row["shape"]).numel() for row in manifest.inputs)
+        self._entries = sum(torch.Size(row.shape).numel() for row in manifest.inputs)
         self._save_s = 0.0
         self.begin()
 

@@ -62,10 +62,9 @@ def _paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
         for pattern in (*OF_A_PROGRAM, manifest.pipeline):
             yield from ((path.relative_to(home).as_posix(), path) for path in folder.glob(pattern))
     yield from ((f"autopar_runtime/{path.relative_to(runtime).as_posix()}", path) for path in runtime.rglob("*.py"))
-    for row in (manifest.update or {}).values():
-        module = row.get("module") if isinstance(row, Mapping) else None
-        file = getattr(sys.modules.get(module), "__file__", None) if isinstance(module, str) else None
-        if file and str(module).partition(".")[0] != "torch":
+    for module in (factory.module for factory in (manifest.update.factories if manifest.update is not None else ())):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and module.partition(".")[0] != "torch":
             yield f"module {module}", Path(file)
 
 

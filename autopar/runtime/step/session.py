@@ -30,6 +30,7 @@ from ..gradients.buckets import MIB
 from ..guards import Guards
 from ..memory.tiers import Tiers
 from ..program.layout import TensorInfo, gather_full, local_shape
+from ..program.run_options import DEFAULTS, RunOptions
 from ..program.shapes import PadValues, Shapes
 from ..program.tables import Modules, Pipeline
 from ..rank import Rank
@@ -73,18 +74,17 @@ class Session(State):
         tier_directory: str | os.PathLike[str] | None = None,
         buckets: Sequence[tuple[Any, Modules]] = (),
         pad: PadValues | None = None,
-        compiler: str = "none",
-        cuda_graphs: bool = False,
+        options: RunOptions = DEFAULTS,
         compare: bool = False,
     ) -> None:
         """pipeline: the module of pipeline.py; stages: the stage modules by index (all, or a function that imports
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
         every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
         pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
-        compiler: "inductor" runs what computes between messages compiled by it; cuda_graphs: capture steps where they can be;
-        compare: see that all ranks are given the same batches, where each has its own."""
-        rule = as_rule(update)
-        self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
+        options: those that the program was compiled with; compare: see that all ranks are given the same batches, where each has
+        its own."""
+        rule, self.options = as_rule(update), options
+        self.pipeline = Pipeline(pipeline, stages, dtype, options.compiler)
         self.comm = comm
         if comm.world_size != self.pipeline.world:
             raise RuntimeProgramError(
@@ -99,7 +99,7 @@ class Session(State):
         tiers = Tiers(comm.device, tier_directory)
         self.guards = Guards()
         forms: list[Form] = []
-        for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
+        for own in (self.pipeline, *(Pipeline(*bucket, dtype, options.compiler) for bucket in buckets)):
             forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
         self.forms, self._last = tuple(forms), forms[0]
         self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
@@ -121,9 +121,9 @@ class Session(State):
         self.parts = self._parts(tiers)
         self.buffer_copies: BufferCopies | None = None
         self.step_graph: StepGraph[_Computed] | None = None
-        if cuda_graphs and comm.device.type != "cuda":
+        if options.cuda_graphs and comm.device.type != "cuda":
             say_why(f"they run on a device of kind {comm.device.type!r}")
-        elif cuda_graphs:
+        elif options.cuda_graphs:
             self.capture_steps(partial(CudaCapture, comm.device))
 
     @property

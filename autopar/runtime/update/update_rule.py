@@ -18,11 +18,13 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
+from ..data.fields import Form
+from ..data.schema import choice, either, integer, is_number, parsed, positive, where
 from ..errors import RuntimeProgramError
 
 OptimizerFactory = Callable[..., Any]
@@ -37,6 +39,14 @@ REFUSED_OPTIMIZERS = {
 }
 """Names of torch's optimizers that cannot train a compiled program, and why."""
 
+_INFINITE = parsed(lambda _: math.inf, choice(("inf",)))
+_NORM_TYPE = Form(
+    either((str, _INFINITE), (object, positive()), what="a number or inf"), lambda p: "inf" if math.isinf(p) else p
+)
+"""The p of a norm; JSON has no infinity."""
+_ABOVE_ONE = where(lambda x: is_number(x, 1, 1e30) and x > 1, "a number above 1")
+_BETWEEN = where(lambda x: is_number(x, 0, 1) and 0 < x < 1, "a number between 0 and 1")
+
 
 @dataclass(frozen=True)
 class ClipNorm:
@@ -45,8 +55,8 @@ class ClipNorm:
     norm_type: the p of the norm, math.inf for the largest absolute value.
     """
 
-    max_norm: float
-    norm_type: float = 2.0
+    max_norm: Annotated[float, positive()]
+    norm_type: Annotated[float, _NORM_TYPE] = 2.0
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,10 @@ class LossScaling:
     a gradient overflows on any rank is skipped on all and multiplies the scale by `backoff` (down to 2**-24, which torch has
     not), `interval` steps without one by `growth`. The 20th such step in a row ends the run."""
 
-    initial: float = 65536.0
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
+    initial: Annotated[float, positive(3.4e38)] = 65536.0
+    growth: Annotated[float, _ABOVE_ONE] = 2.0
+    backoff: Annotated[float, _BETWEEN] = 0.5
+    interval: Annotated[int, integer(1, 1 << 53)] = 2000
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,10 @@ def test_pipelines_that_cannot_be(cluster: int, options: dict, says: str) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"pp": 0}, "pp must be at least 1"),
-        ({"chunks": 1.5}, "chunks must be a number"),
-        ({"stage_boundaries": "layers.8"}, "is a list of module paths, such as ['layers.8']; it is 'layers.8'"),
-        ({"stage_boundaries": [8]}, "is a list of module paths"),
+        ({"pp": 0}, "Options.pp must be a whole number from 1 to 1048576, got 0"),
+        ({"chunks": 1.5}, "Options.chunks must be a whole number from 1 to 1048576, got 1.5"),
+        ({"stage_boundaries": "layers.8"}, "must be a list of module paths, such as ['layers.8'], got 'layers.8'"),
+        ({"stage_boundaries": [8]}, "must be a list of module paths"),
     ],
     ids=str,
 )

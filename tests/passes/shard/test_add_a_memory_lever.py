@@ -29,7 +29,7 @@ def assert_right(program: autopar.ParallelProgram) -> None:
 
 def test_a_recompute_policy_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only attention is made again: its values are no longer held for backward, everything else is."""
-    with pytest.raises(InputError, match="choose one of auto, none, selective, full"):
+    with pytest.raises(InputError, match="must be one of auto, none, selective, full"):
         autopar.Options(recompute="attention")
     monkeypatch.setitem(RECOMPUTE_POLICIES, "attention", ATTENTION)
     cluster = autopar.ClusterSpec.local(2)
@@ -47,7 +47,7 @@ def test_a_recompute_policy_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_offload_kind_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters rest in host memory with their gradients; the optimizer's state, which no kind so far leaves, stays."""
-    with pytest.raises(InputError, match="choose one of none, optimizer, activations, parameters, all, auto"):
+    with pytest.raises(InputError, match="must be one of none, optimizer, activations, parameters, all, auto"):
         autopar.Options(offload="weights")
     monkeypatch.setitem(OFFLOAD_KINDS, "weights", WEIGHTS)
     cluster = autopar.ClusterSpec.local(2).with_tiers()

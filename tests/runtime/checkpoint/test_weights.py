@@ -20,7 +20,7 @@ from tests.runtime import safetensors_files as files
 from tests.runtime.scenarios import session_of
 from tests.runtime.step.test_pipeline import CASES, made
 
-PLAIN = Manifest(Path(), 1, "pipeline.py", True, ())
+PLAIN = Manifest(Path(), 1, "pipeline.py", True)
 
 
 def loaded(folder: Path, program: Any, manifest: Manifest = PLAIN) -> list[dict[str, Tensor]]:

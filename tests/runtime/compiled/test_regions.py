@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 import autopar
 from autopar.runtime.compiled import inductor
 from autopar.runtime.compiled.regions import cut
+from autopar.runtime.program.run_options import RunOptions
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.programs import compiled_zoo
 
@@ -135,7 +136,7 @@ def as_traced(graph: GraphModule, tensors: Sequence[torch.Tensor]) -> Callable[[
 
 def trained(program: autopar.ParallelProgram, compiler: str, zoo: ZooModel) -> tuple[list[torch.Tensor], dict]:
     """Losses of two steps on every form of program, and the parameters after them."""
-    modules = replace(program.in_process, compiler=compiler)
+    modules = replace(program.in_process, options=RunOptions(compiler=compiler))
     batches = [program.leaves(zoo.batch(seed=seed)) for seed in (1, 2)]
 
     def body(session: autopar.runtime.Session) -> tuple[list[torch.Tensor], dict]:

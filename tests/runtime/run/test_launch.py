@@ -205,7 +205,7 @@ def test_a_damaged_directory_is_named(emitted, tmp_path):
 
 
 def test_random_batches_depend_on_seed_and_step_alone():
-    rows = [{"shape": [4], "dtype": "int64", "high": 9}, {"shape": [2, 3], "dtype": "float32"}]
+    rows = [batches.BatchInput(shape=(4,), dtype="int64", high=9), batches.BatchInput(shape=(2, 3), dtype="float32")]
     stream = batches.random_batches(rows, seed=1)
     first, second = next(stream), next(stream)
     assert first[0].max() < 9

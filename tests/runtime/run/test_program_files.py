@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.errors import CollectiveTimeout, RankError
+from autopar.runtime.program.factories import NamedFactory, NamedRule
 from autopar.runtime.program.manifest import Manifest
 from autopar.runtime.run import program_files
 from autopar.runtime.run.program_files import compare, hashes, recorded
@@ -104,7 +105,7 @@ def test_other_seeds_are_named(folders):
 
 
 def test_a_module_of_ones_own_that_makes_the_optimizer_is_compared(folders):
-    update = {"optimizer": {"module": "tests.runtime.updates", "name": "any", "kwargs": {}}}
+    update = NamedRule(NamedFactory("tests.runtime.updates", "any"))
     import tests.runtime.updates  # noqa: F401
 
     assert "module tests.runtime.updates" in hashes(dataclasses.replace(manifest(folders), update=update), 0)

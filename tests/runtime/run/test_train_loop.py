@@ -23,7 +23,7 @@ from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.checkpoint.run_directory import RunDirectory, StepRecord
 from autopar.runtime.data.whole_files import COMPLETE, file_facts
 from autopar.runtime.program.arguments import parser
-from autopar.runtime.program.batches import random_batches
+from autopar.runtime.program.batches import BatchInput, random_batches
 from autopar.runtime.run import train_loop
 from tests.runtime import stages
 from tests.runtime.run.test_launch import emitted  # noqa: F401
@@ -226,7 +226,8 @@ def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_pat
 def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypatch):
     """The seed draws the batches, where there is no data, and what the model draws."""
     program = stages.mlp(1, 1)
-    shown = types.SimpleNamespace(seed=5, save_every=1, plan_hash="a plan", worlds={}, inputs=program.pipeline.INPUTS)
+    inputs = [BatchInput(shape=row["shape"], dtype=row["dtype"]) for row in program.pipeline.INPUTS]
+    shown = types.SimpleNamespace(seed=5, save_every=1, plan_hash="a plan", worlds={}, inputs=inputs)
     monkeypatch.setattr(train_loop, "Stop", lambda *_: None)  # its signals are the process's
     monkeypatch.setattr(train_loop, "Metrics", lambda *_: None)
     monkeypatch.setattr(train_loop.Run, "_say_changes", lambda _: None)  # there are no files of a program

@@ -1,0 +1,275 @@
+"""Data of files as the fields of dataclasses say it: what may stand there, how it is read and how it is written.
+
+    @dataclass(frozen=True)
+    class Link:
+        name: str
+        bandwidth_GBps: Annotated[float, positive()]
+        latency_us: float = field(default=0.0, metadata=kept(sparse=True))
+
+    to_data(Link("node", 450.0))                      {"name": "node", "bandwidth_GBps": 450.0}
+    from_data(Link, {"name": "node"}, "levels[1]")    SchemaError: levels[1]: 'bandwidth_GBps' is missing
+
+A type hint is a form: numbers, text and flags are bounded as `schema` bounds them where nothing is said, tuples are lists,
+mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`, or a `Form` with its own
+notation. A dataclass with `as_read(path)` checks or replaces itself once it is read (raising SchemaError), one with
+`as_written()` says what is written in its place. Forms are made when the first file of their kind is read or written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from typing import Annotated, Any, TypeVar
+
+from .schema import (
+    MOST_COUNT,
+    Schema,
+    SchemaError,
+    anything,
+    flag,
+    identifier,
+    inside,
+    integer,
+    known,
+    listed,
+    must_be,
+    number,
+    optional,
+    parsed,
+    row,
+    table,
+    text,
+)
+
+T = TypeVar("T")
+Identifier = Annotated[str, identifier()]
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """How values of a kind stand in a file: `read` checks data and gives the value, `write` gives its data (None: the value is
+    its own)."""
+
+    read: Schema[Any]
+    write: Callable[[Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Length:
+    """How many entries a list or a mapping may have."""
+
+    least: int = 0
+    most: int = MOST_COUNT
+
+
+@dataclass(frozen=True)
+class Pairs(Length):
+    """Pairs in a tuple that are a mapping in the file, in their order."""
+
+
+def notation(parse: Callable[[str], Any], show: Callable[[Any], str], most: int | None = None) -> Form:
+    """Values that are text in a notation of their own, of at most so many characters."""
+    return Form(parsed(parse, None if most is None else text(most)), show)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a field's metadata says of its place in the file (`kept`)."""
+
+    key: str | None = None
+    required: bool = False
+    sparse: bool = False
+    beside: str | None = None
+    inline: bool = False
+    last: bool = False
+    absent: bool = False
+
+
+def kept(**said: Any) -> Mapping[str, Kept]:
+    """A field's metadata. key: its name in the file; required: it has to be there though the field has a default; sparse: it is
+    left out where it is the default; beside: it is left out where that field is the default; inline: its fields stand among
+    these; last: it is written behind the others; absent: it is not of the file, and comes from who reads.
+
+    Else a field is always written, and has to be there when it has no default."""
+    return {"kept": Kept(**said)}
+
+
+def to_data(value: Any, kind: Any = None) -> Any:
+    """What is written of a value: plain data for JSON. kind: its class or type hint, where that is not the value's own class."""
+    hint: Any = type(value) if kind is None else kind
+    write = form_of(hint).write
+    return value if write is None else write(value)
+
+
+def from_data(kind: type[T], data: object, path: str = "", *, others: bool = False, **absent: Any) -> T:
+    """The dataclass that data of a file say. path: of the data in the file; others: keys beside the fields are left out,
+    instead of being refused; absent: values of fields that are not of the file. Raises SchemaError."""
+    own: Any = kind
+    return _record_of(own, others).read(data, path, absent)
+
+
+def check(value: Any, path: str) -> None:
+    """See that every field of a dataclass holds what its type hint allows. Raises SchemaError."""
+    kind: Any = type(value)
+    for one in _record_of(kind, False).fields:
+        one.form.read(getattr(value, one.name), inside(path, one.name))
+
+
+@functools.cache
+def form_of(hint: Any, others: bool = False) -> Form:
+    """The form of a type hint. Raises TypeError for one that says nothing of files."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        record = _record_of(hint, others)
+        return Form(record.read, record.write)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _annotated(arguments[0], arguments[1:], others)
+    if origin in (types.UnionType, typing.Union):
+        (one,) = (form_of(kind, others) for kind in arguments if kind is not types.NoneType)
+        return Form(optional(one.read), one.write and _optional(one.write))
+    return _PLAIN[hint] if hint in _PLAIN else _many(hint, Length(), others)
+
+
+_PLAIN = {
+    bool: Form(flag()),
+    int: Form(integer()),
+    float: Form(number()),
+    str: Form(text()),
+    Any: Form(anything),
+    object: Form(anything),
+}
+
+
+def _annotated(hint: Any, said: Sequence[Any], others: bool) -> Form:
+    (one,) = said
+    if isinstance(one, Form):
+        return one
+    if isinstance(one, Pairs):
+        key, kind = typing.get_args(typing.get_args(hint)[0])
+        read = _many(dict[key, kind], one, others).read  # type: ignore[valid-type]
+        return Form(lambda value, path: tuple(read(value, path).items()), dict)
+    if isinstance(one, Length):
+        return _many(hint, one, others)
+    return Form(one, form_of(hint, others).write)
+
+
+def _many(hint: Any, length: Length, others: bool) -> Form:
+    """Lists, rows and mappings."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if not isinstance(origin, type) or not arguments:
+        raise TypeError(f"{hint} says nothing of files")
+    if issubclass(origin, Mapping):
+        key, entry = (form_of(kind, others) for kind in arguments)
+        return Form(table(key.read, entry.read, length.least, length.most), _mapping(entry.write))
+    if origin is tuple and arguments[-1] is not ...:
+        forms = [form_of(kind, others) for kind in arguments]
+        return Form(row(*(one.read for one in forms)), _row([one.write for one in forms]))
+    entry = form_of(arguments[0], others)
+    entries = listed(entry.read, length.least, length.most)
+    return Form(
+        entries if origin is list else lambda value, path: tuple(entries(value, path)),
+        list if entry.write is None else functools.partial(_list, entry.write),
+    )
+
+
+def _optional(write: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else write(value)
+
+
+def _list(write: Callable[[Any], Any], value: Sequence[Any]) -> list[Any]:
+    return [write(entry) for entry in value]
+
+
+def _mapping(write: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    return dict if write is None else lambda value: {key: write(entry) for key, entry in value.items()}
+
+
+def _row(writes: Sequence[Callable[[Any], Any] | None]) -> Callable[[Any], Any]:
+    if not any(writes):
+        return list
+    return lambda value: [entry if write is None else write(entry) for write, entry in zip(writes, value, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Field:
+    """A field in its file. keys: that it has there, several where it is inline; default: MISSING where there is none."""
+
+    name: str
+    form: Form
+    keys: tuple[str, ...]
+    default: Any
+    kept: Kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Record:
+    """A dataclass in a file. keys, required: of all its fields."""
+
+    kind: Any
+    fields: tuple[_Field, ...]
+    keys: tuple[str, ...]
+    required: tuple[str, ...]
+    others: bool
+
+    def read(self, data: object, path: str, absent: Mapping[str, Any] | None = None) -> Any:
+        """Raises SchemaError."""
+        if not isinstance(data, Mapping):
+            raise must_be(
+                path, f"a mapping with the keys {', '.join(self.required)}" if self.required else "a mapping", data
+            )
+        if not self.others:
+            known(data, self.keys, path)
+        for key in self.required:
+            if key not in data:
+                raise SchemaError(f"{path + ': ' if path else ''}{key!r} is missing")
+        values = dict(absent or {})
+        for one in self.fields:
+            if one.kept.inline:
+                values[one.name] = one.form.read({key: data[key] for key in one.keys if key in data}, path)
+            elif one.keys[0] in data:
+                values[one.name] = one.form.read(data[one.keys[0]], inside(path, one.keys[0]))
+        value = self.kind(**values)
+        return value.as_read(path) if hasattr(self.kind, "as_read") else value
+
+    def write(self, value: Any) -> dict[str, Any]:
+        """Inverse of `read`."""
+        if hasattr(self.kind, "as_written"):
+            value = value.as_written()
+        data: dict[str, Any] = {}
+        defaults = {one.name: one.default for one in self.fields}
+        for one in self.fields:
+            entry, write, beside = getattr(value, one.name), one.form.write, one.kept.beside
+            if (one.kept.sparse and entry == one.default) or (beside and getattr(value, beside) == defaults[beside]):
+                continue
+            shown = entry if write is None else write(entry)
+            data |= shown if one.kept.inline else {one.keys[0]: shown}
+        return data
+
+
+@functools.cache
+def _record_of(kind: Any, others: bool) -> _Record:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    fields: list[_Field] = []
+    required: list[str] = []
+    for one in dataclasses.fields(kind):
+        said = one.metadata.get("kept", Kept())
+        if said.absent:
+            continue
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        hint = hints[one.name]
+        if said.sparse and default is None:  # nothing is said by its absence, not by null
+            (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        if said.inline:
+            inner = _record_of(hint, others)
+            keys, needed = inner.keys, inner.required
+        else:
+            keys = (said.key or one.name,)
+            needed = keys if said.required or default is MISSING else ()
+        required += needed
+        fields.append(_Field(one.name, form_of(hint, others), keys, default, said))
+    fields.sort(key=lambda one: one.kept.last)
+    return _Record(kind, tuple(fields), tuple(key for one in fields for key in one.keys), tuple(required), others)

@@ -1,0 +1,38 @@
+"""Options of a program that reach run time: a field here is all that says so.
+
+`autopar.Options` has every field of `RunOptions` and checks it as it is declared here, manifest.json says it, and every rank's
+session has it as `session.options`, in this process as under torchrun. What acts on an option asks there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated
+
+from ..compiled.inductor import COMPILERS
+from ..data.schema import choice, integer
+
+Seed = Annotated[int, integer(-(1 << 63), (1 << 63) - 1)]
+"""It fits into 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options that reach run time.
+
+    compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
+        torch's inductor, at the end of the first step. Memory is promised for the program as it is written.
+    cuda_graphs: capture forward and backward of a step on a GPU once as a CUDA graph and play it from then on, so that the
+        host starts one thing instead of every kernel. Where that cannot be (several ranks, dropout, sizes that data decides,
+        …) a CudaGraphWarning says why when the program runs, and steps run as they are written. Memory is promised for these.
+    """
+
+    compiler: Annotated[str, choice(COMPILERS)] = "none"
+    cuda_graphs: bool = False
+
+    def at_run_time(self) -> RunOptions:
+        """The options that reach run time, without what a class derived from this one adds."""
+        return RunOptions(**{one.name: getattr(self, one.name) for one in fields(RunOptions)})
+
+
+DEFAULTS = RunOptions()
