@@ -3,7 +3,7 @@
 `collective_time_s` looks up how the ranks lie on the cluster's levels and takes the fastest algorithm, level by level:
 reduce-scatter inside, all-reduce across on 1/P_local of the bytes, all-gather inside. The levels work on different chunks
 at once, as NCCL's do, so the slowest one counts. The texts add the levels up: their formulas are in
-`textbook/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
+`tests/oracles/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
 
 `nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
 (reduce_scatter), what one rank holds (all_to_all, exchange), the message (broadcast, p2p; shift: of everyone to the next).
