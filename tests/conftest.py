@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from autopar.passes.batch import captured
+from autopar import request
 from tests.zoo.models import BY_NAME, ZooModel
 from tests.zoo.shared import shared
 
@@ -69,7 +69,7 @@ def _model_of(item: pytest.Item) -> str:
 def shared_captures() -> Iterator[None]:
     """Zoo models are captured once for all tests of a process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured, "capture_program", shared(captured.capture_program))
+        patch.setattr(request, "capture_program", shared(request.capture_program))
         yield
 
 
