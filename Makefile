@@ -41,12 +41,12 @@ demo: $(READY)
 
 # The inner loop: the house, the nouns, the solvers and schedules on hand-made inputs, one small model end to end.
 FAST := tests/test_house.py tests/ir tests/cluster tests/costmodel/test_collective.py tests/costmodel/test_simulate.py \
-	tests/costmodel/textbook tests/passes/check tests/passes/rules tests/passes/stage tests/passes/branch tests/passes/place \
+	tests/oracles tests/passes/check tests/passes/rules tests/passes/stage tests/passes/branch tests/passes/place \
 	tests/passes/price tests/passes/memory tests/passes/shard/test_solver.py tests/passes/schedule/test_proof.py \
 	tests/passes/search/test_schedule_choice.py tests/passes/search/test_segment_chain.py tests/passes/search/test_submesh.py \
 	tests/passes/search/test_within_memory.py tests/runtime/comm/test_threads.py tests/runtime/gradients/test_grads.py \
 	tests/runtime/program/test_order.py tests/runtime/program/test_transfer.py tests/capture/examples/test_trees.py tests/capture/examples/test_inputs.py \
-	tests/codegen/test_gantt.py
+	tests/report/test_gantt.py
 SMALL := "tests/zoo/test_zoo.py::test_training_equals_one_device[4-mlp]" "tests/zoo/test_zoo.py::test_inference_equals_one_device[2-mlp]"
 test-fast: $(READY)
 	$(PYTEST) -m "not slow" $(FAST) $(SMALL)

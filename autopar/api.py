@@ -15,7 +15,6 @@ from autopar.bucketed import bucket_request, laid_out_as, with_buckets
 from autopar.capture.examples.buckets import Sizes
 from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.inputs import LossFunction
-from autopar.capture.export.faster_export import settled
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError, NoRoomError, PlanError
 from autopar.ir.memory_levers import forced_offload
@@ -24,12 +23,12 @@ from autopar.ir.setting import Setting
 from autopar.optimizer.examine import examine
 from autopar.optimizer.rule import update_rule
 from autopar.options import Options
-from autopar.passes.batch.captured import in_microbatches
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.order.ordered import in_order
 from autopar.passes.order.refused import NotOrdered
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
+from autopar.passes.search.infrequent_gc import infrequent_gc
 from autopar.passes.search.overlap import overlapped
 from autopar.passes.search.placement import placed
 from autopar.passes.search.refused.explained import explained
@@ -100,7 +99,7 @@ def compile_request(request: Request) -> ParallelProgram:
 def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None = None) -> ParallelProgram:
     """One program. first: that whose parameters it is to compute with."""
     started = time.perf_counter()
-    batches = _ordered(request, in_microbatches(request, rules))
+    batches = _ordered(request, Microbatches(request.capture(), rules, request.capture_apart))
     program = batches.at(request.options.microbatches or 1)
     capture_s = time.perf_counter() - started
     setting_for = functools.partial(_setting, request, program)
@@ -108,7 +107,7 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
     layout = laid_out_as(first, program) if first is not None else None
     order = _forced_order(request) or 0
     task = Task(program, request.cluster, rules, setting, request.options, batches, layout=layout, order=order)
-    with settled():
+    with infrequent_gc():
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan))]
         else:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec
 from autopar.errors import InputError
 from autopar.ir.by_node import ALL_FLAT, ByNode
@@ -16,7 +17,6 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account
-from autopar.passes.batch.microbatches import Captured
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import as_data, curves

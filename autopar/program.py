@@ -16,6 +16,7 @@ import torch
 from autopar.capture.examples.default_device import with_cpu_as_default
 from autopar.capture.examples.trees import check_like, rebuild
 from autopar.capture.export.saved_names import saved_names, saved_state
+from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec, resized
 from autopar.codegen.directory import BucketContents, Contents, write_directory
 from autopar.codegen.in_process import InProcess, load, train
@@ -26,8 +27,7 @@ from autopar.errors import AutoparError, EmitError, InputError
 from autopar.ir.by_node import ByNode
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.program import Program
-from autopar.passes.batch.captured import in_microbatches
-from autopar.passes.batch.microbatches import Captured
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.check.lines import check_program
 from autopar.passes.order.ordered import in_order
 from autopar.passes.price.by_node import by_node
@@ -303,13 +303,17 @@ class ParallelProgram(Compiled):
         Raises PlanError where the plan does not fit it, CaptureError, InputError."""
         options = replace(self.options, microbatches=self.plan.microbatches, **changed)
         request = replace(self.request, inputs=inputs, options=options, buckets=())
-        captured = in_order(in_microbatches(request, self.rules), self.plan.order).captured(self.plan.microbatches)
+        batches = Microbatches(request.capture(), self.rules, request.capture_apart)
+        captured = in_order(batches, self.plan.order).captured(self.plan.microbatches)
         return self._under(replace(self.plan, program=captured.program.fingerprint), request, captured)
 
     def _under(self, plan: Plan, request: Request, captured: Captured) -> ParallelProgram:
         """A captured program under a plan that is given."""
         check_plan(plan, captured.program)
-        task = Task(captured.program, self.cluster, self.rules, self.setting, request.options, order=plan.order)
+        batches = Microbatches(captured, self.rules)
+        task = Task(
+            captured.program, self.cluster, self.rules, self.setting, request.options, batches, order=plan.order
+        )
         candidate = PricedPlan(plan, evaluate(captured.program, plan, task.pricers, self.rules, self.setting))
         seconds = {"capture_s": self.timings["capture_s"], "plan_s": 0.0, "lower_s": 0.0}
         return emit(request, captured, task, [candidate], seconds, self.compile_again)

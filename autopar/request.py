@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from autopar.capture import capture_program
 from autopar.capture.examples.buckets import Sizes, bucket_examples, checked_pad_values
-from autopar.capture.examples.inputs import LossFunction, batch_dim, batch_size, check_batch_dims, split_example
+from autopar.capture.examples.inputs import (
+    LossFunction,
+    batch_dim,
+    batch_size,
+    check_batch_dims,
+    microbatch,
+    split_example,
+)
 from autopar.capture.examples.trees import flatten
+from autopar.capture.exported import Captured
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_name
 from autopar.errors import InputError, PlanError
@@ -64,6 +73,33 @@ class Request:
             "Options.recompute": None if options.recompute in ("auto", "none") else options.recompute,
         }
         return tuple(name for name, value in given.items() if value is not None)
+
+    def capture(self, pieces: int = 1) -> Captured:
+        """The step of the whole batch; or of one of so many pieces of it that are batches of their own, the loss divided by
+        their number. Raises CaptureError, InputError."""
+        options = self.options
+        captured = capture_program(
+            self.model,
+            microbatch(self.inputs, options.batch_dims, pieces),
+            self.loss_fn,
+            self.targets,
+            options.batch_dims,
+            options.stage_boundaries or (),
+            options.precision,
+            pieces,
+            options.guards,
+            options.branches == "as-example",
+            {"expert_imbalance": options.expert_imbalance, "on_overflow": options.on_overflow},
+        )
+        no_loss = captured.exported.no_loss
+        if no_loss is not None and (asked := self.asked_of_training):
+            raise no_loss.error(asked)
+        return captured
+
+    @property
+    def capture_apart(self) -> Callable[[int], Captured] | None:
+        """Captures one of so many microbatches where each is to be a batch of its own."""
+        return self.capture if self.options.coupled == "per-microbatch" else None
 
     def replaying(self, plan: Plan) -> Request:
         """The same request, to be met by this plan. Raises PlanError where it asks for something else, InputError where

@@ -3,7 +3,7 @@
 `collective_time_s` looks up how the ranks lie on the cluster's levels and takes the fastest algorithm, level by level:
 reduce-scatter inside, all-reduce across on 1/P_local of the bytes, all-gather inside. The levels work on different chunks
 at once, as NCCL's do, so the slowest one counts. The texts add the levels up: their formulas are in
-`textbook/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
+`tests/oracles/collectives.py`. Letters are theirs: S bytes, P ranks, B bytes/s, a seconds per hop.
 
 `nbytes` is always the full array S: what each rank has (all_reduce), the gathered output (all_gather), the input
 (reduce_scatter), what one rank holds (all_to_all, exchange), the message (broadcast, p2p; shift: of everyone to the next).
@@ -87,7 +87,7 @@ def _to_the_next_s(S: float, P: int, level: LinkLevel, B: float, depth: int, ram
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """What a kind of collective costs.
+    """The cost of a kind of collective.
 
     level_s: the cheapest algorithm's seconds on one level. crosses: the bytes that a rank's link carries for each byte of the
     full array in a ring of n. carried: of the full array's bytes, what a level has to carry (`parts`: each further level 1/fan

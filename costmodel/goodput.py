@@ -8,7 +8,7 @@ interval is chosen, and which is Young's where nothing is asynchronous:
 
     lost share = stall / t + (write + t / 2 + down) / M      least at t = sqrt(2 · stall · M)
 
-with M the time between failures (Young 1974; Daly 2006 in `textbook/reliability.py`, to which tests hold both).
+with M the time between failures (Young 1974; Daly 2006 in `tests/oracles/reliability.py`, to which tests hold both).
 """
 
 from __future__ import annotations

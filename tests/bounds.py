@@ -1,4 +1,4 @@
-"""What reading a file takes: time and memory of a process, forked from this one for as many files as stay within bounds."""
+"""Reading a file within bounds: time and memory of a process, forked from this one for as many files as stay within bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 MOST_MB, MOST_S = 200, 5.0
 LEFT_MB = 50.0
-"""What files before may leave in a process before the next one gets a process of its own."""
+"""Bytes that files before may leave in a process before the next one gets a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Reading:
 
 
 def readings(attempts: Mapping[str, Callable[[], Any]], named: tuple[type[BaseException], ...]) -> dict[str, Reading]:
-    """What attempts come to, by their names. named: the errors that they may raise. Dead, a process was ended by a signal:
+    """Outcomes of attempts, by their names. named: the errors that they may raise. Dead, a process was ended by a signal:
     that of the clock, where an attempt took longer than it may."""
     names, found = list(attempts), []
     while len(found) < len(names):
@@ -44,7 +44,7 @@ def readings(attempts: Mapping[str, Callable[[], Any]], named: tuple[type[BaseEx
 
 
 def _in_a_fork(attempts: list[Callable[[], Any]], named: tuple[type[BaseException], ...]) -> list[Reading]:
-    """Of the first attempts, at least one."""
+    """Outcomes of the first attempts, at least one."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from autopar.passes.batch import captured
+from autopar import request
 from tests.zoo.models import BY_NAME, ZooModel
 from tests.zoo.shared import shared
 
@@ -71,13 +71,13 @@ def _model_of(item: pytest.Item) -> str:
 def shared_captures() -> Iterator[None]:
     """Zoo models are captured once for all tests of a process."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured, "capture_program", shared(captured.capture_program))
+        patch.setattr(request, "capture_program", shared(request.capture_program))
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def old_is_not_collected() -> None:
-    """What is alive stays out of every later collection, of which a measurement of memory begins with a whole one."""
+    """Objects that are alive stay out of every later collection, of which a measurement of memory begins with a whole one."""
     gc.collect()
     gc.freeze()
 

@@ -18,10 +18,10 @@ from torch import nn
 
 import autopar
 from autopar.cli.export import export
-from autopar.proof.measure import measure_in_turn
 from autopar.proof.random_plans import random_plan
 from autopar.runtime.checkpoint.weights import load_weights
 from autopar.runtime.program.manifest import Manifest
+from tests.measure import measure_in_turn
 from tests.proof.test_processes import in_torchrun
 from tests.warm import torchrun
 

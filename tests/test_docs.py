@@ -27,7 +27,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 MOST_LINES_OF_MAP = 250
 MOST_WORDS = 40
 LEAST_LINES, MOST_LINES = 80, 300
-"""Of the page of a mechanism: shorter, and it is a section of another page; longer, and it is two."""
+"""Lines of the page of a mechanism: shorter, and it is a section of another page; longer, and it is two."""
 
 NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 

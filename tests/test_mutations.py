@@ -31,7 +31,7 @@ from autopar.passes.batch.divided import _Divide
 from autopar.passes.memory import tape
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 
 Patch = pytest.MonkeyPatch
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -21,7 +21,7 @@ from autopar.capture.examples.inputs import batch_dim
 from autopar.capture.export.export import export_step
 from autopar.capture.export.fake import fake_mode
 from autopar.capture.export.faster_export import lean
-from autopar.capture.exported import Exported
+from autopar.capture.exported import Captured, Exported
 from autopar.capture.graph.head_losses import join_head_losses
 from autopar.capture.graph.index_guards import guard_indices, without_guards
 from autopar.capture.graph.precision import lower_precision, use_dtype
@@ -48,7 +48,7 @@ def capture_program(
     guards: bool = True,
     as_example: bool = False,
     told: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[Program, Exported]:
+) -> Captured:
     """Capture, fold and differentiate. starts: modules at which a call must start. precision, guards: see Options. pieces:
     what the loss is divided by. as_example: branches on data go the example's way. told: Options by name, for ops that have
     them as arguments.
@@ -68,7 +68,7 @@ def capture_program(
         with mode:
             builder = _Builder(exported, model)
             builder.run(mode, starts)
-        return builder.program(batch_dims, guards, conditions), exported
+        return Captured(builder.program(batch_dims, guards, conditions), exported)
 
 
 def tell_options(graph: fx.Graph, told: Mapping[str, Any]) -> None:

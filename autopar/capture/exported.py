@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from autopar.capture.before.conditional_gradients import Sometimes
 from autopar.capture.while_traced.scalar_outputs import NoLoss
+from autopar.ir.program import Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,3 +35,10 @@ class Exported:
     known_blocks: tuple[str, ...] = ()
     sometimes: Mapping[int, Sometimes] = field(default_factory=dict)
     no_loss: NoLoss | None = None
+
+
+class Captured(NamedTuple):
+    """A captured step: the program that is planned, and the export that it was made of."""
+
+    program: Program
+    exported: Exported

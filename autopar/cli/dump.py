@@ -23,12 +23,12 @@ from autopar.cli.dump_sections import SECTIONS, as_json, as_text
 from autopar.cli.graphviz import as_dot
 from autopar.cli.saved import Saved, read
 from autopar.cli.saved_profile import read_profile
-from autopar.codegen.curve import curve_svg
-from autopar.codegen.gantt import svg
 from autopar.costmodel.simulate import as_trace
 from autopar.errors import AutoparError, InputError
 from autopar.ir.text import size_text
 from autopar.report.beside import beside_text
+from autopar.report.curve import curve_svg
+from autopar.report.gantt import svg
 from autopar.report.recorded import measured_timeline, trace_rows
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cli.saved import Facts, Saved
-from autopar.codegen.gantt import text_gantt
 from autopar.ir.by_node import AxisByNode
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import size_text, time_text
+from autopar.report.gantt import text_gantt
 
 
 def plan_lines(saved: Saved) -> Iterator[str]:

@@ -34,7 +34,6 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.passes.batch.captured import in_microbatches
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.task import Task
@@ -99,7 +98,8 @@ def plan_on(program: autopar.ParallelProgram, nodes: int) -> str:
     if program.setting.microbatches == 1:
         batches = Microbatches(program.captured, program.rules)
     else:
-        batches = in_microbatches(replace(program.request, options=options), program.rules)
+        request = replace(program.request, options=options)
+        batches = Microbatches(request.capture(), program.rules, request.capture_apart)
     setting = replace(program.setting, microbatches=1)
     plans = search_plans(Task(batches.at(1), cluster, program.rules, setting, options, batches), program.request.batch)
     return plans[0][1].plan.show_meshes() if plans else "none fits"

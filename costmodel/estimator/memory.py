@@ -2,7 +2,7 @@
 
 `stage_memory` adds up what a stage of a plan holds: its states as ZeRO shards them (Rajbhandari et al. 2020), and a layer's
 activations (Korthikanti et al. 2022, for more kinds of layers) times the layers times the microbatches that the schedule
-holds there. The texts' own formulas are in `costmodel/textbook/transformer_memory.py`.
+holds there. The texts' own formulas are in `tests/oracles/transformer_memory.py`.
 """
 
 from __future__ import annotations

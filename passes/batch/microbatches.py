@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
-from autopar.capture.exported import Exported
+from autopar.capture.exported import Captured
 from autopar.errors import CoupledError, InputError
 from autopar.ir.program import Join, Microbatched, Program
 from autopar.passes.batch.divided import divided, divides
 from autopar.passes.batch.states import Batched, batched
 from autopar.passes.rules.book import RuleBook
-
-
-@dataclass(frozen=True, eq=False)
-class Captured:
-    """A captured step: the program that is planned, and the export that it was made of (of a program by hand none)."""
-
-    program: Program
-    exported: Exported = field(default=None, repr=False)  # type: ignore[assignment]
 
 
 class Microbatches:

@@ -1,4 +1,4 @@
-"""What a stage's gradient store holds over a step, as the runtime's own code, played over tensors without data, has it."""
+"""Bytes that a stage's gradient store holds over a step: the runtime's own code, played over tensors without data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StoreBytes(NamedTuple):
 
 
 Taken = tuple[tuple[StoreBytes, ...], ...]
-"""What the store holds after every gradient of a microbatch, by action."""
+"""Bytes of the store after every gradient of a microbatch, by action."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepBytes:
 
 
 def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Setting) -> StepBytes:
-    """What a stage's gradient store holds over a step. actions: of a microbatch, in order."""
+    """Bytes that a stage's gradient store holds over a step. actions: of a microbatch, in order."""
     trained = numbered(stage)
     number = {name: i for i, name in enumerate(n for n, p in stage.parameters.items() if p.contributions)}
     storages: dict[int, int] = {}

@@ -10,10 +10,11 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.capture.exported import Captured
 from autopar.ir.program import Call, Program, Template, ValueRef
 from autopar.ir.types import TensorType
 from autopar.passes.batch.dims import Dims, Part
-from autopar.passes.batch.microbatches import Captured, Microbatches
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.order.dims import causal_attention, sequence_dims
 from autopar.passes.order.refused import NotOrdered
 from autopar.passes.order.rewritten import Reordered, reordered, rewritten

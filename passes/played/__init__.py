@@ -1,1 +1,1 @@
-"""What the runtime does with bytes, found by running its own code over tensors without data."""
+"""Bytes that the runtime makes, sends and lets go, found by running its own code over tensors without data."""

@@ -127,7 +127,7 @@ class _Tiers(Tiers):
 
 
 class _Unsent(Unsent):
-    """What compressing loses rests from the first step on, so it is in a ledger of its own."""
+    """Values that compressing loses: they rest from the first step on, so they are in a ledger of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class PlayedStore(GradStore):
 
     @property
     def unsent_bytes(self) -> int:
-        """What is kept of what compression lost."""
+        """Bytes that are kept of what compression lost."""
         return self._buckets.unsent.ledger.alive
 
     def drain(self) -> None:

@@ -86,7 +86,7 @@ def watch(run: Callable[[list[torch.Tensor]], Any], layouts: Sequence[Layout], d
 
 
 def results_of(result: Any, given: Mapping[int, int]) -> tuple[tuple[Out, ...], tuple[int, ...]]:
-    """What a function gives back, and the bytes of the storages that it brings. given: the operands by their storages."""
+    """A function's results, and the bytes of the storages that it brings. given: the operands by their storages."""
     outs: list[Out] = []
     fresh: dict[int, int] = {}
     sizes: list[int] = []
@@ -212,7 +212,7 @@ class PlayedTensor:
 
 
 def _method(function: Callable[..., Any], tensor: PlayedTensor, *args: Any, **kwargs: Any) -> Any:
-    """What a tensor's method gives; most methods give a view."""
+    """The result of a tensor's method; most methods give a view."""
     if not kwargs and PlayedTensor not in map(type, args):
         layout = _viewed(function, tensor.layout, args)
         if layout is not None:
@@ -228,7 +228,7 @@ def _viewed(function: Callable[..., Any], layout: Layout, args: tuple[Any, ...])
 
 
 def _asked(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a function of torch gives for these."""
+    """The results of a function of torch for these arguments."""
     values = (*args, *kwargs.values())
     tensors = [value for value in values if type(value) is PlayedTensor]
     known = tuple(value.layout if type(value) is PlayedTensor else value for value in values)
@@ -249,7 +249,7 @@ def _asked(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 def _effect(
     function: Callable[..., Any], positional: int, names: tuple[str, ...], values: tuple[Any, ...]
 ) -> tuple[Effect, type | None]:
-    """What a function makes of values, layouts instead of tensors among them, and in what it gives more than one result."""
+    """A function's results for values, layouts instead of tensors among them, and in what it gives more than one result."""
     kinds: list[type] = []
 
     def run(tensors: list[torch.Tensor]) -> Any:

@@ -21,7 +21,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.account.program import Account, account, as_lowered, stage_costs
-from autopar.passes.batch.microbatches import Captured, Microbatches
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.lower import lower, outline
 from autopar.passes.order.ordered import in_order
 from autopar.passes.price.pricer import Pricers
@@ -37,7 +37,7 @@ from autopar.plan import Plan
 class Task:
     """A program to be planned, with all that planning it depends on.
 
-    batches: the program by number of microbatches; by default `program` is that of the whole batch. software: what plans are
+    batches: the program by number of microbatches. software: what plans are
     priced with, by default that of the programs that are emitted. layout: of the plan whose parameters the program is to compute
     with, where there is one. order: that the program's sequence is in. workers: processes that the search may use.
     lowering_s: seconds spent in `finish` so far.
@@ -48,7 +48,7 @@ class Task:
     rules: RuleBook
     setting: Setting
     options: Options
-    batches: Microbatches = None  # type: ignore[assignment]
+    batches: Microbatches
     software: Software | None = None
     layout: Layout | None = None
     order: int = 0
@@ -59,8 +59,6 @@ class Task:
     def __post_init__(self) -> None:
         self.pricers = Pricers(self.cluster, self.software)
         self.workers = Workers(self.options.workers)
-        if self.batches is None:
-            self.batches = Microbatches(Captured(self.program), self.rules)
 
     @cached_property
     def limit(self) -> float:

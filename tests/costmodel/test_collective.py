@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import collective as c
-from autopar.costmodel.textbook import collectives as textbook
 from autopar.errors import ClusterError
+from tests.oracles import collectives as textbook
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "p2p")
 

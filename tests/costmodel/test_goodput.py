@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from autopar.costmodel.goodput import Failures, Saving, best_interval_s, expected, simulate
-from autopar.costmodel.textbook.reliability import daly_wall_s, young_interval_s
+from tests.oracles.reliability import daly_wall_s, young_interval_s
 
 DAY = 86400.0
 LLAMA_MTBF_S = 54 * DAY / 419

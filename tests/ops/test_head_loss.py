@@ -15,11 +15,11 @@ import autopar
 from autopar.capture.graph import head_losses
 from autopar.ops.dialect import LIFT
 from autopar.ops.head_loss import head_loss
-from autopar.proof.measure import measure_peak
 from autopar.runtime.comm.devices import Device
 from autopar.runtime.kernels import losses
 from autopar.runtime.kernels.losses import chunk_rows
 from benchmarks.models import Llama, LlamaShape
+from tests.measure import measure_peak
 from tests.ops.gradients import f
 
 BATCH, SEQ, WIDTH, VOCABULARY = 8, 12, 16, 64

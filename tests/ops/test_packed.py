@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 from tests.ops.rings import Layer, with_attention
 
 DOCUMENTS = 6

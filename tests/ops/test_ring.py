@@ -21,7 +21,7 @@ from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.sends import sent_by
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 from tests.ops.rings import Layer, Transformer, with_attention
 
 RING = "+s+t"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.proof.measure import measure_peak
 from autopar.runtime.update.update_rule import UpdateRule
+from tests.measure import measure_peak
 from tests.optimizer.test_optimizers import groups, muon_and_adam
 from tests.proof.test_memory_measured import NUMBERS, PLANS, WIDE, assert_kept
 from tests.zoo.models import ADAMW

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.cli import dump
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 BATCH = (torch.randn(16, 20, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 12)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 from tests.warm import torchrun
 
 Tensor = torch.Tensor

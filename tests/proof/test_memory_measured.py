@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import autopar
 from autopar.counter import ByteCounter
 from autopar.ir.memory_levers import RECOMPUTE_POLICIES
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 from tests.passes.recompute.recomputed import with_policy, with_random_recompute
 from tests.zoo import others, transformers
 from tests.zoo.models import ADAMW, BY_NAME, MODELS, ZooModel, ids, images, token_loss

@@ -18,9 +18,9 @@ from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError
 from autopar.ir.lines import AwaitSaved, FetchSaved
 from autopar.ir.memory_levers import OFFLOAD_KINDS
 from autopar.passes.price.tiers import parked_bytes
-from autopar.proof.measure import measure_tiers
 from autopar.proof.verify import verify
 from autopar.runtime.memory.tiers import TIER_KINDS
+from tests.measure import measure_tiers
 from tests.proof.test_memory_measured import NUMBERS, OVER, PLANS, UNDER, WIDE
 from tests.zoo import transformers
 from tests.zoo.models import BY_NAME, ZooModel, ids

@@ -116,6 +116,6 @@ def train(
 
 
 def left(session: Session, program: stages.Program) -> dict[str, Any]:
-    """What training leaves: the last gradients and the weights, whole."""
+    """Tensors that training leaves: the last gradients and the weights, whole."""
     names = dict.fromkeys(name for module in program.modules for name in (*module.PARAMETERS, *module.BUFFERS))
     return {"grads": session.full_grads(), "weights": {name: session.gather_full(name) for name in names}}

@@ -182,7 +182,7 @@ def _run(arguments: list[str], path: list[str]) -> int:
 
 
 def keep_bytecode(folder: Path) -> None:
-    """Of modules by what their source says, not by where it lies: every program has a copy of the runtime."""
+    """Modules are known by what their source says, not by where it lies: every program has a copy of the runtime."""
 
     def get_code(loader: importlib.machinery.SourceFileLoader, name: str) -> types.CodeType:
         path = loader.get_filename(name)

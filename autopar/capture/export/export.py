@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,21 +40,26 @@ from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.ops.integers import expect
 
 
+@dataclass
+class _Seen:
+    """What a run of the step tells beside its outputs, as far as it came. changes: of Python state. conditions: values under
+    which the step is the example's, and lines that ask. structure: of outputs. reached: parameters that the loss depends on."""
+
+    changes: list[Change] = field(default_factory=list)
+    training: bool = False
+    structure: Any = None
+    no_loss: NoLoss | None = None
+    reached: frozenset[str] = frozenset()
+    conditions: list[tuple[bool, str]] = field(default_factory=list)
+
+
 class _Step(nn.Module):
     """The user's model and loss as one module over flat tensor leaves."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        structure: Any,
-        names: Sequence[str],
-        targets: int,
-        seen: dict[str, Any],
-        pieces: int,
+        self, model: nn.Module, loss_fn: Any, structure: Any, names: Sequence[str], targets: int, pieces: int
     ) -> None:
-        """names: of the leaves.
-        seen: what a run of the step tells beside its outputs: "training", "structure" of the outputs, "conditions"."""
+        """names: of the leaves."""
         super().__init__()
         self.owned: dict[int, str] | None = memory_of(model)
         self.model = model
@@ -63,7 +68,7 @@ class _Step(nn.Module):
         self.names = [str(name) for name in names]
         self.targets = targets
         self.pieces = pieces
-        self._note = seen.update  # export restores attributes of modules, so what is seen is kept outside
+        self.seen = _Seen()
         self.decisions: Decisions | None = None
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -72,7 +77,7 @@ class _Step(nn.Module):
             outputs, conditions = self._outputs(leaves)
         if self.decisions is not None:
             conditions = [*conditions, *self.decisions.conditions]
-        self._note({"conditions": [(condition.value, condition.asked) for condition in conditions]})
+        self.seen.conditions = [(condition.value, condition.asked) for condition in conditions]
         return (*outputs, *(condition.tensor for condition in conditions))
 
     def _outputs(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[Condition]]:
@@ -82,21 +87,21 @@ class _Step(nn.Module):
             with _assigned_buffers_written(self.model):
                 out = self.model(*args, **kwargs)
             loss = own_loss(out) if self.loss_fn is None else self.loss_fn(out, *targets)
-        self._note({"changes": state.changes()})
-        training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
-        if not training:
+        self.seen.changes = state.changes()
+        self.seen.training = self.loss_fn is not None or (loss is not None and loss.requires_grad)
+        if not self.seen.training:
             if watch.in_inference:
                 raise watch.in_inference[0]
             tensors, _, structure = flatten(out)
             if not tensors:
                 raise InputError(f"the model returned no tensor ({_describe(out)}); pass a loss_fn or return tensors")
-            self._note({"training": False, "structure": structure, "no_loss": NoLoss.of(out)})
+            self.seen.structure, self.seen.no_loss = structure, NoLoss.of(out)
             return tuple(tensors), watch.held
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise InputError(f"loss_fn must return a scalar tensor, it returned {_describe(loss)}")
         if loss.is_complex():
             raise InputError(f"the loss is complex ({loss.dtype}); take its real part or its magnitude")
-        self._note({"training": True, "structure": None, "reached": parameters_reached(loss, self)})
+        self.seen.reached = parameters_reached(loss, self)
         return (self._piece(loss),), watch.held
 
     def _piece(self, loss: torch.Tensor) -> torch.Tensor:
@@ -195,12 +200,11 @@ def _export_step(
     check_inputs(leaves, names)
     check_model(model, loss_fn)
     fakes = [fake_like(t.detach(), mode) for t in leaves]
-    seen: dict[str, Any] = {}
-    step = _Step(model, loss_fn, structure, names, targets, seen, pieces)
+    step = _Step(model, loss_fn, structure, names, targets, pieces)
+    seen = step.seen
     step.training = model.training
     if as_example:
         step.decisions = decisions_of(step, leaves, lambda one, decisions: _run_example(one, leaves, decisions))
-        seen.clear()  # what the example's run noted: it draws random numbers, which a trace does not
     _trace_into(loss_fn)
     sharing = shared_memory(model)
     with faked(step, mode) as fake_names, kept(model, loss_fn) as state:
@@ -209,21 +213,21 @@ def _export_step(
                 traced, writes = traced_step(step, fakes)
                 exported = functional(traced, writes)
         except Exception as error:
-            check_changes(seen.get("changes", []), state, lambda: step(*fakes), mode)
-            if seen.get("training") and not isinstance(error, AutoparError):
+            check_changes(seen.changes, state, lambda: step(*fakes), mode)
+            if seen.training and not isinstance(error, AutoparError):
                 _eager_grads(step, fakes, mode, fake_names)  # where eager fails too, its reason is the better one
             raise explain(error, model) from error
-        later_changes = functools.partial(_later_changes, traced, step, fakes, mode, state, seen)
-        check_changes(seen["changes"], state, lambda: step(*fakes), mode, later_changes)
+        later_changes = functools.partial(_later_changes, traced, step, fakes, mode, state)
+        check_changes(seen.changes, state, lambda: step(*fakes), mode, later_changes)
         _check_dynamic(exported.graph, step, fakes, mode)
         if clocks:
             _check_clocks(traced, step, fakes, state, clocks)
         by_name = dict(step.named_parameters(remove_duplicate=False))
         first = {name: fake_names[id(p)] for name, p in by_name.items()}
-        eager = frozenset(first[n] for n in seen.get("reached", ()))
-        if seen["training"] and not eager:
+        eager = frozenset(first[n] for n in seen.reached)
+        if seen.training and not eager:
             raise _nothing_to_train(without_gradient)
-        if seen["training"] and (writes or any(n.target is functions.OP for n in exported.graph.nodes)):
+        if seen.training and (writes or any(n.target is functions.OP for n in exported.graph.nodes)):
             state.restore()
             eager = _eager_grads(step, fakes, mode, fake_names)
     signature = exported.graph_signature
@@ -234,9 +238,10 @@ def _export_step(
     updates = {_strip(buffer): name for kind, buffer, name in ends if kind == "BUFFER_MUTATION"}
     check_written_buffers(sharing, updates)
     users = tuple(name for kind, _, name in ends if kind == "USER_OUTPUT")
-    users, conditions = users[: len(users) - len(seen["conditions"])], users[len(users) - len(seen["conditions"]) :]
+    last = len(users) - len(seen.conditions)
+    users, conditions = users[:last], users[last:]
     if guards:
-        _guard_conditions(exported.graph, conditions, seen["conditions"])
+        _guard_conditions(exported.graph, conditions, seen.conditions)
     kept_outputs = [n for n in exported.graph.output_node().args[0] if guards or n.name not in conditions]
     exported.graph.output_node().args = (tuple(kept_outputs),)
     constants = {_strip(k): v for k, v in exported.constants.items() if isinstance(v, torch.Tensor)}
@@ -252,15 +257,15 @@ def _export_step(
         kinds,
         updates,
         users,
-        seen["structure"],
+        seen.structure,
         structure,
         tuple(names),
-        seen["training"],
+        seen.training,
         constants,
         frozenset(_strip(n) for n in eager),
         {_strip(k): _strip(v) for k, v in first.items()},
         tuple(n.name for n in outputs if guards or n.name not in conditions),
-        no_loss=seen.get("no_loss"),
+        no_loss=seen.no_loss,
     )
 
 
@@ -309,20 +314,21 @@ def _check_clocks(traced: Any, step: _Step, fakes: list[torch.Tensor], state: St
 
 
 def _later_changes(
-    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State, seen: dict[str, Any]
+    traced: Any, step: _Step, fakes: list[torch.Tensor], mode: FakeTensorMode, state: State
 ) -> Sequence[Change] | None:
     """The changes of Python state by the second step in a row; None where it computes something else than the first."""
     state.restore()
+    seen = step.seen
     runs, results = (Recorded(), Recorded()), []
     try:
         with torch.compiler.set_stance("force_eager"), functions.recording(), quiet(), mode:
             for recorded in runs:
                 with torch.enable_grad(), recorded:
-                    results.append((step(*fakes), seen["training"], str(seen["structure"]), str(seen["conditions"])))
+                    results.append((step(*fakes), seen.training, str(seen.structure), str(seen.conditions)))
         alike = compute_the_same(runs, results) or _traces_alike(traced, step, fakes)
     except Exception:  # what is found in the first trace is the better reason
         return None
-    return seen["changes"] if alike else None
+    return seen.changes if alike else None
 
 
 def _guard_conditions(graph: fx.Graph, conditions: Sequence[str], values: Sequence[tuple[bool, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Export, and search afterwards, without the work whose result nobody reads.
+"""Export without the work whose result nobody reads.
 
 Every pass of `torch.export` prints its graph as Python and compiles the text, whose forward nobody calls; the garbage
 collector walks over nodes and fake tensors that all live as long as the trace; and every node gets the whole Python stack,
@@ -30,18 +30,6 @@ def lean() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """Within the context garbage is looked for rarely: a search makes little, among some hundred thousand objects that stay,
-    and in forked processes to look at an object copies it."""
-    before = gc.get_threshold()
-    gc.set_threshold(max(100_000, before[0]), *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _Stack:

@@ -2,8 +2,8 @@
 
 Three encoders are captured one after another, and without care the end of one and the start of the next would share a
 segment: a knot where the model has none. So intervals between blocks are looked at as pieces of one module each. Pieces
-and blocks of which neither reads the other, directly or not, are *unordered*; where work of some weight is unordered with
-other such work the model has branches, and a cut goes wherever the set of what is unordered changes. Models that are a
+and blocks are compared (`autopar.ir.unordered`); where the model branches, a cut goes wherever the set of what is unordered
+changes. Models that are a
 chain are left as they are.
 """
 
@@ -17,12 +17,10 @@ from torch import fx
 
 from autopar.capture.graph.cast_marks import is_cast, may_part, shown
 from autopar.ir.program import is_getitem
+from autopar.ir.unordered import branch, unordered
 
 Group = tuple[str, list[fx.Node]]
 """A block's path ("" between blocks) and its nodes in order."""
-
-LEAST_PIECE, LEAST_UNORDERED = 0.01, 0.05
-"""Shares of the model's work: of a piece that counts, and of what is unordered with it."""
 
 
 def cut_at_branches(
@@ -40,11 +38,8 @@ def cut_at_branches(
         for part in ([members] if block else _by_module(members, module))
     ]
     share = [sum(weight[n] for n in part) / total for _, part in pieces]
-    concurrent = unordered(_edges([part for _, part in pieces]), [s >= LEAST_PIECE for s in share])
-    if not any(
-        s >= LEAST_PIECE and sum(share[j] for j in others) >= LEAST_UNORDERED
-        for s, others in zip(share, concurrent, strict=True)
-    ):
+    concurrent = unordered(_edges([part for _, part in pieces]), share)
+    if not branch(share, concurrent):
         return list(groups)
     merged: list[tuple[int, frozenset[int], list[fx.Node]]] = []
     for (g, part), others in zip(pieces, concurrent, strict=True):
@@ -53,27 +48,6 @@ def cut_at_branches(
         else:
             merged.append((g, others, list(part)))
     return [(groups[g][0], members) for g, _, members in merged]
-
-
-def unordered(edges: Sequence[Sequence[int]], counts: Sequence[bool]) -> list[frozenset[int]]:
-    """For each node of a DAG the nodes that neither reach it nor are reached by it, among those that count.
-
-    edges[v]: the nodes below v that v reads.
-    """
-    above, below = [0] * len(edges), [0] * len(edges)  # sets of nodes, one bit each
-    for v, reads in enumerate(edges):
-        for u in reads:
-            below[v] |= below[u] | 1 << u
-    for v in reversed(range(len(edges))):
-        for u in edges[v]:
-            above[u] |= above[v] | 1 << v
-    counted = sum(1 << v for v, counts_here in enumerate(counts) if counts_here)
-    return [_members(counted & ~(above[v] | below[v] | 1 << v)) for v in range(len(edges))]
-
-
-def _members(bits: int) -> frozenset[int]:
-    """The numbers whose bits are set."""
-    return frozenset(i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1") if bits else frozenset()
 
 
 def _work(node: fx.Node, parameters: set[fx.Node]) -> float:

@@ -29,7 +29,7 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 @dataclass(frozen=True)
 class Collective:
-    """What is known of one kind of collective.
+    """One kind of collective: all that is known of it.
 
     among_threads: fill every member's `out`, from the calls of all members in their order. among_processes: start it on a
     process group of torch; what is returned has a `wait()`. rows_in, rows_out: whether inp, out have a row for every member.

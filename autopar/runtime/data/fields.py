@@ -78,7 +78,7 @@ def notation(parse: Callable[[str], Any], show: Callable[[Any], str], most: int 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a field's metadata says of its place in the file (`kept`)."""
+    """The place of a field in the file, as its metadata says (`kept`)."""
 
     key: str | None = None
     required: bool = False
@@ -99,7 +99,7 @@ def kept(**said: Any) -> Mapping[str, Kept]:
 
 
 def to_data(value: Any, kind: Any = None) -> Any:
-    """What is written of a value: plain data for JSON. kind: its class or type hint, where that is not the value's own class."""
+    """A value as plain data for JSON. kind: its class or type hint, where that is not the value's own class."""
     hint: Any = type(value) if kind is None else kind
     write = form_of(hint).write
     return value if write is None else write(value)

@@ -13,7 +13,7 @@ from ..compiled.inductor import COMPILERS
 from ..data.schema import choice, integer
 
 Seed = Annotated[int, integer(-(1 << 63), (1 << 63) - 1)]
-"""It fits into 64 bits."""
+"""The largest number of an option, which fits into 64 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Segments of a program that branches: runs of calls with the same calls beside them.
 
-Two calls are *beside* each other where neither feeds nor follows the other; where enough work is beside other work, the
-program branches. Long segments are halved, so that they may be pipelined too.
+Two calls are *beside* each other where neither feeds nor follows the other (`autopar.ir.unordered`). Long segments are
+halved, so that they may be pipelined too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from autopar.capture.templates.branches import LEAST_PIECE, LEAST_UNORDERED, unordered
 from autopar.ir.program import Program
+from autopar.ir.unordered import branch, unordered
 from autopar.passes.lower.cut import Range, cut_points
 from autopar.passes.search.lower_bounds import template_work_s
 from autopar.passes.search.task import Task
@@ -23,11 +23,7 @@ HEAVY = 0.3
 def branches(task: Task) -> bool:
     """Whether enough work lies beside other work."""
     share = work_shares(task)
-    sides = calls_beside(task.program, share)
-    return any(
-        s >= LEAST_PIECE and sum(share[j] for j in side) >= LEAST_UNORDERED
-        for s, side in zip(share, sides, strict=True)
-    )
+    return branch(share, calls_beside(task.program, share))
 
 
 def work_shares(task: Task) -> list[float]:
@@ -39,8 +35,7 @@ def work_shares(task: Task) -> list[float]:
 
 def calls_beside(program: Program, share: Sequence[float]) -> list[frozenset[int]]:
     """Per call the calls with work that neither feed nor follow it. share: of every call, as in `work_shares`."""
-    edges = [sorted({r.index for r in call.inputs if r.kind == "call"}) for call in program.calls]
-    return unordered(edges, [s >= LEAST_PIECE for s in share])
+    return unordered([{r.index for r in call.inputs if r.kind == "call"} for call in program.calls], share)
 
 
 def segments(program: Program, share: Sequence[float]) -> tuple[Range, ...]:

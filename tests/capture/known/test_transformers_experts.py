@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 
 transformers = pytest.importorskip("transformers")
 

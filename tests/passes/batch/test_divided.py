@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar import request as module
 from autopar.ir.program import Program
-from autopar.passes.batch import captured as module
 from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.batch.states import batched
 from tests.capture.equal import SGD

@@ -15,7 +15,7 @@ from autopar.ops.registry import AlongAxis
 from autopar.passes.check.lines import check
 from autopar.passes.search.overlap import overlapping
 from autopar.plan import OVERLAPS
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 from tests.ops.rings import with_choices
 from tests.passes.lower.test_overlap_experts import batch, function_of, model
 from tests.proof.test_memory_measured import UNDER

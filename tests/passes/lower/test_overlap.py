@@ -18,9 +18,9 @@ from autopar.ir.steps import Step
 from autopar.passes.lower.overlap import overlapped
 from autopar.passes.search.overlap import overlapping
 from autopar.plan import OVERLAPS, TemplatePlan
-from autopar.proof.measure import measure_peak
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
+from tests.measure import measure_peak
 from tests.passes.price.stages import ROWS, WHOLE, pricer, reduced
 from tests.zoo.models import ADAMW, token_loss
 from tests.zoo.transformers import Gpt2

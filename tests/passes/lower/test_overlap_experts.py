@@ -16,9 +16,9 @@ from autopar.ir.lines import Compute, Function, GoOn, Line, Start, Wait, label
 from autopar.passes.check.lines import check
 from autopar.passes.search.overlap import overlapping
 from autopar.plan import OVERLAPS
-from autopar.proof.measure import measure_peak
 from autopar.runtime import ExpertOverflow, run_threads
 from autopar.runtime.comm.comm import Comm
+from tests.measure import measure_peak
 from tests.ops.rings import with_choices
 from tests.proof.test_memory_measured import UNDER
 

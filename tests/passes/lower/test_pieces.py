@@ -15,9 +15,9 @@ from autopar.passes.check.lines import check
 from autopar.passes.search.overlap import overlapping
 from autopar.passes.search.pieces import in_pieces
 from autopar.plan import GIVEN, Plan
-from autopar.proof.measure import measure_peak
 from autopar.proof.random_plans import insisting, random_plan
 from autopar.proof.verify import verify
+from tests.measure import measure_peak
 from tests.passes.lower.test_overlap import slow_cluster
 from tests.zoo.models import ADAMW, token_loss
 from tests.zoo.transformers import Gpt2, Llama, Moe

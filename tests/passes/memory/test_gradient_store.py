@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.proof.measure import measure_peak
+from tests.measure import measure_peak
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 WIDTH = 128

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from autopar.codegen.curve import curve_svg
 from autopar.passes.price.pricer import Pricers
 from autopar.passes.recompute.curve import Curve, curves
+from autopar.report.curve import curve_svg
 from tests.passes.recompute.recomputed import llama_on
 
 

@@ -16,6 +16,7 @@ import autopar
 from autopar import Options
 from autopar.errors import InputError
 from autopar.ir.mesh import Mesh
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search import best_plans
 from autopar.passes.search.best_plans import search_plans
@@ -47,7 +48,8 @@ def compiled(**options: Any) -> autopar.ParallelProgram:
 def task(**options: Any) -> Task:
     """The chain to be planned, on prices of its own."""
     program = compiled()
-    return Task(program.ir, program.cluster, program.rules, program.setting, Options(**options))
+    batches = Microbatches(program.captured, program.rules)
+    return Task(program.ir, program.cluster, program.rules, program.setting, Options(**options), batches)
 
 
 def seconds() -> Any:

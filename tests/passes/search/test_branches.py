@@ -17,11 +17,12 @@ import autopar
 import autopar.api
 from autopar import ClusterSpec, Options, ParallelProgram, Plan
 from autopar.capture import capture_program
+from autopar.capture.exported import Captured
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, show_row
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
 from autopar.ir.setting import Setting
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.branch import SegmentGroup, evaluate, solve_branches
 from autopar.passes.lower import lower
 from autopar.passes.lower.cut import cut, cut_points
@@ -138,8 +139,7 @@ def test_cheap_links_need_no_branches() -> None:
 
 def test_less_memory_is_kept_to() -> None:
     def found(**limit: float) -> PricedPlan:
-        program = capture_program(Driving(), driving_batch(8), driving_loss, 2)[0]
-        task = Task(program, slow_network(), RuleBook(), Setting(2), Options(microbatches=2, **limit))
+        task = task_of(captured(), slow_network(), Setting(2), Options(microbatches=2, **limit))
         *_, plans = search_branches(SubmeshPlans(TasksByCount(task, 16)), math.inf)
         return plans[0][1]
 
@@ -155,25 +155,30 @@ def test_less_memory_is_kept_to() -> None:
 
 
 @functools.cache
-def captured(tied: bool = False) -> Program:
+def captured(tied: bool = False) -> Captured:
     torch.manual_seed(0)
-    return capture_program(Driving(tied=tied), driving_batch(), driving_loss, 2)[0]
+    return capture_program(Driving(tied=tied), driving_batch(), driving_loss, 2)
 
 
-def task_of(program: Program) -> Task:
-    return Task(program, ClusterSpec.local(4), RuleBook(), Setting(), Options())
+def task_of(step: Captured, cluster: ClusterSpec, setting: Setting, options: Options) -> Task:
+    rules = RuleBook()
+    return Task(step.program, cluster, rules, setting, options, Microbatches(step, rules))
+
+
+def plain_task(step: Captured) -> Task:
+    return task_of(step, ClusterSpec.local(4), Setting(), Options())
 
 
 def test_no_call_mixes_two_encoders() -> None:
-    program = captured()
+    program = captured().program
     for call in program.calls:
         names = {p.split(".")[0] for p in call.params}
         assert len(names & {"camera", "lidar", "radar"}) <= 1, call
 
 
 def test_segments_are_the_branches() -> None:
-    program = captured()
-    share = work_shares(task_of(program))
+    program = captured().program
+    share = work_shares(plain_task(captured()))
     sides = calls_beside(program, share)
     for first, last in segments(program, share):
         assert len({sides[i] for i in range(first, last)}) == 1
@@ -183,8 +188,9 @@ def test_segments_are_the_branches() -> None:
 
 
 def test_segments_cover_the_program_and_start_where_a_stage_may() -> None:
-    for program in (captured(), captured(True)):
-        found = segments(program, work_shares(task_of(program)))
+    for step in (captured(), captured(True)):
+        program = step.program
+        found = segments(program, work_shares(plain_task(step)))
         assert [first for first, _ in found] == [0, *(last for _, last in found[:-1])]
         assert found[-1][1] == len(program.calls)
         assert {first for first, _ in found[1:]} <= cut_points(program)
@@ -193,8 +199,7 @@ def test_segments_cover_the_program_and_start_where_a_stage_may() -> None:
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "t5", "vit", "resnet"])
 def test_chains_have_no_branches(name: str) -> None:
     zoo = BY_NAME[name]
-    program = capture_program(zoo.make(), zoo.batch(), zoo.loss_fn, 1)[0]
-    assert not branches(task_of(program))
+    assert not branches(plain_task(capture_program(zoo.make(), zoo.batch(), zoo.loss_fn, 1)))
 
 
 def test_two_towers_without_containers_are_apart() -> None:
@@ -208,9 +213,9 @@ def test_two_towers_without_containers_are_apart() -> None:
             return (self.left(x) * self.right(y)).sum(dim=1)
 
     batch = (torch.randn(8, 16), torch.randn(8, 16), torch.randn(8))
-    program = capture_program(Towers(), batch, nn.functional.mse_loss, 1)[0]
-    assert branches(task_of(program))
-    assert len(segments(program, work_shares(task_of(program)))) >= 3
+    task = plain_task(capture_program(Towers(), batch, nn.functional.mse_loss, 1))
+    assert branches(task)
+    assert len(segments(task.program, work_shares(task))) >= 3
 
 
 # --- any placement of branches ----------------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ def random_branches(program: ParallelProgram, seed: int) -> Plan:
     """Segments on random groups, values flowing one way between groups; random meshes and states in each stage."""
     rng = random.Random(seed)
     ir, ranks = program.ir, program.cluster.size
-    spans = list(segments(ir, work_shares(task_of(ir))))
+    spans = list(segments(ir, work_shares(plain_task(program.captured))))
     before = [
         {
             k

@@ -11,6 +11,7 @@ from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
 from autopar.options import Options
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.lower_bounds import least_busy_s
 from autopar.passes.search.microbatches import TasksByCount
@@ -25,8 +26,9 @@ MESHES = [Mesh.of(dp=1), Mesh.of(dp=4), Mesh.of(dp=2, tp=2)]
 def test_no_rank_is_busy_for_less_than_the_bound(width: int, mesh: Mesh) -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))), torch.zeros(2 * width, width)
-    program = capture_program(model, (x, x), nn.functional.mse_loss, 1)[0]
-    task = Task(program, ClusterSpec.preset("dgx-h100"), RuleBook(), Setting(2), Options(microbatches=2))
+    captured, rules = capture_program(model, (x, x), nn.functional.mse_loss, 1), RuleBook()
+    batches = Microbatches(captured, rules)
+    task = Task(captured.program, ClusterSpec.preset("dgx-h100"), rules, Setting(2), Options(microbatches=2), batches)
     plan = SubmeshPlans(TasksByCount(task, 2 * width)).on(2, mesh)
     assert plan is not None
     units, least_s = plan.units, least_busy_s(task, mesh)

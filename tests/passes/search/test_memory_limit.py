@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.proof.measure import measure_peak, train_within
+from tests.measure import measure_peak, train_within
 from tests.zoo import transformers
 from tests.zoo.models import ids
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import ClusterSpec, Options
 from autopar.errors import InputError, NoRoomError
+from autopar.passes.batch.microbatches import Microbatches
 from autopar.passes.price.pricer import OutOfTime
 from autopar.passes.search import workers as workers_module
 from autopar.passes.search.best_plans import search_plans
@@ -294,7 +295,8 @@ def compiled(ranks: int) -> autopar.ParallelProgram:
 def task(ranks: int, **options: Any) -> Task:
     """The transformer to be planned, on prices of its own."""
     program = compiled(ranks)
-    return Task(program.ir, program.cluster, program.rules, program.setting, Options(**options))
+    batches = Microbatches(program.captured, program.rules)
+    return Task(program.ir, program.cluster, program.rules, program.setting, Options(**options), batches)
 
 
 def told(plans: RankedPlans) -> list[tuple[str, float, tuple[str, ...]]]:

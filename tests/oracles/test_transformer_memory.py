@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.costmodel.textbook.transformer_memory import korthikanti_layer_bytes, korthikanti_total_bytes, zero_bytes
+from tests.oracles.transformer_memory import korthikanti_layer_bytes, korthikanti_total_bytes, zero_bytes
 
 # model: a, h, L, t, p, V, b, activations in GiB with TP only, with TP + SP + selective (s = 2048, v = 51200).
 TABLE = [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from autopar.costmodel.textbook import reliability as r
 from autopar.errors import InfeasibleError
+from tests.oracles import reliability as r
 
 HOUR = 3600.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.costmodel.textbook import collectives as c
+from tests.oracles import collectives as c
 
 
 def test_example_25_2_two_level_sum():

@@ -6,17 +6,15 @@ bubble. (`Timeline.chrome_trace` is the third view.)
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autopar.codegen.picture import empty_picture, svg_text
 from autopar.costmodel.simulate import Event, Timeline
+from autopar.report.picture import empty_picture, svg_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = {"F": "#5b8ff9", "B": "#61c08a", "W": "#f4a742"}
-_ANSI = {"F": "\x1b[44;97m", "B": "\x1b[42;30m", "W": "\x1b[43;30m"}
 _WHAT = {"F": "forward", "B": "backward", "W": "weight gradients"}
 _LIGHTER = 0.45
 _LEFT, _RIGHT = 74, 16
@@ -31,23 +29,17 @@ def seconds_text(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds / 1e-9:.3g} ns"
 
 
-def text_gantt(timeline: Timeline, width: int = 100, colour: bool = False) -> str:
+def text_gantt(timeline: Timeline, width: int = 100) -> str:
     """One line per group, `width` columns for the whole step, and a legend with makespan and bubble.
 
     An action shows its kind in the column where it starts and the last digit of its microbatch after it (`F3`), and
-    fills the rest with `-`; where actions are shorter than a column the longest in it shows. colour: with ANSI colours.
+    fills the rest with `-`; where actions are shorter than a column the longest in it shows.
     """
     span = timeline.makespan_s
     rows = []
     label = len(str(len(timeline.busy_s) - 1))
     for g in range(len(timeline.busy_s)):
-        cells, kinds = _cells(_compute(timeline, g), span, max(1, width))
-        line = "".join(cells).rstrip()
-        if colour:
-            runs = groupby(zip(cells, kinds, strict=True), key=lambda cell: cell[1])
-            texts = ((k, "".join(c for c, _ in run)) for k, run in runs)
-            line = "".join(f"{_ANSI[k]}{text}\x1b[0m" if k else text for k, text in texts)
-        rows.append(f"{g:>{label}} │{line}")
+        rows.append(f"{g:>{label}} │{_cells(_compute(timeline, g), span, max(1, width)).rstrip()}")
         messages = _messages(timeline, g, max(1, width))
         if messages:
             rows.append(f"{'':>{label}} │{messages}")
@@ -74,8 +66,8 @@ def _messages(timeline: Timeline, group: int, width: int) -> str:
     return "".join(cells).rstrip()
 
 
-def _cells(events: list[Event], span: float, width: int) -> tuple[list[str], list[str]]:
-    """Characters and kinds of a row's columns: each column belongs to the action that fills most of it, or to nobody."""
+def _cells(events: list[Event], span: float, width: int) -> str:
+    """The characters of a row's columns: each column belongs to the action that fills most of it, or to nobody."""
     owner: list[Event | None] = [None] * width
     if span > 0:
         share = [0.0] * width
@@ -85,19 +77,17 @@ def _cells(events: list[Event], span: float, width: int) -> tuple[list[str], lis
                 part = min(b, x + 1) - max(a, x)
                 if part > share[x] and part >= 0.25:
                     share[x], owner[x] = part, e
-    cells, kinds = [], []
+    cells = ""
     for x, here in enumerate(owner):
         if here is None or here.action is None:
-            cells.append(" ")
-            kinds.append("")
+            cells += " "
             continue
         at = x
         while at and owner[at - 1] is here:
             at -= 1
         text = f"{here.action.kind}{here.action.microbatch % 10}"
-        cells.append(text[x - at] if x - at < len(text) else "-")
-        kinds.append(here.action.kind)
-    return cells, kinds
+        cells += text[x - at] if x - at < len(text) else "-"
+    return cells
 
 
 def svg(timeline: Timeline, title: str = "", width: int = 1200, row: int = 26) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-from autopar.codegen.gantt import seconds_text
-from autopar.codegen.picture import empty_picture, svg_text
+from autopar.report.gantt import seconds_text
+from autopar.report.picture import empty_picture, svg_text
 
 _COLOURS = ("#5b8ff9", "#61c08a", "#f4a742", "#b37feb", "#ff7875", "#36cfc9")
 _WIDTH, _HEIGHT = 760, 420

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.costmodel.textbook.checkpoint_chain import Block, Keep, checkpoints, run_chain, segments
+from tests.oracles.checkpoint_chain import Block, Keep, checkpoints, run_chain, segments
 
 
 @pytest.mark.parametrize("seed", range(20))
