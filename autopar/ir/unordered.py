@@ -1,4 +1,4 @@
-"""What a DAG has beside each other: nodes are *unordered* where neither reads the other, directly or not.
+"""Nodes of a DAG that lie beside each other: they are *unordered* where neither reads the other, directly or not.
 
 Where work of some weight is unordered with other such work, a model branches.
 """
