@@ -42,8 +42,9 @@ from autopar.ops.integers import expect
 
 @dataclass
 class _Seen:
-    """The facts that a run of the step tells beside its outputs, as far as it came. changes: of Python state. conditions: values under
-    which the step is the example's, and lines that ask. structure: of outputs. reached: parameters that the loss depends on."""
+    """The facts that a run of the step tells beside its outputs, as far as it came. changes: of Python state. conditions:
+    values under which the step is the example's, and lines that ask. structure: of outputs. reached: parameters that the loss
+    depends on."""
 
     changes: list[Change] = field(default_factory=list)
     training: bool = False
