@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.sent import Sent
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
@@ -76,25 +77,6 @@ class ParameterGather:
     name: str
     steps: tuple[RuntimeStep, ...]
     dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Messages that an op sends itself, each after the one before.
-
-    kind: as `autopar.costmodel.collective` has them; nbytes: of one, of the full array; times: how many.
-    behind: share of the op's own work that one of them is under way behind. after: share of it that is done when an op that
-    can be suspended stops for the message (None: it does not). joins: it is under way together with the one before it, so that
-    ranks which have met for that one need not meet again.
-    """
-
-    kind: str
-    axis: str
-    nbytes: float
-    times: int = 1
-    behind: float = 0.0
-    after: float | None = None
-    joins: bool = False
 
 
 # --- lines

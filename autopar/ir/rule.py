@@ -144,11 +144,8 @@ class Rule:
         return frozenset().union(*(self.majors.get(f, frozenset()) for f in factors))
 
     def _divides(self, strategy: Strategy, mesh: Mesh) -> bool:
-        parts: dict[str, int] = {}
-        for (_, size), choice in zip(mesh.axes, strategy, strict=True):
-            for factor in factors_of(choice):
-                parts[factor] = parts.get(factor, 1) * size
-        single = all(parts.get(f, 1) == self.factors[f].size for f in self.needed(parts))
+        parts = self.parts(strategy, mesh)
+        single = all(parts[f] == self.factors[f].size for f in self.needed(f for f, n in parts.items() if n > 1))
         return single and all(self.factors[f].size % n == 0 for f, n in parts.items())
 
     def strategies(self, mesh: Mesh) -> list[Strategy]:
@@ -182,6 +179,14 @@ class Rule:
             elif choice and choice not in held and choice in self.contracted:
                 owed.append((axis, self.factors[choice].reduce))
         return Spec(self._dims(labels, strategy, mesh), tuple(sorted(owed)))
+
+    def parts(self, strategy: Strategy, mesh: Mesh) -> dict[str, int]:
+        """Into how many blocks every factor is cut."""
+        parts = dict.fromkeys(self.factors, 1)
+        for (_, size), choice in zip(mesh.axes, strategy, strict=True):
+            for factor in factors_of(choice):
+                parts[factor] *= size
+        return parts
 
     def work_parts(self, strategy: Strategy, mesh: Mesh) -> int:
         """Over how many ranks the op's work is divided."""

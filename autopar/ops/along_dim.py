@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried
+from autopar.ir.sent import Sent
 from autopar.ops.registry import Block, Sending
 
 Sends = Callable[[Sending], list[Sent]]

@@ -16,8 +16,8 @@ import torch
 from torch.autograd import Function
 
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Labels, Rule
+from autopar.ir.sent import Sent
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.registry import AlongAxis, Block, Sending, define, named

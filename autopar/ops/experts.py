@@ -23,8 +23,8 @@ import torch
 
 from autopar.errors import CaptureError, InputError
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Labels, Rule
+from autopar.ir.sent import Sent
 from autopar.ir.visits import visits
 from autopar.ops.dialect import differentiable, empty_like, given, graph_op
 from autopar.ops.labels import Maker

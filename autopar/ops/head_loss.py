@@ -16,8 +16,8 @@ import torch
 from torch.autograd import Function
 
 from autopar.ir.call import OpCall
-from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Rule
+from autopar.ir.sent import Sent
 from autopar.ops.dialect import captured_op, empty_like, graph_op
 from autopar.ops.labels import Maker
 from autopar.ops.loss import SUM, counted_rows

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.ranges import Index, Range
 from autopar.ir.rule import Labels, Rule, Strategy, carried_choices, factors_of
+from autopar.ir.sent import Sent
 from autopar.runtime.comm.devices import CPU, Device
 
 RuleFunction = Callable[[OpCall], Rule]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from autopar.ir.call import OpCall
-from autopar.ir.lines import Sent
 from autopar.ir.rule import Carried, Labels, factors_of
+from autopar.ir.sent import Sent
 from autopar.ops.labels import Maker
 from autopar.ops.registry import AlongAxis, Block, Sending
 from autopar.runtime.kernels.images.halos import Window, most_rows

@@ -12,8 +12,8 @@ import torch
 from torch.autograd import Function
 
 from autopar.ir.call import OpCall
-from autopar.ir.lines import Sent
 from autopar.ir.rule import Labels, Rule
+from autopar.ir.sent import Sent
 from autopar.ops.along_dim import carried_dim, carry, gathers
 from autopar.ops.dialect import graph_op, lifts
 from autopar.ops.labels import Maker, reduced_dims

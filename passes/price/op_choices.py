@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from autopar.ir.rule import Strategy
-from autopar.passes.rules.alphabet import distinct
+from autopar.ir.call import OpCall
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Rule, Strategy
+from autopar.passes.price.op_seconds import OpSeconds
+from autopar.passes.rules.alphabet import distinct, shards
+from autopar.passes.rules.strategy_table import strategy_table
 
 
 @dataclass(frozen=True)
@@ -53,3 +57,31 @@ class OpChoices:
         nbytes = tuple(of_result[kept] for of_result in self.result_bytes)
         strategies = tuple(self.strategies[i] for i in kept)
         return OpChoices(strategies, self.computed_s[kept], self.sent_s[kept], operands, results, nbytes)
+
+
+def op_choices(
+    call: OpCall, rule: Rule, mesh: Mesh, seconds: OpSeconds, sent_s: Callable[[Strategy, float], float]
+) -> OpChoices:
+    """Every strategy that an op may take on a mesh. sent_s(strategy, computed_s): seconds of messages of its own that so many of
+    work do not hide."""
+    table = strategy_table(rule, mesh)
+    parts = table.parts(mesh)
+    sizes = np.array([f.size for f in rule.factors.values()], int)
+    kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
+    operands, results = (
+        tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
+    )
+    nbytes = tuple(
+        shards(mesh.axes, len(type_.shape)).of_bytes(type_.nbytes, numbers)
+        if type_ is not None and numbers is not None
+        else np.zeros(len(kept))
+        for type_, numbers in zip(call.results, results, strict=True)
+    )
+    strategies = tuple(table.strategies[i] for i in kept.tolist())
+    blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
+    computed_s = np.array([seconds.on_block(*one) for one in zip(blocks, strategies, strict=True)])
+    if rule.carries:
+        sent = np.array([sent_s(*one) for one in zip(strategies, computed_s, strict=True)])
+    else:
+        sent = np.zeros(len(kept))
+    return OpChoices(strategies, computed_s, sent, operands, results, nbytes)

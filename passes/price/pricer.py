@@ -6,12 +6,9 @@ One `Pricer` serves one mesh on one cluster; nothing is cached across meshes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any
-
-import numpy as np
-import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.costmodel import collective, compute
@@ -19,19 +16,18 @@ from autopar.costmodel.bill import cluster_nodes, least_step_s
 from autopar.costmodel.by_node import gloo_time_s
 from autopar.costmodel.software import Software, emitted_on
 from autopar.ir.call import OpCall
-from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import Rule, Strategy, carried_choices, factors_of
+from autopar.ir.rule import Rule, Strategy
+from autopar.ir.sent import Sent
 from autopar.ir.spec import Spec
-from autopar.ir.types import TensorType, dtype_name
-from autopar.ops.registry import Grouped, find
+from autopar.ir.types import TensorType
+from autopar.ops.registry import Grouped
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, compression_of, wire_share
-from autopar.passes.price.mixtures import moved_bytes, work_share
-from autopar.passes.price.op_choices import OpChoices
+from autopar.passes.price.op_choices import OpChoices, op_choices
+from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import CollectiveCost, Lattice
 from autopar.passes.rules.sends import sent_by
-from autopar.passes.rules.strategy_table import strategy_table
 
 PIECE = "piece"
 """The axis of pieces of a block, which a rank has one after another."""
@@ -189,34 +185,18 @@ class Pricer:
 
     def work_s(self, call: OpCall, rule: Rule) -> float:
         """A lower bound on an op's device-seconds however it is sharded: its products at peak, launches left out."""
-        definition = find(call.op)
-        if definition is None or definition.free or definition.work is None:
-            return 0.0
-        flops, _, _ = definition.work(call, rule)
-        dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
-        return flops / self.device.peak(_computable(dtype))
+        return self._op_seconds(call, rule).at_peak
 
     def op_s(self, call: OpCall, rule: Rule, strategy: Strategy) -> float:
         """Seconds of one op's work on its block under `strategy`, messages of its own left out."""
         choices = self._choices.get(call.signature)
         if choices is not None and strategy in choices.index:
             return float(choices.computed_s[choices.index[strategy]])
-        return self._op_seconds(call, rule, [self._parts(rule, strategy)], [strategy])[0]
+        return self._op_seconds(call, rule).on_block(rule.parts(strategy, self.mesh), strategy)
 
     def grouped(self, call: OpCall, rule: Rule, strategy: Strategy) -> Grouped | None:
         """The rows that an op computes in groups on a rank, where it does."""
-        definition = find(call.op)
-        if definition is None or definition.grouped is None:
-            return None
-        return definition.grouped(call, self._parts(rule, strategy), rule.work_parts(strategy, self.mesh))
-
-    def _parts(self, rule: Rule, strategy: Strategy) -> dict[str, int]:
-        """Into how many blocks every factor is cut."""
-        parts = dict.fromkeys(rule.factors, 1)
-        for (_, size), choice in zip(self.mesh.axes, strategy, strict=True):
-            for factor in factors_of(choice):
-                parts[factor] *= size
-        return parts
+        return self._op_seconds(call, rule).grouped(rule.parts(strategy, self.mesh), strategy)
 
     def dispatched_s(self, nbytes: float, choices: int, axes: tuple[str, ...]) -> float:
         """Seconds until every token of a rank, of nbytes in all, is at the ranks of its choices along these axes, or back."""
@@ -257,106 +237,17 @@ class Pricer:
     def op_choices(self, call: OpCall, rule: Rule) -> OpChoices:
         """Every strategy that an op may take on the mesh; made once for all ops of this signature."""
         if call.signature not in self._choices:
-            table = strategy_table(rule, self.mesh)
-            parts = table.parts(self.mesh)
-            sizes = np.array([f.size for f in rule.factors.values()], int)
-            kept = np.flatnonzero(((sizes % parts == 0) & (~table.single | (sizes == parts))).all(1))
-            operands, results = (
-                tuple(None if n is None else n[kept] for n in numbers) for numbers in (table.operands, table.results)
-            )
-            nbytes = tuple(
-                self.shards(type_).of_bytes(type_.nbytes, numbers)
-                if type_ is not None and numbers is not None
-                else np.zeros(len(kept))
-                for type_, numbers in zip(call.results, results, strict=True)
-            )
-            blocks = [dict(zip(rule.factors, row, strict=True)) for row in parts[kept].tolist()]
-            strategies = tuple(table.strategies[i] for i in kept.tolist())
-            seconds = np.array(self._op_seconds(call, rule, blocks, strategies))
-            sent_s = np.zeros(len(kept))
-            if rule.carries:
-                for i, strategy in enumerate(strategies):
-                    sent_s[i] = sum(
-                        self.sent_s(sent_by(call, rule, strategy, self.mesh, self.device.runs_as), seconds[i]).values()
-                    )
-            self._choices[call.signature] = OpChoices(strategies, seconds, sent_s, operands, results, nbytes)
+
+            def sent_s(strategy: Strategy, computed_s: float) -> float:
+                sent = sent_by(call, rule, strategy, self.mesh, self.device.runs_as)
+                return sum(self.sent_s(sent, computed_s).values())
+
+            self._choices[call.signature] = op_choices(call, rule, self.mesh, self._op_seconds(call, rule), sent_s)
         return self._choices[call.signature]
 
-    def _op_seconds(
-        self, call: OpCall, rule: Rule, blocks: Sequence[dict[str, int]], strategies: Sequence[Strategy]
-    ) -> list[float]:
-        """Seconds of an op on blocks of it, each given by the number of parts that every factor is cut into, and the strategy."""
-        definition = find(call.op)
-        if definition is not None and definition.free:
-            return [0.0] * len(blocks)
-        flops, kind = 0.0, "pointwise"
-        groups: tuple[tuple[str, ...], ...] = ()
-        if definition is not None and definition.work is not None:
-            flops, kind, groups = definition.work(call, rule)
-        dims = definition.dims if definition is not None else None
-        dtype = dtype_name(next((t.dtype for t in (*call.operands, *call.results) if t is not None), torch.float32))
-        tensors = [
-            (type_.nbytes, [f for dim in labels for f in dim])
-            for type_, labels in zip((*call.operands, *call.results), (*rule.operands, *rule.results), strict=True)
-            if type_ is not None and labels is not None
-        ]
-        tile = self.device.kernels.causal_tile if self.device.kernels is not None else 0.0
-        seconds = []
-        for parts, strategy in zip(blocks, strategies, strict=True):
-            share = rule.work_parts(strategy, self.mesh)
-            moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in tensors]
-            if definition is not None and definition.picks:
-                moved[0] = min(moved[0], moved[-1])
-            filled_s = 0.0
-            if definition is not None and definition.fills:
-                filled_s, moved[-1] = compute.filling_time_s(self.device, moved[-1], moved[0])
-            nbytes = sum(moved)
-            grouped = definition.grouped(call, parts, share) if definition is not None and definition.grouped else None
-            along = [self.mesh.sizes[axis] for axis, _ in carried_choices(strategy, self.mesh)] if grouped else []
-            imbalance = 1.0
-            if definition is not None and definition.imbalance:
-                imbalance = definition.imbalance(call, parts, tile)
-            merged = (
-                definition.merged(call, parts, self.device.runs_as)
-                if definition is not None and definition.merged
-                else None
-            )
-            merging_s = 0.0
-            if merged is not None:
-                merging_s = compute.merging_time_s(self.device, call.op, **vars(merged))
-            seconds.append(
-                merging_s
-                + filled_s
-                + compute.op_time_s(
-                    self.device,
-                    flops=work_share(grouped, self.software) * flops * imbalance / share,
-                    nbytes=nbytes,
-                    dtype=_computable(dtype),
-                    kind=kind,
-                    shape=_shape(groups, rule, parts) if dims is None else dims(call, parts, share),
-                    eager=self.software.kernels != "fused",
-                    op=call.op,
-                    reached=self.software.constants.grouped_share if grouped is not None else 1.0,
-                    moved_bytes=moved_bytes(grouped, self.software, along),
-                )
-            )
-        return seconds
-
-
-def _shape(groups: tuple[tuple[str, ...], ...], rule: Rule, parts: dict[str, int]) -> tuple[int, ...] | None:
-    if not groups:
-        return None
-    sizes = []
-    for factors in groups:
-        n = 1
-        for f in factors:
-            n *= rule.factors[f].size // parts[f] if f in rule.factors else 1
-        sizes.append(max(n, 1))
-    return tuple(sizes)
-
-
-def _computable(dtype: str) -> str:
-    return dtype if dtype in ("float64", "float32", "bfloat16", "float16") else "float32"
+    def _op_seconds(self, call: OpCall, rule: Rule) -> OpSeconds:
+        """Seconds of an op on blocks of it."""
+        return OpSeconds(call, rule, self.mesh, self.device, self.software)
 
 
 class OutOfTime(Exception):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.ir.call import OpCall
-from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
+from autopar.ir.sent import Sent
 from autopar.ops.registry import Sending, find
 from autopar.runtime.comm.devices import CPU, Device
 

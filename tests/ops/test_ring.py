@@ -14,9 +14,9 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec
 from autopar.cluster.link import LinkLevel
 from autopar.ir.call import OpCall, Operand
-from autopar.ir.lines import Sent
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule
+from autopar.ir.sent import Sent
 from autopar.ir.types import TensorType
 from autopar.ops.registry import find
 from autopar.passes.price.pricer import Pricer

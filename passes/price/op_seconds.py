@@ -1,0 +1,110 @@
+"""Seconds of an op on a block of it: what its family says of it (`autopar.ops.registry.OpDef`), on a device under a software."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from autopar.cluster.device import DeviceSpec
+from autopar.costmodel import compute
+from autopar.costmodel.software import Software
+from autopar.ir.call import OpCall
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Rule, Strategy, carried_choices
+from autopar.ir.types import dtype_name
+from autopar.ops.registry import Grouped, OpDef, find
+from autopar.passes.price.mixtures import moved_bytes, work_share
+
+_PLAIN = OpDef()
+_COMPUTABLE = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, eq=False)
+class OpSeconds:
+    """An op to be priced on a mesh of devices."""
+
+    call: OpCall
+    rule: Rule
+    mesh: Mesh
+    device: DeviceSpec
+    software: Software
+
+    @property
+    def at_peak(self) -> float:
+        """A lower bound on device-seconds however the op is sharded: its products at peak, launches left out."""
+        return 0.0 if self._facts.free or self._facts.work is None else self._work[0] / self.device.peak(self._dtype)
+
+    def grouped(self, parts: Mapping[str, int], strategy: Strategy) -> Grouped | None:
+        """The rows that it computes in groups on a rank, where it does."""
+        grouped = self._facts.grouped
+        return None if grouped is None else grouped(self.call, parts, self.rule.work_parts(strategy, self.mesh))
+
+    def on_block(self, parts: Mapping[str, int], strategy: Strategy) -> float:
+        """Seconds on one rank. parts: into how many every factor is cut (`Rule.parts`)."""
+        facts, call, device, software = self._facts, self.call, self.device, self.software
+        if facts.free:
+            return 0.0
+        flops, kind, groups = self._work
+        share = self.rule.work_parts(strategy, self.mesh)
+        moved = [whole_bytes / math.prod(parts[f] for f in factors) for whole_bytes, factors in self._tensors]
+        if facts.picks:
+            moved[0] = min(moved[0], moved[-1])
+        filled_s = 0.0
+        if facts.fills:
+            filled_s, moved[-1] = compute.filling_time_s(device, moved[-1], moved[0])
+        grouped = self.grouped(parts, strategy)
+        along = [self.mesh.sizes[axis] for axis, _ in carried_choices(strategy, self.mesh)] if grouped else []
+        tile = device.kernels.causal_tile if device.kernels is not None else 0.0
+        imbalance = facts.imbalance(call, parts, tile) if facts.imbalance else 1.0
+        merged = facts.merged(call, parts, device.runs_as) if facts.merged else None
+        merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
+        work_s = compute.op_time_s(
+            device,
+            flops=work_share(grouped, software) * flops * imbalance / share,
+            nbytes=sum(moved),
+            dtype=self._dtype,
+            kind=kind,
+            shape=facts.dims(call, parts, share) if facts.dims else _product(groups, self.rule, parts),
+            eager=software.kernels != "fused",
+            op=call.op,
+            reached=software.constants.grouped_share if grouped is not None else 1.0,
+            moved_bytes=moved_bytes(grouped, software, along),
+        )
+        return merging_s + filled_s + work_s
+
+    @cached_property
+    def _facts(self) -> OpDef:
+        return find(self.call.op) or _PLAIN
+
+    @cached_property
+    def _work(self) -> tuple[float, str, tuple[tuple[str, ...], ...]]:
+        """Its arithmetic on the whole: FLOPs, kind, and the factors of a product's three sizes."""
+        return self._facts.work(self.call, self.rule) if self._facts.work is not None else (0.0, "pointwise", ())
+
+    @cached_property
+    def _dtype(self) -> str:
+        """What it computes in."""
+        tensors = (t for t in (*self.call.operands, *self.call.results) if t is not None)
+        name = dtype_name(next((t.dtype for t in tensors), torch.float32))
+        return name if name in _COMPUTABLE else "float32"
+
+    @cached_property
+    def _tensors(self) -> list[tuple[int, list[str]]]:
+        """Bytes and factors of every operand and result."""
+        types = (*self.call.operands, *self.call.results)
+        sides = zip(types, (*self.rule.operands, *self.rule.results), strict=True)
+        return [
+            (t.nbytes, [f for dim in labels for f in dim])
+            for t, labels in sides
+            if t is not None and labels is not None
+        ]
+
+
+def _product(groups: tuple[tuple[str, ...], ...], rule: Rule, parts: Mapping[str, int]) -> tuple[int, ...] | None:
+    """Sizes of a product on a block, each of all of its factors."""
+    known = ([f for f in factors if f in rule.factors] for factors in groups)
+    return tuple(max(math.prod(rule.factors[f].size // parts[f] for f in own), 1) for own in known) or None
