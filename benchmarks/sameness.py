@@ -279,7 +279,7 @@ def emitted(directory: Path) -> Iterator[tuple[str, str]]:
 
 
 def described(program: autopar.ParallelProgram, files: bool) -> dict[str, str]:
-    """What is compared of a program, as texts by name; numbers have all their digits. files: every file that it writes, or
+    """The texts of a program that are compared, by name; numbers have all their digits. files: every file that it writes, or
     its plan alone."""
     report = [line for line in program.report().splitlines() if not line.startswith("compiled in ")]
     others = [f"{other.name}: {NUMBERS(other.predicted)}" for other in program.alternatives]
@@ -294,7 +294,7 @@ def described(program: autopar.ParallelProgram, files: bool) -> dict[str, str]:
 
 @mock.patch("time.monotonic", new=float)  # no deadline of a search passes, however busy the machine is
 def record(only: str) -> Recording:
-    """What the cases give, an error among it: what is refused is to be refused in the same words."""
+    """The results of the cases, an error among them: what is refused is to be refused in the same words."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     found: Recording = {}

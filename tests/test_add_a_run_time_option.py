@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,7 @@ EDITS = {
         ),
     ],
 }
-"""What is to be written: by file, what stands there and what then does."""
+"""Edits by file: the text that stands there, and the text that then does."""
 
 USER = """
 import functools, gc, json, sys
@@ -100,13 +99,13 @@ def python(*arguments: str | Path, path: Path | None = None) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def programs(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path]]:
-    """What a user of it is told, and two programs: "with" the option, and "without"."""
+def programs(library: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """The words that a user of the library is told, and two programs: "with" the option, and "without"."""
     out = tmp_path_factory.mktemp("programs")
     (out / "user.py").write_text(USER)
     done = python(out / "user.py", out, path=library)
     assert done.returncode == 0, done.stderr
-    yield done.stdout.splitlines(), out
+    return done.stdout.splitlines(), out
 
 
 def test_it_costs_two_files_of_the_library() -> None:
