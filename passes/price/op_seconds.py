@@ -87,7 +87,7 @@ class OpSeconds:
 
     @cached_property
     def _dtype(self) -> str:
-        """What it computes in."""
+        """The dtype that the op computes in, by its name."""
         tensors = (t for t in (*self.call.operands, *self.call.results) if t is not None)
         name = dtype_name(next((t.dtype for t in tensors), torch.float32))
         return name if name in _COMPUTABLE else "float32"

@@ -12,7 +12,7 @@ def infrequent_gc() -> Iterator[None]:
     """Within the context garbage is looked for rarely: a search makes little, among some hundred thousand objects that stay,
     and in forked processes to look at an object copies it."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
+    gc.set_threshold(max(100_000, before[0]), *before[1:])
     try:
         yield
     finally:

@@ -97,7 +97,7 @@ def test_the_state_of_a_run_goes_strictly_into_the_model(options: dict[str, int]
 
 
 LOADED = """import os, sys, traceback, torch, autopar
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:4]
 from test_saved_names import Trained
 def main():
     program = autopar.load(sys.argv[1])
@@ -134,5 +134,5 @@ def test_the_state_of_a_loaded_program_goes_strictly_into_the_model_and_back(tmp
         options=autopar.Options(strategy="zero3"),
     ).save(tmp_path / "out")
     (tmp_path / "loaded.py").write_text(LOADED)
-    done = torchrun(2, tmp_path / "loaded.py", tmp_path / "out", Path(__file__).parent)
+    done = torchrun(2, tmp_path / "loaded.py", tmp_path / "out", Path(__file__).parent, Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,6 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.process import TorchComm
 from autopar.runtime.comm.threads import run_threads
 from autopar.runtime.errors import CollectiveMismatch
-from tests.warm import torchrun
 
 
 def _scatter(calls: Sequence[Call]) -> None:
@@ -71,6 +70,8 @@ def test_it_runs_between_threads() -> None:
 
 @pytest.mark.timeout(60)
 def test_it_runs_between_processes(tmp_path: Path) -> None:
+    from tests.warm import torchrun  # which the processes do not have
+
     done = torchrun(3, Path(__file__), tmp_path)
     assert done.returncode == 0, done.stderr
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)] == EXPECTED
