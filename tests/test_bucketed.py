@@ -189,6 +189,7 @@ def test_the_peak_is_promised_over_all_buckets(plan: str) -> None:
     assert program.predicted.peak_bytes >= 0.98 * max(map(max, measured)) - 256
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("ranks", "plan"), [(4, "solver"), (2, "zero1 in microbatches"), (4, "1f1b")])
 def test_twenty_steps_in_processes(ranks: int, plan: str, tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def in_one_sweep(*arguments):
     measuring._worker(*arguments)
 
 
-@pytest.mark.parametrize("sweeps", [1, pytest.param(measuring.SWEEPS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sweeps", [1, measuring.SWEEPS])
 def test_calibration_writes_a_profile_with_residuals(sweeps, tmp_path, capsys, monkeypatch):
     if sweeps == 1:
         monkeypatch.setattr(measuring, "_worker", in_one_sweep)
@@ -74,6 +75,9 @@ def test_calibration_writes_a_profile_with_residuals(sweeps, tmp_path, capsys, m
     assert profile["links"]["node"]["bandwidth_Bps"] > 0
     assert profile["residuals"]
     assert "residuals" in capsys.readouterr().out
+
+
+def test_calibration_says_at_once_where_it_cannot_write(tmp_path):
     assert calibrate.main(["-o", str(tmp_path / "none" / "p.json")]) == 2
 
 

@@ -131,6 +131,7 @@ def test_many_random_plans_that_cut_images_equal_one_device(form: str, ranks: in
     assert carried(form, ranks, range(100, 160)) > 60
 
 
+@pytest.mark.slow
 def test_processes_exchange_rows_as_threads_do(tmp_path: Path) -> None:
     program, batch = compiled("batch norm, strided, transposed", 2, 1, 128), images(1, 128)
     directory = program.save(tmp_path / "program")

@@ -329,6 +329,7 @@ def test_the_report_and_the_emitted_files_say_it(tmp_path: Any) -> None:
     assert pipeline.STAGE == 0
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("strategy", "mesh"), [("zero3", {"dp": 2}), ("megatron", {"dp": 1, "tp": 2})])
 def test_processes_compute_what_threads_do(strategy: str, mesh: dict[str, int], tmp_path: Any) -> None:

@@ -1,6 +1,7 @@
 """One layer of a recurrent network (LSTM, GRU, tanh or relu RNN) in one direction, forward and backward.
 
-The backward recomputes the forward under local autograd: the layer's steps stay one op in the graph.
+The backward recomputes the forward under local autograd: the layer's steps stay one op in the graph. It recomputes it in
+training mode, which is all that cuDNN can differentiate; the modes differ in dropout between layers alone, and here is one layer.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from torch import _VF
 Tensor = torch.Tensor
 
 
-def _run(mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], bias: bool) -> tuple[Tensor, ...]:
+def _run(
+    mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], bias: bool, *, differentiated: bool = False
+) -> tuple[Tensor, ...]:
     """weights: in torch's order, the projection of an LSTM last."""
     h0 = h0.unsqueeze(0)
     if mode == "lstm":
         assert c0 is not None
-        out, h, c = _VF.lstm(x, (h0, c0.unsqueeze(0)), weights, bias, 1, 0.0, False, False, False)
+        out, h, c = _VF.lstm(x, (h0, c0.unsqueeze(0)), weights, bias, 1, 0.0, differentiated, False, False)
         return out, h[0], c[0]
     call = {"gru": _VF.gru, "rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu}[mode]
-    out, h = call(x, h0, weights, bias, 1, 0.0, False, False, False)
+    out, h = call(x, h0, weights, bias, 1, 0.0, differentiated, False, False)
     return out, h[0], torch.zeros_like(h[0])
 
 
@@ -64,7 +67,7 @@ def rnn_grad(
         weights = [t for t in inputs[3:] if t is not None]
         assert inputs[0] is not None
         assert inputs[1] is not None
-        out, h, c = _run(mode, inputs[0], inputs[1], inputs[2], weights, b_ih is not None)
+        out, h, c = _run(mode, inputs[0], inputs[1], inputs[2], weights, b_ih is not None, differentiated=True)
         heads, seeds = ([out, h, c], [g_out, g_h, g_c]) if mode == "lstm" else ([out, h], [g_out, g_h])
         grads = iter(torch.autograd.grad(heads, leaves, seeds))
     of_gates = w_ih.shape[:1]

@@ -135,7 +135,7 @@ def test_full_keeps_the_inputs_of_a_block_alone() -> None:
 # --- the same numbers ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @every_model
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_any_recompute_under_any_plan_equals_one_device(zoo: ZooModel, share: float) -> None:

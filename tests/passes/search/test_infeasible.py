@@ -239,6 +239,7 @@ def refused_with_its_numbers(
     return error
 
 
+@pytest.mark.slow
 def test_a_small_twin_is_refused_and_solved_with_tiers_and_with_enough_devices() -> None:
     limit = 13 * parameters_of(TWIN) / 8
     request: dict[str, Any] = {

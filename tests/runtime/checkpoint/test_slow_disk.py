@@ -89,6 +89,7 @@ def look(out: Path, run: Path, what: str, slow: tuple[str, ...]) -> None:  # noq
     assert RunDirectory(done.run).steps()[0] == 14
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_nobody_is_named_where_files_of_a_run_are_slow(out, tmp_path):  # noqa: F811
     at_once({what: functools.partial(look, out, tmp_path / what, what, slow) for what, slow in CASES.items()})

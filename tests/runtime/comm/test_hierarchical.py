@@ -179,6 +179,7 @@ def test_processes_agree_with_the_threads(tmp_path: Path) -> None:
     assert not any(differing_group(marks[0], other) for other in marks[1:])
 
 
+@pytest.mark.slow
 def test_steps_of_processes_are_those_of_one_device(tmp_path: Path) -> None:
     want = stages.reference(3)
     for got in processes("train", tmp_path):

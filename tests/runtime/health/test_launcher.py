@@ -79,6 +79,7 @@ def test_ranks_whose_torchrun_is_killed_save_after_the_same_step_and_lose_nothin
     assert same(run, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("wrapped", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_whose_torchrun_is_killed_and_that_save_nothing_end(out, wrapped):  # noqa: F811

@@ -221,6 +221,7 @@ def test_the_kernel_and_the_formula_agree_on_rows_that_see_nothing() -> None:
 # --- processes
 
 
+@pytest.mark.slow
 def test_a_ring_of_processes_is_one_of_threads(tmp_path: Path) -> None:
     done = torchrun(4, Path(ring_worker.__file__), tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -108,7 +108,7 @@ def whole(case: tuple[str, int]) -> tuple[Tensor, ...]:
     return y, *experts.experts_grad(g, *operands, True, *experts_worker.GATE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["threads", "processes"])
+@pytest.mark.parametrize("name", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
 def test_experts_of_four_ranks_are_those_of_one(name: str, tmp_path: Path) -> None:
     if name == "threads":
         results = {"threads": run_threads(4, {"ep": 4}, lambda comm: experts_worker.on_rank(comm, "ep"), timeout_s=60)}
