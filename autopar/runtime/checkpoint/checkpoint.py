@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from ..comm.comm import Comm
 from ..comm.process import TorchComm
@@ -28,7 +29,7 @@ from ..data.whole_files import COMPLETE, begin, commit, file_facts, give_up, par
 from ..errors import CheckpointError
 from ..memory.host_copy import HostCopy
 from ..program.layout import StateEntry
-from ..step.dtensors import pack, unpack
+from ..step.dtensors import described, in_place, unpack
 from ..step.session import Session
 from .checkpoint_files import Files, RecordedWriter, plan_files
 from .checkpoint_reader import METADATA, DataPlanner, DataReader, named, verified
@@ -51,7 +52,7 @@ def save(directory: str | Path, session: Session) -> None:
     entries = session.state_entries()
     _on_first_rank(session, lambda: begin(folder), directory)
     with named(directory, "cannot be planned", "see what is wrong with it"):
-        state = {name: pack(entry) for name, entry in entries.items()}
+        state = {name: described(entry) for name, entry in entries.items()}
         files = plan_files(state, comm.rank, lambda said: comm.share(said, text(MOST_BYTES)))
     with comm.excused(f"writing its file of {directory}"):
         own = _write_own(partial(folder), files, entries)
@@ -151,7 +152,7 @@ def load(directory: str | Path, session: Session, *, checked: bool = False) -> N
         wanted[name] = entry
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
     if isinstance(session.comm, TorchComm):
-        target, problem = {name: pack(entry) for name, entry in wanted.items()}, ""
+        target, problem = {name: in_place(entry) for name, entry in wanted.items()}, ""
         planner = DataPlanner(crc=reader.files is None)
         try:
             # every rank plans by itself what it reads, so torch has nothing to send
@@ -162,7 +163,7 @@ def load(directory: str | Path, session: Session, *, checked: bool = False) -> N
         problem = next(filter(None, (problem, *session.comm.share(one_line(problem), paragraph()))), "")
         if problem:
             raise CheckpointError(problem)
-        values |= {name: unpack(target[name], entry) for name, entry in wanted.items()}
+        values |= {name: one.to_local() if isinstance(one, DTensor) else one for name, one in target.items()}
     else:
         for name, entry in wanted.items():
             with named(directory):

@@ -31,7 +31,7 @@ from ..data.whole_files import file_facts
 from ..errors import CheckpointError
 from ..memory.host_copy import HostCopy
 from ..program.layout import StateEntry
-from ..step.dtensors import pack
+from ..step.dtensors import described
 from ..step.session import Session
 from .checkpoint_files import Files, plan_files
 from .checkpoint_reader import named
@@ -91,7 +91,7 @@ class Saver:
         if not any(self.session.comm.share(signature != self._signature, flag())):
             return
         with named(self.directory.root, "cannot be planned", "see what is wrong with it"):
-            state = {name: pack(entry) for name, entry in entries.items()}
+            state = {name: described(entry) for name, entry in entries.items()}
             self._files = plan_files(state, self._rank, lambda said: tell_all(said, self._group))
         self._copy = HostCopy({name: entries[name].value for name in self._files.own.tensors})
         self._signature = signature

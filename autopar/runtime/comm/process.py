@@ -131,7 +131,7 @@ class TorchComm(Comm):
         self._check = check
         self._counts: dict[frozenset[str], int] = {}
         self._labels: dict[tuple[str, ...], str] = {}
-        self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._device_meshes: dict[tuple[tuple[str, ...], str], DeviceMesh] = {}
         self._process_groups = self._job.groups(mesh, first_rank)
         everyone = frozenset(axis for axis, size in mesh.items() if size > 1)
         self._message_group: Any = whole._message_group if whole is not None else self._process_groups.get(everyone)
@@ -144,9 +144,11 @@ class TorchComm(Comm):
         part.gloo, part.in_order = self.gloo, self.in_order
         return part
 
-    def device_mesh(self, order: tuple[str, ...]) -> DeviceMesh:
-        """torch's mesh of these ranks with the axes (those larger than one) in this order."""
-        device_mesh = self._device_meshes.get(order)
+    def device_mesh(self, order: tuple[str, ...], device_type: str = "") -> DeviceMesh:
+        """torch's mesh of these ranks with the axes (those larger than one) in this order. device_type: of tensors that are
+        described and not sent, where they lie elsewhere than on the rank's device."""
+        key = order, device_type or self.device.type
+        device_mesh = self._device_meshes.get(key)
         if device_mesh is None:
             axes = list(self.mesh)
             ranks = torch.arange(self.first_rank, self.first_rank + self.world_size)
@@ -154,8 +156,8 @@ class TorchComm(Comm):
             ranks = ranks.permute([*map(axes.index, order), *(i for i, a in enumerate(axes) if a not in order)])
             ranks = ranks.reshape([self.mesh[axis] for axis in order]).contiguous()
             groups = [self._process_groups[frozenset((axis,))] for axis in order]
-            device_mesh = DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=order)
-            self._device_meshes[order] = device_mesh
+            device_mesh = DeviceMesh.from_group(groups, key[1], mesh=ranks, mesh_dim_names=order)
+            self._device_meshes[key] = device_mesh
         return device_mesh
 
     def machines(self) -> list[str] | None:

@@ -5,7 +5,8 @@ as soon as it is mapped, so nothing is left behind however the process ends). On
 memory, and bytes are copied all the same: a tier is then a second allocator, whose bytes whoever counts tells apart by
 `allocating()`.
 
-Copies run on a stream of their own where there is a GPU. A fetched value may be used after `ready` or `arrived`.
+Copies run on streams of their own where there is a GPU. A fetched value may be used after `ready` or `arrived`, and what lies
+in a tier may be read or written by the host after `settle`.
 
     forward    saved = [x, h, m]  --park(0, 1)-->  [Parked, Parked, m]          x's and h's device memory is free
     backward   fetch: [x', h', m], on their way     ready: they are there        the tier's memory is free
@@ -134,6 +135,11 @@ class Tiers:
         """Make the kernels that follow wait for what was read before the mark."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def settle(self) -> None:
+        """Wait until all copies to and from tiers are done: the host may read and write what lies there."""
+        for stream in self._streams or ():
+            stream.synchronize()
 
     # ---- saved values
 

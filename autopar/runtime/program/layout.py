@@ -37,7 +37,8 @@ def local_view(full: Tensor, spec: SpecDims, comm: Comm, what: str = "tensor") -
 
 
 def gather_full(x: Tensor, spec: SpecDims, comm: Comm, site: str = "") -> Tensor:
-    """The full tensor on every rank."""
+    """The full tensor on every rank's device. x: this rank's part, which may lie on the host."""
+    x = x.to(comm.device)
     for dim, axes in enumerate(spec):
         x = comm.all_gather(x, dim, axes, site=site)
     return x

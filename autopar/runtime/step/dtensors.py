@@ -32,24 +32,38 @@ def axis_order(mesh: Mapping[str, int], spec: SpecDims) -> tuple[str, ...]:
     return (*used, *(axis for axis, size in mesh.items() if size > 1 and axis not in used))
 
 
-def layout(entry: StateEntry) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """A spec in torch's terms."""
+def layout(entry: StateEntry, device_type: str = "") -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """A spec in torch's terms. device_type: of the mesh, where it is not that of the ranks' devices."""
     assert isinstance(entry.comm, TorchComm)
     order = axis_order(entry.comm.mesh, entry.spec)
     dim_of = {axis: dim for dim, axes in enumerate(entry.spec) for axis in axes}
-    mesh = entry.comm.device_mesh(order)
+    mesh = entry.comm.device_mesh(order, device_type)
     return mesh, tuple(Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in order)
 
 
-def as_dtensor(value: Tensor, entry: StateEntry) -> DTensor:
-    """The global tensor of which `value` is this rank's part; it shares value's memory."""
-    mesh, placements = layout(entry)
+def as_dtensor(value: Tensor, entry: StateEntry, device_type: str = "") -> DTensor:
+    """The global tensor of which `value` is this rank's part; it shares value's memory, where that lies on the mesh's device."""
+    mesh, placements = layout(entry, device_type)
     strides = [1] * len(entry.shape)
     for dim in range(len(entry.shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * entry.shape[dim + 1]
     return DTensor.from_local(
         value.contiguous(), mesh, placements, run_check=False, shape=torch.Size(entry.shape), stride=tuple(strides)
     )
+
+
+def described(entry: StateEntry) -> Any:
+    """A value as `pack` shows it over processes, without its numbers: for those who plan where these go."""
+    if not isinstance(entry.value, Tensor):
+        return entry.value
+    return pack(StateEntry(entry.value.to("meta"), entry.shape, entry.spec, entry.comm))
+
+
+def in_place(entry: StateEntry) -> Any:
+    """A value as `pack` shows it over processes, in its own memory wherever that lies, to be filled."""
+    if not isinstance(entry.value, Tensor) or not entry.shape or entry.comm.world_size == 1:
+        return entry.value
+    return as_dtensor(entry.value, entry, entry.value.device.type)
 
 
 def pack(entry: StateEntry) -> Any:

@@ -170,6 +170,7 @@ class Session(State):
 
         Only this rank's slice of each tensor is read and kept. Tied parameters appear once, under their table name.
         """
+        self.settle_tiers()
         for form in self.forms:
             for stage in form.stages.values():
                 stage.load(full)
@@ -303,6 +304,7 @@ class Session(State):
 
     def gather_full(self, name: str) -> Tensor:
         """A parameter or buffer, full, on every rank."""
+        self.settle_tiers()
         stage = self.pipeline.holders(name)[0]
         info = self.pipeline.tables(stage).info(name)
         assert info is not None
@@ -315,6 +317,7 @@ class Session(State):
 
     def full_grads(self) -> dict[str, Tensor]:
         """The gradients of the last train_step, full, on every rank; nothing of parameters that have none."""
+        self.settle_tiers()
         gradients, absent = {}, self._last.absent.everywhere(self.absent & self.opt_params.keys())
         for stage in self.pipeline.stages:
             tables = self.pipeline.tables(stage)
@@ -376,6 +379,7 @@ class Session(State):
         sizes = {name: p.numel() * p.element_size() for name, p in self.opt_params.items()}
         parts = Parts(tiers, where, sizes, self.updater.state_of, values, lambda n: self.grads.get(n), store)
         self.updater.parts, self.updater.bring, self.updater.away = parts.parts, parts.bring, parts.values.keys()
+        self.updater.settle = tiers.settle
         return parts
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from ..comm.comm import Comm
 from ..errors import CheckpointError
 from ..program.layout import StateEntry, TensorInfo
 from ..program.tables import Pipeline
-from ..update.optimizer_parts import Parts, on_device
+from ..update.optimizer_parts import Parts
 from ..update.update import SKIPPED, Updater
 from ..update.update_state import check_plain, step_number
 from .same_data import SameData
@@ -45,8 +45,13 @@ class State:
         if self.same_data is not None:
             self.same_data.settle(what, next(iter(self.stages.values())).rt.step)
 
+    def settle_tiers(self) -> None:
+        """Wait until all that was sent to memory tiers has arrived: the host is about to read or write there."""
+        for stage in self.stages.values():
+            stage.tiers.settle()
+
     def state_dict(self) -> dict[str, Any]:
-        """State by name. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
+        """State by name, on the device where ranks share it. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
         from .dtensors import merge, pack  # torch.distributed.tensor takes most of a second to import
 
         return merge({name: pack(entry) for name, entry in self.state_entries().items()}, self.comm)
@@ -63,9 +68,10 @@ class State:
         self.accept({name: unpack(state.get(name, entry.value), entry) for name, entry in entries.items()})
 
     def state_entries(self) -> dict[str, StateEntry]:
-        """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied. All ranks call
-        it, and were given the same batches. Raises RankError."""
+        """Everything a checkpoint holds of this rank: local values with global shape and spec. Nothing is copied: what rests in a
+        tier is there, and nothing is on its way to it. All ranks call it, and were given the same batches. Raises RankError."""
         self.settle("reading or saving the state")
+        self.settle_tiers()
         entries = {
             info.name: StateEntry(value, info.shape, info.spec, stage.comm) for stage, info, value in self._owned()
         }
@@ -77,7 +83,6 @@ class State:
                 sharded = isinstance(value, Tensor) and value.shape == parameter.shape
                 shape = info.shape if sharded else tuple(getattr(value, "shape", ()))
                 spec = info.opt_spec if sharded else ((),) * len(shape)
-                value = on_device(value, parameter.device)
                 extra[f"optim.{name}.{key}"] = StateEntry(value, shape, spec, stage.comm)
         extra |= {name: StateEntry(text, (), (), self.comm) for name, text in self.updater.dump().items()}
         extra |= {name: one for stage in self.stages.values() for name, one in unsent_entries(stage).items()}

@@ -132,8 +132,3 @@ class Parts:
                 k: self.tiers.read(room) for k, room in rooms.items() if room is not None and state[k] is room
             }
         self._marks[names[0]] = self.tiers.mark()
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """A value that a checkpoint takes to other ranks: not left on the host where ranks talk between devices."""
-    return value.to(device) if isinstance(value, Tensor) and value.dim() and value.device != device else value

@@ -40,7 +40,7 @@ class Updater:
     """The optimizers of one rank with what surrounds them; every method is called by all ranks together.
 
     parts: names that one `optimizer.step()` updates at a time (None: all at once), inside `bring(names)`; away: parameters that
-    rest in memory tiers. skip_not_finite,
+    rest in memory tiers, with their gradients, which the host may use after `settle()`. skip_not_finite,
     measure_norm: on request; set alike on all ranks. Set by a step: skipped, not_finite (it was skipped because the loss or a
     gradient is no number), grad_norm, skips, spoiled (None, or where a parameter of any rank and its gradient are no numbers,
     those of this rank).
@@ -63,6 +63,7 @@ class Updater:
         self.parts: list[list[str]] | None = None
         self.bring: Bring = lambda names: nullcontext()
         self.away: Collection[str] = ()
+        self.settle: Callable[[], None] = lambda: None
         self.optimizers: tuple[torch.optim.Optimizer, ...] = ()
         if rule.optimizer is not None and every:
             named = [(name, own[name] if name in own else stand_in(*kind, comm.device)) for name, kind in every.items()]
@@ -157,6 +158,8 @@ class Updater:
         self.not_finite, self.spoiled = False, None
         if not reduced and value is None:
             return True
+        if self.away:
+            self.settle()
         own = list(grads.values())
         overflowed = not_finite = torch.zeros(1, dtype=torch.float64, device=device)
         if self.skip_not_finite:
