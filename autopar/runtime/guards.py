@@ -8,8 +8,9 @@ each rank on its own part; the rank that finds a violation raises, and the other
 (threads at once; processes when torchrun, or their own collective that names the dead rank, ends them).
 
 Of tensors in host memory a violation is raised on the spot. Of tensors on a GPU it is written down by kernels beside the
-step and read at the step's end, so that the host does not wait in the middle. What a captured step (cuda_graphs.py) finds is
-written down for whoever plays it.
+step and read at the step's end, so that the host does not wait in the middle; until then an index that may be used stands for
+the one that may not, since a kernel that reads outside its table ends the process's use of the GPU before anything is read.
+What a captured step (cuda_graphs.py) finds is written down for whoever plays it.
 """
 
 from __future__ import annotations
@@ -79,9 +80,11 @@ class Guards:
             event.record()
             self._late.append((event, host, shape, say))
 
-    def check_batch(self, batch: Sequence[Tensor], inputs: Sequence[InputLike], ranges: Sequence[InputRange]) -> None:
-        """Raises RuntimeProgramError for another number of tensors, GuardError for other shapes, dtypes and integers than
-        the program is for."""
+    def check_batch(
+        self, batch: Sequence[Tensor], inputs: Sequence[InputLike], ranges: Sequence[InputRange]
+    ) -> list[Tensor]:
+        """The batch, to be computed with. Raises RuntimeProgramError for another number of tensors, GuardError for other shapes,
+        dtypes and integers than the program is for."""
         if len(batch) != len(inputs):
             names = ", ".join(like.name for like in inputs)
             raise RuntimeProgramError(f"a batch of {len(batch)} tensors, the program takes {len(inputs)}: {names}")
@@ -96,14 +99,15 @@ class Guards:
                     f"input {like.name}: dtype {leaf.dtype}, the program takes {like.dtypes[0]}; convert it first, or compile "
                     "again with an example of that dtype"
                 )
+        batch = list(batch)
         for one in ranges:
             what = f"input {inputs[one.input].name}"
-            self._range(batch[one.input], one.low, one.high, one.also, what, one.source)
+            batch[one.input] = self._range(batch[one.input], one.low, one.high, one.also, what, one.source)
+        return batch
 
     def in_range(self, x: Tensor, low: int, high: int, source: str = "") -> Tensor:
         """x itself, whose integers must be low to high - 1."""
-        self._range(x, low, high, (), "a computed index (of this rank's part)", source)
-        return x
+        return self._range(x, low, high, (), "a computed index (of this rank's part)", source)
 
     def expect(self, condition: Tensor, value: float, source: str = "") -> Tensor:
         """The condition itself, which must have the value that it had for the example."""
@@ -125,9 +129,10 @@ class Guards:
             event.synchronize()
             _raise_reported(report, shape, say)
 
-    def _range(self, x: Tensor, low: int, high: int, also: Sequence[int], what: str, source: str) -> None:
+    def _range(self, x: Tensor, low: int, high: int, also: Sequence[int], what: str, source: str) -> Tensor:
+        """x; where a violation is told later, with `low` in the places of integers that may not be there."""
         if x.is_meta or not x.numel():
-            return
+            return x
 
         def say(value: int, place: tuple[int, ...]) -> str:
             allowed = f"{low} to {high - 1}" + "".join(f", or {one}" for one in also)
@@ -137,11 +142,12 @@ class Guards:
         if x.device.type == "cpu" and self._unread is None:
             least, most = torch.aminmax(x)
             if low <= int(least) and int(most) < high:
-                return
+                return x
         bad = (x < low) | (x >= high)
         for one in also:
             bad &= x != one
         self._raise_where(bad, x, say)
+        return torch.where(bad, low, x)
 
     def _raise_where(self, bad: Tensor, x: Tensor, say: Say) -> None:
         report = violation(bad, x), tuple(x.shape), say

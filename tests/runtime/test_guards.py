@@ -163,3 +163,16 @@ def test_what_is_not_to_be_looked_at_yet_is_raised_by_whoever_looks() -> None:
                 guards.look([report])
     with pytest.raises(GuardError, match=r"model\.py:6"):
         guards.in_range(ids(), 0, 5, "model.py:6")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_an_index_that_is_named_later_may_be_used_until_then(dtype: torch.dtype) -> None:
+    """A kernel that reads outside its table would end a GPU's context before anybody reads what was written down."""
+    guards, bad = Guards(), torch.tensor([[-1, 2, 10], [9, -100, 1 << 20]], dtype=dtype)
+    with guards.unread() as reports:
+        (batch,) = guards.check_batch([bad], [InputLike("ids", (2, 3), (dtype,))], [VOCABULARY])
+        computed = guards.in_range(bad, 2, 10)
+    assert (batch.dtype, computed.dtype) == (dtype, dtype)
+    assert batch.tolist() == [[0, 2, 0], [9, -100, 0]]
+    assert computed.tolist() == [[2, 2, 2], [9, 2, 2]]
+    assert [int(report[0]) for report, *_ in reports] == [1, 1]

@@ -263,7 +263,7 @@ class Session(State):
             self.same_data.take(batch, self.rt.step + 1)
         place, batch = self.shapes.of(batch)
         form = self.forms[place]
-        self.guards.check_batch(batch, form.pipeline.inputs, form.pipeline.ranges)
+        batch = self.guards.check_batch(batch, form.pipeline.inputs, form.pipeline.ranges)
         for stage in form.stages.values():
             stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
         self._last = form
