@@ -13,7 +13,14 @@ Tensor = torch.Tensor
 
 
 def _run(
-    mode: str, x: Tensor, h0: Tensor, c0: Tensor | None, weights: list[Tensor], bias: bool, *, differentiated: bool = False
+    mode: str,
+    x: Tensor,
+    h0: Tensor,
+    c0: Tensor | None,
+    weights: list[Tensor],
+    bias: bool,
+    *,
+    differentiated: bool = False,
 ) -> tuple[Tensor, ...]:
     """weights: in torch's order, the projection of an LSTM last."""
     h0 = h0.unsqueeze(0)

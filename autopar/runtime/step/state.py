@@ -51,7 +51,7 @@ class State:
             stage.tiers.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """State by name, on the device where ranks share it. Over processes: DTensors of this rank's stages; over threads: full tensors of all."""
+        """State by name. Over processes: DTensors of this rank's stages, on its device; over threads: full tensors of all."""
         from .dtensors import merge, pack  # torch.distributed.tensor takes most of a second to import
 
         return merge({name: pack(entry) for name, entry in self.state_entries().items()}, self.comm)

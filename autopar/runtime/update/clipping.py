@@ -9,7 +9,7 @@ it), a parameter of several stages where its owner is. So one small all-reduce m
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,13 +31,11 @@ def powered_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device
     nonempty = [grad for grad in grads if grad.numel()]
     if not nonempty:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    wide = [torch.float64 if grad.dtype == torch.float64 else torch.float32 for grad in nonempty]
-    norms = torch.stack(
-        [
-            torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(device, torch.float64)
-            for grad, dtype in zip(nonempty, wide, strict=True)
-        ]
-    )
+    lists = []
+    for (_, dtype), members in alike(nonempty).items():
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        lists.append(torch.stack(torch._foreach_norm(members, norm_type, dtype=wide)).to(device, torch.float64))
+    norms = torch.cat(lists)
     return (norms.amax() if kind == "max" else (norms**power).sum()).reshape(1)
 
 
@@ -62,6 +60,14 @@ def both_nan(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Te
 def joined_norm(total: Tensor, norm_type: float) -> Tensor:
     """The norm of the whole from the reduced parts."""
     return total ** (1.0 / norm_power(norm_type)[1])
+
+
+def alike(values: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Tensors by where they lie and their dtype: those of one list go into one kernel, on devices that have such kernels."""
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in values:
+        lists.setdefault((value.device, value.dtype), []).append(value)
+    return lists
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .clipping import alike
 from .update_rule import LossScaling
 
 LEAST_SCALE = 2.0**-24
@@ -31,10 +32,7 @@ class Scaler:
     def unscale(self, grads: Iterable[Tensor], device: torch.device) -> Tensor:
         """Divide gradients by the scale, in place; positive where one of this rank's is not finite, else 0."""
         total = torch.zeros(1, device=device)
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for grad in grads:
-            alike.setdefault((grad.device, grad.dtype), []).append(grad)
-        for (own, _), members in alike.items():
+        for (own, _), members in alike(grads).items():
             overflow, inverse = torch.zeros(1, device=own), torch.full((1,), 1.0 / self.scale, device=own)
             torch._amp_foreach_non_finite_check_and_unscale_(members, overflow, inverse)
             total += overflow.to(device)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..errors import RuntimeProgramError
-from .clipping import both_nan, clip_factor, count_not_finite, joined_norm, powered_norm
+from .clipping import alike, both_nan, clip_factor, count_not_finite, joined_norm, powered_norm
 from .optimizer_forms import choose_forms
 from .scaling import Scaler
 from .scheduler_steps import step_scheduler
@@ -197,8 +197,8 @@ class Updater:
         if clip is not None and own:
             assert self.grad_norm is not None
             factor = clip_factor(self.grad_norm, clip.max_norm)
-            for grad in own:
-                grad.mul_(factor.to(grad))
+            for (where, dtype), members in alike(own).items():
+                torch._foreach_mul_(members, factor.reshape(()).to(where, dtype))
         return True
 
     # ---- state

@@ -7,10 +7,8 @@ ordered behind them, so whoever reads the host's memory too early reads what was
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 import autopar
@@ -76,4 +74,3 @@ def test_late_copies_change_no_bit(plan: str, offload: str, update: str, late: L
     assert same(plain.run(GPT.batch(1), steps=3), moved.run(GPT.batch(1), steps=3))
     assert late.arrived["settle"]
     assert late.arrived["read"]
-
