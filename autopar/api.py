@@ -30,7 +30,7 @@ from autopar.passes.rules.book import RuleBook
 from autopar.passes.search.best_plans import search_plans
 from autopar.passes.search.infrequent_gc import infrequent_gc
 from autopar.passes.search.overlap import overlapped
-from autopar.passes.search.placement import placed
+from autopar.passes.search.placement import find_placement
 from autopar.passes.search.refused.explained import explained
 from autopar.passes.search.replayed import replayed
 from autopar.passes.search.task import RankedPlans, Task
@@ -161,7 +161,9 @@ def _on_ranks(task: Task, candidate: PricedPlan) -> PricedPlan:
     candidate = task.finish(candidate)
     assert candidate.lowered is not None
     assert candidate.account is not None
-    plan = placed(candidate.plan, candidate.lowered, candidate.account, task.cluster)
+    found, plan = find_placement(candidate.plan, candidate.lowered, candidate.account, task.cluster)
+    if found is not None:
+        candidate = replace(candidate, placed_by=found.method, placement_gap=found.gap)
     return replace(candidate, plan=plan)
 
 

@@ -49,7 +49,9 @@ class SolverFacts:
     """How the plan was found. nodes, variables: of the sharding problem as it was built, and after reduction; gap: between
     the plan's cost and a bound that no plan is below, relative. unknown_ops have no rule and run whole on every rank;
     discovered_rules were found by experiment, op to rule. left_out: kinds of plans that a search that was ended early did
-    not look at, or not all of; the gap is then one to what no plan of any kind is faster than."""
+    not look at, or not all of; the gap is then one to what no plan of any kind is faster than. placed_by: how ranks were put on
+    devices ("exact", "packing", "identity", empty where their order costs nothing); placement_gap: how far above the least
+    the cost of their traffic can be."""
 
     method: str
     gap: float
@@ -60,6 +62,8 @@ class SolverFacts:
     unknown_ops: list[str]
     discovered_rules: dict[str, str]
     left_out: tuple[str, ...] = ()
+    placed_by: str = ""
+    placement_gap: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

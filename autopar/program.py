@@ -398,6 +398,8 @@ def _decision(task: Task, best: PricedPlan, others: Sequence[PricedPlan]) -> Dec
         list(rules.unknown),
         dict(rules.discovered),
         best.left_out,
+        best.placed_by,
+        best.placement_gap,
     )
     plan = replace(best.plan, predicted=asdict(predicted), precision=precision)
     return Decision(plan, predicted, alternatives, solver, task.setting, rules, account)

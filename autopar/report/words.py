@@ -161,8 +161,16 @@ def _placement(program: Compiled) -> list[str]:
     gain = placement_gain(program.plan, program.lowered, program.account, program.cluster)
     return [
         f"placement: {level.name}s run ranks {shown}{' | …' if len(nodes) > 8 else ''}; what is sent takes {gain:.0%} less of "
-        "the links, each byte weighed by how slow its link is, than with ranks in order"
+        "the links, each byte weighed by how slow its link is, than with ranks in order" + _proof_of_placement(program)
     ]
+
+
+def _proof_of_placement(program: Compiled) -> str:
+    """How near the placement is to the best one, where this compilation looked for it."""
+    how, gap = program.solver.placed_by, program.solver.placement_gap
+    if not how:
+        return ""
+    return " (no placement is cheaper)" if how == "exact" else f" ({how}, at most {gap:.0%} above the cheapest)"
 
 
 def _storage(stage: LoweredStage) -> list[str]:

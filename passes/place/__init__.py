@@ -62,7 +62,7 @@ def place(
 
     ranks: the cluster's ranks to use, as many as the traffic has (default: the first). distance: d per cluster level,
     innermost first (default: seconds per byte). exact: whether to prove the optimum (default: up to EXACT_RANKS ranks),
-    within time_limit_s. Raises InputError for too few or repeated ranks.
+    within time_limit_s of the solver's own clock. Raises InputError for too few or repeated ranks.
     """
     chosen = tuple(range(traffic.ranks)) if ranks is None else tuple(ranks)
     if len(chosen) != traffic.ranks or len(set(chosen)) != len(chosen) or max(chosen, default=0) >= cluster.size:

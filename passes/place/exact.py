@@ -55,7 +55,8 @@ def place_exactly(
         for g in range(nodes):
             model.add_hint(x[i][g], int(leaf[start[i]] == g))
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_s
+    solver.parameters.max_deterministic_time = time_limit_s
+    solver.parameters.max_time_in_seconds = 10 * time_limit_s
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     status = solved(solver, model)

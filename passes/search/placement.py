@@ -2,8 +2,9 @@
 
 The traffic is that of the lowered program, bytes per step and direction between pairs of ranks: every collective as the
 ring (or the pairs) along its axis, everything that crosses between stages, and what stages tell each other about shared
-parameters. `passes.place` finds a cheap order. A plan gets a placement only when that beats leaving ranks in order by
-more than GAIN; on clusters of one level, or of different devices, ranks stay in order.
+parameters. `passes.place` finds a cheap order, and for few ranks proves that none is cheaper, as far as it can in EXACT_S. A
+plan gets a placement only when that beats leaving ranks in order by more than GAIN; on clusters of one level, or of different
+devices, ranks stay in order.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from autopar.costmodel.collective import is_to_all
 from autopar.ir.lowered import LoweredProgram, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.passes.account.program import Account
-from autopar.passes.place import Traffic, Tree, mesh_traffic, place
+from autopar.passes.place import Placement, Traffic, Tree, mesh_traffic, place
 from autopar.passes.place.traffic import Shape
 from autopar.plan import Plan
 
 GAIN = 0.01
 """Least part of the cost that a placement must save."""
+
+EXACT_S = 1.0
+"""Seconds that the proof may take, of the solver's own clock, which counts work: the same on every machine."""
 
 MOST_RANKS = 8192
 """Ranks of larger clusters stay in order: a search would take seconds, and meshes have their inner axis on fast links."""
@@ -32,23 +36,25 @@ Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]
 """(senders, receivers, bytes per step) of pairs of logical ranks."""
 
 
-def placed(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec) -> Plan:
-    """The plan with its placement, where one is worth it."""
+def find_placement(
+    plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec
+) -> tuple[Placement | None, Plan]:
+    """The placement that was found, None where there is nothing to find; and the plan with its placement, where one is worth it."""
     if plan.placement or not 1 < plan.ranks <= MOST_RANKS or not cluster.homogeneous_devices:
-        return plan
+        return None, plan
     tree = Tree.of(cluster, range(plan.ranks))
     if len(tree.groups) < 2 or tree.groups[0].max() == 0 or tree.distance[0] == tree.distance[-1]:
-        return plan
+        return None, plan
     traffic = program_traffic(lowered, counted, plan.ranks)
     in_order = tree.cost(traffic, np.arange(plan.ranks))
     if in_order <= tree.floor(traffic) * (1 + GAIN):
-        return plan
-    cheapest = place(traffic, cluster, exact=False)
-    if cheapest.cost >= in_order * (1 - GAIN):
-        return plan
+        return None, plan
+    found = place(traffic, cluster, time_limit_s=EXACT_S)
+    if found.cost >= in_order * (1 - GAIN):
+        return found, plan
     logical = np.empty(plan.ranks, int)
-    logical[list(cheapest.physical)] = np.arange(plan.ranks)
-    return replace(plan, placement=tuple(logical.tolist()))
+    logical[list(found.physical)] = np.arange(plan.ranks)
+    return found, replace(plan, placement=tuple(logical.tolist()))
 
 
 def placement_gain(plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec) -> float:

@@ -15,7 +15,9 @@ class PricedPlan:
     """A plan with what the solver said of it, a sum of parts (`solution`), and what the step comes to as far as it is known:
     before it is lowered the bound that its plan predicts, then its account.
 
-    left_out: kinds of plans that were not looked at, or not all of them, where the search was ended before.
+    left_out: kinds of plans that were not looked at, or not all of them, where the search was ended before. placed_by: how the
+    order of ranks on the cluster was found, empty where it was not looked for; placement_gap: how far above the least its
+    traffic's cost can be, relative to that.
     """
 
     plan: Plan
@@ -23,6 +25,8 @@ class PricedPlan:
     lowered: LoweredProgram | None = None
     account: Account | None = None
     left_out: tuple[str, ...] = ()
+    placed_by: str = ""
+    placement_gap: float = 0.0
 
     @property
     def step_s(self) -> float:

@@ -16,7 +16,7 @@ import autopar
 from autopar import ClusterSpec, Options, ParallelProgram, Plan
 from autopar.codegen.pipeline import pipeline_module
 from autopar.passes.place import placement_cost
-from autopar.passes.search.placement import GAIN, placed, placement_gain, program_traffic
+from autopar.passes.search.placement import GAIN, find_placement, placement_gain, program_traffic
 from autopar.runtime.run.launch import Manifest
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo
@@ -95,8 +95,12 @@ def test_ranks_stay_in_order_where_links_are_alike_or_devices_differ() -> None:
     fast = program.cluster.devices[0][1]
     mixed = replace(program.cluster, devices=((4, fast), (4, replace(fast, name="other"))))
     plan = replace(program.plan, placement=())
-    assert placed(plan, program.lowered, program.account, mixed) == plan
-    assert placed(plan, program.lowered, program.account, program.cluster) == program.plan
+    assert find_placement(plan, program.lowered, program.account, mixed) == (None, plan)
+    found, again = find_placement(plan, program.lowered, program.account, program.cluster)
+    assert again == program.plan
+    assert found is not None
+    assert (found.method, found.gap) == (program.solver.placed_by, program.solver.placement_gap) == ("exact", 0.0)
+    assert "(no placement is cheaper)" in program.report()
 
 
 def test_a_plan_whose_inner_axis_speaks_most_stays_in_order() -> None:

@@ -1,4 +1,4 @@
-"""What recurrent layers rely on of torch where no device of these tests can show it."""
+"""The mode in which recurrent layers run, on which torch depends where no device of these tests can show it."""
 
 from __future__ import annotations
 
