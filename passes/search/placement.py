@@ -39,7 +39,7 @@ Pairs = tuple[np.ndarray, np.ndarray, np.ndarray]
 def find_placement(
     plan: Plan, lowered: LoweredProgram, counted: Account, cluster: ClusterSpec
 ) -> tuple[Placement | None, Plan]:
-    """The placement that was found, None where there is nothing to find; and the plan with its placement, where one is worth it."""
+    """The placement that was found, None where none was looked for; and the plan with it, where it is worth it."""
     if plan.placement or not 1 < plan.ranks <= MOST_RANKS or not cluster.homogeneous_devices:
         return None, plan
     tree = Tree.of(cluster, range(plan.ranks))
