@@ -46,7 +46,7 @@ from tests.zoo.models import ADAMW, BY_NAME, MODELS, SGD, token_loss
 from tests.zoo.transformers import Gpt2, Llama
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-MADE_BY = ("timings", "torch", "python")  # entries of program.json that do not depend on the request
+MADE_BY = ("timings", "torch", "python", "files")  # entries of program.json that do not depend on the request alone
 SHOWN = 24  # lines of a diff that are printed per case
 NUMBERS = operator.attrgetter("step_time_s", "comm_time_s", "peak_bytes")
 COSINE = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=5)
