@@ -36,7 +36,7 @@ from autopar.proof.check import Check, check
 from autopar.proof.random_plans import random_plan
 from autopar.proof.verify import Verification, verify
 from autopar.runtime.errors import ExpertOverflow, GuardError
-from autopar.runtime.run.launch import load
+from autopar.runtime.run.loaded import load
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
 
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.runtime.run.launch import Manifest
+from autopar.runtime.program.manifest import Manifest
 from autopar.runtime.update.update_rule import UpdateRule
 from tests import optimizer_groups
 from tests.optimizer.test_optimizers import with_update

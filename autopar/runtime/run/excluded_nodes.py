@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..comm.comm import Comm
 from ..comm.environment import machine_name
 from ..data.datafile import open_lines, parse_json, read_bytes
 from ..data.schema import SchemaError, choice, number, paragraph, record, text
@@ -30,6 +31,10 @@ from ..errors import RuntimeProgramError
 from ..health.flight import FLIGHT, set_aside
 from ..health.flight_files import conclusion, read_flights
 from ..health.launcher import launcher
+from ..program.worlds import started_ranks
+from .spares import AGAIN
+from .stop import Stop
+from .train_loop import tell
 
 LEDGER, EXCLUDED = "failures.jsonl", "excluded"
 FAILED, SLOW = "failed", "slow"
@@ -169,3 +174,31 @@ def _end_torchrun() -> None:
     if torchrun is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         os.kill(torchrun.pid, signal.SIGTERM)
     time.sleep(LEAVING_S)
+
+
+class SlowMachines:
+    """Counts, on rank 0, how often in a row machines were named as slow; one that was often enough ends the run soon, so that it
+    starts again without it."""
+
+    def __init__(self, root: Path, times: int, machines: Sequence[str], least: int, comm: Comm, stop: Stop) -> None:
+        """root: of the run; times: from which on a machine leaves (0: never); machines: by rank; least: ranks of the smallest
+        program."""
+        self._root, self._times, self._machines, self._least = root, times, machines, least
+        self._comm, self._stop = comm, stop
+        self._in_a_row: dict[str, int] = {}
+
+    def count(self, step: int, slow: set[str], text: str) -> None:
+        """Machines were looked at. step: about to begin; slow: machines; text: about them."""
+        self._in_a_row = {machine: self._in_a_row.get(machine, 0) + 1 for machine in slow}
+        for machine in sorted(machine for machine, count in self._in_a_row.items() if count == self._times):
+            spares = [""] * (started_ranks() - self._comm.world_size)
+            if problem := too_few([*self._machines, *spares], [machine], self._least):
+                tell(self._comm, f"step {step}: machine {machine} is not left out: {problem}", sys.stderr)
+                continue
+            with self._comm.excused("noting a slow machine"):
+                noted = machine in unwanted(failures(self._root), 0, True, time.time())
+                if not noted:
+                    why = f"was slow {self._times} times in a row, last at step {step}: {text}"
+                    note(self._root, Failure(time.time(), machine, SLOW, why))
+            if not noted:
+                self._stop.ask(step, AGAIN)

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from ..comm.process import TorchComm
 from ..data.datafile import open_lines
 from ..errors import RuntimeProgramError
 from ..program.manifest import Manifest
 from ..step.session import Session
+from .train_loop import Done, Listener, Loop
 
 if TYPE_CHECKING:
     from .prometheus import Prometheus
@@ -67,51 +67,49 @@ class StepMetrics:
 Sink = Callable[[StepMetrics], None]
 
 
-class Metrics:
+class Metrics(Listener):
     """Records the steps of a run. On other ranks than 0 it does nothing."""
 
     def __init__(self, session: Session, manifest: Manifest, arguments: argparse.Namespace) -> None:
         """Raises RuntimeProgramError where a sink cannot be had."""
-        self._session = session
+        self._comm = session.comm
         self._sinks = sinks(arguments) if session.comm.rank == 0 else []
         self._peak_s = peak_seconds(manifest, session.comm.device)
         self._entries = sum(torch.Size(row.shape).numel() for row in manifest.inputs)
         self._save_s = 0.0
-        self.begin()
+        self._waited_s = self._waited()
 
-    def begin(self) -> None:
+    def begin(self, loop: Loop) -> None:
         """A step begins: what was waited for before it is not its own."""
         self._waited_s = self._waited()
 
-    def saved(self, seconds: float) -> None:
-        """Training stood still for so long, to save."""
-        self._save_s += seconds
-
-    def step(self, step: int, loss: float | None, seconds: float, batch: Sequence[Tensor]) -> None:
-        """A step is done. batch: its leaves."""
+    def on_loss(self, loop: Loop, done: Done) -> bool:
+        """Give the record of a step to the sinks."""
         if not self._sinks:
-            return
-        device, norm, waited_s = self._session.comm.device, self._session.grad_norm, self._waited()
-        counts = [tokens_of_shape(t.shape, str(t.dtype).removeprefix("torch.")) for t in batch]
-        full = self._entries == sum(t.numel() for t in batch)  # of a smaller bucket the work is not known
-        record = StepMetrics(
-            step,
-            time.time(),
-            loss,
-            seconds,
-            max(counts) / seconds if any(counts) else None,
-            self._peak_s / seconds if self._peak_s is not None and full else None,
-            float(norm) if norm is not None else None,
-            peak_bytes(device),
-            waited_s - self._waited_s if waited_s is not None and self._waited_s is not None else None,
-            self._save_s,
-        )
-        self._save_s = 0.0
-        for sink in self._sinks:
-            sink(record)
+            return False
+        with self._comm.excused(f"reporting step {done.step}"):
+            seconds, waited_s, batch = done.seconds, self._waited(), loop.program.leaves(done.batch)
+            counts = [tokens_of_shape(t.shape, str(t.dtype).removeprefix("torch.")) for t in batch]
+            full = self._entries == sum(t.numel() for t in batch)  # of a smaller bucket the work is not known
+            record = StepMetrics(
+                done.step,
+                time.time(),
+                done.loss,
+                seconds,
+                max(counts) / seconds if any(counts) else None,
+                self._peak_s / seconds if self._peak_s is not None and full else None,
+                done.norm,
+                peak_bytes(self._comm.device),
+                waited_s - self._waited_s if waited_s is not None and self._waited_s is not None else None,
+                loop.save_s - self._save_s,
+            )
+            self._save_s = loop.save_s
+            for sink in self._sinks:
+                sink(record)
+        return False
 
     def _waited(self) -> float | None:
-        comm = self._session.comm
+        comm = self._comm
         return comm.flight.waited_s if isinstance(comm, TorchComm) and comm.device.type == "cpu" else None
 
 
@@ -228,7 +226,7 @@ def prometheus(served: Prometheus) -> Sink:
 # ---- what a person sees
 
 
-class StepLine:
+class StepLine(Listener):
     """The line of a step: one after the other, or, on a terminal, one that is written over, with how far it is."""
 
     def __init__(self, last: int, out: Any = None) -> None:
@@ -236,6 +234,15 @@ class StepLine:
         self.last = last
         self._first: tuple[int, float] | None = None
         self._bar = bool(self.out.isatty())
+
+    def on_loss(self, loop: Loop, done: Done) -> bool:
+        """Show a step that is done, on rank 0."""
+        comm = loop.program.session.comm
+        if comm.rank == 0:
+            norm = "" if done.norm is None else f"  norm {done.norm:.6g}"
+            with comm.excused(f"reporting step {done.step}"):
+                self.show(done.step, "done" if done.loss is None else f"loss {done.loss:.6f}{norm}", done.seconds)
+        return False
 
     def show(self, step: int, what: str, seconds: float) -> None:
         """Show a step that is done."""

@@ -7,14 +7,21 @@ Batches are compared in every program (same_data.py).
 from __future__ import annotations
 
 import statistics
+import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from ..comm.process import TorchComm
 from ..data import schema
+from ..errors import RankError
 from ..health.message_order import odd_ones
 from ..step.same_data import checksum, odd_ranks
 from ..step.session import Session
+from .excluded_nodes import SlowMachines
+from .loaded import LoadedProgram
+from .train_loop import Listener, Loop, tell
 
 SLOW = 1.15
 """Times the median's busy seconds."""
@@ -53,6 +60,52 @@ TOLD = schema.record(
     }
 )
 """The schema of what a rank tells."""
+
+
+class Comparing(Listener):
+    """Ranks tell each other now and then what they run, and how busy they were."""
+
+    def __init__(self, host: str, recheck: int, slow: SlowMachines) -> None:
+        """recheck: steps after which copies of parameters are compared, besides at the first (0: never)."""
+        self._host, self._recheck, self._slow = host, recheck, slow
+        self._tellings, self._steps, self._steps_to_next = 0, 0, 0
+        self._told_at, self._waited_s, self._seen_s = time.perf_counter(), 0.0, 0.0
+
+    def before_step(self, loop: Loop, batch: Any) -> None:
+        """Compare where it is time to. Raises RankError."""
+        step = loop.step + 1
+        recheck = self._recheck > 0 and step % self._recheck == 0
+        if self._steps >= self._steps_to_next or recheck:
+            self._compare(loop.program, step, recheck or not self._tellings)
+        self._steps += 1
+
+    def _compare(self, program: LoadedProgram, step: int, copies: bool) -> None:
+        """See that all ranks run the same; say which of them are slow. copies: that their copies of parameters are equal, too.
+        Raises RankError."""
+        session, comm = program.session, program.session.comm
+        flight = comm.flight if isinstance(comm, TorchComm) else None
+        now, waited_s, steps = time.perf_counter(), flight.waited_s if flight else 0.0, self._steps
+        own = Told(
+            now - self._told_at,
+            waited_s - self._waited_s,
+            self._host,
+            f"{program.manifest.plan_hash} {session.rt.seed}",
+            copies_of(session) if copies else {},
+            flight is not None and flight.seen.stood_since(self._seen_s),
+        )
+        everyone = [Told(**one) for one in comm.share(asdict(own), TOLD)]
+        odd, problem = odd_text(step, everyone)
+        if odd:
+            raise RankError(problem, odd)
+        text = slow_text(everyone, steps) if self._tellings > 1 and steps else ""  # the first step warms up
+        if text:
+            tell(comm, f"step {step}  {text}")
+        told = not any(one.stood for one in everyone)
+        if comm.rank == 0 and self._tellings > 1 and told:
+            self._slow.count(step, {everyone[rank].host for rank in slow_ranks(everyone)}, text)
+        self._tellings, self._steps_to_next = self._tellings + 1, steps_to_next(step, steps, everyone)
+        self._steps, self._told_at, self._waited_s = 0, time.perf_counter(), flight.waited_s if flight else 0.0
+        self._seen_s = flight.seen.seconds if flight else 0.0
 
 
 def steps_to_next(step: int, steps: int, told: Sequence[Told]) -> int:

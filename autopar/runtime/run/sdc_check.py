@@ -22,15 +22,36 @@ from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.rank_substitution import ONE_STAGE, Turned
 from ..data.schema import integer, listed, table, text
-from ..errors import RankError
+from ..errors import RankError, RuntimeProgramError
 from ..guards import Guards
 from ..step.pipeline import Executor
 from ..step.same_data import checksum
 from ..step.session import Session
 from ..step.stage import Stage, inputs_of
+from .train_loop import Listener, Loop
 
 Sums = Mapping[str, int]
 """Checksums of what was added to gradients, by name, in the order in which they were first added to."""
+
+
+class Recomputing(Listener):
+    """Every so many steps, before the step, ranks recompute what another one does."""
+
+    def __init__(self, session: Session, every: int, machines: Sequence[str]) -> None:
+        """machines: names by rank. Raises RuntimeProgramError where ranks cannot take each other's places."""
+        if problem := why_not(session):
+            raise RuntimeProgramError(f"--recompute: {problem}; leave it out (--recheck compares copies of parameters)")
+        self._session, self._every, self._machines = session, every, machines
+
+    def before_step(self, loop: Loop, batch: Any) -> None:
+        """Recompute where it is time to. Raises RankError."""
+        step = loop.step + 1
+        if step % self._every:
+            return
+        leaves = loop.program.leaves(batch)
+        if self._session.same_data is not None:
+            self._session.same_data.ahead(leaves, step)
+        recompute(self._session, leaves, step, self._machines)
 
 
 class _Noted:

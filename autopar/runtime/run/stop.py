@@ -19,6 +19,7 @@ from ..comm.process import TorchComm
 from ..health.flight import say
 from ..health.launcher import launcher
 from .spares import LOST, STOPPED
+from .train_loop import Listener, Loop
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 AHEAD = 2
@@ -27,7 +28,7 @@ APART_S = 10.0
 """Seconds within which all torchruns notice that machines came or went."""
 
 
-class Stop:
+class Stop(Listener):
     """Agrees on the last step after a signal. why: it is the last; store_gone: there is no store any more."""
 
     def __init__(self, store: dist.Store, comm: TorchComm, timeout_s: float) -> None:
@@ -58,6 +59,12 @@ class Stop:
         while not self.asked and time.monotonic() < end:
             time.sleep(0.05)
         return not self.asked
+
+    def begin(self, loop: Loop) -> None:
+        """End the loop where all ranks do. Raises RuntimeError as `last_step` does."""
+        ending = self.last_step(loop.step + 1)
+        if ending is not None:
+            loop.last = min(loop.last, ending)
 
     def last_step(self, step: int) -> int | None:
         """The step after which all ranks end, if one of them is to. step: about to begin. Raises RuntimeError where ranks without

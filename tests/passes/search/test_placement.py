@@ -17,7 +17,7 @@ from autopar import ClusterSpec, Options, ParallelProgram, Plan
 from autopar.codegen.pipeline import pipeline_module
 from autopar.passes.place import placement_cost
 from autopar.passes.search.placement import GAIN, find_placement, placement_gain, program_traffic
-from autopar.runtime.run.launch import Manifest
+from autopar.runtime.program.manifest import Manifest
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo
 

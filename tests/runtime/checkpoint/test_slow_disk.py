@@ -44,7 +44,7 @@ def saving():
 
 def reporting():
     slowly(runtime("run.metrics").JsonLines, "__call__", 0, 6)
-    slowly(runtime("run.train_loop").Run, "_say_lost", 0, 2)
+    slowly(runtime("run.saving").Saving, "_say_lost", 0, 2)
     return paced()
 
 def going_back():

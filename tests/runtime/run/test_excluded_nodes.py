@@ -29,6 +29,7 @@ from autopar.runtime.run.excluded_nodes import (
     SLOW,
     WITHIN_S,
     Failure,
+    SlowMachines,
     begin_start,
     failures,
     leave_out,
@@ -37,7 +38,6 @@ from autopar.runtime.run.excluded_nodes import (
     unwanted,
 )
 from autopar.runtime.run.spares import AGAIN
-from autopar.runtime.run.train_loop import Run
 from tests.runtime.run.test_launch import emitted  # noqa: F401
 from tests.runtime.run.test_train_loop import final
 
@@ -121,17 +121,11 @@ def test_a_machine_that_was_slow_long_ago_or_by_a_wrong_clock_leaves_again(ago_s
 def watched(root: Path, tellings: str) -> list[str]:
     """Why a run of four ranks asks to end, as who is slow is found so often."""
     asked: list[str] = []
-    run = types.SimpleNamespace(
-        _slow={},
-        directory=types.SimpleNamespace(root=root),
-        arguments=argparse.Namespace(exclude_slow=2),
-        comm=types.SimpleNamespace(world_size=4, rank=0, excused=lambda why: contextlib.nullcontext()),
-        manifest=types.SimpleNamespace(worlds={2: "two"}),
-        machines=["good", "good", "bad", "other"],
-        stop=types.SimpleNamespace(ask=lambda step, why: asked.append(why)),
-    )
+    comm = types.SimpleNamespace(world_size=4, rank=0, excused=lambda why: contextlib.nullcontext())
+    stop = types.SimpleNamespace(ask=lambda step, why: asked.append(why))
+    machines = SlowMachines(root, 2, ["good", "good", "bad", "other"], 2, comm, stop)
     for step, telling in enumerate(tellings.split()):
-        Run._leave_out_slow(run, step, {"s": {"bad"}, "f": set(), "o": {"other"}}[telling], "slow: rank 2")
+        machines.count(step, {"s": {"bad"}, "f": set(), "o": {"other"}}[telling], "slow: rank 2")
     return asked
 
 

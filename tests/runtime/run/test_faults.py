@@ -48,7 +48,7 @@ def running():
         frame = frame.f_back
 
 def session():
-    return next(one for one in running() if type(one).__name__ == "Run").session
+    return next(one for one in running() if type(one).__name__ == "Loop").program.session
 
 def nothing():
     return batches(lambda n, b: None)
@@ -120,8 +120,7 @@ def other_weights():
 
 def other_seed():
     if RANK == 1:
-        run = next(f for f in running() if type(f).__name__ == "Run")
-        run.seed += 1
+        session().rt.seed += 1
     return nothing()
 
 def slow():

@@ -15,7 +15,8 @@ import autopar.runtime
 from autopar.runtime import RuntimeProgramError
 from autopar.runtime.checkpoint import checkpoint
 from autopar.runtime.program import batches
-from autopar.runtime.run import launch
+from autopar.runtime.program.manifest import Manifest
+from autopar.runtime.run.loaded import load_stage
 from tests.runtime import pipelines, stages
 from tests.warm import python, torchrun
 
@@ -196,12 +197,12 @@ def test_a_wrong_world_size_ends_every_rank_with_the_same_message_before_they_me
 
 def test_a_damaged_directory_is_named(emitted, tmp_path):
     with pytest.raises(RuntimeProgramError, match=r"manifest.json is missing"):
-        launch.Manifest.read(tmp_path)
+        Manifest.read(tmp_path)
     (tmp_path / "manifest.json").write_text('{"world_size": 2')
     with pytest.raises(RuntimeProgramError, match="is damaged"):
-        launch.Manifest.read(tmp_path)
+        Manifest.read(tmp_path)
     with pytest.raises(RuntimeProgramError, match="was the directory copied whole"):
-        launch.load_stage(tmp_path / "stage_0.py", tmp_path)
+        load_stage(tmp_path / "stage_0.py", tmp_path)
 
 
 def test_random_batches_depend_on_seed_and_step_alone():

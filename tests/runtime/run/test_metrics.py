@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import urllib.request
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +36,7 @@ from autopar.runtime.run.metrics import (
     tensorboard,
 )
 from autopar.runtime.run.prometheus import Prometheus
+from autopar.runtime.run.train_loop import Done
 from tests.runtime.run.test_launch import emitted  # noqa: F401
 from tests.warm import torchrun
 
@@ -259,14 +260,15 @@ def test_a_run_writes_records_beside_its_steps(emitted, tmp_path):  # noqa: F811
 
 def test_a_step_of_a_run_writes_one_line_and_asks_for_no_message(tmp_path):
     """The session has no way to send anything, and its file grows by a line a step."""
-    session = SimpleNamespace(comm=SimpleNamespace(rank=0, device=torch.device("cpu")), grad_norm=None)
+    comm = SimpleNamespace(rank=0, device=torch.device("cpu"), excused=lambda what: nullcontext())
+    loop = SimpleNamespace(program=SimpleNamespace(leaves=list), save_s=0.0)
     asked = argparse.Namespace(
         metrics=str(tmp_path / "m.jsonl"), run=None, tensorboard=None, prometheus=("127.0.0.1", 0)
     )
-    metrics = Metrics(session, SimpleNamespace(machines=None, inputs=()), asked)  # type: ignore[arg-type]
+    metrics = Metrics(SimpleNamespace(comm=comm), SimpleNamespace(machines=None, inputs=()), asked)  # type: ignore[arg-type]
     batch = [torch.zeros(4, 8, dtype=torch.int64)]
     for step in range(5):
-        metrics.step(step, 0.5, 0.1, batch)
+        metrics.on_loss(loop, Done(step, batch, 0.0, False, 0, loss=0.5, seconds=0.1))  # type: ignore[arg-type]
     lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(5))
     assert lines[0]["tokens_per_s"] == pytest.approx(320)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +27,8 @@ from autopar.runtime.checkpoint.run_directory import RunDirectory, StepRecord
 from autopar.runtime.data.whole_files import COMPLETE, file_facts
 from autopar.runtime.program.arguments import parser
 from autopar.runtime.program.batches import BatchInput, random_batches
-from autopar.runtime.run import train_loop
+from autopar.runtime.run import directory_run, train_loop
+from autopar.runtime.run.metrics import StepLine
 from tests.runtime import stages
 from tests.runtime.run.test_launch import emitted  # noqa: F401
 from tests.runtime.scenarios import session_of
@@ -63,6 +67,9 @@ def slow_until_told():
 
 def poisoned():
     return batches(lambda n: [t * float("nan") for t in stages.batches(1)[0]] if n == 9 else None)
+
+def hopeless():
+    return batches(lambda n: [t * float("nan") for t in stages.batches(1)[0]] if n >= 9 else None)
 
 def other():
     return batches(lambda n: [t + 1 for t in stages.batches(1)[0]] if os.environ["RANK"] == "1" else None)
@@ -213,6 +220,81 @@ def test_a_loss_that_is_no_number_ends_the_run_or_takes_it_back(out, tmp_path):
     assert all(bool(t.isfinite().all()) for t in final(tmp_path / "back").values() if t.is_floating_point())
 
 
+@pytest.mark.timeout(100)
+def test_a_run_whose_losses_stay_no_numbers_ends_however_often_it_saves(out, tmp_path):
+    """A step that was taken back is not saved, so it is no new step that other rewinds count from."""
+    done = torchrun(2, *command(out, tmp_path / "run", "hopeless", "--on-nan", "rewind", "--save-every", "1"))
+    assert done.returncode == 1
+    assert "the loss of step 10 is nan, after 3 rewinds since the last saved step (9)" in done.stderr
+    assert RunDirectory(tmp_path / "run").steps()[0] == 9
+
+
+def loop_of(steps: int, training: bool = True, **how: Any) -> train_loop.Loop:
+    """A loop over a program whose loss is the position in the data; every third step is saved."""
+    comm = types.SimpleNamespace(rank=0, device=torch.device("cpu"), excused=lambda what: contextlib.nullcontext())
+    updater = types.SimpleNamespace(not_finite=False, skips=types.SimpleNamespace(in_a_row=0))
+
+    class Program:
+        session = types.SimpleNamespace(comm=comm, training=training, updater=updater, grad_norm=None)
+        manifest = types.SimpleNamespace(inputs=[BatchInput(shape=(1,), dtype="float32")], show=lambda: "a program")
+
+        def __call__(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return torch.full((1,) if training else (2,), float(loop.position))
+
+    arguments = parser().parse_args(["--steps", str(steps)])
+    loop = train_loop.Loop(Program(), arguments, 0, 3, reads=True, **how)  # type: ignore[arg-type]
+    return loop
+
+
+class Noting(train_loop.Listener):
+    """Notes what it hears; the loss of step 3 takes the run back to step 1 once."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.went_back = False
+
+    def on_loss(self, loop: train_loop.Loop, done: train_loop.Done) -> bool:
+        self.heard.append(f"loss {done.loss:g} of {done.step} at {loop.step}")
+        if done.step == 3 and not self.went_back:
+            self.went_back = True
+            loop.go_to(1, loop.position)
+            return True
+        return False
+
+    def save(self, loop: train_loop.Loop) -> None:
+        self.heard.append(f"save {loop.step}")
+
+
+@pytest.mark.parametrize(
+    ("late", "heard"),
+    [
+        (
+            0,
+            "loss 0 of 1 at 1, loss 1 of 2 at 2, loss 2 of 3 at 3, loss 3 of 2 at 2, loss 4 of 3 at 3, save 3, loss 5 of 4 at 4",
+        ),
+        (
+            1,
+            "loss 0 of 1 at 2, loss 1 of 2 at 3, loss 2 of 3 at 3, loss 3 of 2 at 3, loss 4 of 3 at 3, save 3, loss 5 of 4 at 5",
+        ),
+    ],
+)
+def test_losses_are_heard_in_order_before_a_save_and_a_step_that_was_taken_back_is_not_saved(late, heard):
+    """Losses that are read a step late are read at once where the step is saved."""
+    loop, noting = loop_of(5, late=late), Noting()
+    loop.go_to(0, 0)
+    loop.run([noting])
+    assert noting.heard == [*heard.split(", "), "loss 6 of 5 at 5", "save 5"]
+
+
+def test_batches_that_are_inferred_are_counted_and_have_no_loss(capsys):
+    loop = loop_of(2, training=False)
+    loop.go_to(0, 0)
+    loop.run([StepLine(2)])
+    assert re.sub(r"[\d.]+ ms", "ms", capsys.readouterr().out) == (
+        "a program, cpu, steps 1 to 2\nstep 1  done  ms\nstep 2  done  ms\n"
+    )
+
+
 @pytest.mark.timeout(200)
 def test_a_step_that_cannot_be_written_does_not_end_the_run(out, wanted, tmp_path):
     done = torchrun(2, *command(out, tmp_path / "run", "full", "--synchronous"))
@@ -228,37 +310,41 @@ def test_a_run_goes_on_with_the_seed_that_it_was_started_with(tmp_path, monkeypa
     program = stages.mlp(1, 1)
     inputs = [BatchInput(shape=row["shape"], dtype=row["dtype"]) for row in program.pipeline.INPUTS]
     shown = types.SimpleNamespace(seed=5, save_every=1, plan_hash="a plan", worlds={}, inputs=inputs)
-    monkeypatch.setattr(train_loop, "Stop", lambda *_: None)  # its signals are the process's
-    monkeypatch.setattr(train_loop, "Metrics", lambda *_: None)
-    monkeypatch.setattr(train_loop.Run, "_say_changes", lambda _: None)  # there are no files of a program
-    monkeypatch.setattr(train_loop, "Saver", lambda _, session, seed, *__: types.SimpleNamespace(seed=seed, saved=None))
+    monkeypatch.setattr(directory_run, "Stop", lambda *_: None)  # its signals are the process's
+    monkeypatch.setattr(directory_run, "Metrics", lambda *_: None)
+    monkeypatch.setattr(directory_run.Run, "_say_changes", lambda _: None)  # there are no files of a program
+    monkeypatch.setattr(
+        directory_run,
+        "Saver",
+        lambda folders, session, seed, *_: types.SimpleNamespace(directory=folders, seed=seed, saved=None),
+    )
 
-    def started(comm: Comm, *more: str) -> train_loop.Run:
+    def started(comm: Comm, *more: str) -> directory_run.Run:
         session = session_of(program, comm)
         session.load_weights(stages.weights())
         own = types.SimpleNamespace(
             session=session, manifest=shown, resume=lambda step, **how: checkpoint.load(step, session, **how)
         )
-        return train_loop.Run(own, parser().parse_args(["--run-dir", str(tmp_path), *more]), None)
+        return directory_run.Run(own, parser().parse_args(["--run-dir", str(tmp_path), *more]), None)
 
-    def save(run: train_loop.Run) -> None:
+    def save(run: directory_run.Run) -> None:
         folder = run.directory.partial(1)
-        checkpoint.save(folder, run.session)
+        checkpoint.save(folder, run.program.session)
         files = {path.name: file_facts(path) for path in folder.iterdir() if path.name != COMPLETE}
         run.directory.complete(StepRecord(1, 3, run.saver.seed, 1, "a plan", files))
 
     def body(comm: Comm) -> None:
         first = started(comm, "--seed", "7")
         batches = list(itertools.islice(random_batches(shown.inputs, 7), 4))
-        assert all(map(torch.equal, next(first.batches), batches[0]))
-        first.session.train_step(batches[0])
+        assert all(map(torch.equal, next(first.loop.batches), batches[0]))
+        first.program.session.train_step(batches[0])
         save(first)
         with pytest.raises(RuntimeProgramError, match="was started with --seed 7, not 8"):
             started(comm, "--seed", "8")
         for again in (started(comm), started(comm, "--seed", "7")):
-            assert (again.seed, again.saver.seed, again.session.rt.seed) == (7, 7, 7)
-            assert (again.session.rt.step, again.position) == (1, 3)
-            assert all(map(torch.equal, next(again.batches), batches[3]))
+            assert (again.seed, again.saver.seed, again.program.session.rt.seed) == (7, 7, 7)
+            assert (again.loop.step, again.loop.position) == (1, 3)
+            assert all(map(torch.equal, next(again.loop.batches), batches[3]))
 
     run_threads(1, program.mesh, body, timeout_s=30)
 

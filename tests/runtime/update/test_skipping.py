@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.runtime import run_threads
-from autopar.runtime.run.spikes import LEAST, Losses
+from autopar.runtime.run.loss_checks import LEAST, Losses
 from autopar.runtime.update.update_rule import ClipNorm, LossScaling, UpdateRule
 from tests.runtime import pipelines, stages
 from tests.runtime.scenarios import left, session_of
