@@ -246,7 +246,7 @@ FAULTS = [
     ("other_at_once", (2,), "step 1: rank 2"),
     ("other_later", (2,), "step 9: rank 2"),
     ("other_weights", (3,), "hold other values than the ranks that have copies"),
-    ("other_seed", (1,), "ranks do not run the same program: rank 1 … has another --seed"),
+    ("other_seed", (1,), "step 1: rank 1 … run another plan, or with another seed, than the others"),
     ("not_a_number", (1,), "step 8: rank 1"),
     ("spoiled --on-nan skip", (2,), "rank 2: w1"),
     ("flipped --recheck 5", (2,), "step 10: rank 2"),
