@@ -76,7 +76,7 @@ class Backend:
     @property
     def module(self) -> Any:
         """torch's module of this kind: `Stream`, `Event`, `synchronize`, …"""
-        return torch.get_device_module(self.device_type)
+        return getattr(torch, self.device_type)
 
     # ---- devices
 
@@ -215,26 +215,30 @@ CUDA = Backend(
     graphs=True,
     versions=_cuda_versions,
 )
-BACKENDS: dict[str, Backend] = {row.transport.name: row for row in (HOST, CUDA)}
-"""Every kind by the name of its transport, which is what `--backend` says; of a type of device the last one counts."""
+BACKENDS: dict[str, Backend] = {}
+"""Every kind by the name of its transport, which is what `--backend` says."""
+OF_TYPE: dict[str, Backend] = {"meta": HOST}
+"""The kind that was registered last for a type of device; tensors without data lie on the host."""
 
 
 def register_backend(row: Backend) -> None:
     """Add a kind of device."""
-    BACKENDS[row.transport.name] = row
+    BACKENDS[row.transport.name] = OF_TYPE[row.device_type] = row
+
+
+register_backend(HOST)
+register_backend(CUDA)
 
 
 # ---- which one
 
 
 def backend_of(device: torch.device) -> Backend:
-    """The kind of a device; tensors without data lie on the host. Raises RuntimeProgramError where it is not known."""
-    for row in reversed(BACKENDS.values()):
-        if row.device_type == device.type:
-            return row
-    if device.type == "meta":
-        return HOST
-    raise RuntimeProgramError(f"nothing is known of {device.type} devices; `register_backend` says what is")
+    """The kind of a device. Raises RuntimeProgramError where it is not known."""
+    row = OF_TYPE.get(device.type)
+    if row is None:
+        raise RuntimeProgramError(f"nothing is known of {device.type} devices; `register_backend` says what is")
+    return row
 
 
 def backend_named(name: str) -> Backend:

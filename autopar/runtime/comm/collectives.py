@@ -31,8 +31,8 @@ REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 # torch 2.13 renamed these two.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""A dtype that has all sums of another to its last bit."""
+WIDER = {torch.int16: torch.int32}
+"""A dtype in which another is reduced, to the same bits."""
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,12 @@ def device_of(tensor: torch.Tensor) -> Device:
 
 def kind_of(device: torch.device) -> Device:
     """The same by where a tensor lies."""
-    stands_for: Device | None = getattr(_OF_THREAD, "device", None)
-    if device.type == "meta":
-        return stands_for or CPU
     row = backend_of(device)
-    if row.is_host:
+    if row.is_host and device.type == row.device_type:
         return CPU
+    stands_for: Device | None = getattr(_OF_THREAD, "device", None)
+    if row.is_host:
+        return stands_for or CPU
     if not row.count():
         return stands_for or Device(row.device_type, row.least)
     return _present(row, device.index or 0)
