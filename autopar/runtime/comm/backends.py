@@ -52,6 +52,10 @@ class Transport:
         """The environment's variable that names the interface to use."""
         return f"{self.name.upper()}_SOCKET_IFNAME"
 
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether its collectives take a dtype."""
+        return self.dtypes is None or dtype in self.dtypes
+
 
 @dataclass(frozen=True)
 class Backend:

@@ -150,30 +150,28 @@ def _start_exchange(call: Call, group: Any) -> Any:
 
 
 def start(call: Call, group: Any, transport: Transport) -> Callable[[], None]:
-    """Start a call on a process group of torch; the wait. Raises RuntimeProgramError where its dtype cannot be summed."""
-    row, dtype = COLLECTIVES[call.kind], call.inp.dtype
-    if transport.dtypes is None or dtype in transport.dtypes:
-        return _wait_of(row.among_processes(call, group))
-    if not row.reduces:
-        return _wait_of(row.among_processes(replace(call, out=as_bytes(call.out), inp=as_bytes(call.inp)), group))
+    """Start a call on a process group of torch; the wait. Raises RuntimeProgramError where its dtype cannot be reduced."""
+    sent = call if transport.takes(call.inp.dtype) else _in_taken_dtype(call, transport)
+    work = COLLECTIVES[call.kind].among_processes(sent, group)
+
+    def wait() -> None:
+        work.wait()
+        if sent.out.dtype.itemsize > call.out.dtype.itemsize:
+            call.out.copy_(sent.out)
+
+    return wait
+
+
+def _in_taken_dtype(call: Call, transport: Transport) -> Call:
+    """The call over the same memory, or a wider copy of it, in a dtype that the transport takes."""
+    dtype = call.inp.dtype
+    if not COLLECTIVES[call.kind].reduces:
+        return replace(call, out=as_bytes(call.out), inp=as_bytes(call.inp))
     if dtype.is_complex and call.op == "sum":
-        parts = replace(call, out=torch.view_as_real(call.out), inp=torch.view_as_real(call.inp))
-        return start(parts, group, transport)
+        return replace(call, out=torch.view_as_real(call.out), inp=torch.view_as_real(call.inp))
     if dtype not in WIDER:
         raise RuntimeProgramError(f"{call.describe()}: {transport.name} cannot reduce {dtype}")
-    wide = replace(call, out=torch.empty_like(call.out, dtype=WIDER[dtype]), inp=call.inp.to(WIDER[dtype]))
-    work = row.among_processes(wide, group)
-
-    def finish() -> None:
-        work.wait()
-        call.out.copy_(wide.out)
-
-    return finish
-
-
-def _wait_of(work: Any) -> Callable[[], None]:
-    wait: Callable[[], None] = work.wait
-    return wait
+    return replace(call, out=torch.empty_like(call.out, dtype=WIDER[dtype]), inp=call.inp.to(WIDER[dtype]))
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -320,8 +320,7 @@ class TorchComm(Comm):
             return []
         group = self._message_group
         works: list[Any]
-        taken = self.transport.dtypes
-        buffers = [m.buffer if taken is None or m.buffer.dtype in taken else as_bytes(m.buffer) for m in messages]
+        buffers = [m.buffer if self.transport.takes(m.buffer.dtype) else as_bytes(m.buffer) for m in messages]
         pairs = list(zip(messages, buffers, strict=True))
         try:
             if self.in_order:
