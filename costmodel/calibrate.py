@@ -28,6 +28,7 @@ from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
 from autopar.costmodel.host_kernels import Measured, as_measured, fit_kernels, measure_kernels, middle
+from autopar.runtime.comm.backends import Backend, backend_of, present_backend
 from autopar.runtime.comm.hierarchical import KINDS
 from autopar.runtime.comm.process import TorchComm
 from autopar.runtime.data.schema import listed
@@ -39,15 +40,15 @@ a few seconds would else make one kind of them dear beside the others."""
 
 def timed_s(run: Callable[[], Any], device: torch.device, least_s: float) -> float:
     """Median seconds of `run` after a warm-up, repeated for at least `least_s` and three times."""
-    sync: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize = backend_of(device).module.synchronize
     run()
-    sync()
+    synchronize(device)
     times: list[float] = []
     begin = time.perf_counter()
     while len(times) < 3 or (time.perf_counter() - begin < least_s and len(times) < 200):
         start = time.perf_counter()
         run()
-        sync()
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return float(np.median(times))
 
@@ -63,7 +64,7 @@ def matmul_shapes(gpu: bool, quick: bool) -> list[tuple[int, int, int]]:
 
 def measure_device(device: torch.device, dtypes: Sequence[torch.dtype], quick: bool, say: Progress) -> list[Sample]:
     """Products, attention, memory passes and the smallest kernel."""
-    gpu = device.type == "cuda"
+    gpu = not backend_of(device).is_host
     least = 0.02 if quick else 0.1
     samples: list[Sample] = []
     tiny = torch.zeros(1, device=device)
@@ -183,7 +184,7 @@ def measure_ranks(device: torch.device, quick: bool, groups: Sequence[Groups], s
     collectives: list[list[list[Sample]]] = []
     for sweep in range(SWEEPS):
         say(f"sweep {sweep + 1} of {SWEEPS}")
-        if device.type == "cpu":
+        if backend_of(device).is_host:
             ops.append(of_ranks(whole.share(measure_kernels(quick, say, whole.barrier), listed(as_measured))))
             late.append(late_share(whole, 8 if quick else 16))
         pairs = zip(groups, comms, strict=True)
@@ -195,13 +196,13 @@ def measure_ranks(device: torch.device, quick: bool, groups: Sequence[Groups], s
     return Ranks(of_slowest(middle(ops), float(np.median(late))) if ops else [], by_level)
 
 
-def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str) -> None:
+def _worker(rank: int, world: int, port: int, device_type: str, quick: bool, path: str) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
+    backend = backend_of(torch.device(device_type))
+    device = backend.device(rank)
+    backend.module.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("nccl" if gpu else "gloo", init_method=address, rank=rank, world_size=world)
+    dist.init_process_group(backend.transport.name, init_method=address, rank=rank, world_size=world)
     try:
         ranks = measure_ranks(device, quick, groups_of(1, world), lambda text: None)
         if rank == 0:
@@ -211,14 +212,14 @@ def _worker(rank: int, world: int, port: int, gpu: bool, quick: bool, path: str)
         dist.destroy_process_group()
 
 
-def local_ranks(world: int, gpu: bool, quick: bool) -> Ranks:
-    """Measurements of `world` processes of this machine (one per GPU with NCCL, else Gloo)."""
+def local_ranks(world: int, backend: Backend, quick: bool) -> Ranks:
+    """Measurements of `world` processes of this machine, on a device each where they have memory of their own."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "ranks.json")
-        torch.multiprocessing.spawn(_worker, args=(world, port, gpu, quick, path), nprocs=world)
+        torch.multiprocessing.spawn(_worker, args=(world, port, backend.device_type, quick, path), nprocs=world)
         kernels_, collectives = json.loads(Path(path).read_text())
     samples = {
         level: [Sample(k, tuple(shape), *rest) for k, shape, *rest in rows] for level, rows in collectives.items()
@@ -231,27 +232,25 @@ def group_sizes(world: int) -> list[int]:
     return [n for n in (2**i for i in range(1, 10)) if n < world and world % n == 0] + ([world] if world > 1 else [])
 
 
-def launched_ranks(gpu: bool, quick: bool, say: Progress) -> Ranks:
+def launched_ranks(backend: Backend, quick: bool, say: Progress) -> Ranks:
     """Measurements of the ranks that torchrun started; where its nodes are uneven, collectives of all ranks alone."""
-    if gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if gpu else "gloo")
+    device = backend.device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend.module.set_device(device)
+    dist.init_process_group(backend.transport.name)
     try:
         world = dist.get_world_size()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         groups = [Groups("cluster", {"all": world})] if world % local else groups_of(world // local, local)
-        return measure_ranks(device, quick, [one for one in groups if not (gpu and one.way)], say)
+        return measure_ranks(device, quick, [one for one in groups if backend.is_host or not one.way], say)
     finally:
         dist.destroy_process_group()
 
 
 def base_device(device: torch.device) -> DeviceSpec:
     """The preset nearest to what is here."""
-    if device.type == "cuda":
-        key = preset_key(torch.cuda.get_device_name(device).replace(" ", "-"))
-        return device_preset(key or "a100")
-    return device_preset("cpu")
+    backend = backend_of(device)
+    name = "" if backend.is_host else backend.module.get_device_name(device)
+    return device_preset(preset_key(name.replace(" ", "-")) or backend.preset)
 
 
 def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = print) -> dict[str, Any]:
@@ -259,28 +258,28 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
 
     Under torchrun the collectives run over its ranks instead, so that several nodes can be measured.
     """
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-    dtypes = [torch.float32, torch.bfloat16] if gpu else [torch.float32]
+    backend = present_backend()
+    device = backend.device(0)
+    dtypes = [torch.float32] if backend.is_host else [torch.float32, torch.bfloat16]
     base = base_device(device)
     samples = measure_device(device, dtypes, quick, say)
     profile, residuals = fit_device(samples, base)
     kernels: list[Measured] = []
     by_level: dict[str, list[Sample]] = {}
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        measured = launched_ranks(gpu, quick, say)
+        measured = launched_ranks(backend, quick, say)
         kernels, by_level = measured.kernels, measured.collectives
     else:
-        world = ranks if ranks is not None else (torch.cuda.device_count() if gpu else 2)
+        world = ranks if ranks is not None else (2 if backend.is_host else backend.count())
         if world > 1:
             say(f"ops and collectives of {world} processes")
-            measured = local_ranks(world, gpu, quick)
+            measured = local_ranks(world, backend, quick)
             kernels, by_level = measured.kernels, measured.collectives
-        elif not gpu:
+        elif backend.is_host:
             kernels = middle([measure_kernels(quick, say) for _ in range(SWEEPS)])
     links: dict[str, Any] = {}
     for level, link_samples in by_level.items():
-        link, link_residuals = fit_links(link_samples, level, tables=not gpu)
+        link, link_residuals = fit_links(link_samples, level, tables=backend.is_host)
         links |= link
         residuals |= {f"{kind} ({level})": one for kind, one in link_residuals.items()}
     if kernels:

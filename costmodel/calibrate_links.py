@@ -22,6 +22,7 @@ from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.calibrate_lateness import usual_of_slowest_s
 from autopar.costmodel.collective import COSTS
 from autopar.costmodel.host_kernels import usual_s
+from autopar.runtime.comm.backends import backend_of
 from autopar.runtime.comm.calls import Handle, Message
 from autopar.runtime.comm.comm import Comm
 
@@ -56,7 +57,7 @@ def measure_collectives(comm: Comm, quick: bool, say: Progress, kinds: Collectio
     groups of it at the same time; every rank must call it."""
     group, device = comm.group("all"), comm.device
     n, rank = group.size, group.index
-    gpu = device.type == "cuda"
+    gpu = not backend_of(device).is_host
     sizes = [2**10, 2**14, 2**18, 2**22, 2**24] if quick else [2 ** (10 + 2 * i) for i in range(10 if gpu else 9)]
     samples = []
     for size in sizes:
@@ -103,18 +104,18 @@ def _collectives_s(calls: Mapping[str, Callable[[], Any]], comm: Comm, turns: in
     long as between idle ranks.
     """
     operand = torch.randn(512, 512)
+    backend = backend_of(comm.device)
     rounds: dict[str, list[float]] = {kind: [] for kind in calls}
     computing: list[float] = []
     for turn in range(turns + 1):
         for kind, call in calls.items():
             comm.barrier()
             start = time.perf_counter()
-            if comm.device.type == "cpu":
+            if backend.is_host:
                 torch.mm(operand, operand)
             computed = time.perf_counter()
             call()
-            if comm.device.type == "cuda":
-                torch.cuda.synchronize()
+            backend.module.synchronize(comm.device)
             if turn:
                 rounds[kind].append(time.perf_counter() - start)
                 computing.append(computed - start)

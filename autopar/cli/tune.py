@@ -26,6 +26,7 @@ from autopar.ir.text import time_text
 from autopar.plan import Plan
 from autopar.report.beside import Profile
 from autopar.report.learned import learned
+from autopar.runtime.comm.backends import BACKENDS
 from autopar.runtime.data.whole_files import current, replace_file
 from autopar.runtime.program.manifest import TUNED
 
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a run may take (default: 600)")
     parser.add_argument("--data", help="as run.py takes it")
     parser.add_argument("--weights", help="as run.py takes it (default: those of the directory)")
-    parser.add_argument("--backend", choices=("gloo", "nccl"))
+    parser.add_argument("--backend", choices=tuple(BACKENDS))
     arguments = parser.parse_args(words[:split])
     arguments.torchrun = words[split + 1 :]
     try:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .comm.backends import Arriving, backend_of
 from .errors import GuardError, RuntimeProgramError
 
 
@@ -56,7 +57,7 @@ class Guards:
     """The guards of one rank."""
 
     def __init__(self) -> None:
-        self._late: list[tuple[torch.cuda.Event, Tensor, tuple[int, ...], Say]] = []
+        self._late: list[tuple[Arriving, tuple[int, ...], Say]] = []
         self._unread: list[Report] | None = None
 
     @contextmanager
@@ -72,13 +73,11 @@ class Guards:
     def look(self, reports: Sequence[Report]) -> None:
         """Raises GuardError for what was found, of a tensor on a GPU at the end of the step."""
         for report, shape, say in reports:
-            if report.device.type == "cpu":
+            found = Arriving([report])
+            if found.late:
+                self._late.append((found, shape, say))
+            else:
                 _raise_reported(report, shape, say)
-                continue
-            host = torch.empty(3, dtype=torch.int64, pin_memory=True).copy_(report, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._late.append((event, host, shape, say))
 
     def check_batch(
         self, batch: Sequence[Tensor], inputs: Sequence[InputLike], ranges: Sequence[InputRange]
@@ -125,9 +124,8 @@ class Guards:
     def end_step(self) -> None:
         """Raise what was written down on the way. Waits until the device has passed the step's last guard."""
         late, self._late = self._late, []
-        for event, report, shape, say in late:
-            event.synchronize()
-            _raise_reported(report, shape, say)
+        for found, shape, say in late:
+            _raise_reported(found.wait()[0], shape, say)
 
     def _range(self, x: Tensor, low: int, high: int, also: Sequence[int], what: str, source: str) -> Tensor:
         """x; where a violation is told later, with `low` in the places of integers that may not be there."""
@@ -139,7 +137,7 @@ class Guards:
             where = f" at {list(place)}" if place else ""
             return f"{what}: the value {value}{where} is out of range; {source or 'the program'} takes {allowed}"
 
-        if x.device.type == "cpu" and self._unread is None:
+        if backend_of(x.device).is_host and self._unread is None:
             least, most = torch.aminmax(x)
             if low <= int(least) and int(most) < high:
                 return x

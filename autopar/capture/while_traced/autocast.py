@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from autopar.capture.explain import refusal
 from autopar.capture.source_lines import source_of
 from autopar.errors import CaptureError, InputError
+from autopar.runtime.comm.backends import BACKENDS
 
 aten = torch.ops.aten
 _SETTLED = "autocast"  # meta of a node whose casts are in the graph
@@ -141,7 +142,7 @@ def _dtypes(value: Any) -> Any:
 
 def check_outside() -> None:
     """Raises InputError where capture itself is called under autocast, whose casts no region of the graph would name."""
-    for device in ("cpu", "cuda"):
+    for device in (row.device_type for row in BACKENDS.values()):
         if torch.is_autocast_enabled(device):
             raise InputError(
                 f'compile is called under torch.autocast("{device}"); call it outside, and let Options(precision=…) choose the '

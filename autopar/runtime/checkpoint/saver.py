@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..comm.backends import HOST
 from ..comm.process import TorchComm
 from ..comm.text_exchange import one_line, tell_all
 from ..data.schema import flag
@@ -52,7 +53,7 @@ class Saver:
         self._seed = seed
         self._plan = plan
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = dist.new_group(backend=HOST.transport.name, timeout=timedelta(seconds=timeout_s))
         self._thread: threading.Thread | None = None
         self._problem = ""
         self._signature: Signature = {}

@@ -8,16 +8,22 @@ the table says so: of two ranks
 
 To add a collective, add its row; its seconds are a row of `autopar/costmodel/collective.py`. Gloo may have a faster way
 (gloo.py), nodes another (hierarchical.py).
+
+What a transport has no collective for by its dtype is moved as bytes, and summed in a wider dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ..errors import RuntimeProgramError
+from .backends import Transport
 from .calls import Call
 from .reductions import reduce_in_order
 
@@ -25,6 +31,8 @@ REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 # torch 2.13 renamed these two.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+WIDER = {torch.int16: torch.int32}
+"""A dtype in which another is reduced, to the same bits."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,36 @@ def _exchange(calls: Sequence[Call]) -> None:
 def _start_exchange(call: Call, group: Any) -> Any:
     sizes = list(call.received), list(call.sent)
     return dist.all_to_all_single(call.out, call.inp, *sizes, group=group, async_op=True)
+
+
+def start(call: Call, group: Any, transport: Transport) -> Callable[[], None]:
+    """Start a call on a process group of torch; the wait. Raises RuntimeProgramError where its dtype cannot be reduced."""
+    sent = call if transport.takes(call.inp.dtype) else _in_taken_dtype(call, transport)
+    work = COLLECTIVES[call.kind].among_processes(sent, group)
+
+    def wait() -> None:
+        work.wait()
+        if sent.out.dtype.itemsize > call.out.dtype.itemsize:
+            call.out.copy_(sent.out)
+
+    return wait
+
+
+def _in_taken_dtype(call: Call, transport: Transport) -> Call:
+    """The call over the same memory, or a wider copy of it, in a dtype that the transport takes."""
+    dtype = call.inp.dtype
+    if not COLLECTIVES[call.kind].reduces:
+        return replace(call, out=as_bytes(call.out), inp=as_bytes(call.inp))
+    if dtype.is_complex and call.op == "sum":
+        return replace(call, out=torch.view_as_real(call.out), inp=torch.view_as_real(call.inp))
+    if dtype not in WIDER:
+        raise RuntimeProgramError(f"{call.describe()}: {transport.name} cannot reduce {dtype}")
+    return replace(call, out=torch.empty_like(call.out, dtype=WIDER[dtype]), inp=call.inp.to(WIDER[dtype]))
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The same memory as bytes, with one more dim: rows stay rows."""
+    return x.unsqueeze(-1).view(torch.uint8)
 
 
 COLLECTIVES: dict[str, Collective] = {

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .backends import CUDA, HOST, Backend, backend_of
+
 
 @dataclass(frozen=True)
 class Device:
@@ -26,12 +28,12 @@ class Device:
     def of_architecture(name: str) -> Device:
         """The device of an architecture by the compiler's name of it: "sm90", "gfx942", "" for a CPU."""
         if name.startswith("sm"):
-            return Device("cuda", (int(name[2:-1]), int(name[-1])))
+            return Device(CUDA.device_type, (int(name[2:-1]), int(name[-1])))
         return Device("rocm") if name.startswith("gfx") else CPU
 
 
-CPU = Device("cpu")
-LEAST_CUDA = Device("cuda", (8, 0))
+CPU = Device(HOST.device_type)
+LEAST_CUDA = Device(CUDA.device_type, CUDA.least)
 """The device that is assumed for a CUDA device of which nothing else is known."""
 _OF_THREAD = threading.local()
 
@@ -54,17 +56,18 @@ def device_of(tensor: torch.Tensor) -> Device:
 
 def kind_of(device: torch.device) -> Device:
     """The same by where a tensor lies."""
-    if device.type == "cpu":
+    row = backend_of(device)
+    if row.is_host and device.type == row.device_type:
         return CPU
     stands_for: Device | None = getattr(_OF_THREAD, "device", None)
-    if device.type == "meta":
+    if row.is_host:
         return stands_for or CPU
-    if device.type == "cuda":
-        return _present(device.index or 0) if torch.cuda.is_available() else stands_for or LEAST_CUDA
-    return Device(device.type)
+    if not row.count():
+        return stands_for or Device(row.device_type, row.least)
+    return _present(row, device.index or 0)
 
 
 @functools.cache
-def _present(index: int) -> Device:
-    """A GPU of this machine."""
-    return Device("rocm") if torch.version.hip else Device("cuda", torch.cuda.get_device_capability(index))
+def _present(row: Backend, index: int) -> Device:
+    """A device of this machine."""
+    return Device(*row.kernels(index)) if row.kernels else Device(row.device_type)

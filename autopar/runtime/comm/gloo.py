@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,7 +26,7 @@ def start(call: Call, number: int, process_group: Any, pool: BufferPool) -> Call
     """Start the group's collective of this number; the wait. None where Gloo's own is better."""
     nbytes = call.inp.numel() * call.inp.element_size()
     n, me = call.group.size, call.group.index
-    if call.kind == "all_reduce" and (nbytes * (n - 1) <= EXCHANGE_BYTES or not _native_reduces(call.inp.dtype)):
+    if call.kind == "all_reduce" and nbytes * (n - 1) <= EXCHANGE_BYTES:
         rows = pool.take(n * call.inp.numel(), call.inp)
         received = rows.view(n, -1)
         source = call.inp.reshape(-1)
@@ -112,7 +111,3 @@ def _messages(
         kept.clear()
 
     return wait
-
-
-def _native_reduces(dtype: torch.dtype) -> bool:
-    return dtype not in (torch.int16,)

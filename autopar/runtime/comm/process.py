@@ -5,7 +5,8 @@ of all ranks and for those of stages. torch sorts the ranks of a group, so a gro
 the process group and is addressed by member. Messages between ranks go through the group of all.
 
 NCCL has every collective; some of Gloo's are built from messages (gloo.py), and large ones among several nodes go by node
-(hierarchical.py), on process groups of their own and brought on by a thread.
+(hierarchical.py), on process groups of their own and brought on by a thread. Which of them a group has is asked of the group
+(`group_transports`), and what there is to know of it stands in its row (backends.py).
 
 When a collective fails or times out, ranks leave a note in the job's store, so that each error says what the other
 ranks of the group were doing.
@@ -17,6 +18,7 @@ import itertools
 import json
 import os
 import socket
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -32,10 +34,11 @@ from ..data.schema import MOST_RANKS, integer, listed, paragraph, row
 from ..errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from ..health.flight import Flight
 from ..health.notes import Notes
-from . import gloo
+from . import collectives, gloo
+from .backends import backend_of, present_backend, transport_named
 from .buffers import BufferPool
 from .calls import Call, Message, Posted
-from .collectives import COLLECTIVES
+from .collectives import COLLECTIVES, as_bytes
 from .comm import Comm
 from .hierarchical import Courier, TwoLevels, phases
 from .mesh import Group, group_ranks, mesh_size
@@ -101,6 +104,29 @@ class _Work(Posted):
         return bool(self._work.is_completed())
 
 
+def group_transports() -> dict[str, str]:
+    """The backends of the default process group by the type of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+
+
+def group_device() -> torch.device:
+    """The device that this rank computes on in a process group that somebody made: one with memory of its own where the group
+    has a backend for those. Warns of devices that a group of the processors' backend alone leaves unused."""
+    made = group_transports()
+    host, row = backend_of(torch.device("cpu")), present_backend()
+    if made.get(row.device_type, host.transport.name) != host.transport.name:
+        return row.current()
+    if not row.is_host:
+        warnings.warn(
+            f"the process group sends through {host.transport.name} alone ({dist.get_backend_config()}), so the program computes "
+            f"on the processors, and {row.count()} {row.device_type} devices are unused; make the group with "
+            f"init_process_group({row.transport.name!r}), or leave making it to autopar_runtime",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return host.current()
+
+
 class TorchComm(Comm):
     """One rank of an initialized default process group whose size is the mesh's, or of a part of it (`split`)."""
 
@@ -120,12 +146,16 @@ class TorchComm(Comm):
         size, wanted = dist.get_world_size(), mesh_size(mesh)
         if whole is None and size != wanted:
             raise RuntimeProgramError(f"the program needs {wanted} ranks ({dict(mesh)}), the process group has {size}")
-        backend = dist.get_backend()
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        super().__init__(dist.get_rank(), mesh, device, first_rank)
-        self.gloo = backend == "gloo"
-        self.in_order = not self.gloo
+        super().__init__(dist.get_rank(), mesh, group_device() if device is None else device, first_rank)
+        made = group_transports()
+        if self.device.type not in made:
+            raise RuntimeProgramError(
+                f"the process group has no backend for {self.device.type} devices ({dist.get_backend_config()}); make it with "
+                f"init_process_group({backend_of(self.device).transport.name!r})"
+            )
+        self.transport = transport_named(made[self.device.type])
+        self.in_order = self.transport.in_order
+        self.gloo = not self.in_order
         self.timeout_s = timeout_s
         self._job: _Job = whole._job if whole is not None else _Job(timeout_s, store)
         self._check = check
@@ -253,14 +283,14 @@ class TorchComm(Comm):
 
     def _start_on_group(self, call: Call, number: int, pool: BufferPool) -> Callable[[], None]:
         group = self._process_groups[frozenset(call.group.axes)]
-        return gloo.start(call, number, group, pool) or self._start_native(call).wait
+        return gloo.start(call, number, group, pool) or self._start_native(call)
 
     def _start_nccl(self, call: Call) -> Callable[[], None]:
         as_torch_has_them = COLLECTIVES[call.kind].by_rank or self._order(call.group) is None
-        return self._start_native(call).wait if as_torch_has_them else self._start_reordered(call)
+        return self._start_native(call) if as_torch_has_them else self._start_reordered(call)
 
-    def _start_native(self, call: Call) -> Any:
-        return COLLECTIVES[call.kind].among_processes(call, self._process_groups[frozenset(call.group.axes)])
+    def _start_native(self, call: Call) -> Callable[[], None]:
+        return collectives.start(call, self._process_groups[frozenset(call.group.axes)], self.transport)
 
     def _start_reordered(self, call: Call) -> Callable[[], None]:
         """Members named in another order than their ranks: permute rows before or after."""
@@ -274,10 +304,10 @@ class TorchComm(Comm):
             inp = inp[back]
         if row.rows_out:
             out = torch.empty_like(out)
-        work = self._start_native(Call(call.kind, call.group, out, inp, call.op, call.root, call.site))
+        arrive = self._start_native(Call(call.kind, call.group, out, inp, call.op, call.root, call.site))
 
         def wait() -> None:
-            work.wait()
+            arrive()
             if out is not call.out:
                 call.out.copy_(out[order])
 
@@ -292,12 +322,14 @@ class TorchComm(Comm):
             return []
         group = self._message_group
         works: list[Any]
+        buffers = [m.buffer if self.transport.takes(m.buffer.dtype) else as_bytes(m.buffer) for m in messages]
+        pairs = list(zip(messages, buffers, strict=True))
         try:
             if self.in_order:
-                works = dist.batch_isend_irecv([dist.P2POp(_START[m.kind], m.buffer, m.peer, group) for m in messages])
+                works = dist.batch_isend_irecv([dist.P2POp(_START[m.kind], x, m.peer, group) for m, x in pairs])
                 works = works if len(works) == len(messages) else works[:1] * len(messages)
             else:
-                works = [_START[m.kind](m.buffer, m.peer, group=group, tag=MESSAGE_TAG + m.tag) for m in messages]
+                works = [_START[m.kind](x, m.peer, group=group, tag=MESSAGE_TAG + m.tag) for m, x in pairs]
         except RuntimeError as error:
             raise self.explain(error, "; ".join(map(str, messages)), None, 0) from error
         return [_Work(self, work, message) for work, message in zip(works, messages, strict=True)]

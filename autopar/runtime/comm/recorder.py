@@ -9,7 +9,6 @@ wait.
 from __future__ import annotations
 
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,15 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from .backends import Mark, backend_of
 from .calls import Call, Message, Posted
 from .collectives import COLLECTIVES
 
 T = TypeVar("T")
 KEPT = 32
 """The number of steps that are kept."""
-
-Mark = Any
-"""A moment: seconds, or an event of a stream."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,8 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._backend = backend_of(device)
+        self.mark: Callable[[], Mark] = self._backend.mark
         self.steps: deque[StepRecord] = deque(maxlen=KEPT)
         self._start: Mark = None
         self._during = ""
@@ -93,8 +92,7 @@ class Recorder:
         self._start = self.mark()
         yield
         end = self.mark()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._backend.module.synchronize(self.device)
         at = self._seconds
         spans = tuple(Span(name, at(start), at(stop)) for name, start, stop in self._spans)
         messages = tuple(one.closed(at) for one in self._messages if one.end is not None)
@@ -133,14 +131,6 @@ class Recorder:
             for message, one in zip(messages, posted, strict=True)
         ]
 
-    def mark(self) -> Mark:
-        """A mark of this moment."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _opened(self, kind: str, axes: str, buffer: torch.Tensor, site: str) -> _Open:
         nbytes = buffer.numel() * buffer.element_size()
         message = _Open(kind, axes, nbytes, site, self._during, self.mark())
@@ -149,9 +139,7 @@ class Recorder:
 
     def _seconds(self, mark: Mark) -> float:
         """The seconds of a mark from the start of the step."""
-        if self.device.type != "cuda":
-            return float(mark - self._start)
-        return float(self._start.elapsed_time(mark)) * 1e-3
+        return self._backend.seconds(self._start, mark)
 
 
 def spanned(recorder: Recorder | None, name: str) -> AbstractContextManager[None]:

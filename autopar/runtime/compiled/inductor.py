@@ -28,6 +28,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..comm.backends import backend_of
 from ..kernels.convolutions import join_backward
 from ..kernels.tiles import whole
 from ..rank import Rank
@@ -166,7 +167,7 @@ def lowered(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[[], Compi
         with fresh_cache():
             return made()
 
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+    on_cpu = all(backend_of(tensor.device).is_host for tensor in tensors)
     try:
         with one_file() if on_cpu else nullcontext(KernelFile()) as kernels:
             compiled = made()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..comm.backends import backend_of
 from ..errors import CheckpointError
 
 _ALIGNED = 64
@@ -26,7 +27,7 @@ class HostCopy:
         for value in like.values():
             starts.append(end)
             end += -(-value.nbytes // _ALIGNED) * _ALIGNED
-        self._devices = {value.device for value in like.values() if value.device.type == "cuda"}
+        self._devices = {value.device for value in like.values() if not backend_of(value.device).is_host}
         buffer = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=bool(self._devices))
         every = memoryview((ctypes.c_ubyte * end).from_address(buffer.data_ptr())).cast("B")
         self.tensors: dict[str, Tensor] = {}
@@ -42,7 +43,7 @@ class HostCopy:
         for name, room in self.tensors.items():
             room.copy_(values[name], non_blocking=True)
         for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+            backend_of(device).module.current_stream(device).synchronize()
 
     def check_finite(self) -> None:
         """Raises CheckpointError where a copy has entries that are no numbers: from such a step nothing can go on."""

@@ -5,8 +5,8 @@ as soon as it is mapped, so nothing is left behind however the process ends). On
 memory, and bytes are copied all the same: a tier is then a second allocator, whose bytes whoever counts tells apart by
 `allocating()`.
 
-Copies run on streams of their own where there is a GPU. A fetched value may be used after `ready` or `arrived`, and what lies
-in a tier may be read or written by the host after `settle`.
+Copies run on streams of their own, of which a CPU has the name alone. A fetched value may be used after `ready` or
+`arrived`, and what lies in a tier may be read or written by the host after `settle`.
 
     forward    saved = [x, h, m]  --park(0, 1)-->  [Parked, Parked, m]          x's and h's device memory is free
     backward   fetch: [x', h', m], on their way     ready: they are there        the tier's memory is free
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.backends import backend_of
 from ..errors import RuntimeProgramError
 
 
@@ -85,8 +86,9 @@ class Tiers:
     def __init__(self, device: torch.device | str = "cpu", directory: str | os.PathLike[str] | None = None) -> None:
         self.device = torch.device(device)
         self.directory = directory
-        cuda = self.device.type == "cuda"
-        self._streams = (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)) if cuda else None
+        self._backend = backend_of(self.device)
+        self._module = self._backend.module
+        self._out, self._back = self._module.Stream(self.device), self._module.Stream(self.device)
         self._events: dict[int, Any] = {}
 
     # ---- tensors
@@ -102,44 +104,38 @@ class Tiers:
         with _in_tier(tier):
             if TIER_KINDS[tier].in_files:
                 return self._file(math.prod(shape), dtype, tier).view(tuple(shape))
-            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=self._streams is not None)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=not self._backend.is_host)
 
     def write(self, target: Tensor, value: Tensor) -> None:
         """Start copying a device tensor into its room in a tier."""
-        if self._streams is None:
-            target.copy_(value)
-            return
-        stream = self._streams[0]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        self._out.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._out):
             target.copy_(value, non_blocking=True)
-        value.record_stream(stream)
+        self._backend.hold(value, self._out)
 
     def read(self, source: Tensor) -> Tensor:
         """Start copying a tensor of a tier to the device; use it after `arrived`."""
         on_device = torch.empty_like(source, device=self.device)
-        if self._streams is None:
-            return on_device.copy_(source)
-        out, back = self._streams
-        back.wait_stream(out)
-        back.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(back):
+        self._back.wait_stream(self._out)
+        self._back.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._back):
             on_device.copy_(source, non_blocking=True)
         return on_device
 
     def mark(self) -> Any:
-        """A mark behind all that was read so far; None where copies are done at once."""
-        return None if self._streams is None else self._streams[1].record_event()
+        """A mark behind all that was read so far."""
+        return self._back.record_event()
 
     def arrived(self, mark: Any) -> None:
         """Make the kernels that follow wait for what was read before the mark."""
         if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+            self._module.current_stream(self.device).wait_event(mark)
 
     def settle(self) -> None:
         """Wait until all copies to and from tiers are done: the host may read and write what lies there."""
-        for stream in self._streams or ():
-            stream.synchronize()
+        if not self._backend.is_host:
+            self._out.synchronize()
+            self._back.synchronize()
 
     # ---- saved values
 
@@ -168,7 +164,7 @@ class Tiers:
                 if key not in flats:
                     flats[key] = self.read(entry.flat)
                 saved[place] = flats[key].view(entry.dtype).as_strided(entry.size, entry.stride, entry.offset)
-        if flats and self._streams is not None:
+        if flats:
             self._events[id(saved)] = self.mark()
 
     def ready(self, saved: list[Any]) -> None:

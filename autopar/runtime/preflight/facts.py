@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from ..comm.backends import BACKENDS, own_index, present_backend, transport_named
 from ..comm.environment import MASTER_PORT, started, whole
 from ..data.datafile import read_json
 from ..data.schema import MOST_RANKS, SchemaError
 from ..data.whole_files import file_facts
 
-SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 IF_INET6 = Path("/proc/net/if_inet6")
 _SIOCGIFFLAGS, _SIOCGIFADDR, _UP = 0x8913, 0x8915, 1
 
@@ -126,6 +126,12 @@ class Facts:
     free: int | None = None
     port: int = 0
 
+    @property
+    def device(self) -> Device | None:
+        """The device that the rank computes on, where it sees one for it."""
+        index = own_index(len(self.devices), self.local_rank)
+        return None if index is None else self.devices[index]
+
     def as_data(self) -> dict[str, Any]:
         """The facts as JSON; `of` reads them."""
         data = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -163,7 +169,7 @@ def own_facts(place: Place, folders: Sequence[Path], backend: str, run: str | No
         master=place.master,
         master_addresses=_addresses(place.master),
         interfaces=interfaces(),
-        named={name: os.environ[name] for name in SOCKET_VARIABLES if name in os.environ},
+        named={name: os.environ[name] for name in socket_variables() if name in os.environ},
         address=_own_address(backend),
         files=whole.hexdigest()[:16],
         changed=tuple(name for name, value in found.items() if names[name] and value not in ("", names[name])),
@@ -244,14 +250,20 @@ def _addresses(host: str) -> tuple[str, ...]:
         return ()
 
 
+def socket_variables() -> list[str]:
+    """The variables that name interfaces to use."""
+    return [row.transport.interface_variable for row in BACKENDS.values()]
+
+
 def _own_address(backend: str) -> str:
-    """The address by which other ranks reach this one: that of the interface that is named; else Gloo takes that of the host's
-    name, loopback where it has none, and NCCL the first that is up."""
+    """The address by which other ranks reach this one: that of the interface that is named; else by sockets that of the host's
+    name, loopback where it has none, and otherwise the first that is up."""
+    transport = transport_named(backend)
     known = [one for one in interfaces() if one.up and one.address]
-    name = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "").split(",")[0].strip("=")
+    name = os.environ.get(transport.interface_variable, "").split(",")[0].strip("=")
     if name and not name.startswith("^"):
         return next((one.address for one in known if one.name == name), "")
-    if backend == "nccl":
+    if not transport.by_sockets:
         return next((one.address for one in known if not ipaddress.ip_address(one.address).is_loopback), "")
     try:
         own = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -261,26 +273,17 @@ def _own_address(backend: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
-    if torch.cuda.is_available():
-        versions["CUDA"] = str(torch.version.cuda or torch.version.hip)
-        with contextlib.suppress(Exception):
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return versions
+    own = {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
+    return own | dict(present_backend().versions())
 
 
 def _devices() -> tuple[Device, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    found = []
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        numbers = [getattr(facts, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
-        bus = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
-        numa = -1
+    row, found = present_backend(), []
+    for device in () if row.is_host else [torch.device(row.device_type, index) for index in range(row.count())]:
+        bus, numa = row.bus(device), -1
         with contextlib.suppress(OSError, ValueError):
             numa = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
-        found.append(Device(facts.name, bus, numa))
+        found.append(Device(row.module.get_device_name(device), bus, numa))
     return tuple(found)
 
 

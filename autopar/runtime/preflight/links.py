@@ -18,13 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.backends import backend_of, transport_named
 from ..program.machines import LinkRate, Machines
 from .facts import Facts, Place
 from .finding import Finding, who
 
-SLOW_SHARE = {"nccl": 0.5, "gloo": 0.2}
-"""The share of the described rate below which a link is slow; Gloo copies through the kernel, and descriptions are of
-the link."""
 SLOW_BESIDE_OTHERS = 0.5
 """The share of the median rate of its level below which a link is slow."""
 LATE_TIMES, LATE_OWN_S = 10.0, 1e-3
@@ -67,7 +65,7 @@ def rounds(ranks: int, links: Sequence[LinkRate]) -> Iterator[tuple[LinkRate, li
 def slow_links(measured: Sequence[Measured], machines: Machines, facts: Sequence[Facts]) -> list[Finding]:
     """Pairs that are far from the cluster's description, or from the other pairs of their level."""
     by_rank = {one.rank: one for one in facts}
-    backend = facts[0].backend
+    transport = transport_named(facts[0].backend)
     found = []
     for level in machines.links:
         pairs = [one for one in measured if one.level == level.name]
@@ -84,7 +82,7 @@ def slow_links(measured: Sequence[Measured], machines: Machines, facts: Sequence
                     f"{_rate(worst.bytes_per_s)} over {level.name}, described as {_rate(level.bytes_per_s)}; the "
                     f"median of {len(pairs)} pairs is {_rate(usual)}"
                     + (f" ({len(slow)} are slow)" if len(slow) > 1 else ""),
-                    _SLOW_REMEDY[backend],
+                    transport.slow_remedy,
                     stops=False,
                 )
             )
@@ -105,17 +103,10 @@ def slow_links(measured: Sequence[Measured], machines: Machines, facts: Sequence
 
 
 def _least(pair: Measured, level: LinkRate, by_rank: dict[int, Facts]) -> float:
-    """Bytes/s that a pair must reach by the description. What Gloo sends inside a machine takes no link."""
+    """Bytes/s that a pair must reach by the description. What goes through sockets inside a machine takes no link."""
     one, other = (by_rank[rank] for rank in pair.ranks)
-    inside = one.backend == "gloo" and one.host == other.host
-    return 0.0 if inside else level.bytes_per_s * SLOW_SHARE[one.backend]
-
-
-_SLOW_REMEDY = {
-    "nccl": "see with NCCL_DEBUG=INFO which transport it takes: NET/Socket means that InfiniBand was not found (NCCL_IB_HCA, "
-    "NCCL_IB_DISABLE=0), else look at ibstat and nvidia-smi topo -m; or calibrate the cluster's file",
-    "gloo": "set GLOO_SOCKET_IFNAME to the fast interface, look at ethtool for its speed; or calibrate the cluster's file",
-}
+    transport = transport_named(one.backend)
+    return 0.0 if transport.by_sockets and one.host == other.host else level.bytes_per_s * transport.slow_share
 
 
 def level_lines(measured: Sequence[Measured], machines: Machines) -> Iterator[str]:
@@ -213,18 +204,17 @@ def _exchange(rank: int, peer: int, nbytes: int, device: torch.device) -> float:
     """Seconds that so many bytes take, in both directions at once."""
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     received = torch.zeros_like(sent)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize = backend_of(device).module.synchronize
+    synchronize(device)
     start = time.perf_counter()
     _swap(peer, sent, received)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
 def _swap(peer: int, sent: torch.Tensor, received: torch.Tensor) -> None:
     works: list[Any]
-    if dist.get_backend() == "nccl":
+    if transport_named(dist.get_backend()).in_order:
         works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
     else:
         works = [dist.isend(sent, peer), dist.irecv(received, peer)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from ..comm.backends import transport_named
 from .facts import Facts
 from .finding import Expected, Finding, alike, numbers_text, who
 
@@ -18,7 +19,7 @@ def devices(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
     """Every rank has a GPU of its own, machines have the same ones, in the order in which they sit."""
     if expected.machines is None or not expected.machines.gpu:
         return
-    few = [one for one in facts if len(one.devices) < one.local_ranks]
+    few = [one for one in facts if _sees_too_few(one)]
     if few:
         yield Finding(
             "visible devices",
@@ -26,17 +27,17 @@ def devices(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
             f"{len(few[0].devices)} GPUs for {few[0].local_ranks} ranks of {expected.machines.device}",
             "let CUDA_VISIBLE_DEVICES name as many, and the scheduler or container give them; see nvidia-smi -L",
         )
-    enough = [one for one in facts if len(one.devices) >= one.local_ranks]
-    used = Counter((one.host, one.devices[one.local_rank].bus) for one in enough)
-    shared = [one for one in enough if used[one.host, one.devices[one.local_rank].bus] > 1]
+    enough = [(one, one.device) for one in facts if one.device is not None and not _sees_too_few(one)]
+    used = Counter((one.host, device.bus) for one, device in enough if device.bus)
+    shared = [(one, device) for one, device in enough if used[one.host, device.bus] > 1]
     if shared:
         yield Finding(
             "visible devices",
-            who(shared),
-            f"they share the GPU at {shared[0].devices[shared[0].local_rank].bus}",
+            who([one for one, _ in shared]),
+            f"they share the GPU at {shared[0][1].bus}",
             "give all ranks of a machine the same CUDA_VISIBLE_DEVICES; torchrun picks one of them by LOCAL_RANK",
         )
-    turned = [one for one in enough if [d.bus for d in one.devices] != sorted(d.bus for d in one.devices)]
+    turned = [one for one, _ in enough if [d.bus for d in one.devices] != sorted(d.bus for d in one.devices)]
     if turned:
         yield Finding(
             "order of devices",
@@ -45,7 +46,7 @@ def devices(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
             "set CUDA_DEVICE_ORDER=PCI_BUS_ID and name them in CUDA_VISIBLE_DEVICES in that order: neighbours share links",
             stops=False,
         )
-    kinds = alike(enough, lambda one: one.devices[one.local_rank].name)
+    kinds = alike([one for one, _ in enough], lambda one: one.device and one.device.name)
     for name, ranks in kinds[1:]:
         yield Finding(
             "another device",
@@ -54,6 +55,11 @@ def devices(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
             "describe the mixed cluster in its file and compile again, or leave these machines out",
             stops=False,
         )
+
+
+def _sees_too_few(one: Facts) -> bool:
+    """Whether the ranks of a machine cannot have a device each; a rank that sees one alone may be shown its own."""
+    return 1 != len(one.devices) < one.local_ranks
 
 
 def shared_memory(facts: Sequence[Facts], _: Expected) -> Iterator[Finding]:
@@ -66,7 +72,7 @@ def shared_memory(facts: Sequence[Facts], _: Expected) -> Iterator[Finding]:
                 one.host,
                 f"/dev/shm has {_mib(one.shm)}, {_mib(one.shm_free or 0)} free; {one.local_ranks} ranks want {_mib(needed)}",
                 "start the container with --shm-size=8g or --ipc=host (Kubernetes: an emptyDir with medium Memory at /dev/shm)",
-                stops=one.backend == "nccl",
+                stops=not transport_named(one.backend).by_sockets,
             )
 
 
@@ -92,8 +98,8 @@ def processors(facts: Sequence[Facts], _: Expected) -> Iterator[Finding]:
                 stops=False,
             )
     far = [one for one in facts if _is_far(one)]
-    if far:
-        numa = far[0].devices[far[0].local_rank].numa
+    if far and far[0].device is not None:
+        numa = far[0].device.numa
         yield Finding(
             "NUMA binding",
             who(far),
@@ -105,9 +111,9 @@ def processors(facts: Sequence[Facts], _: Expected) -> Iterator[Finding]:
 
 def _is_far(one: Facts) -> bool:
     """Whether a rank may use no CPU of the node that its device is at."""
-    if len(one.devices) <= one.local_rank:
+    if one.device is None:
         return False
-    beside = one.numa_cpus.get(str(one.devices[one.local_rank].numa), ())
+    beside = one.numa_cpus.get(str(one.device.numa), ())
     return bool(beside) and not set(beside) & set(one.cpus)
 
 
@@ -122,9 +128,8 @@ def limits(facts: Sequence[Facts], expected: Expected) -> Iterator[Finding]:
             f"at most {few[0].open_files}, {expected.ranks} ranks want {needed}",
             f"ulimit -n {needed} before torchrun, or LimitNOFILE of its service",
         )
-    small = [
-        o for o in facts if o.backend == "nccl" and o.infiniband and o.locked is not None and o.locked < LEAST_LOCKED
-    ]
+    locking = [one for one in facts if one.infiniband and not transport_named(one.backend).by_sockets]
+    small = [one for one in locking if one.locked is not None and one.locked < LEAST_LOCKED]
     if small:
         yield Finding(
             "locked memory",

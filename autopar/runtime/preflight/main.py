@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..comm.backends import backend_named
 from ..program.machines import Machines
 from ..program.manifest import Manifest
 from ..program.worlds import WrongWorldSize, manifest_for, started_ranks
@@ -192,16 +193,15 @@ def _links(
     own: Facts, place: Place, facts: Sequence[Facts], machines: Machines, meeting: Meeting
 ) -> tuple[list[Finding], list[str]]:
     """Measure them; findings, and lines to show."""
-    backend, measured, failures = own.backend, list[Measured](), list[str]()
+    backend, measured, failures = backend_named(own.backend), list[Measured](), list[str]()
 
     def work() -> None:
         try:
-            device = torch.device("cuda", place.local_rank) if backend == "nccl" else torch.device("cpu")
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            device = backend.device(place.local_rank)
+            backend.module.set_device(device)
             of_thread: dist.Store = meeting.store.clone()  # type: ignore[attr-defined]  # the rank's may be waiting
             store, timeout = dist.PrefixStore("group", of_thread), timedelta(seconds=meeting.wait_s)
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout)
+            dist.init_process_group(own.backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout)
             measured.extend(measure(place, machines.links, device))
         except RuntimeError as error:
             failures.append(str(error).splitlines()[0][:300])
@@ -216,8 +216,8 @@ def _links(
     told = {rank: those[-1] for rank, those in heard.items() if those}
     failed = [facts[rank] for rank, one in told.items() if one["problem"]]
     if failed:
-        remedy = "see NCCL_DEBUG=INFO" if own.backend == "nccl" else "see GLOO_SOCKET_IFNAME and the firewall"
-        return [Finding("process group", who(failed), told[failed[0].rank]["problem"], remedy)], []
+        problem, remedy = told[failed[0].rank]["problem"], backend.transport.join_remedy
+        return [Finding("process group", who(failed), problem, remedy)], []
     dist.destroy_process_group()
     every = [Measured(**{**row, "ranks": tuple(row["ranks"])}) for one in told.values() for row in one["measured"]]
     return slow_links(every, machines, facts), list(level_lines(every, machines))

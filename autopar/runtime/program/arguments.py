@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from ..comm.backends import BACKENDS
 from ..compiled.inductor import COMPILERS
 
 
@@ -75,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "--synchronous", dest="asynchronous", action="store_false", help="with --run-dir: save, then train on"
     )
     made.add_argument("--seed", type=whole_number(-(1 << 63)), default=None, help="seed of random data and dropout")
-    made.add_argument("--backend", choices=("gloo", "nccl"), default=None, help="default: nccl with GPUs, else gloo")
+    made.add_argument("--backend", choices=tuple(BACKENDS), default=None, help="default: nccl with GPUs, else gloo")
     made.add_argument("--timeout", type=above_zero, default=600.0, help="seconds a collective may take (default: 600)")
     made.add_argument(
         "--hang",

@@ -27,7 +27,7 @@ from ..preflight.main import main as preflight
 from ..program.arguments import parser
 from ..program.worlds import manifest_for, started_ranks
 from .excluded_nodes import leave_out
-from .loaded import LoadedProgram, load, pick_backend
+from .loaded import LoadedProgram, chosen_backend, load
 from .meeting import joined
 from .ownership import Ownership, own_together
 from .patient_streams import make_patient
@@ -46,7 +46,7 @@ def main(directory: str | Path, argv: Sequence[str] | None = None) -> int:
         torchrun.watch()
     try:
         if arguments.preflight:
-            return preflight(directory, arguments.backend or pick_backend(), arguments)
+            return preflight(directory, chosen_backend(arguments.backend).transport.name, arguments)
         manifest = manifest_for(directory, started_ranks(), spares=bool(arguments.run))
         manifest.update_rule()
     except RuntimeProgramError as error:

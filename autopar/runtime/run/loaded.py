@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.environment import LaunchError, started
+from ..comm.backends import Backend, backend_named, backend_of, usual_backend
+from ..comm.environment import LaunchError, machine_name, started
 from ..comm.process import TorchComm
 from ..compiled.inductor import keep_beside
 from ..data.state_names import of_model, of_program
@@ -105,8 +106,8 @@ def load(
 ) -> LoadedProgram:
     """The program of an emitted directory on this rank, its weights loaded: that for the number of ranks there are.
 
-    directory: or one of its manifests, where that is chosen. Joins the default process group, or makes it (nccl when there
-    is a GPU per local rank, else gloo). Weights come from `weights`, a checkpoint or a Hugging Face directory of
+    directory: or one of its manifests, where that is chosen. Joins the default process group, or makes it (nccl where there
+    are GPUs, else gloo). Weights come from `weights`, a checkpoint or a Hugging Face directory of
     safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
     resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
     compiler: "none" or "inductor", instead of what the program was compiled with. An optimizer that is not of torch.optim
@@ -123,7 +124,11 @@ def load(
     else:
         manifest = manifest_for(directory, started_ranks())
     rule = manifest.update_rule()
-    store = None if dist.is_initialized() else _join(backend or pick_backend(), timeout_s, manifest, met)
+    store, device = None, None
+    if not dist.is_initialized():
+        chosen = chosen_backend(backend)
+        device = chosen.device(started().local_rank)
+        store = _join(chosen, device, timeout_s, manifest, met)
     notes = store or dist.PrefixStore(f"autopar/{next(_LOADED)}", dist.distributed_c10d._get_default_store())
     seed = manifest.seed if seed is None else seed
     if dist.get_world_size() > 1:
@@ -132,8 +137,8 @@ def load(
     options = replace(manifest.options, compiler=compiler) if compiler else manifest.options
     if options.compiler != "none":
         keep_beside(manifest.directory)
-    comm = TorchComm(world_mesh(pipeline), timeout_s=timeout_s, store=notes, check=check)
-    if comm.device.type == "cpu":
+    comm = TorchComm(world_mesh(pipeline), device, timeout_s=timeout_s, store=notes, check=check)
+    if backend_of(comm.device).is_host:
         keep_freed_memory()
 
     session = Session(
@@ -173,30 +178,33 @@ def load_stage(path: Path, home: Path) -> ModuleType:
     return module_of(path, f"autopar_{path.stem}")
 
 
-def pick_backend() -> str:
-    """NCCL where every local rank has a GPU, else Gloo."""
-    return "nccl" if dist.is_nccl_available() and started().local_ranks <= torch.cuda.device_count() else "gloo"
+def chosen_backend(name: str | None) -> Backend:
+    """The kind of device to compute on: of the backend with this name, or the usual one. Raises LaunchError."""
+    return usual_backend(started().local_ranks) if name is None else backend_named(name)
 
 
-def _join(backend: str, timeout_s: float, manifest: Manifest, met: tuple[dist.Store, int] | None) -> dist.Store:
-    """Make the default process group, of the program's ranks alone."""
-    if backend == "nccl":
-        local, devices = started().local_rank, torch.cuda.device_count()
-        if local >= devices or not dist.is_nccl_available():
-            raise LaunchError(
-                f"--backend nccl: this machine has {devices} GPUs, and LOCAL_RANK is {local}; start at most a rank per GPU, or "
-                "leave --backend out"
-            )
-        torch.cuda.set_device(local)
+def _join(
+    backend: Backend, device: torch.device, timeout_s: float, manifest: Manifest, met: tuple[dist.Store, int] | None
+) -> dist.Store:
+    """Make the default process group, of the program's ranks alone. Raises LaunchError."""
+    backend.module.set_device(device)
     own, rank = met or joined(timeout_s)
+    bus = backend.bus(device)
+    if bus and own.add(f"device/{machine_name()}/{bus}", 1) > 1:
+        raise LaunchError(
+            f"rank {rank}: another rank of this machine has the same device, at {bus}; give every rank one of its own "
+            "(torchrun: all the same CUDA_VISIBLE_DEVICES), and start at most a rank per device"
+        )
     rank = manifest.placement[rank] if manifest.placement else rank
     groups, timeout = dist.PrefixStore("groups", own), timedelta(seconds=timeout_s)
+    transport = backend.transport
     try:
-        dist.init_process_group(backend, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout)
+        dist.init_process_group(
+            transport.name, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout
+        )
     except RuntimeError as error:
-        name = backend.upper()
         raise LaunchError(
-            f"rank {rank}: the ranks met, but {backend} cannot join them: {str(error).splitlines()[0][:300]}; set "
-            f"{name}_SOCKET_IFNAME to the interface that joins the machines, and see run.py --preflight"
+            f"rank {rank}: the ranks met, but {transport.name} cannot join them: {str(error).splitlines()[0][:300]}; set "
+            f"{transport.interface_variable} to the interface that joins the machines, and see run.py --preflight"
         ) from error
     return dist.PrefixStore("notes", own)

@@ -13,7 +13,6 @@ import errno
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..comm.backends import backend_of
 from ..comm.process import TorchComm
 from ..data.datafile import open_lines
 from ..errors import RuntimeProgramError
@@ -99,7 +99,7 @@ class Metrics(Listener):
                 max(counts) / seconds if any(counts) else None,
                 self._peak_s / seconds if self._peak_s is not None and full else None,
                 done.norm,
-                peak_bytes(self._comm.device),
+                backend_of(self._comm.device).peak_bytes(self._comm.device),
                 waited_s - self._waited_s if waited_s is not None and self._waited_s is not None else None,
                 loop.save_s - self._save_s,
             )
@@ -110,7 +110,7 @@ class Metrics(Listener):
 
     def _waited(self) -> float | None:
         comm = self._comm
-        return comm.flight.waited_s if isinstance(comm, TorchComm) and comm.device.type == "cpu" else None
+        return comm.flight.waited_s if isinstance(comm, TorchComm) and backend_of(comm.device).is_host else None
 
 
 def tokens_of_shape(shape: Sequence[int], dtype: str) -> int:
@@ -121,14 +121,7 @@ def tokens_of_shape(shape: Sequence[int], dtype: str) -> int:
 def peak_seconds(manifest: Manifest, device: torch.device) -> float | None:
     """Seconds that a step's products take at the peak of the devices; None where these are not those it was compiled for."""
     machines = manifest.machines
-    return machines.peak_s if machines is not None and machines.gpu == (device.type == "cuda") else None
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most bytes that were allocated on the device since the start."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return machines.peak_s if machines is not None and machines.gpu != backend_of(device).is_host else None
 
 
 # ---- sinks

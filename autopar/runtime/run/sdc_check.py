@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..comm.backends import backend_of
 from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.rank_substitution import ONE_STAGE, Turned
@@ -153,7 +152,7 @@ def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Su
     stage = Stage(pipeline, own.tables, turned, own.rt.seed, 1, held, tiers=own.tiers, guards=Guards(), owner=own)
     stage.rt.step, stage.rt.loss_scale = session.rt.step, session.updater.loss_scale
     stage.rt.grads = noted = _Noted()  # type: ignore[assignment]
-    with repeatable(turned.device):
+    with backend_of(turned.device).repeatable():
         executor = Executor(pipeline, turned, {index: stage}, turned.in_order)
         for outputs in executor.run(inputs_of(batch))[index]:
             for value in outputs:
@@ -161,17 +160,3 @@ def sums_of(session: Session, batch: Sequence[Tensor], axis: str, by: int) -> Su
                     value.wait()
         executor.finish()
     return noted.sums
-
-
-@contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
-    """Kernels that give the same bits every time, as those of CPUs do; torch raises by name where an op has none."""
-    if device.type == "cpu":
-        yield
-        return
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.backends import HOST
 from ..comm.process import TorchComm
 from ..health.flight import say
 from ..health.launcher import launcher
@@ -35,7 +36,7 @@ class Stop(Listener):
         """All ranks make one, in the same order among their groups. timeout_s: of the agreement without a store."""
         self._store = store
         self._flight = comm.flight
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._group = dist.new_group(backend=HOST.transport.name, timeout=timedelta(seconds=timeout_s))
         self._proposed: tuple[torch.Tensor, Any] | None = None
         self._last: int | None = None
         self._signal = 0

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.backends import Arriving, backend_of
 from ..comm.comm import Comm
 from ..comm.environment import machine_name
 from ..data.schema import integer, listed, row, text
@@ -81,28 +82,16 @@ def steps_apart(cost_s: float, step_s: float) -> int:
     return min(max(math.ceil(cost_s / max(SHARE / 2 * step_s, 1e-9)), 1), MOST_APART)
 
 
-class _Arriving:
+@dataclass(frozen=True)
+class _Read:
     """Bytes of a batch on their way to the host."""
 
-    def __init__(self, batch: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        self.batch = batch
-        self.parts = parts
-        self._event: torch.cuda.Event | None = None
-        if any(part.is_cuda for part in parts):
-            self.parts = [_to_host(part) for part in parts]
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    @property
-    def late(self) -> bool:
-        """Whether they need not be there yet."""
-        return self._event is not None
+    batch: Sequence[Tensor]
+    parts: Arriving
 
     def folded(self, start: int) -> int:
         """The checksum of all up to this batch. Waits until it is there."""
-        if self._event is not None:
-            self._event.synchronize()
-        return _folded(start, self.batch, self.parts)
+        return _folded(start, self.batch, self.parts.wait())
 
 
 @dataclass(frozen=True)
@@ -112,14 +101,11 @@ class _Asked:
 
     what: str
     own: tuple[int, ...]
-    numbers: Tensor
-    event: torch.cuda.Event | None
+    numbers: Arriving
 
     def answer(self) -> tuple[list[int], list[int]]:
         """Largest and least numbers of all ranks."""
-        if self.event is not None:
-            self.event.synchronize()
-        numbers = self.numbers.tolist()
+        numbers = self.numbers.wait()[0].tolist()
         return numbers[: len(numbers) // 2], [-one for one in numbers[len(numbers) // 2 :]]
 
 
@@ -135,9 +121,9 @@ class SameData:
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         """A context that tells others that this rank waits for all of them (end_of_data.py)."""
         self._comm, self._every = comm, every
-        self._late = comm.device.type == "cuda" if late is None else late
+        self._late = not backend_of(comm.device).is_host if late is None else late
         self._step = 0
-        self._arriving: _Arriving | None = None
+        self._arriving: _Read | None = None
         self._read, self._checksum = 0, 0
         self._unsure: list[tuple[int, int]] = []
         """Steps and checksums of the batches that were not found to be alike yet."""
@@ -170,8 +156,8 @@ class SameData:
         at_once = self._every or self.taken <= FIRST
         due = at_once or self.taken - self._compared >= self.apart
         most_bytes = 1 << 62 if due else self._most_bytes
-        self._arriving = _Arriving(batch, [pieces(leaf, most_bytes, self.taken) for leaf in batch])
-        if at_once or not self._arriving.late:
+        self._arriving = _Read(batch, Arriving([pieces(leaf, most_bytes, self.taken) for leaf in batch]))
+        if at_once or not self._arriving.parts.late:
             self._arrive()
         if due:
             self._ask(BATCH, self._unsure[-1][0] if self._unsure else 0)
@@ -200,13 +186,10 @@ class SameData:
         step_s = (now - self._compared_at) / batches if batches else 0.0
         own = zlib.crc32(what.encode()), self._read, step, self._checksum
         said = (*own, int(1e9 * self._cost_s), int(1e9 * step_s))
-        numbers, event = torch.tensor([*said, *(-one for one in said)]).to(self._comm.device, non_blocking=True), None
+        numbers = torch.tensor([*said, *(-one for one in said)]).to(self._comm.device, non_blocking=True)
         self._comm.at(self._step, "comparing batches")
         self._comm.start_maximum(numbers, "the batches of all ranks")()
-        if numbers.is_cuda:
-            numbers, event = _to_host(numbers), torch.cuda.Event()
-            event.record()
-        self._asked, self._compared = _Asked(what, own, numbers, event), self.taken
+        self._asked, self._compared = _Asked(what, own, Arriving([numbers])), self.taken
         self._compared_at = now
 
     def _answer(self) -> None:
@@ -254,10 +237,6 @@ def _in_words(what: str, batches: int, step: int) -> str:
 def _bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _folded(start: int, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> int:

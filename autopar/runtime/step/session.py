@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.backends import backend_of
 from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
@@ -121,7 +122,7 @@ class Session(State):
         self.parts = self._parts(tiers)
         self.buffer_copies: BufferCopies | None = None
         self.step_graph: StepGraph[_Computed] | None = None
-        if options.cuda_graphs and comm.device.type != "cuda":
+        if options.cuda_graphs and not backend_of(comm.device).graphs:
             say_why(f"they run on a device of kind {comm.device.type!r}")
         elif options.cuda_graphs:
             self.capture_steps(partial(CudaCapture, comm.device))

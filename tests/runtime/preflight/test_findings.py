@@ -108,6 +108,14 @@ def test_what_is_wrong_is_named_with_what_to_set(ranks, facts, what, where, reme
     assert finding.stops is stops
 
 
+def test_ranks_that_each_see_one_gpu_of_their_own_are_right_and_those_that_see_the_same_are_not():
+    apart = [replace(one, devices=(one.devices[one.local_rank],)) for one in RANKS]
+    assert findings(apart, EXPECTED) == []
+    found = only(findings([replace(one, devices=one.devices[:1]) for one in RANKS], EXPECTED)[:1])
+    assert (found.what, found.stops) == ("visible devices", True)
+    assert "they share the GPU at 0000:1b:00.0" in found.evidence
+
+
 def test_prefixes_of_interfaces_and_those_left_out_are_nccls():
     assert findings(changed(range(8), named={"NCCL_SOCKET_IFNAME": "eth"}), EXPECTED) == []  # type: ignore[arg-type]
     assert findings(changed(range(8), named={"NCCL_SOCKET_IFNAME": "^docker,lo"}), EXPECTED) == []  # type: ignore[arg-type]
