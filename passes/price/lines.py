@@ -12,20 +12,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopar.costmodel.bill import Purpose
-from autopar.costmodel.collective import COSTS, is_to_all
+from autopar.costmodel.collective import COSTS
 from autopar.ir.call import OpCall
 from autopar.ir.lines import AddGradient, Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after
+from autopar.ir.steps import GATHERED, RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.rules.lattice import copied_s
 from autopar.runtime.gradients.buckets import BUCKETED
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
@@ -54,7 +53,7 @@ class Message:
     def purpose(self) -> Purpose:
         """The purpose of a message between ops. What software overlaps are the gathers and scatters around products (sequence
         parallelism), and the exchange of tokens between experts."""
-        return Purpose(self.axis, _OVERLAPS.get(self.kind, ""))
+        return Purpose(self.axis, COSTS[self.kind].overlap)
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,7 @@ class Dispatch:
     @property
     def purpose(self) -> Purpose:
         """The purpose of an exchange of tokens between experts."""
-        return Purpose(self.axes[0], _OVERLAPS["all_to_all"])
-
-
-_OVERLAPS = {
-    "all_gather": "tp_exposed",
-    "reduce_scatter": "tp_exposed",
-    **dict.fromkeys(filter(is_to_all, COSTS), "ep_exposed"),
-}
+        return Purpose(self.axes[0], COSTS["all_to_all"].overlap)
 
 
 # --- messages
@@ -119,10 +111,8 @@ def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, m
 def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, where: str = "") -> Iterator[Message]:
     """The message of a conversion, if it sends one."""
     step = line.step
-    size = mesh.sizes[step.axis]
-    if size > 1 and step.kind not in LOCAL_KINDS:
-        nbytes = held.get(line.value, 0.0)
-        full = nbytes * size if step.kind == "all_gather" else nbytes
+    if step.sends(mesh.sizes):
+        full = step.facts.full_bytes(held.get(line.value, 0.0), mesh.sizes[step.axis])
         yield Message(step.kind, step.axis, f"{where}.{line.node or line.source}", full)
 
 
@@ -160,11 +150,12 @@ def _step_messages(
 ) -> Iterator[Message]:
     """held: bytes of a rank before the steps. joined: kinds of messages that travel in one with others."""
     for step in steps:
+        facts = step.facts
         for axis in step.axes:
-            after = bytes_after(step.kind, held, mesh.sizes[axis])
-            if mesh.sizes[axis] > 1 and step.kind not in LOCAL_KINDS:
-                yield Message(step.kind, axis, what, max(held, after), step.kind in joined)
-            held = after
+            size = mesh.sizes[axis]
+            if size > 1 and facts.sends:
+                yield Message(step.kind, axis, what, facts.full_bytes(held, size), step.kind in joined)
+            held = facts.bytes_after(held, size)
 
 
 # --- seconds
@@ -172,19 +163,19 @@ def _step_messages(
 
 def conversion_copied_s(line: Convert, held: Mapping[str, float], pricer: Pricer) -> float:
     """Seconds that a rank copies for a conversion, beside its message."""
-    size = pricer.mesh.sizes[line.step.axis]
-    return copied_s(line.step, held.get(line.value, 0.0), size, pricer.copy_s) if size > 1 else 0.0
+    step, size = line.step, pricer.mesh.sizes[line.step.axis]
+    return step.facts.copied_s(held.get(line.value, 0.0), size, step.dim, pricer.copy_s) if size > 1 else 0.0
 
 
 def _steps_copied_s(steps: Iterable[RuntimeStep], held: float, pricer: Pricer) -> float:
     """Seconds that a rank copies for steps of a parameter or gradient. held: its bytes before them."""
     total = 0.0
     for step in steps:
-        dim = step.dims[0] if step.dims else -1
+        facts, dim = step.facts, step.dims[0] if step.dims else -1
         for axis in step.axes:
             size = pricer.mesh.sizes[axis]
-            total += copied_s(Step(step.kind, axis, dim), held, size, pricer.copy_s) if size > 1 else 0.0
-            held = bytes_after(step.kind, held, size)
+            total += facts.copied_s(held, size, dim, pricer.copy_s) if size > 1 else 0.0
+            held = facts.bytes_after(held, size)
     return total
 
 

@@ -16,7 +16,7 @@ from autopar.ir.lines import CallForward, Prefetch, TemplateCall
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
-from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_before_per_byte
+from autopar.ir.steps import RuntimeStep, bytes_before_per_byte
 from autopar.passes.price.lines import TemplateSeconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.storages import storage_owners
@@ -138,7 +138,7 @@ def gather_moves(
 
 def gathered(steps: Sequence[RuntimeStep], mesh: Mesh) -> bool:
     """Whether any step moves bytes between ranks."""
-    return any(step.kind not in LOCAL_KINDS and any(mesh.sizes[axis] > 1 for axis in step.axes) for step in steps)
+    return any(step.facts.sends and mesh.product(step.axes) > 1 for step in steps)
 
 
 def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> list[TierMove]:
