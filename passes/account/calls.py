@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from autopar.ir.lines import Function, TemplateCall
+from autopar.ir.lines import Function
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import function_bytes, held_bytes
 from autopar.passes.price.bills import template_seconds
-from autopar.passes.price.lines import TemplateSeconds, gradient_work, line_seconds
+from autopar.passes.price.line_costs import line_costs
+from autopar.passes.price.lines import TemplateSeconds, gradient_work
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.once import once
@@ -88,17 +89,9 @@ def _spread(
     function: Function, seconds: np.ndarray, per_call: TemplateSeconds, stage: LoweredStage, pricer: Pricer
 ) -> None:
     """Adds every line's seconds to the call it comes before (forward) or after (backward)."""
-    held = function.local_bytes(stage.mesh)
-    numbers = [line.number for line in function.lines if isinstance(line, TemplateCall)]
-    if not numbers:
-        return
-    position = 0
-    for line in function.lines:
-        if isinstance(line, TemplateCall):
-            seconds[line.number] += per_call[line.template][line.action]
-            position += 1
-        else:
-            seconds[numbers[min(position, len(numbers) - 1)]] += line_seconds(line, held, stage, pricer)
+    numbers = [call.number for call in function.calls]
+    for cost in line_costs(function, stage, pricer, per_call) if numbers else ():
+        seconds[numbers[min(cost.when, len(numbers) - 1)]] += cost.exposed_s
 
 
 def boundaries(program: Program, pricer: Pricer) -> np.ndarray:

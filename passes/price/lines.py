@@ -179,18 +179,8 @@ def _steps_copied_s(steps: Iterable[RuntimeStep], held: float, pricer: Pricer) -
     return total
 
 
-def line_seconds(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds of what happens between calls, without what is hidden: conversions, gathers, the loss's sum. held: bytes of the
-    function's values."""
-    if isinstance(line, Prefetch):
-        return sum(gather_seconds(gather, stage.parameters[gather.name], pricer) for gather in line.gathers)
-    share = pricer.software.exposed_share
-    copied_s = line_copied_s(line, held, stage, pricer)
-    return copied_s + sum(share(m.purpose.overlap) * m.seconds(pricer) for m in line_messages(line, held, stage))
-
-
 def line_copied_s(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds that a rank copies for a line between calls, beside its messages. held: as of `line_seconds`."""
+    """Seconds that a rank copies for a line between calls, beside its messages. held: bytes of the function's values."""
     match line:
         case Convert():
             return conversion_copied_s(line, held, pricer)
@@ -202,7 +192,7 @@ def line_copied_s(line: Line, held: Mapping[str, float], stage: LoweredStage, pr
 def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
     """Seconds of the gradient store's passes for a contribution, the mean of a step: the first is kept, others are added to the
     sum, and after the last the sum is copied into its message, unless it is sent from where it lies. held: as of
-    `line_seconds`."""
+    `line_copied_s`."""
     if not pricer.software.gradient_passes:
         return 0.0
     p, mesh = stage.parameters[line.parameter], stage.mesh
@@ -215,12 +205,6 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
 def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:
     """The sums of a parameter's gradient, as they are without compression."""
     return [m for m in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, "", BUCKETED) if m.bucketed]
-
-
-def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds to cast a stored shard, and of what is not hidden of bringing it to where it is used."""
-    exposed_s = pricer.software.shards_share * gather_alone_s(gather, p, pricer)
-    return cast_seconds(gather, p, pricer) + exposed_s
 
 
 def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:

@@ -149,7 +149,9 @@ def test_a_program_with_it_computes_the_same() -> None:
     program = autopar.compile(zoo.make(), autopar.ClusterSpec.local(4), zoo.batch(), **given)
     for seed in range(30):
         made = program.with_plan(autopar.random_plan(program, seed, pp=1))
-        used = [line for t in made.stages[0].templates.values() for line in t.forward.lines if isinstance(line, Convert)]
+        used = [
+            line for t in made.stages[0].templates.values() for line in t.forward.lines if isinstance(line, Convert)
+        ]
         if PAD.kind in [line.step.kind for line in used]:
             assert autopar.verify(made, zoo.make(), zoo.batch()).max_error < 1e-9
             return

@@ -18,7 +18,6 @@ from autopar.passes.price.lines import (
     Message,
     conversion_messages,
     gather_messages,
-    gather_seconds,
     gradient_messages,
     line_messages,
     regather_messages,
@@ -38,6 +37,7 @@ from .stages import (
     SCALAR,
     WEIGHT,
     WHOLE,
+    exposed_s,
     gathered,
     parameter,
     pricer,
@@ -198,9 +198,6 @@ def test_what_fills_a_bucket_costs_what_it_costs_alone() -> None:
 
 
 def test_a_gather_in_16_bits_reads_and_writes_its_shard_once_more() -> None:
-    gather = ParameterGather("w", (GATHER_DP,), BF16)
-    assert gather_seconds(gather, parameter(ON_DP), pricer()) == pytest.approx(
-        (1024 + 512) / MEMORY + gathered(1024, 2)
-    )
-    whole = replace(gather, dtype=None)
-    assert gather_seconds(whole, parameter(ON_DP), pricer()) == pytest.approx(gathered(2048, 2))
+    low, whole = (ir.Prefetch(GatherKey(0), (ParameterGather("w", (GATHER_DP,), dtype),)) for dtype in (BF16, None))
+    assert exposed_s(low, pricer(), parameter(ON_DP)) == pytest.approx((1024 + 512) / MEMORY + gathered(1024, 2))
+    assert exposed_s(whole, pricer(), parameter(ON_DP)) == pytest.approx(gathered(2048, 2))
