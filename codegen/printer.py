@@ -112,9 +112,10 @@ class Printer:
 
     def _collective(self, line: Convert, start: str = "") -> str:
         """start: what the names of functions that give a handle begin with."""
-        x, step = self.local(line.value), line.step
+        step, dims = line.step, "".join(f"{dim}, " for dim in line.step.dims)
         op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
-        return step.facts.text.format(x=x, dim=step.dim, to_dim=step.to_dim, axis=repr(step.axis), op=op, start=start)
+        parts = {"start": start, "kind": step.kind, "x": self.local(line.value), "dims": dims, "axis": repr(step.axis)}
+        return step.facts.text.format(**parts, op=op)
 
     def _own(self, line: Compute, start: str = "") -> str:
         definition, name = find(line.op), line.op.split(".")[1]

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.runtime.comm.reshard import TABLE_STEPS, TableStepKind
+from autopar.runtime.kernels.ops import only_first
 
 GATHERED = ("all_gather",)
 """Kinds of steps of updated values that travel in one message with others; those of gradients are
 `runtime.gradients.buckets.BUCKETED`."""
 
-CopiedSeconds = Callable[[float, int, int, float], float]
-"""Seconds that a rank copies for a step beside its message, from the bytes that it holds before, the ranks of the axis, the dim
+CopiedSeconds = Callable[[float, int, tuple[int, ...], float], float]
+"""Seconds that a rank copies for a step beside its message, from the bytes that it holds before, the ranks of the axis, the dims
 and the seconds to read or write a byte. Slices and masks cost a little, so that equal paths prefer fewer steps; so do gathers
 and scatters along any dim but the first, where chunks lie apart in memory and are copied."""
 
@@ -32,95 +33,88 @@ and scatters along any dim but the first, where chunks lie apart in memory and a
 class StepKind:
     """A kind of step, as the compiler knows it; no two kinds change a spec alike.
 
-    table: its row of the runtime, whose dims say where the step takes the axis from (1, the longer dim) or puts it (-1); None:
-    it changes no dim, and no table may have it. owes: -1 where the step takes the axis from what is owed, 1 where it puts it
-    there. noun: in the name of the result. text: the call, with the operand {x}, the {dim} and {to_dim} of the step, its {axis},
-    {op} for a reduction other than a sum, and {start}, which begins the names of functions that give a handle. sends: whether it
-    is a collective of its name.
+    table: what it does at run time; where a dim becomes longer the step takes the axis from it, where it becomes shorter it
+    puts it there. owes: -1 where it takes the axis from what is owed, 1 where it puts it there. noun: in the name of the result.
+    sends: whether it is a collective of its name. text: the call, with {start} before the names of functions that give a handle,
+    the operand {x}, {dims} and {axis} of the step, and {op}, a reduction other than a sum.
     """
 
-    table: TableStepKind | None
+    table: TableStepKind
     noun: str
-    text: str
     owes: int = 0
     sends: bool = True
-    copied_s: CopiedSeconds = lambda held, size, dim, copy_s: 0.0
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The way of each dim of a step of this kind, as of `TableStepKind`."""
-        return self.table.dims if self.table is not None else ()
-
-    def bytes_after(self, nbytes: float, size: int) -> float:
-        """Bytes that a rank holds after a step over an axis of `size` ranks, from the bytes that it holds before."""
-        return self.table.bytes_after(nbytes, size) if self.table is not None else nbytes
+    copied_s: CopiedSeconds = lambda held, size, dims, copy_s: 0.0
+    text: str = "rt.comm.{start}{kind}({x}, {dims}{axis}{op})"
 
     def full_bytes(self, nbytes: float, size: int) -> float:
-        """Bytes of the full array of the step's collective, from the bytes that a rank holds before."""
-        return max(nbytes, self.bytes_after(nbytes, size))
+        """Bytes of the full array of its collective over `size` ranks, from the bytes that a rank holds before."""
+        return max(nbytes, self.table.bytes_after(nbytes, size))
 
 
 STEP_KINDS: dict[str, StepKind] = {
     "all_gather": StepKind(
         TABLE_STEPS["all_gather"],
         "gathered",
-        "rt.comm.{start}all_gather({x}, {dim}, {axis})",
-        copied_s=lambda held, size, dim, copy_s: 0.1 * copy_s * (held * size) if dim else 0.0,
+        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * (held * size) if dims[0] else 0.0,
     ),
-    "all_to_all": StepKind(
-        TABLE_STEPS["all_to_all"], "exchanged", "rt.comm.{start}all_to_all({x}, {to_dim}, {dim}, {axis})"
-    ),
-    "all_reduce": StepKind(TABLE_STEPS["all_reduce"], "reduced", "rt.comm.{start}all_reduce({x}, {axis}{op})", owes=-1),
+    "all_to_all": StepKind(TABLE_STEPS["all_to_all"], "exchanged"),
+    "all_reduce": StepKind(TABLE_STEPS["all_reduce"], "reduced", owes=-1),
     "reduce_scatter": StepKind(
         TABLE_STEPS["reduce_scatter"],
         "scattered",
-        "rt.comm.{start}reduce_scatter({x}, {dim}, {axis}{op})",
         owes=-1,
-        copied_s=lambda held, size, dim, copy_s: 0.1 * copy_s * held if dim else 0.0,
+        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held if dims[0] else 0.0,
     ),
     "to_partial": StepKind(
-        None,
+        TableStepKind(lambda comm, x, axes, dims, site: only_first(x, comm.axis_index(axes))),
         "masked",
-        "ops.only_first({x}, rt.comm.axis_index({axis}))",
         owes=1,
         sends=False,
-        copied_s=lambda held, size, dim, copy_s: copy_s * held + 1e-8,
+        copied_s=lambda held, size, dims, copy_s: copy_s * held + 1e-8,
+        text="ops.only_first({x}, rt.comm.axis_index({axis}))",
     ),
     "shard": StepKind(
         TABLE_STEPS["shard"],
         "sliced",
-        "rt.comm.shard({x}, {dim}, {axis})",
         sends=False,
-        copied_s=lambda held, size, dim, copy_s: 0.1 * copy_s * held / size + 1e-9,
+        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held / size + 1e-9,
     ),
 }
-"""Every kind of step by its name."""
+"""Every kind of step by its name. Those that the runtime has rows for may be in tables."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One conversion step of a kind of `STEP_KINDS`.
-
-    dim: the tensor dim that is gathered, sharded or scattered; of an all_to_all the one that becomes whole, and to_dim
-    the one that is sharded instead. reduction: of a step that settles one.
-    """
-
+class _OfKind:
     kind: str
-    axis: str
-    dim: int = -1
-    to_dim: int = -1
-    reduction: str = "sum"
 
     @property
     def facts(self) -> StepKind:
         """The row of the step's kind."""
         return STEP_KINDS[self.kind]
 
+
+@dataclass(frozen=True)
+class Step(_OfKind):
+    """One conversion step.
+
+    dim: the tensor dim that is gathered, sharded or scattered; of an all_to_all the one that becomes whole, and to_dim
+    the one that is sharded instead. reduction: of a step that settles one.
+    """
+
+    axis: str
+    dim: int = -1
+    to_dim: int = -1
+    reduction: str = "sum"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis."""
+        return (self.axis,)
+
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dims that the step changes, as its row has them."""
-        count = len(self.facts.dims)
-        return (self.to_dim, self.dim)[2 - count :] if count else ()
+        """The dims that the step changes, as the runtime has them."""
+        return ((), (self.dim,), (self.to_dim, self.dim))[len(self.facts.table.dims)]
 
     def sends(self, sizes: Mapping[str, int]) -> bool:
         """Whether the step sends anything on a mesh whose axes have these sizes."""
@@ -128,12 +122,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RuntimeStep:
-    """One step of a parameter or gradient over `axes`, of a kind that the runtime has a row for. dims: the tensor dims it is
-    about (none for all_reduce; of an all_to_all the sharded one, then the whole one).
-    """
+class RuntimeStep(_OfKind):
+    """One step of a parameter or gradient over `axes`. dims: the tensor dims it is about (none for all_reduce; of an all_to_all
+    the sharded one, then the whole one)."""
 
-    kind: str
     axes: tuple[str, ...]
     dims: tuple[int, ...] = ()
 
@@ -142,10 +134,8 @@ class RuntimeStep:
         """The step as emitted tables and the runtime have it."""
         return (self.kind, self.axes, *self.dims)
 
-    @property
-    def facts(self) -> StepKind:
-        """The row of the step's kind."""
-        return STEP_KINDS[self.kind]
+
+AnyStep = Step | RuntimeStep
 
 
 def rows(steps: Iterable[RuntimeStep]) -> tuple[tuple[Any, ...], ...]:

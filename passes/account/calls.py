@@ -18,8 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import function_bytes, held_bytes
 from autopar.passes.price.bills import template_seconds
-from autopar.passes.price.line_costs import line_costs
-from autopar.passes.price.lines import TemplateSeconds, gradient_work
+from autopar.passes.price.lines import TemplateSeconds, gradient_work, line_costs
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.once import once

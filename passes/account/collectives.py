@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from autopar.ir.lines import Compute, Convert, Function, Line
 from autopar.ir.lowered import LoweredStage
-from autopar.passes.price.line_costs import line_costs
-from autopar.passes.price.lines import Message, gradient_messages, regather_messages
+from autopar.passes.price.lines import Message, gradient_messages, line_costs, regather_messages
 from autopar.passes.price.pricer import Pricer
 
 

@@ -308,9 +308,9 @@ def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -
 
     if facts.owes < 0:
         need(partial.pop(axis, None) == step.reduction, "nothing of that kind is owed over the axis")
-    elif 1 not in facts.dims:
+    elif 1 not in facts.table.dims:
         need(axis not in spec.axes, "the axis is in use")
-    for dim, grows in zip(step.dims, facts.dims, strict=True):
+    for dim, grows in zip(step.dims, facts.table.dims, strict=True):
         if grows > 0:
             need(bool(dims[dim]) and dims[dim][-1] == axis, "the axis is not the minor-most of that dim")
             dims[dim] = dims[dim][:-1]

@@ -10,6 +10,7 @@ from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
 from autopar.passes.lower.names import Names
 from autopar.passes.price.pricer import Pricer
+from autopar.runtime.comm.reshard import TABLE_STEPS
 
 
 class Converter:
@@ -57,10 +58,10 @@ def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | N
     """Steps for the runtime's tables, or None when one of them has no table form."""
     table: list[RuntimeStep] = []
     for step, _ in steps:
-        if step.facts.table is None:
+        if step.kind not in TABLE_STEPS:
             return None
         if not step.dims and table and table[-1].kind == step.kind:
             table[-1] = RuntimeStep(step.kind, (*table[-1].axes, step.axis))
         else:
-            table.append(RuntimeStep(step.kind, (step.axis,), step.dims))
+            table.append(RuntimeStep(step.kind, step.axes, step.dims))
     return tuple(table)

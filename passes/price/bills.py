@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
@@ -18,11 +17,12 @@ from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.price.fusion import fused_bytes
-from autopar.passes.price.line_costs import GATHER, line_costs
 from autopar.passes.price.lines import (
+    GATHER,
     conversion_copied_s,
     dispatches,
     gradient_messages,
+    line_costs,
     optimizer_s,
     reduce_seconds,
     regather_messages,
@@ -129,22 +129,23 @@ def is_kernel(op: str) -> bool:
 def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer, setting: Setting) -> StageBill:
     """The bill of a stage on one rank, memory tiers left out. calls: the bills of its templates."""
     between = {action: _between(function, stage, pricer) for action, function in stage.by_action}
-    F, B, W = (between.get(action, _Between()) for action in "FBW")
+    (F, forward_s), (B, backward_s), (W, weights_s) = (between.get(action, (NOTHING, 0.0)) for action in "FBW")
     trained = [p for p in stage.parameters.values() if p.contributions]
     reduced_along = (m.axis for p in trained for m in gradient_messages(p, pricer.mesh))
     gathered_along = (m.axis for p in trained for m in regather_messages(p, pricer.mesh))
     reduce_s = sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(reduced_along)
     gather_s = sum(regather_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(gathered_along)
-    early, prepared = _between(stage.prepare, stage, pricer), stage.prepare.calls if stage.prepare is not None else ()
-    early_s = early.gathers_s + call_seconds(CallBill(early.work), pricer.software).F
+    early, early_s = _between(stage.prepare, stage, pricer)
+    early_s += call_seconds(CallBill(early), pricer.software).F
+    prepared = Counter((c.template, c.action) for c in stage.prepare.calls) if stage.prepare is not None else {}
     early_s += sum(
         times * call_seconds(calls[name], pricer.software).by_action[action]
-        for (name, action), times in Counter((call.template, call.action) for call in prepared).items()
+        for (name, action), times in prepared.items()
     )
     shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
     return StageBill(
-        ((CallBill(F.work, B.work, W.work), 1), *_call_bills(stage, calls, pricer)),
-        ParameterTraffic(F.gathers_s, B.gathers_s + W.gathers_s, reduce_s, gather_s, shown),
+        ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
+        ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown),
         sum(optimizer_s(p, stage, pricer, setting) for p in trained),
         stage.microbatches * early_s,
     )
@@ -166,15 +167,8 @@ def _only(call: CallBill, actions: str, pricer: Pricer) -> CallBill:
     return CallBill(F, B, W, _host_s(pricer, F, B, W))
 
 
-@dataclass(frozen=True)
-class _Between:
+def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> tuple[Work, float]:
     """Costs between the calls of a function: its work, and seconds of the gathers of parameters alone."""
-
-    work: Work = NOTHING
-    gathers_s: float = 0.0
-
-
-def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> _Between:
     messages: dict[Purpose, float] = {}
     copies_s = gathers_s = 0.0
     for cost in line_costs(function, stage, pricer):
@@ -185,4 +179,4 @@ def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> 
             elif part.purpose is not None:
                 messages[part.purpose] = messages.get(part.purpose, 0.0) + part.sent_s
         gathers_s += cost.met_s
-    return _Between(Work(copies_s, messages=messages), gathers_s)
+    return Work(copies_s, messages=messages), gathers_s

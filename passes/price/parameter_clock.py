@@ -18,8 +18,7 @@ from autopar.costmodel.bill import CallBill, Purpose, Shown, call_seconds
 from autopar.ir.lines import AddGradient, Prefetch, TakeParameters
 from autopar.ir.lowered import LoweredStage
 from autopar.passes.played.gradients import sent_buckets
-from autopar.passes.price.line_costs import GATHER, LineCost, line_costs
-from autopar.passes.price.lines import gradient_messages, sums_seconds
+from autopar.passes.price.lines import GATHER, LineCost, gradient_messages, line_costs, sums_seconds
 from autopar.passes.price.link_clock import LinkClock
 from autopar.passes.price.pricer import Pricer
 

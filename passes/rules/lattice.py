@@ -35,10 +35,10 @@ def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]
         rest = tuple(p for p in spec.partial if p[0] != axis)
         free = [i for i, s in enumerate(dims) if i != taken and not (s and order[s[-1]] > order[axis])]
         for kind, facts in STEP_KINDS.items():
-            if (taken is not None) != (1 in facts.dims) or (owed is not None) != (facts.owes < 0):
+            if (taken is not None) != (1 in facts.table.dims) or (owed is not None) != (facts.owes < 0):
                 continue
             partial_after = tuple(sorted((*rest, (axis, "sum")))) if facts.owes > 0 else rest
-            for to in free if -1 in facts.dims else [-1]:
+            for to in free if -1 in facts.table.dims else [-1]:
                 sharded = tuple((*s, axis) if i == to else s for i, s in enumerate(dims))
                 dim, to_dim = (to, -1) if taken is None else (taken, to)
                 yield Step(kind, axis, dim, to_dim, owed or "sum"), Spec(sharded, partial_after)
@@ -47,7 +47,7 @@ def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]
 def step_cost(step: Step, held: float, size: int, cost: CollectiveCost, copy_s: float) -> float:
     """Seconds of one step over an axis of `size` ranks that hold so many bytes: its message, and what is copied for it."""
     facts = step.facts
-    copied_s = facts.copied_s(held, size, step.dim, copy_s)
+    copied_s = facts.copied_s(held, size, step.dims, copy_s)
     return cost(step.kind, facts.full_bytes(held, size), step.axis) + copied_s if facts.sends else copied_s
 
 

@@ -66,5 +66,5 @@ def test_bytes_before_steps_become_the_bytes_after_them(table: list[tuple[str, t
     nbytes = 1024 * bytes_before_per_byte(steps, SIZES)
     for step in steps:
         for axis in step.axes:
-            nbytes = step.facts.bytes_after(nbytes, SIZES[axis])
+            nbytes = step.facts.table.bytes_after(nbytes, SIZES[axis])
     assert math.isclose(nbytes, 1024)

@@ -74,7 +74,7 @@ def of_gradient_passes_s(stage: LoweredStage, pricer: Pricer) -> float:
                     packed = step.kind == "all_reduce" or step.dims[0] > 0 or nbytes < 1 << 20
                     total += pricer.copy_s * 2 * nbytes * packed
                     break
-                nbytes = step.facts.bytes_after(nbytes, size)
+                nbytes = step.facts.table.bytes_after(nbytes, size)
     return total
 
 

@@ -44,12 +44,7 @@ def padded(comm: Comm, x: Tensor, dim: int, axes: Axes) -> Tensor:
 
 TABLE_ROW = TableStepKind(lambda comm, x, axes, dims, site: padded(comm, x, dims[0], axes), dims=(1,))
 ROW = StepKind(
-    TABLE_ROW,
-    "padded",
-    "rt.comm.padded({x}, {dim}, {axis})",
-    owes=1,
-    sends=False,
-    copied_s=lambda held, size, dim, copy_s: copy_s * held * (1 + size),
+    TABLE_ROW, "padded", owes=1, sends=False, copied_s=lambda held, size, dims, copy_s: copy_s * held * (1 + size)
 )
 
 # --- and what it gives
@@ -57,7 +52,7 @@ ROW = StepKind(
 
 @pytest.fixture
 def pad(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(Comm, "padded", padded, raising=False)
+    monkeypatch.setattr(Comm, "pad", padded, raising=False)
     monkeypatch.setitem(TABLE_STEPS, "pad", TABLE_ROW)
     monkeypatch.setitem(STEP_KINDS, "pad", ROW)
     steps_between.cache_clear()
@@ -101,7 +96,7 @@ def test_conversions_take_it_where_it_is_cheapest() -> None:
 def test_it_is_printed_and_typed_and_runs() -> None:
     made = lines(ON_DP, OWED, WHOLE)
     printed = [f"{line.outs[0]} = {Printer().expression(line)}" for line in made]  # type: ignore[arg-type]
-    assert printed == ["x_padded = rt.comm.padded(x, 0, 'dp')", "x_reduced = rt.comm.all_reduce(x_padded, 'dp')"]
+    assert printed == ["x_padded = rt.comm.pad(x, 0, 'dp')", "x_reduced = rt.comm.all_reduce(x_padded, 'dp')"]
     check(replace(stage(), forward=of_lines(*made)), RuleBook())
     whole = torch.arange(4.0)
 

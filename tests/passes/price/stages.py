@@ -17,7 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
-from autopar.passes.price.line_costs import line_costs
+from autopar.passes.price.lines import line_costs
 from autopar.passes.price.pricer import Pricer
 
 F32, BF16 = torch.float32, torch.bfloat16
