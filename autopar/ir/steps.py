@@ -19,10 +19,6 @@ from typing import Any
 from autopar.runtime.comm.reshard import TABLE_STEPS, TableStepKind
 from autopar.runtime.kernels.ops import only_first
 
-GATHERED = ("all_gather",)
-"""Kinds of steps of updated values that travel in one message with others; those of gradients are
-`runtime.gradients.buckets.BUCKETED`."""
-
 CopiedSeconds = Callable[[float, int, tuple[int, ...], float], float]
 """Seconds that a rank copies for a step beside its message, from the bytes that it holds before, the ranks of the axis, the dims
 and the seconds to read or write a byte. Slices and masks cost a little, so that equal paths prefer fewer steps; so do gathers

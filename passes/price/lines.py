@@ -39,13 +39,14 @@ from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import GATHERED, AnyStep
+from autopar.ir.steps import AnyStep
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
 from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.gather import GATHERED
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
 """Seconds of a call by template, then by action: F, B and W."""

@@ -13,7 +13,7 @@ from autopar.ir import lines as ir
 from autopar.ir.lines import Compute, Convert, GatherKey, Line, ParameterGather, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
-from autopar.ir.steps import GATHERED, RuntimeStep, Step
+from autopar.ir.steps import RuntimeStep, Step
 from autopar.passes.price.lines import (
     Message,
     conversion_messages,
@@ -23,6 +23,7 @@ from autopar.passes.price.lines import (
     regather_messages,
 )
 from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.gather import GATHERED
 
 from .stages import (
     BF16,
