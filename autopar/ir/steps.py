@@ -112,10 +112,6 @@ class Step(_OfKind):
         """The dims that the step changes, as the runtime has them."""
         return ((), (self.dim,), (self.to_dim, self.dim))[len(self.facts.table.dims)]
 
-    def sends(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the step sends anything on a mesh whose axes have these sizes."""
-        return self.facts.sends and sizes[self.axis] > 1
-
 
 @dataclass(frozen=True)
 class RuntimeStep(_OfKind):

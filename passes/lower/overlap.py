@@ -60,7 +60,7 @@ def sends(line: Line, sizes: dict[str, int]) -> bool:
     """Whether a line may be started and waited for."""
     match line:
         case Convert(step=step):
-            return step.sends(sizes)
+            return step.facts.sends and sizes[step.axis] > 1
         case Compute():
             return bool(line.stops)
     return False
