@@ -112,20 +112,10 @@ class Printer:
 
     def _collective(self, line: Convert, start: str = "") -> str:
         """start: what the names of functions that give a handle begin with."""
-        x, step = self.local(line.value), line.step
+        step, dims = line.step, "".join(f"{dim}, " for dim in line.step.dims)
         op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
-        match step.kind:
-            case "shard":
-                return f"rt.comm.shard({x}, {step.dim}, {step.axis!r})"
-            case "to_partial":
-                return f"ops.only_first({x}, rt.comm.axis_index({step.axis!r}))"
-            case "all_reduce":
-                return f"rt.comm.{start}all_reduce({x}, {step.axis!r}{op})"
-            case "reduce_scatter":
-                return f"rt.comm.{start}reduce_scatter({x}, {step.dim}, {step.axis!r}{op})"
-            case "all_gather":
-                return f"rt.comm.{start}all_gather({x}, {step.dim}, {step.axis!r})"
-        return f"rt.comm.{start}all_to_all({x}, {step.to_dim}, {step.dim}, {step.axis!r})"
+        parts = {"start": start, "kind": step.kind, "x": self.local(line.value), "dims": dims, "axis": repr(step.axis)}
+        return step.facts.text.format(**parts, op=op)
 
     def _own(self, line: Compute, start: str = "") -> str:
         definition, name = find(line.op), line.op.split(".")[1]

@@ -197,6 +197,11 @@ class CallSeconds(NamedTuple):
     exposed_s: dict[str, float]
 
     @property
+    def by_action(self) -> dict[str, float]:
+        """Seconds of F, B and W."""
+        return {"F": self.F, "B": self.B, "W": self.W}
+
+    @property
     def total_s(self) -> float:
         """Seconds of all three actions."""
         return self.F + self.B + self.W

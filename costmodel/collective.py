@@ -93,7 +93,8 @@ class CollectiveCost:
     full array in a ring of n. carried: of the full array's bytes, what a level has to carry (`parts`: each further level 1/fan
     of those before it; `whole`: all of them; `to_all`: those whose destination lies across it). inside: the kind that runs on
     every level but the last, once each way. one_way: whether a calibration tells its latency apart from that of the others.
-    sample: one call of it for a calibration, given a Comm, the full array and a rank's part (None: measured otherwise).
+    sample: one call of it for a calibration, given a Comm, the full array and a rank's part (None: measured otherwise). overlap:
+    the constant (`Software.exposed_share`) that says how much of one between ops stays exposed where software overlaps them.
     """
 
     level_s: LevelSeconds
@@ -102,6 +103,7 @@ class CollectiveCost:
     inside: str = ""
     one_way: bool = False
     sample: Callable[[Comm, Tensor, Tensor], Any] | None = None
+    overlap: str = ""
 
 
 def _of_half(n: int) -> float:
@@ -120,17 +122,20 @@ COSTS: dict[str, CollectiveCost] = {
         inside="reduce_scatter",
         sample=lambda comm, full, part: comm.all_reduce(full, "all"),
     ),
-    "all_gather": CollectiveCost(_half_s, _of_half, sample=lambda comm, full, part: comm.all_gather(part, 0, "all")),
+    "all_gather": CollectiveCost(
+        _half_s, _of_half, sample=lambda comm, full, part: comm.all_gather(part, 0, "all"), overlap="tp_exposed"
+    ),
     "reduce_scatter": CollectiveCost(
-        _half_s, _of_half, sample=lambda comm, full, part: comm.reduce_scatter(full, 0, "all")
+        _half_s, _of_half, sample=lambda comm, full, part: comm.reduce_scatter(full, 0, "all"), overlap="tp_exposed"
     ),
     "all_to_all": CollectiveCost(
         _to_all_s,
         _of_half,
         carried="to_all",
         sample=lambda comm, full, part: comm.all_to_all(_square(full, comm.group("all").size), 1, 0, "all"),
+        overlap="ep_exposed",
     ),
-    "exchange": CollectiveCost(_to_all_s, _of_half, carried="to_all"),
+    "exchange": CollectiveCost(_to_all_s, _of_half, carried="to_all", overlap="ep_exposed"),
     "broadcast": CollectiveCost(
         _along_a_tree_s,
         lambda n: 1.0,

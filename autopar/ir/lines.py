@@ -380,6 +380,11 @@ class Function:
     returns: tuple[str | None, ...]
     arg_types: dict[str, tuple[TensorType, Spec]] = field(default_factory=dict, hash=False)
 
+    @property
+    def calls(self) -> tuple[TemplateCall, ...]:
+        """The calls of templates."""
+        return tuple(line for line in self.lines if isinstance(line, TemplateCall))
+
     def local_bytes(self, mesh: Mesh) -> dict[str, float]:
         """Bytes of every value on one rank, by name; lists of saved values are left out."""
         sizes = {name: value_bytes(type_, spec, mesh) for name, (type_, spec) in self.arg_types.items()}

@@ -135,6 +135,12 @@ class LoweredStage:
         return tuple(f for f in (self.prepare, self.forward, self.backward, self.weights) if f is not None)
 
     @property
+    def by_action(self) -> tuple[tuple[str, Function], ...]:
+        """The functions of F, B and W that there are."""
+        functions = zip("FBW", (self.forward, self.backward, self.weights), strict=True)
+        return tuple((action, function) for action, function in functions if function is not None)
+
+    @property
     def state(self) -> tuple[str, ...]:
         """The values that forward keeps for backward."""
         return tuple(n for n in self.forward.returns[len(self.outputs) + len(self.sent) :] if n)

@@ -5,45 +5,119 @@ which the runtime brings to where it is wanted from tables. Two devices, a vecto
 
     Step("reduce_scatter", "dp", dim=0)             ~sum(dp) [8] -> [8@dp]
     RuntimeStep("reduce_scatter", ("dp",), (0,))    the same in a table, there ("reduce_scatter", ("dp",), 0)
+
+A step takes an axis from where it is in a spec, and puts it somewhere else. What becomes of it is a row of `STEP_KINDS`, from
+which conversions are found, printed, typed and priced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.runtime.comm.reshard import TABLE_STEPS
+from autopar.runtime.comm.reshard import TABLE_STEPS, TableStepKind
+from autopar.runtime.kernels.ops import only_first
 
-LOCAL_KINDS = frozenset({"shard", "to_partial"})
-"""Kinds of steps that send nothing."""
-GATHERED = ("all_gather",)
-"""Kinds of steps of updated values that travel in one message with others; those of gradients are
-`runtime.gradients.buckets.BUCKETED`."""
+CopiedSeconds = Callable[[float, int, tuple[int, ...], float], float]
+"""Seconds that a rank copies for a step beside its message, from the bytes that it holds before, the ranks of the axis, the dims
+and the seconds to read or write a byte. Slices and masks cost a little, so that equal paths prefer fewer steps; so do gathers
+and scatters along any dim but the first, where chunks lie apart in memory and are copied."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One conversion step: kind all_gather | shard | all_to_all | all_reduce | reduce_scatter | to_partial.
+class StepKind:
+    """A kind of step, as the compiler knows it; no two kinds change a spec alike.
 
-    dim: the tensor dim that is gathered, sharded or scattered; of an all_to_all the one that becomes whole, and to_dim
-    the one that is sharded instead. reduction: of all_reduce and reduce_scatter.
+    table: what it does at run time; where a dim becomes longer the step takes the axis from it, where it becomes shorter it
+    puts it there. owes: -1 where it takes the axis from what is owed, 1 where it puts it there. noun: in the name of the result.
+    sends: whether it is a collective of its name. text: the call, with {start} before the names of functions that give a handle,
+    the operand {x}, {dims} and {axis} of the step, and {op}, a reduction other than a sum.
     """
 
+    table: TableStepKind
+    noun: str
+    owes: int = 0
+    sends: bool = True
+    copied_s: CopiedSeconds = lambda held, size, dims, copy_s: 0.0
+    text: str = "rt.comm.{start}{kind}({x}, {dims}{axis}{op})"
+
+    def full_bytes(self, nbytes: float, size: int) -> float:
+        """Bytes of the full array of its collective over `size` ranks, from the bytes that a rank holds before."""
+        return max(nbytes, self.table.bytes_after(nbytes, size))
+
+
+STEP_KINDS: dict[str, StepKind] = {
+    "all_gather": StepKind(
+        TABLE_STEPS["all_gather"],
+        "gathered",
+        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * (held * size) if dims[0] else 0.0,
+    ),
+    "all_to_all": StepKind(TABLE_STEPS["all_to_all"], "exchanged"),
+    "all_reduce": StepKind(TABLE_STEPS["all_reduce"], "reduced", owes=-1),
+    "reduce_scatter": StepKind(
+        TABLE_STEPS["reduce_scatter"],
+        "scattered",
+        owes=-1,
+        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held if dims[0] else 0.0,
+    ),
+    "to_partial": StepKind(
+        TableStepKind(lambda comm, x, axes, dims, site: only_first(x, comm.axis_index(axes))),
+        "masked",
+        owes=1,
+        sends=False,
+        copied_s=lambda held, size, dims, copy_s: copy_s * held + 1e-8,
+        text="ops.only_first({x}, rt.comm.axis_index({axis}))",
+    ),
+    "shard": StepKind(
+        TABLE_STEPS["shard"],
+        "sliced",
+        sends=False,
+        copied_s=lambda held, size, dims, copy_s: 0.1 * copy_s * held / size + 1e-9,
+    ),
+}
+"""Every kind of step by its name. Those that the runtime has rows for may be in tables."""
+
+
+@dataclass(frozen=True)
+class _OfKind:
     kind: str
+
+    @property
+    def facts(self) -> StepKind:
+        """The row of the step's kind."""
+        return STEP_KINDS[self.kind]
+
+
+@dataclass(frozen=True)
+class Step(_OfKind):
+    """One conversion step.
+
+    dim: the tensor dim that is gathered, sharded or scattered; of an all_to_all the one that becomes whole, and to_dim
+    the one that is sharded instead. reduction: of a step that settles one.
+    """
+
     axis: str
     dim: int = -1
     to_dim: int = -1
     reduction: str = "sum"
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis."""
+        return (self.axis,)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that the step changes, as the runtime has them."""
+        return ((), (self.dim,), (self.to_dim, self.dim))[len(self.facts.table.dims)]
+
 
 @dataclass(frozen=True)
-class RuntimeStep:
-    """One step of a parameter or gradient: kind all_gather | shard | all_to_all | all_reduce | reduce_scatter, over
-    `axes`; dims: the tensor dims it is about (none for all_reduce; of an all_to_all the sharded one, then the whole one).
-    """
+class RuntimeStep(_OfKind):
+    """One step of a parameter or gradient over `axes`. dims: the tensor dims it is about (none for all_reduce; of an all_to_all
+    the sharded one, then the whole one)."""
 
-    kind: str
     axes: tuple[str, ...]
     dims: tuple[int, ...] = ()
 
@@ -53,14 +127,12 @@ class RuntimeStep:
         return (self.kind, self.axes, *self.dims)
 
 
+AnyStep = Step | RuntimeStep
+
+
 def rows(steps: Iterable[RuntimeStep]) -> tuple[tuple[Any, ...], ...]:
     """Steps as emitted tables and the runtime have them."""
     return tuple(step.row for step in steps)
-
-
-def bytes_after(kind: str, nbytes: float, size: int) -> float:
-    """Bytes that a rank holds after a step over an axis of `size` ranks, from the bytes that it holds before."""
-    return TABLE_STEPS[kind].bytes_after(nbytes, size)
 
 
 def bytes_before_per_byte(steps: Iterable[RuntimeStep], sizes: Mapping[str, int]) -> float:

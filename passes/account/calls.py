@@ -12,13 +12,12 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from autopar.ir.lines import Function, TemplateCall
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import function_bytes, held_bytes
 from autopar.passes.price.bills import template_seconds
-from autopar.passes.price.lines import TemplateSeconds, gradient_work, line_seconds
+from autopar.passes.price.lines import gradient_work, line_costs
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.once import once
@@ -56,8 +55,9 @@ def measure(
     seconds = {action: np.zeros(n) for action in "FBW"}
     functions = zip("FBWF", (stage.forward, stage.backward, stage.weights, stage.prepare), strict=True)
     for action, function in functions:
-        if function is not None:
-            _spread(function, seconds[action], per_call, stage, pricer)
+        numbers = [call.number for call in function.calls] if function is not None else []
+        for cost in line_costs(function, stage, pricer, per_call) if numbers else ():  # to the call before or after it
+            seconds[action][numbers[min(cost.when, len(numbers) - 1)]] += cost.exposed_s
     peaks = {name: max(function_bytes(f, stage.mesh).peak for f in t.functions) for name, t in stage.templates.items()}
     resting, held, step = np.zeros(n), np.zeros(n), np.zeros(n)
     readers: dict[str, list[int]] = {}
@@ -82,23 +82,6 @@ def measure(
         held[i] = nbytes
     peak = np.array([peaks[call.template] for call in program.calls])
     return Units(seconds["F"], seconds["B"], seconds["W"], step, resting, held, peak, boundaries(program, pricer))
-
-
-def _spread(
-    function: Function, seconds: np.ndarray, per_call: TemplateSeconds, stage: LoweredStage, pricer: Pricer
-) -> None:
-    """Adds every line's seconds to the call it comes before (forward) or after (backward)."""
-    held = function.local_bytes(stage.mesh)
-    numbers = [line.number for line in function.lines if isinstance(line, TemplateCall)]
-    if not numbers:
-        return
-    position = 0
-    for line in function.lines:
-        if isinstance(line, TemplateCall):
-            seconds[line.number] += per_call[line.template][line.action]
-            position += 1
-        else:
-            seconds[numbers[min(position, len(numbers) - 1)]] += line_seconds(line, held, stage, pricer)
 
 
 def boundaries(program: Program, pricer: Pricer) -> np.ndarray:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.lines import Compute, Convert, Function, Start, TemplateCall
+from autopar.ir.lines import Compute, Convert, Function, Line
 from autopar.ir.lowered import LoweredStage
-from autopar.passes.price.lines import Message, gradient_messages, line_messages, regather_messages
+from autopar.passes.price.lines import Message, gradient_messages, line_costs, regather_messages
 from autopar.passes.price.pricer import Pricer
 
 
@@ -28,7 +28,7 @@ class Collective:
 def stage_collectives(stage: LoweredStage, pricer: Pricer) -> tuple[Collective, ...]:
     """Equal messages are one entry."""
     times: Counter[Message] = Counter()
-    for message, count in _messages(stage):
+    for message, count in _messages(stage, pricer):
         times[message] += count
     return tuple(
         Collective(m.kind, m.axis, m.what, m.nbytes, count, count * m.seconds(pricer), stage.index)
@@ -37,30 +37,21 @@ def stage_collectives(stage: LoweredStage, pricer: Pricer) -> tuple[Collective, 
     )
 
 
-def _messages(stage: LoweredStage) -> Iterator[tuple[Message, int]]:
-    """Every message, with how often a step sends it."""
-    calls: Counter[tuple[str, str]] = Counter()
-    for line in stage.lines:
-        if isinstance(line, TemplateCall):
-            calls[line.template, line.action] += 1
-        elif not isinstance(line, (Convert, Compute)):
-            yield from ((message, stage.microbatches) for message in line_messages(line, {}, stage))
+def _messages(stage: LoweredStage, pricer: Pricer) -> Iterator[tuple[Message, int]]:
+    """Every message, with how often a step sends it; those of conversions between calls follow those inside calls."""
+    m, calls = stage.microbatches, Counter((call.template, call.action) for f in stage.functions for call in f.calls)
+
+    def sent(function: Function | None, where: str) -> list[tuple[Line, Message]]:
+        costs = line_costs(function, stage, pricer, where=where)
+        return [(cost.line, message) for cost in costs for message in cost.messages]
+
+    between = [one for function in stage.functions for one in sent(function, "step")]
+    yield from ((message, m) for line, message in between if not isinstance(line, (Convert, Compute)))
     for name, template in stage.templates.items():
-        functions = zip("FBW", (template.forward, template.backward, template.weights), strict=True)
-        for action, function in functions:
-            if function is not None:
-                times = calls[name, action] * stage.microbatches
-                yield from ((message, times) for message in _conversions(function, stage, name))
-    for function in stage.functions:
-        yield from ((message, stage.microbatches) for message in _conversions(function, stage, "step"))
+        for action, function in zip("FBW", (template.forward, template.backward, template.weights), strict=True):
+            yield from ((message, calls[name, action] * m) for _, message in sent(function, name))
+    yield from ((message, m) for line, message in between if isinstance(line, (Convert, Compute)))
     for p in stage.parameters.values():
         if p.contributions:
             yield from ((message, 1) for message in gradient_messages(p, stage.mesh))
             yield from ((message, 1) for message in regather_messages(p, stage.mesh))
-
-
-def _conversions(function: Function, stage: LoweredStage, where: str) -> Iterator[Message]:
-    held = function.local_bytes(stage.mesh)
-    for line in function.lines:
-        if isinstance(line, (Convert, Start, Compute)):
-            yield from line_messages(line, held, stage, where)

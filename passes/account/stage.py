@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from autopar.costmodel.bill import StageBill, exposed_parameters_s, stage_seconds
+from autopar.costmodel.bill import StageBill, call_seconds, exposed_parameters_s, stage_seconds
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.passes.account.collectives import Collective, stage_collectives
 from autopar.passes.memory.peak import StageMemory, stage_memory
-from autopar.passes.price.bills import seconds_by_action, stage_bill, template_bill
+from autopar.passes.price.bills import stage_bill, template_bill
 from autopar.passes.price.lines import TemplateSeconds, optimizer_s
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.tiers import TierMove, gather_moves, gradient_moves, optimizer_moves, saved_moves
@@ -96,7 +96,7 @@ def account_stage(
         stage,
         pricer,
         setting,
-        {name: seconds_by_action(call, pricer) for name, call in calls.items()},
+        {name: call_seconds(call, pricer.software).by_action for name, call in calls.items()},
     )
     F, B, W = stage_seconds((bill,), pricer.software)[0].values()
     messages_s = exposed_parameters_s(bill.parameters, (F, B + W), stage.microbatches, 1.0, pricer.software)

@@ -296,34 +296,26 @@ def _global_call(line: Compute, operands: list[TensorType]) -> OpCall:
 def _converted(line: Convert, mesh: Mesh, typed: dict[str, Typed], where: str) -> Spec:
     """The spec of a line's value after its conversion step. Raises CheckError where the value's spec does not allow it."""
     step = line.step
-    axis, dim = step.axis, step.dim
+    axis = step.axis
     if axis not in mesh.sizes:
         raise CheckError(f"{where}: {step.kind} over axis {axis}, the mesh has {', '.join(mesh.names)}")
     type_, spec = typed[line.value]
-    dims = list(spec.dims)
-    partial = dict(spec.partial)
+    dims, partial, facts = list(spec.dims), dict(spec.partial), step.facts
 
     def need(condition: bool, what: str) -> None:
         if not condition:
             raise CheckError(f"{where}: {step.kind} over {axis} of {line.value} {spec.show(type_)}: {what}")
 
-    match step.kind:
-        case "all_gather":
+    if facts.owes < 0:
+        need(partial.pop(axis, None) == step.reduction, "nothing of that kind is owed over the axis")
+    elif 1 not in facts.table.dims:
+        need(axis not in spec.axes, "the axis is in use")
+    for dim, grows in zip(step.dims, facts.table.dims, strict=True):
+        if grows > 0:
             need(bool(dims[dim]) and dims[dim][-1] == axis, "the axis is not the minor-most of that dim")
             dims[dim] = dims[dim][:-1]
-        case "shard":
-            need(axis not in spec.axes, "the axis is in use")
+        else:
             dims[dim] = (*dims[dim], axis)
-        case "all_reduce":
-            need(partial.pop(axis, None) == step.reduction, "nothing of that kind is owed over the axis")
-        case "reduce_scatter":
-            need(partial.pop(axis, None) == step.reduction, "nothing of that kind is owed over the axis")
-            dims[dim] = (*dims[dim], axis)
-        case "all_to_all":
-            need(bool(dims[dim]) and dims[dim][-1] == axis, "the axis is not the minor-most of the joined dim")
-            dims[dim] = dims[dim][:-1]
-            dims[step.to_dim] = (*dims[step.to_dim], axis)
-        case _:
-            need(axis not in spec.axes, "the axis is in use")
-            partial[axis] = "sum"
+    if facts.owes > 0:
+        partial[axis] = "sum"
     return Spec(tuple(dims), tuple(sorted(partial.items())))

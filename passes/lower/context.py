@@ -14,7 +14,7 @@ from autopar.errors import PlanError
 from autopar.ir.lowered import LoweredTemplate, StoredParameter
 from autopar.ir.program import Call, Program, Template, ValueRef
 from autopar.ir.spec import Spec
-from autopar.ir.steps import GATHERED, RuntimeStep
+from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.lower.convert import path, runtime_steps
 from autopar.passes.lower.template import lower_template
@@ -23,6 +23,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import StagePlan, TemplatePlan
 from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.gather import GATHERED
 
 
 @dataclass(frozen=True)

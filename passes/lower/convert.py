@@ -10,15 +10,7 @@ from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
 from autopar.passes.lower.names import Names
 from autopar.passes.price.pricer import Pricer
-
-_SUFFIX = {
-    "all_gather": "gathered",
-    "shard": "sliced",
-    "all_to_all": "exchanged",
-    "all_reduce": "reduced",
-    "reduce_scatter": "scattered",
-    "to_partial": "masked",
-}
+from autopar.runtime.comm.reshard import TABLE_STEPS
 
 
 class Converter:
@@ -35,7 +27,7 @@ class Converter:
         for step, spec in path(self.pricer, type_, before, after):
             key = (name, spec)
             if key not in self._converted:
-                out = self.names.fresh(f"{stem}_{_SUFFIX[step.kind]}")
+                out = self.names.fresh(f"{stem}_{step.facts.noun}")
                 self.append(
                     Convert(name, step, stem, outs=(out,), types=(type_,), specs=(spec,), phase=phase, source=source)
                 )
@@ -66,16 +58,10 @@ def runtime_steps(steps: list[tuple[Step, Spec]]) -> tuple[RuntimeStep, ...] | N
     """Steps for the runtime's tables, or None when one of them has no table form."""
     table: list[RuntimeStep] = []
     for step, _ in steps:
-        axes = (step.axis,)
-        match step.kind:
-            case "all_reduce" if table and table[-1].kind == "all_reduce":
-                table[-1] = RuntimeStep("all_reduce", (*table[-1].axes, step.axis))
-            case "all_reduce":
-                table.append(RuntimeStep("all_reduce", axes))
-            case "all_gather" | "reduce_scatter" | "shard":
-                table.append(RuntimeStep(step.kind, axes, (step.dim,)))
-            case "all_to_all":
-                table.append(RuntimeStep("all_to_all", axes, (step.to_dim, step.dim)))
-            case _:
-                return None
+        if step.kind not in TABLE_STEPS:
+            return None
+        if not step.dims and table and table[-1].kind == step.kind:
+            table[-1] = RuntimeStep(step.kind, (*table[-1].axes, step.axis))
+        else:
+            table.append(RuntimeStep(step.kind, step.axes, step.dims))
     return tuple(table)

@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from autopar.ir.lines import Compute, Convert, Function, GoOn, Line, Start, Wait
-from autopar.ir.steps import LOCAL_KINDS
 from autopar.passes.lower.names import Names
 from autopar.passes.price.link_clock import LinkClock, function_seconds, run_line
 from autopar.passes.price.pricer import Pricer
@@ -61,7 +60,7 @@ def sends(line: Line, sizes: dict[str, int]) -> bool:
     """Whether a line may be started and waited for."""
     match line:
         case Convert(step=step):
-            return step.kind not in LOCAL_KINDS and sizes[step.axis] > 1
+            return step.facts.sends and sizes[step.axis] > 1
         case Compute():
             return bool(line.stops)
     return False

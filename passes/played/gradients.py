@@ -103,15 +103,8 @@ def _unreduced_shape(p: StoredParameter, mesh: Mesh) -> list[int]:
     shape = list(p.optimizer.local_shape(p.type.shape, mesh))
     for step in reversed(p.reduce):
         size = mesh.product(step.axes)
-        match step.kind:
-            case "reduce_scatter" | "shard":
-                shape[step.dims[0]] *= size
-            case "all_gather":
-                shape[step.dims[0]] //= size
-            case "all_to_all":
-                sharded, whole = step.dims
-                shape[sharded] *= size
-                shape[whole] //= size
+        for dim, grows in zip(step.dims, step.facts.table.dims, strict=True):
+            shape[dim] = shape[dim] // size if grows > 0 else shape[dim] * size
     return shape
 
 

@@ -7,27 +7,22 @@ parameters, and the gathers of what is stored otherwise than it is used: these s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
-from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Prefetch, Start, TemplateCall, Wait
+from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Start, Wait
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.price.fusion import fused_bytes
 from autopar.passes.price.lines import (
-    Dispatch,
-    Message,
-    cast_seconds,
+    GATHER,
     conversion_copied_s,
     dispatches,
-    gather_alone_s,
     gradient_messages,
-    line_copied_s,
-    line_messages,
+    line_costs,
     optimizer_s,
     reduce_seconds,
     regather_messages,
@@ -63,12 +58,7 @@ def template_seconds(
     lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
 ) -> dict[str, float]:
     """Seconds of one call's forward, backward and weights (F, B, W) on a block."""
-    return seconds_by_action(template_bill(lowered, plan, template, pricer, rules), pricer)
-
-
-def seconds_by_action(call: CallBill, pricer: Pricer) -> dict[str, float]:
-    """Seconds of a call's F, B and W."""
-    return dict(zip("FBW", call_seconds(call, pricer.software)[:3], strict=True))
+    return call_seconds(template_bill(lowered, plan, template, pricer, rules), pricer.software).by_action
 
 
 def _host_s(pricer: Pricer, *works: Work) -> float:
@@ -133,50 +123,40 @@ def is_kernel(op: str) -> bool:
     return definition is None or not definition.free
 
 
-def _add(messages: dict[Purpose, float], sent: Iterable[Message | Dispatch], pricer: Pricer) -> None:
-    for message in sent:
-        messages[message.purpose] = messages.get(message.purpose, 0.0) + message.seconds(pricer)
-
-
 # --- a stage
 
 
 def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer, setting: Setting) -> StageBill:
     """The bill of a stage on one rank, memory tiers left out. calls: the bills of its templates."""
-    between = {action: _between(function, stage, pricer) for action, function in _actions(stage)}
-    F, B, W = (between[action].work for action in "FBW")
-    each_forward_s, each_backward_s = between["F"].gathers_s, between["B"].gathers_s + between["W"].gathers_s
+    between = {action: _between(function, stage, pricer) for action, function in stage.by_action}
+    (F, forward_s), (B, backward_s), (W, weights_s) = (between.get(action, (NOTHING, 0.0)) for action in "FBW")
     trained = [p for p in stage.parameters.values() if p.contributions]
     reduced_along = (m.axis for p in trained for m in gradient_messages(p, pricer.mesh))
     gathered_along = (m.axis for p in trained for m in regather_messages(p, pricer.mesh))
     reduce_s = sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(reduced_along)
     gather_s = sum(regather_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(gathered_along)
-    early = _between(stage.prepare, stage, pricer)
-    early_s = early.gathers_s + call_seconds(CallBill(early.work), pricer.software).F
+    early, early_s = _between(stage.prepare, stage, pricer)
+    early_s += call_seconds(CallBill(early), pricer.software).F
+    prepared = Counter((c.template, c.action) for c in stage.prepare.calls) if stage.prepare is not None else {}
     early_s += sum(
-        times * seconds_by_action(calls[name], pricer)[action]
-        for (name, action), times in _calls_of(stage.prepare).items()
+        times * call_seconds(calls[name], pricer.software).by_action[action]
+        for (name, action), times in prepared.items()
     )
     shown = shown_parameters(stage, calls, pricer) if pricer.is_measured and stage.training else None
     return StageBill(
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
-        ParameterTraffic(each_forward_s, each_backward_s, reduce_s, gather_s, shown),
+        ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown),
         sum(optimizer_s(p, stage, pricer, setting) for p in trained),
         stage.microbatches * early_s,
     )
 
 
-def _actions(stage: LoweredStage) -> tuple[tuple[str, Function | None], ...]:
-    return (("F", stage.forward), ("B", stage.backward), ("W", stage.weights))
-
-
 def _call_bills(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> list[tuple[CallBill, int]]:
     """The calls of a microbatch; some have no backward."""
     actions: dict[tuple[str, int], str] = {}
-    for action, function in _actions(stage):
-        for line in function.lines if function is not None else ():
-            if isinstance(line, TemplateCall):
-                actions[line.template, line.number] = actions.get((line.template, line.number), "") + action
+    for action, function in stage.by_action:
+        for call in function.calls:
+            actions[call.template, call.number] = actions.get((call.template, call.number), "") + action
     alike = Counter((name, made) for (name, _), made in actions.items())
     return [(_only(calls[name], made, pricer), times) for (name, made), times in alike.items()]
 
@@ -187,33 +167,16 @@ def _only(call: CallBill, actions: str, pricer: Pricer) -> CallBill:
     return CallBill(F, B, W, _host_s(pricer, F, B, W))
 
 
-def _calls_of(function: Function | None) -> Counter[tuple[str, str]]:
-    lines = function.lines if function is not None else ()
-    return Counter((line.template, line.action) for line in lines if isinstance(line, TemplateCall))
-
-
-@dataclass(frozen=True)
-class _Between:
+def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> tuple[Work, float]:
     """Costs between the calls of a function: its work, and seconds of the gathers of parameters alone."""
-
-    work: Work = NOTHING
-    gathers_s: float = 0.0
-
-
-def _between(function: Function | None, stage: LoweredStage, pricer: Pricer) -> _Between:
-    if function is None:
-        return _Between()
-    held = function.local_bytes(stage.mesh)
     messages: dict[Purpose, float] = {}
     copies_s = gathers_s = 0.0
-    for line in function.lines:
-        if isinstance(line, Prefetch):
-            for gather in line.gathers:
-                p = stage.parameters[gather.name]
-                copies_s += cast_seconds(gather, p, pricer)
-                gathers_s += gather_alone_s(gather, p, pricer)
-            gathers_s += pricer.rendezvous_s(m.axis for m in line_messages(line, held, stage))
-        elif not isinstance(line, TemplateCall):
-            _add(messages, line_messages(line, held, stage), pricer)
-            copies_s += line_copied_s(line, held, stage, pricer)
-    return _Between(Work(copies_s, messages=messages), gathers_s)
+    for cost in line_costs(function, stage, pricer):
+        for part in cost.parts:
+            copies_s += part.own_s
+            if part.purpose == GATHER:
+                gathers_s += part.sent_s
+            elif part.purpose is not None:
+                messages[part.purpose] = messages.get(part.purpose, 0.0) + part.sent_s
+        gathers_s += cost.met_s
+    return Work(copies_s, messages=messages), gathers_s

@@ -1,8 +1,16 @@
-"""The messages that lowered lines send, and what parameters cost.
+"""The messages that lowered lines send, and what lines and parameters cost.
 
-Every collective of a stage is listed by one of the generators here, as a `Message` of so many bytes along an axis; who wants
-seconds adds up their prices, who wants the list of collectives counts them. What a stage costs as a whole is its bill
-(`autopar.passes.price.bills`).
+Every collective of a stage is listed by one of the generators here, as a `Message` of so many bytes along an axis. The lines
+of a stage's function are walked once (`line_costs`), and whoever wants a price of them folds over that:
+
+    when  line                                 what it takes
+    0     Prefetch("0f", [w])                  the cast of w, and its gather, of which a share stays exposed
+    0     CallForward("block", 0)              the forward of the block
+    1     Convert(y, all_reduce over tp)       what is copied for it, and its message
+
+The bill of a stage (`bills.py`) adds seconds up by what they are for, a clock (`parameter_clock.py`) lets them pass, cuts into
+stages (`autopar.passes.account.calls`) give them to the calls beside them, and the list of collectives counts messages. A
+template's function is walked on a clock of its own (`link_clock.py`).
 """
 
 from __future__ import annotations
@@ -10,26 +18,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from autopar.costmodel.bill import Purpose
-from autopar.costmodel.collective import COSTS, is_to_all
+from autopar.costmodel.collective import COSTS
 from autopar.ir.call import OpCall
-from autopar.ir.lines import AddGradient, Compute, Convert, Line, ParameterGather, Prefetch, Start, SumLoss
+from autopar.ir.lines import (
+    AddGradient,
+    Compute,
+    Convert,
+    Function,
+    Line,
+    ParameterGather,
+    Prefetch,
+    Start,
+    SumLoss,
+    TemplateCall,
+)
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
-from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after
+from autopar.ir.steps import AnyStep
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
 from autopar.passes.price.pricer import Pricer
-from autopar.passes.rules.lattice import copied_s
 from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.gather import GATHERED
 
 TemplateSeconds = Mapping[str, Mapping[str, float]]
 """Seconds of a call by template, then by action: F, B and W."""
+GATHER = Purpose("gather")
 
 
 @dataclass(frozen=True)
@@ -54,7 +75,7 @@ class Message:
     def purpose(self) -> Purpose:
         """The purpose of a message between ops. What software overlaps are the gathers and scatters around products (sequence
         parallelism), and the exchange of tokens between experts."""
-        return Purpose(self.axis, _OVERLAPS.get(self.kind, ""))
+        return Purpose(self.axis, COSTS[self.kind].overlap)
 
 
 @dataclass(frozen=True)
@@ -72,14 +93,7 @@ class Dispatch:
     @property
     def purpose(self) -> Purpose:
         """The purpose of an exchange of tokens between experts."""
-        return Purpose(self.axes[0], _OVERLAPS["all_to_all"])
-
-
-_OVERLAPS = {
-    "all_gather": "tp_exposed",
-    "reduce_scatter": "tp_exposed",
-    **dict.fromkeys(filter(is_to_all, COSTS), "ep_exposed"),
-}
+        return Purpose(self.axes[0], COSTS["all_to_all"].overlap)
 
 
 # --- messages
@@ -118,18 +132,13 @@ def dispatches(call: OpCall, rule: Rule, strategy: Strategy, grouped: Grouped, m
 
 def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, where: str = "") -> Iterator[Message]:
     """The message of a conversion, if it sends one."""
-    step = line.step
-    size = mesh.sizes[step.axis]
-    if size > 1 and step.kind not in LOCAL_KINDS:
-        nbytes = held.get(line.value, 0.0)
-        full = nbytes * size if step.kind == "all_gather" else nbytes
-        yield Message(step.kind, step.axis, f"{where}.{line.node or line.source}", full)
+    what = f"{where}.{line.node or line.source}"
+    return _step_messages((line.step,), held.get(line.value, 0.0), mesh, what)
 
 
 def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """A parameter from its storage to where a call uses it; it is cast before."""
-    held = float(p.storage.local_bytes(gathered_type(gather, p), mesh))
-    yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}")
+    return _step_messages(gather.steps, p.storage.local_bytes(gathered_type(gather, p), mesh), mesh, f"gather {p.name}")
 
 
 def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
@@ -151,20 +160,26 @@ def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
 
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
-    held = float(p.optimizer.local_bytes(p.type, mesh))
-    yield from _step_messages(p.regather, held, mesh, f"regather {p.name}", GATHERED)
+    return _step_messages(p.regather, p.optimizer.local_bytes(p.type, mesh), mesh, f"regather {p.name}", GATHERED)
 
 
 def _step_messages(
-    steps: Iterable[RuntimeStep], held: float, mesh: Mesh, what: str, joined: tuple[str, ...] = ()
+    steps: Iterable[AnyStep], held: float, mesh: Mesh, what: str, joined: tuple[str, ...] = ()
 ) -> Iterator[Message]:
     """held: bytes of a rank before the steps. joined: kinds of messages that travel in one with others."""
+    for step, axis, size, before in _passed(steps, float(held), mesh):
+        if step.facts.sends:
+            yield Message(step.kind, axis, what, step.facts.full_bytes(before, size), step.kind in joined)
+
+
+def _passed(steps: Iterable[AnyStep], held: float, mesh: Mesh) -> Iterator[tuple[AnyStep, str, int, float]]:
+    """Steps axis by axis, where these have several ranks, with their number and the bytes that each of them holds before."""
     for step in steps:
         for axis in step.axes:
-            after = bytes_after(step.kind, held, mesh.sizes[axis])
-            if mesh.sizes[axis] > 1 and step.kind not in LOCAL_KINDS:
-                yield Message(step.kind, axis, what, max(held, after), step.kind in joined)
-            held = after
+            size = mesh.sizes[axis]
+            if size > 1:
+                yield step, axis, size, held
+                held = step.facts.table.bytes_after(held, size)
 
 
 # --- seconds
@@ -172,46 +187,80 @@ def _step_messages(
 
 def conversion_copied_s(line: Convert, held: Mapping[str, float], pricer: Pricer) -> float:
     """Seconds that a rank copies for a conversion, beside its message."""
-    size = pricer.mesh.sizes[line.step.axis]
-    return copied_s(line.step, held.get(line.value, 0.0), size, pricer.copy_s) if size > 1 else 0.0
+    return _steps_copied_s((line.step,), held.get(line.value, 0.0), pricer)
 
 
-def _steps_copied_s(steps: Iterable[RuntimeStep], held: float, pricer: Pricer) -> float:
-    """Seconds that a rank copies for steps of a parameter or gradient. held: its bytes before them."""
-    total = 0.0
-    for step in steps:
-        dim = step.dims[0] if step.dims else -1
-        for axis in step.axes:
-            size = pricer.mesh.sizes[axis]
-            total += copied_s(Step(step.kind, axis, dim), held, size, pricer.copy_s) if size > 1 else 0.0
-            held = bytes_after(step.kind, held, size)
-    return total
+def _steps_copied_s(steps: Iterable[AnyStep], held: float, pricer: Pricer) -> float:
+    """Seconds that a rank copies for steps. held: its bytes before them."""
+    passed = _passed(steps, held, pricer.mesh)
+    return sum(step.facts.copied_s(before, size, step.dims, pricer.copy_s) for step, _, size, before in passed)
 
 
-def line_seconds(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds of what happens between calls, without what is hidden: conversions, gathers, the loss's sum. held: bytes of the
-    function's values."""
-    if isinstance(line, Prefetch):
-        return sum(gather_seconds(gather, stage.parameters[gather.name], pricer) for gather in line.gathers)
-    share = pricer.software.exposed_share
-    copied_s = line_copied_s(line, held, stage, pricer)
-    return copied_s + sum(share(m.purpose.overlap) * m.seconds(pricer) for m in line_messages(line, held, stage))
+class Part(NamedTuple):
+    """Seconds that a rank is busy, and of a message alone (None: there is none), of which a share stays exposed at least."""
+
+    own_s: float
+    sent_s: float = 0.0
+    purpose: Purpose | None = None
+    share: float = 1.0
 
 
-def line_copied_s(line: Line, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds that a rank copies for a line between calls, beside its messages. held: as of `line_seconds`."""
-    match line:
-        case Convert():
-            return conversion_copied_s(line, held, pricer)
-        case AddGradient():
-            return stored_s(line, held, stage, pricer)
-    return 0.0
+@dataclass(frozen=True)
+class LineCost:
+    """A line of a stage's function on one rank. when: how many calls stand before it. messages: all that it sends. met_s: until
+    ranks meet for parameters that are gathered, whatever becomes of the gathers."""
+
+    line: Line
+    when: int
+    messages: tuple[Message, ...]
+    parts: tuple[Part, ...]
+    met_s: float = 0.0
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of the line without what is hidden of it."""
+        return sum(part.own_s + part.share * part.sent_s for part in self.parts)
+
+
+def line_costs(
+    function: Function | None,
+    stage: LoweredStage,
+    pricer: Pricer,
+    calls: TemplateSeconds | None = None,
+    where: str = "",
+) -> Iterator[LineCost]:
+    """Every line of a function. calls: seconds of the templates (None: they are left out); where: the function stands, for
+    messages of conversions."""
+    if function is None:
+        return
+    held, when = function.local_bytes(stage.mesh), 0
+    exposed_share = pricer.software.exposed_share
+    for line in function.lines:
+        messages, own_s, met_s = tuple(line_messages(line, held, stage, where)), 0.0, 0.0
+        match line:
+            case TemplateCall(template=template, action=action) if calls is not None:
+                own_s = calls[template][action]
+            case Convert():
+                own_s = conversion_copied_s(line, held, pricer)
+            case AddGradient():
+                own_s = stored_s(line, held, stage, pricer)
+            case Prefetch():
+                met_s = pricer.rendezvous_s(m.axis for m in messages)
+        if isinstance(line, Prefetch):
+            stored = ((gather, stage.parameters[gather.name], pricer) for gather in line.gathers)
+            share = pricer.software.shards_share
+            parts = [Part(cast_seconds(*one), gather_alone_s(*one), GATHER, share) for one in stored]
+        else:
+            sent = ((m.seconds(pricer), m.purpose) for m in messages)
+            parts = [Part(own_s), *(Part(0.0, s, purpose, exposed_share(purpose.overlap)) for s, purpose in sent)]
+        yield LineCost(line, when, messages, tuple(parts), met_s)
+        when += isinstance(line, TemplateCall)
 
 
 def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
     """Seconds of the gradient store's passes for a contribution, the mean of a step: the first is kept, others are added to the
-    sum, and after the last the sum is copied into its message, unless it is sent from where it lies. held: as of
-    `line_seconds`."""
+    sum, and after the last the sum is copied into its message, unless it is sent from where it lies. held: bytes
+    of the function's values."""
     if not pricer.software.gradient_passes:
         return 0.0
     p, mesh = stage.parameters[line.parameter], stage.mesh
@@ -226,17 +275,11 @@ def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:
     return [m for m in _step_messages(p.reduce, unreduced_bytes(p, mesh), mesh, "", BUCKETED) if m.bucketed]
 
 
-def gather_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds to cast a stored shard, and of what is not hidden of bringing it to where it is used."""
-    exposed_s = pricer.software.shards_share * gather_alone_s(gather, p, pricer)
-    return cast_seconds(gather, p, pricer) + exposed_s
-
-
 def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of a gather's messages, and of what is copied for them."""
     joined = pricer.software.joins_gathers
-    messages = gather_messages(gather, p, pricer.mesh)
     held = float(p.storage.local_bytes(gathered_type(gather, p), pricer.mesh))
+    messages = gather_messages(gather, p, pricer.mesh)
     sent_s = sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
     return sent_s + _steps_copied_s(gather.steps, held, pricer)
 
@@ -249,9 +292,8 @@ def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) ->
 
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of the messages that reduce a gradient, and of what is copied and compressed for them."""
-    held = unreduced_bytes(p, pricer.mesh)
     sent_s = _sent_s(gradient_messages(p, pricer.mesh), p, pricer.software.reduce_bytes, pricer)
-    return sent_s + _steps_copied_s(p.reduce, held, pricer) + _compressing_s(p, pricer)
+    return sent_s + _steps_copied_s(p.reduce, unreduced_bytes(p, pricer.mesh), pricer) + _compressing_s(p, pricer)
 
 
 def sums_seconds(p: StoredParameter, pricer: Pricer) -> list[float]:

@@ -12,63 +12,48 @@ step, are not among them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autopar.costmodel.bill import CallBill, Purpose, Shown, call_seconds
-from autopar.ir.lines import AddGradient, Function, Prefetch, TakeParameters, TemplateCall
+from autopar.ir.lines import AddGradient, Prefetch, TakeParameters
 from autopar.ir.lowered import LoweredStage
 from autopar.passes.played.gradients import sent_buckets
-from autopar.passes.price.lines import gather_alone_s, gradient_messages, line_messages, line_seconds, sums_seconds
+from autopar.passes.price.lines import GATHER, LineCost, gradient_messages, line_costs, sums_seconds
 from autopar.passes.price.link_clock import LinkClock
 from autopar.passes.price.pricer import Pricer
 
-GATHER, REDUCE = Purpose("gather"), Purpose("reduce")
+REDUCE = Purpose("reduce")
 
 
 def shown_parameters(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Pricer) -> Shown:
     """Exposed seconds of a stage's gathers in a microbatch's forward and backward, and once of its reductions. calls: the
     bills of its templates."""
     forward, backward, last = (LinkClock(pricer.least_exposed) for _ in range(3))
-    _run(forward, stage.forward, stage, calls, pricer)
+    per_call = {name: call_seconds(call, pricer.software).by_action for name, call in calls.items()}
+    _run(forward, line_costs(stage.forward, stage, pricer, per_call))
     reductions = _Reductions(last, pricer, stage)
     for function in (stage.backward, stage.weights):
-        _run(backward, function, stage, calls, pricer)
-        _run(last, function, stage, calls, pricer, reductions)
+        costs = [*line_costs(function, stage, pricer, per_call)]
+        _run(backward, costs)
+        _run(last, costs, reductions)
     reductions.finish()
     each_backward_s = backward.exposed.get(GATHER, 0.0)
     reduce_s = sum(last.exposed.values()) - each_backward_s
     return Shown(forward.exposed.get(GATHER, 0.0), each_backward_s, max(reduce_s, 0.0))
 
 
-def _run(
-    clock: LinkClock,
-    function: Function | None,
-    stage: LoweredStage,
-    calls: Mapping[str, CallBill],
-    pricer: Pricer,
-    reductions: _Reductions | None = None,
-) -> None:
-    """A function of a stage passes on a clock. reductions: of gradients, in the last microbatch."""
-    if function is None:
-        return
-    held = function.local_bytes(stage.mesh)
-    for line in function.lines:
-        match line:
-            case Prefetch(key=key, gathers=gathers):
-                seconds = sum(gather_alone_s(gather, stage.parameters[gather.name], pricer) for gather in gathers)
-                seconds += pricer.rendezvous_s(message.axis for message in line_messages(line, held, stage))
-                clock.start(str(key), GATHER, seconds)
+def _run(clock: LinkClock, costs: Iterable[LineCost], reductions: _Reductions | None = None) -> None:
+    """The lines of a function pass on a clock. reductions: of gradients, in the last microbatch."""
+    for cost in costs:
+        match cost.line:
+            case Prefetch(key=key):
+                clock.start(str(key), GATHER, sum(part.sent_s for part in cost.parts) + cost.met_s)
             case TakeParameters(key=key):
                 clock.wait(str(key))
-            case TemplateCall(template=template, action=action):
-                F, B, W, _ = call_seconds(calls[template], pricer.software)
-                clock.compute({"F": F, "B": B, "W": W}[action])
-            case AddGradient():
-                clock.compute(line_seconds(line, held, stage, pricer))
-                if reductions is not None:
+            case line:
+                clock.compute(cost.exposed_s)
+                if reductions is not None and isinstance(line, AddGradient):
                     reductions.add()
-            case _:
-                clock.compute(line_seconds(line, held, stage, pricer))
 
 
 class _Reductions:

@@ -21,7 +21,7 @@ def _is_view(line: Line) -> bool:
         case Cut():
             return True
         case Convert(step=step):
-            return step.kind == "shard"
+            return step.facts.table.view
         case Compute(op=op):
             definition = find(op)
             return definition is not None and definition.free

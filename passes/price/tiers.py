@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cluster.tiers import backward_exposed_s, exposed_s, forward_exposed_s, parts_exposed_s
-from autopar.ir.lines import CallForward, Prefetch, TemplateCall
+from autopar.ir.lines import CallForward, Prefetch
 from autopar.ir.lowered import LoweredStage, LoweredTemplate
 from autopar.ir.mesh import Mesh
 from autopar.ir.setting import Setting
-from autopar.ir.steps import LOCAL_KINDS, RuntimeStep, bytes_before_per_byte
+from autopar.ir.steps import RuntimeStep, bytes_before_per_byte
 from autopar.passes.price.lines import TemplateSeconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.storages import storage_owners
@@ -79,23 +79,17 @@ def saved_moves(
     parked = {n: (parked_bytes(t, stage.mesh), len(t.offload)) for n, t in stage.templates.items() if t.offload}
     added: dict[str, float] = {}
     traffic = _Traffic()
-    directions = (("F", stage.forward, forward_exposed_s), ("B", stage.backward, backward_exposed_s))
-    for action, function, exposed in directions:
-        lines = function.lines if function is not None else ()
+    for (action, function), exposed in zip(stage.by_action, (forward_exposed_s, backward_exposed_s), strict=False):
         calls = [
-            (line.template, not isinstance(line, CallForward) or line.keeps)
-            for line in lines
-            if isinstance(line, TemplateCall)
+            (call.template, call.template in parked and (not isinstance(call, CallForward) or call.keeps))
+            for call in function.calls
         ]
-        moves = [
-            move_s(pricer, stage.templates[n].offload_tier, *parked[n]) if n in parked and keeps else 0.0
-            for n, keeps in calls
-        ]
+        moves = [move_s(pricer, stage.templates[n].offload_tier, *parked[n]) if leaves else 0.0 for n, leaves in calls]
         if not any(moves):
             continue
         added[action] = exposed([per_call[n][action] for n, _ in calls], moves) if hides(pricer) else sum(moves)
-        for (name, keeps), seconds in zip(calls, moves, strict=True):
-            if name in parked and keeps:
+        for (name, leaves), seconds in zip(calls, moves, strict=True):
+            if leaves:
                 traffic.add(stage.templates[name].offload_tier, parked[name][0], seconds)
     times = stage.microbatches
     return added, traffic.moves("activations", times, sum(added.values()) * times, stage)
@@ -108,29 +102,25 @@ def gather_moves(
     ranks must be there when the gather starts, so nothing hides it."""
     added: dict[str, float] = {}
     traffic = _Traffic()
-    for action, function in (("F", stage.forward), ("B", stage.backward)):
+    for action, function in stage.by_action:
         early: dict[int, float] = {}
         at_once = 0.0
-        lines = function.lines if function is not None else ()
-        for line in lines:
-            if not isinstance(line, Prefetch):
+        gathers = [(line.key.call, g) for line in function.lines if isinstance(line, Prefetch) for g in line.gathers]
+        for call, gather in gathers:
+            p = stage.parameters[gather.name]
+            if not p.tier:
                 continue
-            for gather in line.gathers:
-                p = stage.parameters[gather.name]
-                if not p.tier:
-                    continue
-                nbytes = p.storage.local_bytes(p.type, stage.mesh)
-                seconds = move_s(pricer, p.tier, nbytes)
-                traffic.add(p.tier, nbytes, seconds)
-                if gathered(gather.steps, stage.mesh):
-                    at_once += seconds
-                else:
-                    early[line.key.call] = early.get(line.key.call, 0.0) + seconds
+            nbytes = p.storage.local_bytes(p.type, stage.mesh)
+            seconds = move_s(pricer, p.tier, nbytes)
+            traffic.add(p.tier, nbytes, seconds)
+            if gathered(gather.steps, stage.mesh):
+                at_once += seconds
+            else:
+                early[call] = early.get(call, 0.0) + seconds
         if not early and not at_once:
             continue
-        calls = [line for line in lines if isinstance(line, TemplateCall)]
-        work = [per_call[line.template][action] for line in calls]
-        ahead = backward_exposed_s(work, [early.get(line.number, 0.0) for line in calls])
+        work = [per_call[call.template][action] for call in function.calls]
+        ahead = backward_exposed_s(work, [early.get(call.number, 0.0) for call in function.calls])
         added[action] = at_once + (ahead if hides(pricer) else sum(early.values()))
     times = stage.microbatches
     return added, traffic.moves("parameters", times, sum(added.values()) * times, stage)
@@ -138,7 +128,7 @@ def gather_moves(
 
 def gathered(steps: Sequence[RuntimeStep], mesh: Mesh) -> bool:
     """Whether any step moves bytes between ranks."""
-    return any(step.kind not in LOCAL_KINDS and any(mesh.sizes[axis] > 1 for axis in step.axes) for step in steps)
+    return any(step.facts.sends and mesh.product(step.axes) > 1 for step in steps)
 
 
 def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> list[TierMove]:

@@ -1,10 +1,10 @@
 """Conversions between specs as shortest paths over single-axis collectives.
 
-From one spec to another lead small steps, each over one mesh axis: all-gather the minor-most axis of a dim, slice a dim
-by an axis, move an axis between dims (all-to-all), settle a partial (all-reduce, or reduce-scatter into a dim), and the
-free step from replicated to partial (keep the value on one rank, zero elsewhere). Costs come from the cost model; the
-cheapest path of every pair is found once per tensor type and kept with the mesh it is for (Floyd–Warshall; nnScaler's
-rvd search does the same over device lists).
+From one spec to another lead small steps, each over one mesh axis and of a kind of `autopar/ir/steps.py`: all-gather the
+minor-most axis of a dim, slice a dim by an axis, move an axis between dims (all-to-all), settle a partial (all-reduce, or
+reduce-scatter into a dim), and the free step from replicated to partial (keep the value on one rank, zero elsewhere). Costs
+come from the cost model; the cheapest path of every pair is found once per tensor type and kept with the mesh it is for
+(Floyd–Warshall; nnScaler's rvd search does the same over device lists).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
-from autopar.ir.steps import LOCAL_KINDS, Step
+from autopar.ir.steps import STEP_KINDS, Step
 from autopar.passes.rules.alphabet import BIT, Alphabet, shards
 
 CollectiveCost = Callable[[str, float, str], float]
@@ -25,60 +25,30 @@ CollectiveCost = Callable[[str, float, str], float]
 
 def neighbours(spec: Spec, axes: tuple[str, ...]) -> Iterable[tuple[Step, Spec]]:
     """Every spec one step away. Dims that are sharded by several axes keep them in the order of the mesh's axes."""
-    order, rank = {name: i for i, name in enumerate(axes)}, len(spec.dims)
-
-    def appended(dim: int, axis: str) -> tuple[tuple[str, ...], ...] | None:
-        before = spec.dims[dim]
-        if before and order[before[-1]] > order[axis]:
-            return None
-        return (*spec.dims[:dim], (*before, axis), *spec.dims[dim + 1 :])
-
-    for dim, sharding in enumerate(spec.dims):
-        if not sharding:
-            continue
-        axis = sharding[-1]
-        shorter = (*spec.dims[:dim], sharding[:-1], *spec.dims[dim + 1 :])
-        yield Step("all_gather", axis, dim), Spec(shorter, spec.partial)
-        for to in range(rank):
-            moved = appended(to, axis) if to != dim else None
-            if moved is not None:
-                dims = tuple(sharding[:-1] if i == dim else d for i, d in enumerate(moved))
-                yield Step("all_to_all", axis, dim, to), Spec(dims, spec.partial)
-    for axis, op in spec.partial:
-        rest = tuple(p for p in spec.partial if p[0] != axis)
-        yield Step("all_reduce", axis, reduction=op), Spec(spec.dims, rest)
-        for dim in range(rank):
-            longer = appended(dim, axis)
-            if longer is not None:
-                yield Step("reduce_scatter", axis, dim, reduction=op), Spec(longer, rest)
+    order, partial = {name: i for i, name in enumerate(axes)}, dict(spec.partial)
+    minor = {sharding[-1]: dim for dim, sharding in enumerate(spec.dims) if sharding}
     for axis in axes:
-        if axis not in spec.axes:
-            yield Step("to_partial", axis), Spec(spec.dims, tuple(sorted((*spec.partial, (axis, "sum")))))
-            for dim in range(rank):
-                longer = appended(dim, axis)
-                if longer is not None:
-                    yield Step("shard", axis, dim), Spec(longer, spec.partial)
-
-
-def copied_s(step: Step, held: float, size: int, copy_s: float) -> float:
-    """Seconds that a rank which holds so many bytes spends on a step over an axis of `size` ranks beside its message. Slices and
-    masks cost a little, so that equal paths prefer fewer steps; so do gathers and scatters along any dim but the first, where
-    chunks lie apart in memory and are copied."""
-    if step.kind == "shard":
-        return 0.1 * copy_s * held / size + 1e-9
-    if step.kind == "to_partial":
-        return copy_s * held + 1e-8
-    if step.kind in ("all_gather", "reduce_scatter") and step.dim:
-        return 0.1 * copy_s * (held * size if step.kind == "all_gather" else held)
-    return 0.0
+        taken, owed = minor.get(axis), partial.get(axis)
+        if taken is None and owed is None and axis in spec.axes:
+            continue  # others of its dim are to go first
+        dims = tuple(sharding[:-1] if dim == taken else sharding for dim, sharding in enumerate(spec.dims))
+        rest = tuple(p for p in spec.partial if p[0] != axis)
+        free = [i for i, s in enumerate(dims) if i != taken and not (s and order[s[-1]] > order[axis])]
+        for kind, facts in STEP_KINDS.items():
+            if (taken is not None) != (1 in facts.table.dims) or (owed is not None) != (facts.owes < 0):
+                continue
+            partial_after = tuple(sorted((*rest, (axis, "sum")))) if facts.owes > 0 else rest
+            for to in free if -1 in facts.table.dims else [-1]:
+                sharded = tuple((*s, axis) if i == to else s for i, s in enumerate(dims))
+                dim, to_dim = (to, -1) if taken is None else (taken, to)
+                yield Step(kind, axis, dim, to_dim, owed or "sum"), Spec(sharded, partial_after)
 
 
 def step_cost(step: Step, held: float, size: int, cost: CollectiveCost, copy_s: float) -> float:
     """Seconds of one step over an axis of `size` ranks that hold so many bytes: its message, and what is copied for it."""
-    copied = copied_s(step, held, size, copy_s)
-    if step.kind in LOCAL_KINDS:
-        return copied
-    return cost(step.kind, held * size if step.kind == "all_gather" else held, step.axis) + copied
+    facts = step.facts
+    copied_s = facts.copied_s(held, size, step.dims, copy_s)
+    return cost(step.kind, facts.full_bytes(held, size), step.axis) + copied_s if facts.sends else copied_s
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from autopar.ir.program import Program, Template
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
-from autopar.ir.steps import GATHERED
 from autopar.ir.types import TensorType
 from autopar.passes.price.op_choices import OpChoices
 from autopar.passes.price.pricer import Pricer
@@ -34,6 +33,7 @@ from autopar.passes.shard.overlap import overlap_shares
 from autopar.passes.shard.parameters import Resting
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.gather import GATHERED
 
 _OWED = tuple(
     tuple(sorted({"sum", *(op for op in REDUCTIONS if bits & BIT[op])})) for bits in range(1 << len(REDUCTIONS))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.ir import lines as ir
 from autopar.ir.lines import Line, Ref, Stored
-from autopar.ir.steps import RuntimeStep, Step, bytes_after, bytes_before_per_byte
+from autopar.ir.steps import RuntimeStep, Step, bytes_before_per_byte
 
 SIZES = {"dp": 4, "tp": 2, "cp": 1}
 
@@ -66,5 +66,5 @@ def test_bytes_before_steps_become_the_bytes_after_them(table: list[tuple[str, t
     nbytes = 1024 * bytes_before_per_byte(steps, SIZES)
     for step in steps:
         for axis in step.axes:
-            nbytes = bytes_after(step.kind, nbytes, SIZES[axis])
+            nbytes = step.facts.table.bytes_after(nbytes, SIZES[axis])
     assert math.isclose(nbytes, 1024)

@@ -22,11 +22,18 @@ TableStep = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class TableStepKind:
-    """run: the step of a value over axes, with the dims of the table's row and the site. grows: 1 where a rank holds n times the
-    bytes after it, over n ranks, -1 where it holds 1/n of them, else 0."""
+    """run: the step of a value over axes, with the dims of the table's row and the site. dims: per dim of the row 1 where, over n
+    ranks, it is n times as long on a rank after the step, -1 where it is 1/n as long. view: whether the result may lie in the
+    memory of the value."""
 
     run: Callable[[Comm, Tensor, Axes, tuple[int, ...], str], Tensor]
-    grows: int = 0
+    dims: tuple[int, ...] = ()
+    view: bool = False
+
+    @property
+    def grows(self) -> int:
+        """1 where a rank holds n times the bytes after the step, -1 where it holds 1/n of them, else 0."""
+        return sum(self.dims)
 
     def bytes_after(self, nbytes: float, size: int) -> float:
         """Bytes that a rank holds after a step over `size` ranks, from the bytes that it holds before."""
@@ -40,15 +47,15 @@ class TableStepKind:
 TABLE_STEPS: dict[str, TableStepKind] = {
     "all_reduce": TableStepKind(lambda comm, x, axes, dims, site: comm.all_reduce(x, axes, site=site)),
     "reduce_scatter": TableStepKind(
-        lambda comm, x, axes, dims, site: comm.reduce_scatter(x, dims[0], axes, site=site), grows=-1
+        lambda comm, x, axes, dims, site: comm.reduce_scatter(x, dims[0], axes, site=site), dims=(-1,)
     ),
     "all_gather": TableStepKind(
-        lambda comm, x, axes, dims, site: comm.all_gather(x, dims[0], axes, site=site), grows=1
+        lambda comm, x, axes, dims, site: comm.all_gather(x, dims[0], axes, site=site), dims=(1,)
     ),
     "all_to_all": TableStepKind(
-        lambda comm, x, axes, dims, site: comm.all_to_all(x, dims[0], dims[1], axes, site=site)
+        lambda comm, x, axes, dims, site: comm.all_to_all(x, dims[0], dims[1], axes, site=site), dims=(-1, 1)
     ),
-    "shard": TableStepKind(lambda comm, x, axes, dims, site: comm.shard(x, dims[0], axes), grows=-1),
+    "shard": TableStepKind(lambda comm, x, axes, dims, site: comm.shard(x, dims[0], axes), dims=(-1,), view=True),
 }
 
 

@@ -153,7 +153,7 @@ class Buckets:
         while steps and (steps[0][0] not in BUCKETED or self.comm.axis_size(steps[0][1]) == 1):
             if self.comm.axis_size(steps[0][1]) > 1:
                 value = run_step(self.comm, value, steps[0], site=f"gradient of {name}")
-                owned = owned or steps[0][0] != "shard"  # which may be a view
+                owned = owned or not TABLE_STEPS[steps[0][0]].view
             steps = steps[1:]
         if not steps:
             self.arrive(name, value, owned or landed)

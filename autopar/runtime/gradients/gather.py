@@ -18,6 +18,8 @@ from ..comm.reshard import TableStep, run_step
 from ..errors import RuntimeProgramError
 
 DIRECT_BYTES = 1 << 18
+GATHERED = ("all_gather",)
+"""Kinds of steps that travel in one message with others; those of gradients are `buckets.BUCKETED`."""
 Gather = tuple[Tensor, tuple[TableStep, ...], Tensor | None]
 
 
@@ -42,7 +44,7 @@ def start_gathers(
         steps = tuple(step for step in steps if comm.axis_size(step[1]) > 1)
         if not steps:
             finishers[index] = _constant(shard if out is None else _into(out, shard), dtypes[index] if dtypes else None)
-        elif steps[0][0] != "all_gather":
+        elif steps[0][0] not in GATHERED:
             finishers[index] = _sequence(comm, Handle(None, shard), steps, out, site)
         elif shard.numel() * shard.element_size() >= direct_bytes:
             finishers[index] = _direct(comm, shard, steps, out, site)

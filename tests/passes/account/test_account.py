@@ -18,7 +18,6 @@ import autopar
 from autopar.costmodel.bill import hidden_seconds
 from autopar.ir.lines import Convert, Function, Line, Prefetch, Start, TemplateCall
 from autopar.ir.lowered import LoweredStage
-from autopar.ir.steps import bytes_after
 from autopar.passes.account import stage as stage_module
 from autopar.passes.account.program import account
 from autopar.passes.account.stage import Later
@@ -75,7 +74,7 @@ def of_gradient_passes_s(stage: LoweredStage, pricer: Pricer) -> float:
                     packed = step.kind == "all_reduce" or step.dims[0] > 0 or nbytes < 1 << 20
                     total += pricer.copy_s * 2 * nbytes * packed
                     break
-                nbytes = bytes_after(step.kind, nbytes, size)
+                nbytes = step.facts.table.bytes_after(nbytes, size)
     return total
 
 

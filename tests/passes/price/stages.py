@@ -11,12 +11,13 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec, EfficiencyCurve
 from autopar.cluster.link import LinkLevel
 from autopar.costmodel.software import NEUTRAL, Software
-from autopar.ir.lines import Function
+from autopar.ir.lines import Function, Line
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
+from autopar.passes.price.lines import line_costs
 from autopar.passes.price.pricer import Pricer
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -44,6 +45,13 @@ def stage(mesh: Mesh = MESH, **parameters: StoredParameter) -> LoweredStage:
     return LoweredStage(
         0, mesh, {}, nothing, None, None, None, parameters, {}, (), (), (), (), (), (), training=True, microbatches=1
     )
+
+
+def exposed_s(line: Line, prices: Pricer, *parameters: StoredParameter, x: Spec = WHOLE) -> float:
+    """Seconds of a line of a stage that is not hidden. x: the spec of that value, which is of type ROWS."""
+    one = stage(**{p.name: p for p in parameters})
+    (cost,) = line_costs(Function("forward", ("x",), (line,), (), {"x": (ROWS, x)}), one, prices)
+    return cost.exposed_s
 
 
 def pricer(software: Software | None = None) -> Pricer:

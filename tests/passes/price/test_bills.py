@@ -21,7 +21,7 @@ from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
 from autopar.passes.price.bills import passes_over_memory, stage_bill, template_bill, template_seconds
 from autopar.passes.price.fusion import fused_bytes
-from autopar.passes.price.lines import cast_seconds, gather_seconds, line_seconds, regather_seconds
+from autopar.passes.price.lines import cast_seconds, regather_seconds
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import TemplatePlan
 
@@ -36,6 +36,7 @@ from .stages import (
     ROWS,
     SCALAR,
     WHOLE,
+    exposed_s,
     gathered,
     in_bucket,
     parameter,
@@ -110,16 +111,16 @@ def test_a_stage_bills_its_calls_and_what_is_between_them() -> None:
 
 
 def test_what_is_hidden_of_a_line_does_not_count() -> None:
-    gather = ParameterGather("w", (GATHER_DP,), None)
-    assert gather_seconds(gather, parameter(ON_DP), pricer(FULL)) == pytest.approx(0.25 * gathered(2048, 2))
-    exposed = line_seconds(CONVERTS[0], {"x": 1024.0}, stage(), pricer(FULL))
+    gather = ir.Prefetch(GatherKey(0), (ParameterGather("w", (GATHER_DP,), None),))
+    assert exposed_s(gather, pricer(FULL), parameter(ON_DP)) == pytest.approx(0.25 * gathered(2048, 2))
+    exposed = exposed_s(CONVERTS[0], pricer(FULL), x=BOTH)
     assert exposed == pytest.approx(0.5 * gathered(4096, 4) + COPIED_TO_GATHER)
 
 
 def test_a_lines_seconds_are_the_sum_of_its_messages() -> None:
     line = ir.SumLoss("loss", ("dp", "tp"), outs=("total",), types=(SCALAR,), specs=(Spec(()),))
     expected = in_bucket("all_reduce", 4, 2) + in_bucket("all_reduce", 4, 4)
-    assert line_seconds(line, {}, stage(), pricer()) == pytest.approx(expected)
+    assert exposed_s(line, pricer()) == pytest.approx(expected)
 
 
 def block(backward: Sequence[Line] | None = None) -> tuple[LoweredTemplate, Template, TemplatePlan]:

@@ -17,7 +17,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.played.gradients import sent_in_place
-from autopar.passes.price.lines import line_copied_s
+from autopar.passes.price.lines import stored_s
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
 from autopar.runtime.gradients.buckets import Buckets
@@ -35,7 +35,7 @@ def stage_of(*parameters: StoredParameter, owned: bool = True) -> LoweredStage:
 def copied_bytes(p: StoredParameter, stage: LoweredStage, owned: bool = True) -> float:
     """Bytes that a rank reads and writes for all contributions to a gradient in a step."""
     times = p.contributions * stage.microbatches
-    return times * line_copied_s(ir.AddGradient("g", p.name, owned), {}, stage, PASSES) / PASSES.copy_s
+    return times * stored_s(ir.AddGradient("g", p.name, owned), {}, stage, PASSES) / PASSES.copy_s
 
 
 def test_a_large_gradient_that_nobody_else_holds_is_not_copied_into_a_message() -> None:

@@ -13,17 +13,17 @@ from autopar.ir import lines as ir
 from autopar.ir.lines import Compute, Convert, GatherKey, Line, ParameterGather, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
-from autopar.ir.steps import GATHERED, RuntimeStep, Step
+from autopar.ir.steps import RuntimeStep, Step
 from autopar.passes.price.lines import (
     Message,
     conversion_messages,
     gather_messages,
-    gather_seconds,
     gradient_messages,
     line_messages,
     regather_messages,
 )
 from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.gather import GATHERED
 
 from .stages import (
     BF16,
@@ -38,6 +38,7 @@ from .stages import (
     SCALAR,
     WEIGHT,
     WHOLE,
+    exposed_s,
     gathered,
     parameter,
     pricer,
@@ -198,9 +199,6 @@ def test_what_fills_a_bucket_costs_what_it_costs_alone() -> None:
 
 
 def test_a_gather_in_16_bits_reads_and_writes_its_shard_once_more() -> None:
-    gather = ParameterGather("w", (GATHER_DP,), BF16)
-    assert gather_seconds(gather, parameter(ON_DP), pricer()) == pytest.approx(
-        (1024 + 512) / MEMORY + gathered(1024, 2)
-    )
-    whole = replace(gather, dtype=None)
-    assert gather_seconds(whole, parameter(ON_DP), pricer()) == pytest.approx(gathered(2048, 2))
+    low, whole = (ir.Prefetch(GatherKey(0), (ParameterGather("w", (GATHER_DP,), dtype),)) for dtype in (BF16, None))
+    assert exposed_s(low, pricer(), parameter(ON_DP)) == pytest.approx((1024 + 512) / MEMORY + gathered(1024, 2))
+    assert exposed_s(whole, pricer(), parameter(ON_DP)) == pytest.approx(gathered(2048, 2))

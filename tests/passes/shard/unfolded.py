@@ -5,11 +5,11 @@ from __future__ import annotations
 from autopar import ParallelProgram
 from autopar.ir.program import ValueRef, operand_nodes, resolve
 from autopar.ir.spec import Spec
-from autopar.ir.steps import GATHERED
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.sends import sent_by
 from autopar.runtime.gradients.buckets import BUCKETED
+from autopar.runtime.gradients.gather import GATHERED
 
 
 def unfolded_cost(program: ParallelProgram, pricer: Pricer) -> float:
