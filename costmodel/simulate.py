@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.ir.actions import Action, StageGraph, Table
+from autopar.ir.actions import Action, StageGraph, Table, splits_backward
+from autopar.runtime.program.actions import Replay, replay
 
 Durations = Mapping[tuple[int, str], float]
 """Seconds of (stage, kind)."""
@@ -138,109 +139,31 @@ def as_trace(rows: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """A table's actions in an order in which every dependency comes first.
+    """A table's actions in an order in which every dependency comes first. key: (stage, kind) of each; links: of `Replay`."""
 
-    previous[n]: the action before it on its group (-1: none). needs[n]: (action, index into `links`) of every arrival
-    from another group; what the same group made is there already.
-    """
-
-    group: tuple[int, ...]
-    action: tuple[Action, ...]
-    key: tuple[tuple[int, str], ...]
-    previous: tuple[int, ...]
-    needs: tuple[tuple[tuple[int, int], ...], ...]
+    played: Replay[Action]
+    key: Sequence[tuple[int, str]]
     links: tuple[tuple[int, int], ...]
     groups: int
     split: bool
 
+    def ends_s(self, durations: Durations, comm_s: Comm) -> list[float]:
+        """When every action ends. Raises PlanError for an action without seconds."""
+        seconds = _seconds(self, durations)
+        return self.played.ends_s(map(seconds.__getitem__, self.key), link_seconds(self.links, comm_s))
+
 
 def network(table: Table, graph: StageGraph) -> Network:
-    """The dependencies of a table. Raises PlanError when it deadlocks."""
+    """The dependencies of a table. Raises PlanError, saying who waits, when it deadlocks."""
     if len(table) != len(graph.groups):
         raise PlanError(f"the action table has {len(table)} rows for {len(graph.groups)} groups")
-    reads, links = _reads(graph)
-    return _Ordering(table, reads).network(links)
-
-
-Read = tuple[str, int, int]
-"""(kind of the action that is read, its stage, index of the link it comes over; -1: made by the same group)."""
-
-
-def _reads(graph: StageGraph) -> tuple[dict[tuple[str, int], list[Read]], tuple[tuple[int, int], ...]]:
-    """The reads of actions of each (kind, stage), and the links between groups."""
-    owner = graph.group_of
-    links: dict[tuple[int, int], int] = {}
-    reads: dict[tuple[str, int], list[Read]] = {}
-    for s in range(graph.stages):
-        for kind, sources in (("F", graph.feeds[s]), ("B", graph.returns[s])):
-            reads[kind, s] = [
-                (kind, u, links.setdefault((u, s), len(links)) if owner[u] != owner[s] else -1) for u in sources
-            ]
-        reads["B", s].append(("F", s, -1))
-        reads["W", s] = [("B", s, -1)]
-    return reads, tuple(links)
-
-
-class _Ordering:
-    """Walks every row of a table as far as what its actions read is there, until all have run or nothing moves.
-
-    done: index of each action that has run, by (kind, stage, microbatch); waiting: the groups that wait for one.
-    """
-
-    def __init__(self, table: Table, reads: Mapping[tuple[str, int], Sequence[Read]]) -> None:
-        self.table, self.reads = table, reads
-        self.done: dict[tuple[str, int, int], int] = {}
-        self.waiting: dict[tuple[str, int, int], list[int]] = {}
-        self.group: list[int] = []
-        self.actions: list[Action] = []
-        self.previous: list[int] = []
-        self.needs: list[tuple[tuple[int, int], ...]] = []
-
-    def network(self, links: tuple[tuple[int, int], ...]) -> Network:
-        """Raises PlanError, saying who waits, when the table deadlocks."""
-        p = len(self.table)
-        cursor, pending = [0] * p, list(range(p))
-        last = [-1] * p
-        while pending:
-            g = pending.pop()
-            row = self.table[g]
-            while cursor[g] < len(row):
-                action = row[cursor[g]]
-                arrivals = self._arrivals(g, action)
-                if arrivals is None:
-                    break
-                self.group.append(g)
-                self.previous.append(last[g])
-                self.needs.append(arrivals)
-                last[g] = len(self.actions)
-                self.actions.append(action)
-                key = action.kind, action.stage, action.microbatch
-                self.done[key] = last[g]
-                cursor[g] += 1
-                if self.waiting:
-                    pending.extend(other for other in self.waiting.pop(key, ()) if other != g)
-        rows = enumerate(self.table)
-        stuck = [f"group {g} waits before {row[cursor[g]]}" for g, row in rows if cursor[g] < len(row)]
-        if stuck:
-            raise PlanError("the action table deadlocks: " + "; ".join(stuck[:4]))
-        keys = tuple((a.stage, a.kind) for a in self.actions)
-        split = any(a.kind == "W" for a in self.actions)
-        return Network(
-            tuple(self.group), tuple(self.actions), keys, tuple(self.previous), tuple(self.needs), links, p, split
-        )
-
-    def _arrivals(self, g: int, action: Action) -> tuple[tuple[int, int], ...] | None:
-        """(action, link) of what arrives from other groups; None where something has not run, for which g waits then."""
-        arrivals = []
-        for kind, stage, link in self.reads[action.kind, action.stage]:
-            key = kind, stage, action.microbatch
-            source = self.done.get(key)
-            if source is None:
-                self.waiting.setdefault(key, []).append(g)
-                return None
-            if link >= 0:
-                arrivals.append((source, link))
-        return tuple(arrivals)
+    reads, links = graph.reads
+    played = replay(table, reads)
+    if played.stuck:
+        stuck = [f"group {one.row} waits before {table[one.row][one.place]}" for one in played.stuck]
+        raise PlanError("the action table deadlocks: " + "; ".join(stuck[:4]))
+    key = [(stage, kind) for kind, _, stage in played.item]
+    return Network(played, key, links, len(table), splits_backward(table))
 
 
 def _seconds(net: Network, durations: Durations) -> Durations:
@@ -268,7 +191,7 @@ def makespan_s(table: Table, graph: StageGraph, durations: Durations, comm_s: Co
 
 def longest_s(net: Network, durations: Durations, comm_s: Comm = 0.0) -> float:
     """`makespan_s` of a table whose dependencies are worked out."""
-    return max(_ends(net, durations, comm_s), default=0.0)
+    return max(net.ends_s(durations, comm_s), default=0.0)
 
 
 def bubble_spans(
@@ -278,25 +201,11 @@ def bubble_spans(
     net = network(table, graph)
     seconds = _seconds(net, durations)
     first, last = [-1.0] * net.groups, [0.0] * net.groups
-    for i, key, end in zip(net.group, net.key, _ends(net, durations, comm_s), strict=True):
+    for i, key, end in zip(net.played.row, net.key, net.ends_s(durations, comm_s), strict=True):
         if first[i] < 0:
             first[i] = end - seconds[key]
         last[i] = end
     return tuple(b - max(a, 0.0) for a, b in zip(first, last, strict=True)), max(last)
-
-
-def _ends(net: Network, durations: Durations, comm_s: Comm) -> list[float]:
-    seconds, comm = _seconds(net, durations), link_seconds(net.links, comm_s)
-    ends: list[float] = []
-    append = ends.append
-    for key, prev, needs in zip(net.key, net.previous, net.needs, strict=True):
-        start = ends[prev] if prev >= 0 else 0.0
-        for source, link in needs:
-            arrived = ends[source] + comm[link]
-            if arrived > start:
-                start = arrived
-        append(start + seconds[key])
-    return ends
 
 
 def uniform(stages: int, tf: float, tb: float, tw: float) -> dict[tuple[int, str], float]:
@@ -310,7 +219,7 @@ def simulate(
     """The timeline of one step. Raises PlanError when the table deadlocks or a duration is missing."""
     net = network(table, graph)
     seconds, comm = _seconds(net, durations), link_seconds(net.links, comm_s)
-    groups = net.groups
+    groups, played = net.groups, net.played
     works_after: dict[tuple[int, Action | None], list[StreamWork]] = {}
     for c in collectives:
         works_after.setdefault((c.group, c.after), []).append(c)
@@ -332,18 +241,18 @@ def simulate(
 
     for i in range(groups):
         run_collectives(i, None, 0.0, -1)
-    for n, action in enumerate(net.action):
-        i, previous = net.group[n], net.previous[n]
+    for n, action in enumerate(played.item):
+        i, previous = played.row[n], played.previous[n]
         start, cause_of_start = 0.0, -1
         if previous >= 0:
             start, cause_of_start = events[event_of[previous]].end_s, event_of[previous]
-        for source, link in net.needs[n]:
+        for source, link in played.arrivals[n]:
             sent = events[event_of[source]].end_s
             if sent + comm[link] > start:
                 start, cause_of_start = sent + comm[link], event_of[source]
             if comm[link] > 0:
-                name = f"send {net.action[source]}"
-                events.append(Event(net.group[source], "comm", name, sent, sent + comm[link]))
+                name = f"send {played.item[source]}"
+                events.append(Event(played.row[source], "comm", name, sent, sent + comm[link]))
                 cause.append(event_of[source])
         if (i, action) in blocked_until and blocked_until[i, action][0] > start:
             start, cause_of_start = blocked_until[i, action]

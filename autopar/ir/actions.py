@@ -1,11 +1,5 @@
-"""Action tables: what every group of ranks does in one step, in order.
-
-A *stage* is a run of the program's calls on a mesh; a *group* is the ranks that run one stage, or several (interleaved
-schedules give every group V of them). An action is F (forward), B (backward: of everything, or of the inputs alone
-where the schedule has W) or W (weight gradients) of one microbatch on one stage:
-
-    group 0   F0.0 F1.0 B0.0 F2.0 B1.0 B2.0          kind, microbatch, stage
-    group 1   F0.1 B0.1 F1.1 B1.1 F2.1 B2.1
+"""Stages of a pipeline: which groups run them, and which feed which. What groups do with them, in order, is a table of actions
+(`autopar.runtime.program.actions`).
 
 Stages depend on each other as the program's values do: a chain in most models, any DAG with skips or branches. Times
 are not part of a table; `autopar.costmodel.simulate` adds them.
@@ -13,25 +7,11 @@ are not part of a table; `autopar.costmodel.simulate` adds them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One piece of work: kind F, B or W, of one microbatch, on one stage."""
-
-    kind: str
-    microbatch: int
-    stage: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}.{self.stage}"
-
-
-_NUMBER = re.compile("[0-9]{1,7}")
+from autopar.runtime.program.actions import Action, Reads, action_reads, parse_row, splits_backward
 
 Table = tuple[tuple[Action, ...], ...]
 """One row of actions per group."""
@@ -90,6 +70,11 @@ class StageGraph:
         return {s: tuple(sorted(u for u, v in edges if v == s)) for s in range(self.stages)}
 
     @cached_property
+    def reads(self) -> tuple[Reads, tuple[tuple[int, int], ...]]:
+        """The reads of actions, and the links between stages of different groups."""
+        return action_reads(self.groups, self.feeds, self.returns)
+
+    @cached_property
     def depth(self) -> tuple[int, ...]:
         """Per stage the edges on the longest path to an end: p-1 … 0 in a chain."""
         found = [0] * self.stages
@@ -98,22 +83,9 @@ class StageGraph:
         return tuple(found)
 
 
-def splits_backward(rows: Iterable[Iterable[Action]]) -> bool:
-    """Whether B and W are apart in any of these rows."""
-    return any(action.kind == "W" for row in rows for action in row)
-
-
 def show_row(row: Iterable[Action]) -> str:
     """`F0.0 F1.0 B0.0 …`."""
     return " ".join(map(str, row))
 
 
-def parse_row(text: str) -> tuple[Action, ...]:
-    """Inverse of `show_row`. Raises ValueError for a word that is no action."""
-    row = []
-    for word in text.split():
-        microbatch, _, stage = word[1:].partition(".")
-        if word[0] not in "FBW" or not _NUMBER.fullmatch(microbatch) or not _NUMBER.fullmatch(stage):
-            raise ValueError(f"{word!r} is no action; write F, B or W, a microbatch, a dot and a stage, such as F3.1")
-        row.append(Action(word[0], int(microbatch), int(stage)))
-    return tuple(row)
+__all__ = ["Action", "StageGraph", "Table", "parse_row", "show_row", "splits_backward"]

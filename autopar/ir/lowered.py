@@ -15,6 +15,7 @@ from autopar.ir.program import Join
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
+from autopar.runtime.program.order import Transfer
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +158,9 @@ class LoweredStage:
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """A value ("value") or gradient ("gradient") on its way from one stage to another, spec on either mesh."""
+class LoweredTransfer(Transfer):
+    """A transfer with its value's type, and spec on either mesh."""
 
-    name: str
-    kind: str
-    source: int
-    target: int
     type: TensorType
     source_spec: Spec
     target_spec: Spec
@@ -177,7 +174,7 @@ class LoweredProgram:
     """
 
     stages: tuple[LoweredStage, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LoweredTransfer, ...]
     shared: dict[str, tuple[int, ...]]
     graph: StageGraph
     table: Table

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.actions import StageGraph, Table, parse_row, splits_backward
-from autopar.ir.lowered import LoweredProgram, LoweredStage, Transfer
+from autopar.ir.lowered import LoweredProgram, LoweredStage, LoweredTransfer
 from autopar.ir.program import Program
 from autopar.passes.lower.alike import like_stage, stage_kind
 from autopar.passes.lower.cut import cut, shared_parameters
@@ -105,8 +105,8 @@ def table_of(plan: Plan, graph: StageGraph, training: bool) -> Table:
     return build(plan.schedule, graph, plan.microbatches)
 
 
-def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
-    transfers = []
+def _transfers(stages: tuple[LoweredStage, ...]) -> list[LoweredTransfer]:
+    transfers: list[LoweredTransfer] = []
     for kind, leaving, arriving in (
         ("value", "sent", "received"),
         ("gradient", "gradients_sent", "gradients_received"),
@@ -117,7 +117,8 @@ def _transfers(stages: tuple[LoweredStage, ...]) -> list[Transfer]:
                 if port.name not in ends:
                     raise PlanError(f"stage {stage.index} sends {port.name}, which no stage receives")
                 target, end = ends.pop(port.name)
-                transfers.append(Transfer(port.name, kind, stage.index, target, port.type, port.spec, end.spec))
+                road = len(transfers), port.name, kind, stage.index, target
+                transfers.append(LoweredTransfer(*road, port.type, port.spec, end.spec))
         if ends:
             raise PlanError(
                 f"{', '.join(ends)} is received by stage {next(iter(ends.values()))[0]}, but nobody sends it"

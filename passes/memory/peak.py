@@ -10,7 +10,7 @@ is held then and what the action needs beside it; or what the optimizer needs wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.actions import Action, StageGraph, Table
@@ -21,6 +21,7 @@ from autopar.passes.memory.gradient_store import REPLAYED, StepBytes, StoreBytes
 from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
+from autopar.passes.schedule.held import held_after
 from autopar.runtime.comm.devices import CPU, Device
 
 
@@ -142,39 +143,36 @@ def _moment(
 
 def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -> tuple[float, ...]:
     """Largest bytes on a rank of every group over a step."""
-    peaks = []
-    for group, row in zip(graph.groups, table, strict=True):
-        resting = sum(stages[s].resting_bytes for s in group)
-        sums = dict.fromkeys(group, 0.0)
-        worst = 0.0
-        for action, moment, others, _, need in _replayed(row, stages):
-            worst = max(worst, others + sum(sums.values()) + need)
-            sums[action.stage] += moment.sums
-        for s in group:
-            worst = max(worst, stages[s].step + sum(v + stages[t].copied for t, v in sums.items() if t != s))
-        peaks.append(resting + worst)
-    return tuple(peaks)
+    groups = zip(graph.groups, table, strict=True)
+    return tuple(sum(stages[s].resting_bytes for s in group) + _worst(group, row, stages)[0] for group, row in groups)
 
 
-def _replayed(
-    row: Sequence[Action], stages: Sequence[StageMemory]
-) -> Iterator[tuple[Action, Moment, float, float, float]]:
-    """A row's actions with what each does, what other microbatches and its own hold before, and the most beside the others.
+def _worst(group: Sequence[int], row: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:
+    """The most bytes of a group over a step beside what rests; of these gradients, and what microbatches left behind that are
+    waiting then.
 
-    What an action receives is posted before the one ahead of it runs, and what it sends is there until the receives of the
-    action after the next are posted.
+    An action needs its moment's peak, or what it leaves; what it receives is posted before the one ahead of it runs, and what it
+    sends is there until the receives of the action after the next are posted.
     """
-    held: dict[tuple[int, int], float] = {}
-    waiting = 0.0
     moments = _moments(row, stages)
+    after_F, after_B = ([float(memory.actions[k].after) if k in memory.actions else 0.0 for memory in stages] for k in "FB")
+    before = {"F": [0.0] * len(stages), "B": after_F, "W": after_B}
     coming = [*(moment.received for moment in moments[1:]), 0.0, 0.0]
-    for i, (action, moment) in enumerate(zip(row, moments, strict=True)):
-        key = (action.stage, action.microbatch)
-        own = held.get(key, 0.0)
+    sums = dict.fromkeys(group, 0.0)
+    summed = worst = gradients = waiting = 0.0
+    for i, (action, moment, held) in enumerate(zip(row, moments, held_after(row, after_F, after_B), strict=True)):
+        others = held - moment.after
         left = moment.after + moment.sums + moment.sent + coming[i + 1]
-        yield action, moment, waiting - own, own, max(moment.peak, left) + coming[i]
-        waiting += moment.after - own
-        held[key] = moment.after
+        need = max(moment.peak, left) + coming[i]
+        if others + summed + need > worst:
+            worst = others + summed + need
+            own = min(before[action.kind][action.stage] or moment.after, need)
+            gradients, waiting = summed + min(max(moment.sums, 0.0), need - own), others + own
+        summed += moment.sums
+        sums[action.stage] += moment.sums
+    copied = sum(stages[s].copied for s in group)
+    last = max(stages[s].step + summed - sums[s] + copied - stages[s].copied for s in group)
+    return (last, min(summed + copied, last), 0.0) if last > worst else (worst, gradients, waiting)
 
 
 def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
@@ -186,24 +184,12 @@ def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, 
     largest: dict[str, float] = {}
     for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
         resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
-        sums = dict.fromkeys(group, 0.0)
-        summed, worst, split = 0.0, 0.0, (0.0, 0.0)
-        for action, moment, others, before, need in _replayed(row, stages):
-            if others + summed + need > worst:
-                own = min(before or moment.after, need)
-                grown = min(max(moment.sums, 0.0), need - own)
-                worst, split = others + summed + need, (summed + grown, others + own)
-            summed += moment.sums
-            sums[action.stage] += moment.sums
-        copied = sum(stages[s].copied for s in group)
-        last = max(stages[s].step + summed - sums[s] + copied - stages[s].copied for s in group)
-        if last > worst:
-            worst, split = last, (min(summed + copied, last), 0.0)
+        worst, gradients, waiting = _worst(group, row, stages)
         kinds = {
             **resting,
-            "gradients": resting.get("gradients", 0.0) + split[0],
-            "held for backward": split[1],
-            "for a moment": worst - sum(split),
+            "gradients": resting.get("gradients", 0.0) + gradients,
+            "held for backward": waiting,
+            "for a moment": worst - gradients - waiting,
         }
         largest = max(largest, kinds, key=lambda kinds: sum(kinds.values()))
     return largest

@@ -19,6 +19,7 @@ from autopar.errors import PlanError
 from autopar.ir.program import Template, operand_values, resolve
 from autopar.passes.rules.hubs import Flow, phase_is_late
 from autopar.passes.rules.once import once
+from autopar.passes.rules.structure import view_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,15 @@ def recomputation(template: Template, flow: Flow, recompute: Iterable[str]) -> R
                 pending.append(operand)
     ordered = {v: kept[v] for v in template.nodes if v in kept}
     return Recomputation(ordered, frozenset(again), tuple(sorted(used)), _hubs(template, flow, ordered, again))
+
+
+def held_values(template: Template, recomputed: Recomputation) -> dict[str, str]:
+    """The kept values that own memory until backward, with the form that each is held in: views of what is there anyway, kept or
+    a parameter, own none."""
+    there = {*recomputed.kept, *template.params}
+    return {
+        v: form for v, form in recomputed.kept.items() if view_of(template, resolve(template.nodes[v])[0]) not in there
+    }
 
 
 def kept_form(flow: Flow, template: Template, value: str) -> str:

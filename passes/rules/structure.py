@@ -7,7 +7,7 @@ priced or decided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +50,6 @@ def view_of(template: Template, node: fx.Node) -> str | None:
         return None
     definition = find(template.op_calls[node.name].op)
     return value_at(node, 0) if definition is not None and definition.free else None
-
-
-def shows_held(template: Template, node: fx.Node, held: Collection[str]) -> bool:
-    """Whether a node is a view of a value that is held for backward anyway."""
-    return view_of(template, node) in held
 
 
 def value_names(node: Any) -> dict[int, str]:

@@ -23,9 +23,9 @@ from autopar.ir import tables
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.schedules import Schedule, register
 from autopar.passes.schedule.costs import ActionCosts, MemoryRoom, checked
-from autopar.passes.schedule.fill import fill, order_of
+from autopar.passes.schedule.fill import fill, without_W
 from autopar.passes.schedule.greedy import Policy, greedy
-from autopar.passes.schedule.timed_pipeline import MAKESPAN_WEIGHT, TimedPipeline, TimedTable, steps
+from autopar.passes.schedule.timed_pipeline import MAKESPAN_WEIGHT, TimedPipeline, TimedTable
 
 SHORT = 3
 """Settings are compared on a pipeline of this many microbatches per group, or of more if it has few actions."""
@@ -108,11 +108,11 @@ def _refilled(full: TimedPipeline, short: TimedPipeline, orders: Sequence[Order]
     slowest = max(full.w)
     tries = []
     for n, order in enumerate(orders):
-        rows = order_of(steps(order(short.graph, short.m)))
-        tries += [(timed.score, b, n) for b in BUDGETS if (timed := fill(short, rows, b * slowest)) is not None]
+        played = without_W(short.graph, order(short.graph, short.m))
+        tries += [(timed.score, b, n) for b in BUDGETS if (timed := fill(short, played, b * slowest)) is not None]
     if tries:
         _, budget, n = min(tries)
-        yield fill(full, order_of(steps(orders[n](full.graph, full.m))), budget * slowest)
+        yield fill(full, without_W(full.graph, orders[n](full.graph, full.m)), budget * slowest)
 
 
 def _scheduled(full: TimedPipeline, policies: Iterable[Policy]) -> Iterator[TimedTable | None]:
@@ -121,7 +121,7 @@ def _scheduled(full: TimedPipeline, policies: Iterable[Policy]) -> Iterator[Time
         timed = greedy(full, policy)
         yield timed
         if timed is not None:
-            yield fill(full, order_of(timed.rows), BUDGETS[1] * max(full.w))
+            yield fill(full, without_W(full.graph, timed.rows), BUDGETS[1] * max(full.w))
 
 
 class _Settings:

@@ -16,15 +16,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.costmodel.simulate import link_seconds
+from autopar.ir.actions import StageGraph
 from autopar.passes.schedule.timed_pipeline import Step, TimedPipeline, TimedTable
-
-Code = tuple[bool, int, int]
-"""(is a B, microbatch, stage)."""
+from autopar.runtime.program.actions import Replay, replay
 
 
-def order_of(rows: Sequence[Sequence[Step]]) -> list[list[Code]]:
-    """The actions of rows without their W."""
-    return [[(kind == "B", k, s) for kind, k, s in row if kind != "W"] for row in rows]
+def without_W(graph: StageGraph, rows: Sequence[Sequence[Step]]) -> Replay[Step]:
+    """The F and B of rows, every one after all that it reads."""
+    return replay([[step for step in row if step[0] != "W"] for row in rows], graph.reads[0])
 
 
 @dataclass
@@ -39,62 +39,38 @@ class _Row:
     owed: deque[tuple[int, int]] = field(default_factory=deque)
 
 
-def fill(pipeline: TimedPipeline, rows: Sequence[Sequence[Code]], budget: float) -> TimedTable | None:
-    """The table of these rows of F and B with W put in; None when an F or B fits nowhere or the order deadlocks."""
-    return _Filling(pipeline, rows, budget).table()
+def fill(pipeline: TimedPipeline, order: Replay[Step], budget: float) -> TimedTable | None:
+    """The table of F and B in this order with W put in; None when one of them fits nowhere or the order deadlocks."""
+    return None if order.stuck else _Filling(pipeline, order, budget).table()
 
 
 class _Filling:
-    """One walk through rows of F and B. waiting: groups by the action of another group that they wait for."""
+    """One walk through the F and B of all rows."""
 
-    def __init__(self, pipeline: TimedPipeline, rows: Sequence[Sequence[Code]], budget: float) -> None:
-        self.pipeline, self.rows, self.budget = pipeline, rows, budget
-        self.end_F, self.end_B = ([[-1.0] * pipeline.m for _ in range(pipeline.graph.stages)] for _ in "FB")
-        self.made = [_Row() for _ in rows]
-        self.waiting: dict[Code, list[int]] = {}
+    def __init__(self, pipeline: TimedPipeline, order: Replay[Step], budget: float) -> None:
+        self.pipeline, self.order, self.budget = pipeline, order, budget
+        self.made = [_Row() for _ in pipeline.graph.groups]
 
     def table(self) -> TimedTable | None:
-        """Walks every row as far as its arrivals allow, and on when they are there; what W is left runs at the end."""
-        cursor, pending = [0] * len(self.rows), list(range(len(self.rows)))
-        while pending:
-            g = pending.pop()
-            while cursor[g] < len(self.rows[g]):
-                code = self.rows[g][cursor[g]]
-                ready = self._ready(g, code)
-                if ready is None:
-                    break
-                if not self._run(g, code, ready):
-                    return None
-                cursor[g] += 1
-                if self.waiting:
-                    pending.extend(j for j in self.waiting.pop(code, ()) if j != g)
-        if any(n < len(row) for n, row in zip(cursor, self.rows, strict=True)):
-            return None
+        """Runs F and B as their arrivals allow; the W that are left run at the end."""
+        order, graph = self.order, self.pipeline.graph
+        link_s = link_seconds(graph.reads[1], self.pipeline.costs.comm_s)
+        ends: list[float] = []
+        for step, g, arrivals in zip(order.item, order.row, order.arrivals, strict=True):
+            ready = max((ends[source] + link_s[link] for source, link in arrivals), default=0.0)
+            if not self._run(g, step, ready):
+                return None
+            ends.append(self.made[g].now)
         for row in self.made:
             while row.owed:
                 self._run_W(row)
         spans_s = tuple(row.now - row.first for row in self.made)
         return TimedTable([row.steps for row in self.made], spans_s, max(row.now for row in self.made))
 
-    def _ready(self, g: int, code: Code) -> float | None:
-        """When all that an action reads is there; None where something has not run, for which the group waits then."""
-        back, mb, s = code
-        ready = self.end_F[s][mb] if back else 0.0
-        if ready < 0:
-            return None
-        ends = self.end_B if back else self.end_F
-        for u, comm in self.pipeline.returns[s] if back else self.pipeline.feeds[s]:
-            sent = ends[u][mb]
-            if sent < 0:
-                self.waiting.setdefault((back, mb, u), []).append(g)
-                return None
-            if sent + comm > ready:
-                ready = sent + comm
-        return ready
-
-    def _run(self, g: int, code: Code, ready: float) -> bool:
+    def _run(self, g: int, step: Step, ready: float) -> bool:
         """Runs an F or B, after the W that must or should go before it; False where it does not fit."""
-        (back, mb, s), row, room = code, self.made[g], self.pipeline.room
+        (kind, mb, s), row, room = step, self.made[g], self.pipeline.room
+        back = kind == "B"
         more = room.later[s] - room.after_F[s] if back else room.after_F[s]
         if not self._make_room(row, room.bound[g] * (1 + 1e-9) - more):
             return False
@@ -105,12 +81,10 @@ class _Filling:
             row.now = ready
         if row.first < 0:
             row.first = row.now
-        row.steps.append(("B" if back else "F", mb, s))
+        row.steps.append(step)
+        row.now += self.pipeline.b[s] if back else self.pipeline.f[s]
         if back:
-            row.now = self.end_B[s][mb] = row.now + self.pipeline.b[s]
             row.owed.append((s, mb))
-        else:
-            row.now = self.end_F[s][mb] = row.now + self.pipeline.f[s]
         row.held += more
         return True
 

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import neg, sub
 
-from autopar.ir.actions import Action, StageGraph, Table, splits_backward
+from autopar.ir.actions import Action, StageGraph, Table
 
 
 def held_after(
     row: Sequence[Action], after_F: Sequence[float], after_B: Sequence[float] | None = None
 ) -> Iterator[float]:
-    """The bytes that a group holds after each action of its row.
+    """The bytes that a group holds after each action of its row, whose last kind is the last of every microbatch.
 
     after_F[s]: what stage s keeps of a microbatch between F and B. after_B[s]: what it keeps of it between B and W
     (None: the same). Without W in the row B releases all; forwards alone keep nothing.
     """
-    split = splits_backward([row])
-    training = split or any(a.kind == "B" for a in row)
-    later = after_F if after_B is None else after_B
-    held = 0.0
-    for action in row:
-        s = action.stage
-        if action.kind == "F" and training:
-            held += after_F[s]
-        elif action.kind == "B":
-            held += (later[s] if split else 0.0) - after_F[s]
-        elif action.kind == "W":
-            held -= later[s]
-        yield held
+    change: dict[str, Sequence[float]]
+    match row[-1].kind if row else "F":
+        case "F":
+            change = {"F": [0.0] * len(after_F)}
+        case "B":
+            change = {"F": after_F, "B": list(map(neg, after_F))}
+        case _:
+            later = after_F if after_B is None else after_B
+            change = {"F": after_F, "B": list(map(sub, later, after_F)), "W": list(map(neg, later))}
+    return accumulate([change[action[0]][action[2]] for action in row])
 
 
 def in_flight(table: Table, graph: StageGraph) -> tuple[int, ...]:

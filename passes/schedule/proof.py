@@ -16,18 +16,25 @@ Checked in this order, each with the group and the action at fault:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from autopar.errors import CheckError
 from autopar.ir.actions import Action, StageGraph, Table, splits_backward
 from autopar.passes.schedule.costs import MemoryRoom
 from autopar.passes.schedule.held import held_after
+from autopar.runtime.program.actions import Item, replay
 
 Message = tuple[int, int, str, int]
 """(sending stage, receiving stage, F for values or B for gradients, microbatch)."""
-End = tuple[str, Message]
-"""One end of a message: ("send" or "receive", message)."""
-Done = tuple[str, int, int]
-"""(kind, stage, microbatch) of an action."""
+
+
+class End(NamedTuple):
+    """Kind of an item: one end ("send" or "receive") of the messages of a channel."""
+
+    end: str
+    sender: int
+    receiver: int
+    kind: str
 
 
 def check_table(
@@ -140,85 +147,62 @@ def _channels(table: Table, graph: StageGraph) -> None:
 
 def deadlock(table: Table, graph: StageGraph) -> str:
     """Who waits for what, for ever, when sends are buffered; "" when the table runs to its end."""
-    return _Execution(table, graph, rendezvous=False).stuck()
+    stuck = replay(table, graph.reads[0]).stuck
+    return _waits(table, graph, [(one.row, one.place, one.missing) for one in stuck])
 
 
 def rendezvous_deadlock(table: Table, graph: StageGraph) -> str:
-    """Who waits for what, for ever, when a send waits for its receiver; "" when the table runs to its end."""
-    return _Execution(table, graph, rendezvous=True).stuck()
+    """Who waits for what, for ever, when a send waits for its receiver; "" when the table runs to its end.
 
-
-class _Execution:
-    """Runs every row as far as it goes. A group is at step n when it waits to start action n (or, at the end, to send).
-
-    posted: the ends of messages that are there; a wait is over when both ends are. Buffered sends wait for nothing.
+    Rows are played with items for messages: once a group has itself made what its next action reads, both kinds of ends of the
+    batch are posted, then their other ends are waited for, then the action runs.
     """
-
-    def __init__(self, table: Table, graph: StageGraph, rendezvous: bool) -> None:
-        self.table, self.graph, self.rendezvous = table, graph, rendezvous
-        self.step = [0] * len(table)
-        self.ready = list(range(len(table)))
-        self.done: set[Done] = set()
-        self.posted: set[End] = set()
-        self.waiting: dict[End | Done, list[int]] = {}
-
-    def stuck(self) -> str:
-        """A text that says what the first few groups that never end wait for; "" when all do."""
-        while self.ready:
-            g = self.ready.pop()
-            while self._within(g):
-                need = self._blocked(g)
-                if need is not None:
-                    self.waiting.setdefault(need, []).append(g)
-                    break
-                if self.step[g] < len(self.table[g]):
-                    action = self.table[g][self.step[g]]
-                    self.done.add((action.kind, action.stage, action.microbatch))
-                self.step[g] += 1
-        left = [g for g in range(len(self.table)) if self._within(g)]
-        return "; ".join(_waits(g, self.step[g], self.table[g], self._blocked(g)) for g in left[:4])
-
-    def _within(self, g: int) -> bool:
-        return self.step[g] <= len(self.table[g])
-
-    def _blocked(self, g: int) -> End | Done | None:
-        """The message or action that a group waits for before its next step, after it has posted its batch of messages;
-        None: for nothing."""
-        n, row = self.step[g], self.table[g]
-        batch: list[tuple[End, End]] = []
-        if n < len(row):
-            for message in _reads(row[n], self.graph):
-                sender, _, kind, microbatch = message
-                if _between_groups(message, self.graph):
-                    batch.append((("receive", message), ("send", message)))
-                elif (kind, sender, microbatch) not in self.done:
-                    return kind, sender, microbatch
-            before = {"B": "F", "W": "B"}.get(row[n].kind)
-            if before and (before, row[n].stage, row[n].microbatch) not in self.done:
-                return before, row[n].stage, row[n].microbatch
-        if n:
-            sent = (message for message in _sends(row[n - 1], self.graph) if _between_groups(message, self.graph))
-            batch += [(("send", message), ("receive", message)) for message in sent]
-        for own_end, _ in batch:
-            if own_end not in self.posted:
-                self.posted.add(own_end)
-                self.ready.extend(self.waiting.pop(own_end, ()))
-        for own_end, other_end in batch:
-            if other_end not in self.posted and (self.rendezvous or own_end[0] == "receive"):
-                return other_end
-        return None
+    reads = dict(graph.reads[0])
+    rows: list[list[Item]] = []
+    places: list[list[int]] = []
+    for row in table:
+        items: list[Item] = []
+        place: list[int] = []
+        sent: list[tuple[str, Message]] = []
+        for n, now in enumerate([*row, None]):
+            batch = sent
+            if now is not None:
+                reads[("begin", now.kind), now.stage] = [r for r in graph.reads[0][now.kind, now.stage] if r[2] < 0]
+                items.append((("begin", now.kind), now.microbatch, now.stage))
+                batch = [("receive", m) for m in _reads(now, graph) if _between_groups(m, graph)] + sent
+                sent = [("send", m) for m in _sends(now, graph) if _between_groups(m, graph)]
+            posted = [_end(end, message) for end, message in batch]
+            for (end, message), (kind, microbatch, stage) in zip(batch, posted, strict=True):
+                other_kind, _, peer = _end("receive" if end == "send" else "send", message)
+                reads[kind, stage], reads[("wait", kind), stage] = (), [(other_kind, peer, -1)]
+                posted = [*posted, (("wait", kind), microbatch, stage)]
+            items += [*posted, *([now] if now is not None else [])]
+            place += [n] * (len(items) - len(place))
+        rows.append(items)
+        places.append(place)
+    stuck = replay(rows, reads).stuck
+    return _waits(table, graph, [(one.row, places[one.row][one.place], one.missing) for one in stuck])
 
 
-def _waits(g: int, n: int, row: Sequence[Action], need: End | Done | None) -> str:
-    where = f"group {g} waits before {row[n]} (action {n})" if n < len(row) else f"group {g} waits at its end"
-    match need:
-        case None:
-            return where
-        case (kind, stage, microbatch):
-            return f"{where} for its own {kind}{microbatch}.{stage}"
-        case (end, (sender, receiver, kind, microbatch)):
-            stage = sender if end == "send" else receiver
-            return f"{where} for stage {stage} to {end} {kind}{microbatch} of stage {sender}"
+def _end(end: str, message: Message) -> Item:
+    """One end of a message ("send" or "receive") as an item of a row."""
+    sender, receiver, kind, microbatch = message
+    return End(end, sender, receiver, kind), microbatch, sender if end == "send" else receiver
+
+
+def _waits(table: Table, graph: StageGraph, stuck: Sequence[tuple[int, int, Item]]) -> str:
+    """The first few groups that never end, with action and what is missing."""
+    said = []
+    for g, n, (kind, microbatch, stage) in stuck[:4]:
+        row = table[g]
+        where = f"group {g} waits before {row[n]} (action {n})" if n < len(row) else f"group {g} waits at its end"
+        if isinstance(kind, End):
+            said.append(f"{where} for stage {stage} to {kind.end} {kind.kind}{microbatch} of stage {kind.sender}")
+        elif graph.group_of[stage] == g:
+            said.append(f"{where} for its own {kind}{microbatch}.{stage}")
+        else:
+            said.append(f"{where} for stage {stage} to send {kind}{microbatch} of stage {stage}")
+    return "; ".join(said)
 
 
 def _within_memory(table: Table, memory: MemoryRoom) -> None:

@@ -36,11 +36,6 @@ class TimedTable:
         return tuple(tuple(Action(*step) for step in row) for row in self.rows)
 
 
-def steps(table: Table) -> list[list[Step]]:
-    """A table's rows as steps."""
-    return [[(a.kind, a.microbatch, a.stage) for a in row] for row in table]
-
-
 class TimedPipeline:
     """Seconds by stage (f, b, w) and, per stage, what its F and its B wait for: (stage, seconds on the way)."""
 
@@ -62,4 +57,4 @@ class TimedPipeline:
         peaks = peak_bytes(table, self.graph, self.room.after_F, self.room.later)
         if any(peak > bound * (1 + 1e-9) for peak, bound in zip(peaks, self.room.bound, strict=True)):
             return None
-        return TimedTable(steps(table), *bubble_spans(table, self.graph, self.costs.seconds, self.costs.comm_s))
+        return TimedTable(table, *bubble_spans(table, self.graph, self.costs.seconds, self.costs.comm_s))

@@ -10,12 +10,10 @@ from collections import Counter
 
 from autopar.ir.memory_levers import MOVABLE
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import resolve
 from autopar.passes.price.bills import is_kernel
 from autopar.passes.rules.hubs import flow, phase_is_late
 from autopar.passes.rules.policies import policy_set
-from autopar.passes.rules.recomputation import recomputation
-from autopar.passes.rules.structure import shows_held
+from autopar.passes.rules.recomputation import held_values, recomputation
 from autopar.passes.search.task import Task
 
 _OFFLOADED_WITH = {kind: moved for moved, kinds in MOVABLE.items() for kind in kinds}
@@ -50,10 +48,8 @@ def least_bytes(task: Task) -> tuple[float, float]:
     held = 0.0
     for name, times in program.multiplicity.items():
         template = program.templates[name]
-        kept = set(recomputation(template, flow(template), policy_set(template, policy)).kept)
-        held_anyway = {*kept, *template.params}
-        views = {v for v in kept if shows_held(template, resolve(template.nodes[v])[0], held_anyway)}
-        held += times * sum(template.type_of(v).nbytes for v in kept - views)
+        recomputed = recomputation(template, flow(template), policy_set(template, policy))
+        held += times * sum(template.type_of(v).nbytes for v in held_values(template, recomputed))
     return resting, held
 
 

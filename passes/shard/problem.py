@@ -4,7 +4,9 @@ Variables: a strategy per op of each template; a spec per placeholder and hub (`
 optimizer) pair of specs per group of parameters that share a template slot or are tied. Every call of a template shares
 its variables, so an edge counts as often as calls use it, and depth costs nothing. Every edge is priced, also those
 between calls, gradients going back between calls, batch slicing, parameter gathers, gradient reductions and the gather
-after the optimizer step. What the plan recomputes is priced twice, and only what it keeps counts as memory.
+after the optimizer step. What the plan recomputes is priced twice, and only what it keeps counts as memory: what a call keeps
+is at least what kept values fill of the storages that `passes.memory.walk` finds held; the batch, and what several calls
+keep, count too, and the rest of a storage of which a kept value shows a part does not.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from autopar.passes.price.op_choices import OpChoices
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.alphabet import BIT, distinct, refinements
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.rules.recomputation import Recomputation, recomputation
+from autopar.passes.rules.recomputation import Recomputation, held_values, recomputation
 from autopar.passes.rules.structure import Group, call_edges, parameter_groups
 from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
@@ -72,6 +74,7 @@ class Problem:
             name: recomputation(t, self.facts[name].flow, self.recompute.get(name, ()))
             for name, t in program.templates.items()
         }
+        self.held = {name: held_values(t, self.recomputations[name]) for name, t in program.templates.items()}
         self.groups = parameter_groups(program)
         self._at: dict[tuple[str, str], tuple[int, np.ndarray]] = {}  # (variable, spec per state) of a value or hub
         self._operands: dict[
@@ -128,16 +131,14 @@ class Problem:
 
     def _add_ops(self, template: Template) -> None:
         calls = self.program.multiplicity[template.name]
-        recomputed, rests = self.recomputations[template.name], self._rests(template)
+        recomputed, forms = self.recomputations[template.name], self.held[template.name]
         launching = host_is_slower(template, self.pricer, self.rules)
         for op in self.facts[template.name].operations.values():
             times = calls * self.setting.microbatches * (2 if op.name in recomputed.again else 1)
             key = ("op", template.name, op.name)
             choices = self._choices(key, op)
-            held = [i for i, value in op.results.items() if recomputed.kept.get(value) == value]
-            nbytes = np.zeros(len(choices.strategies))
-            if op.view_of not in rests:
-                nbytes = calls * sum((choices.result_bytes[i] for i in held), nbytes)
+            held = [choices.result_bytes[i] for i, value in op.results.items() if forms.get(value) == value]
+            nbytes = calls * sum(held, np.zeros(len(choices.strategies)))
             seconds = launched_s(op.call, choices.seconds, self.pricer) if launching else choices.seconds
             v = self._add_held(key, choices.strategies, times * seconds, nbytes)
             self._operands[template.name, op.name] = v, choices.operands
@@ -166,18 +167,12 @@ class Problem:
             return choices
         return choices.only([i for i, strategy in enumerate(choices.strategies) if allowed(key, strategy)])
 
-    def _rests(self, template: Template) -> set[str]:
-        """Values that are in memory when backward runs: those that are kept, and parameters."""
-        return {*self.recomputations[template.name].kept, *template.params}
-
     def _add_places(self, template: Template) -> None:
         """The spec of every placeholder and hub."""
         calls, facts = self.program.multiplicity[template.name], self.facts[template.name]
-        recomputed, rests = self.recomputations[template.name], self._rests(template)
+        forms = self.held[template.name]
         for place in facts.places:
-            key, counted = ("at", template.name, place.name), recomputed.kept.get(place.value) == place.name
-            if place.maker is not None and facts.operations[place.maker].view_of in rests:
-                counted = False
+            key, counted = ("at", template.name, place.name), forms.get(place.value) == place.name
             shards = self.pricer.shards(place.type)
             specs = shards.letters.specs
             possible = self._possible(template.name, place)

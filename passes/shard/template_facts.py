@@ -10,7 +10,7 @@ from autopar.ir.program import Template, operand_values, resolve
 from autopar.ir.types import TensorType
 from autopar.passes.rules.hubs import Flow, flow
 from autopar.passes.rules.once import once
-from autopar.passes.rules.structure import value_names, view_of
+from autopar.passes.rules.structure import value_names
 from autopar.passes.rules.widening import wide_gradients
 
 
@@ -25,12 +25,11 @@ class Read:
 
 @dataclass(frozen=True)
 class Operation:
-    """An op: the names of the results that are read, by index; the value that it is a view of; its operands."""
+    """An op: the names of the results that are read, by index; its operands."""
 
     name: str
     call: OpCall
     results: dict[int, str]
-    view_of: str | None
     reads: tuple[Read, ...]
 
 
@@ -70,7 +69,7 @@ def template_facts(template: Template) -> TemplateFacts:
     for node in template.ops:
         call, values = template.op_calls[node.name], operand_values(node)
         reads = tuple(Read(v, flow_.reads[node.name, i] or v, converted(v)) for i, v in enumerate(values))
-        operations[node.name] = Operation(node.name, call, value_names(node), view_of(template, node), reads)
+        operations[node.name] = Operation(node.name, call, value_names(node), reads)
     tangents = [t for t in template.tangents if t is not None]
     places = []
     for name in (*template.inputs, *tangents):

@@ -17,23 +17,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import RuntimeProgramError
+from .actions import Action, action_reads, replay, splits_backward
 
 KINDS = {"value": "F", "gradient": "B"}
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One piece of work: kind F, B or W, of one microbatch, on one stage."""
-
-    kind: str
-    microbatch: int
-    stage: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}.{self.stage}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +45,6 @@ class Slot:
     send: list[Transfer] = field(default_factory=list)
 
 
-def parse_row(text: str) -> tuple[Action, ...]:
-    """`F0.0 F1.0 B0.0 …` as actions."""
-    row = []
-    for word in text.split():
-        microbatch, _, stage = word[1:].partition(".")
-        if word[0] not in "FBW" or not microbatch.isdigit() or not stage.isdigit():
-            raise RuntimeProgramError(
-                f"{word!r} is no action; write F, B or W, microbatch, dot and stage, such as F3.1"
-            )
-        row.append(Action(word[0], int(microbatch), int(stage)))
-    return tuple(row)
-
-
 def plan_order(
     rows: Sequence[Sequence[Action]],
     groups: Sequence[Sequence[int]],
@@ -85,7 +60,7 @@ def plan_order(
     for group, actions in enumerate(rows):
         _check_row(group, actions, groups[group], microbatches, training)
     slots = [[_slot(action, transfers) for action in row] for row in rows]
-    starts, ends = _play(slots, transfers)
+    starts, ends = _play(rows, groups, transfers)
     for group, row in enumerate(slots):
         arrivals = [
             (ends[Action(KINDS[t.kind], m, t.source)], t.number, t, m)
@@ -142,35 +117,26 @@ def _check_row(group: int, row: Sequence[Action], stages: Sequence[int], microba
                 )
 
 
-def _play(slots: list[list[Slot]], transfers: Sequence[Transfer]) -> tuple[dict[Action, float], dict[Action, float]]:
-    """Start and end of every action with rough durations."""
-    split = any(slot.action.kind == "W" for row in slots for slot in row)
-    duration = {"F": 1.0, "B": 1.0 if split else 2.0, "W": 1.0}
-    starts: dict[Action, float] = {}
-    ends: dict[Action, float] = {}
-    clocks, next_of = [0.0] * len(slots), [0] * len(slots)
-    while True:
-        moved = False
-        for group, row in enumerate(slots):
-            while next_of[group] < len(row):
-                slot = row[next_of[group]]
-                action = slot.action
-                needs = [Action(KINDS[t.kind], action.microbatch, t.source) for t in slot.need]
-                if any(need not in ends for need in needs):
-                    break
-                starts[action] = max([clocks[group], *(ends[need] for need in needs)])
-                clocks[group] = ends[action] = starts[action] + duration[action.kind]
-                next_of[group] += 1
-                moved = True
-        stuck = [(g, row[n].action) for g, (row, n) in enumerate(zip(slots, next_of, strict=True)) if n < len(row)]
-        if not stuck:
-            return starts, ends
-        if not moved:
-            raise RuntimeProgramError(
-                "the action table waits for itself: " + "; ".join(f"group {g} cannot start {a}" for g, a in stuck)
-            )
-
-
-def rows_of(table: Sequence[Any]) -> tuple[tuple[Action, ...], ...]:
-    """The rows of TABLE as actions."""
-    return tuple(parse_row(row) for row in table)
+def _play(
+    rows: Sequence[Sequence[Action]], groups: Sequence[Sequence[int]], transfers: Sequence[Transfer]
+) -> tuple[dict[Action, float], dict[Action, float]]:
+    """Start and end of every action with rough durations, and messages that take no time."""
+    duration = {"F": 1.0, "B": 1.0 if splits_backward(rows) else 2.0, "W": 1.0}
+    feeds, returns = (
+        {
+            stage: [t.source for t in transfers if t.kind == kind and t.target == stage]
+            for row in groups
+            for stage in row
+        }
+        for kind in KINDS
+    )
+    reads, links = action_reads(groups, feeds, returns)
+    played = replay(rows, reads)
+    if played.stuck:
+        raise RuntimeProgramError(
+            "the action table waits for itself: "
+            + "; ".join(f"group {one.row} cannot start {rows[one.row][one.place]}" for one in played.stuck)
+        )
+    seconds = [duration[action.kind] for action in played.item]
+    ends = dict(zip(played.item, played.ends_s(seconds, [0.0] * len(links)), strict=True))
+    return {action: end - duration[action.kind] for action, end in ends.items()}, ends

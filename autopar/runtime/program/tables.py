@@ -13,8 +13,9 @@ from ..errors import RuntimeProgramError
 from ..gradients.compression import CODECS
 from ..gradients.grads import GradEntry
 from ..guards import InputLike, InputRange
+from .actions import Action, parse_row
 from .layout import TensorInfo, dtype_of, spec_dims
-from .order import Action, Transfer, rows_of
+from .order import Transfer
 from .transfer import Placed
 
 Modules = Sequence[Any] | Callable[[int], Any]
@@ -96,7 +97,7 @@ class Pipeline:
         self.groups = [tuple(group) for group in pipeline.GROUPS]
         self.nodes = [tuple(ranks) for ranks in getattr(pipeline, "NODES", ())]
         self.by_node = [ByNode(**row) for row in getattr(pipeline, "BY_NODE", ())]
-        self.rows: tuple[tuple[Action, ...], ...] = rows_of(pipeline.TABLE)
+        self.rows: tuple[tuple[Action, ...], ...] = tuple(map(parse_row, pipeline.TABLE))
         self._modules = modules
         self._tables: dict[int, StageTables] = {}
         self._check()

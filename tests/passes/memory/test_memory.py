@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import autopar
@@ -64,9 +62,9 @@ def test_delaying_w_costs_memory() -> None:
     program = random_pipeline(BY_NAME["llama"], 2, 2, "zb-h1", 8)
     graph = program.lowered.graph
     late = build("gpipe", graph, 8)
-    delayed = tuple(row + tuple(replace(a, kind="W") for a in row if a.kind == "B") for row in late)
+    delayed = tuple(row + tuple(a._replace(kind="W") for a in row if a.kind == "B") for row in late)
     at_once = tuple(
-        tuple(x for a in row for x in ((a, replace(a, kind="W")) if a.kind == "B" else (a,))) for row in late
+        tuple(x for a in row for x in ((a, a._replace(kind="W")) if a.kind == "B" else (a,))) for row in late
     )
     for slow, quick in zip(under(program, delayed), under(program, at_once), strict=True):
         assert slow >= quick

@@ -1,7 +1,6 @@
 """The checker of action tables against executors that know nothing of it: what it accepts runs, what it refuses does not."""
 
 from collections import defaultdict, deque
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -51,7 +50,7 @@ def runs(table, graph, m, kinds):
                 if any(queues[u, v, kind].popleft() != k for u, v, kind, k in takes):
                     return False
                 before = {"B": "F", "W": "B"}.get(action.kind)
-                if before and replace(action, kind=before) not in done:
+                if before and action._replace(kind=before) not in done:
                     return False
                 for u, v, kind, k in makes:
                     queues[u, v, kind].append(k)
@@ -125,11 +124,11 @@ def mutations(draw, case):
             other = rows[draw(st.integers(0, len(rows) - 1))]
             other.insert(draw(st.integers(0, len(other))), row.pop(i))
         elif change == "microbatch":
-            row[i] = replace(row[i], microbatch=draw(st.integers(-1, m)))
+            row[i] = row[i]._replace(microbatch=draw(st.integers(-1, m)))
         elif change == "kind":
-            row[i] = replace(row[i], kind=draw(st.sampled_from("FBW")))
+            row[i] = row[i]._replace(kind=draw(st.sampled_from("FBW")))
         else:
-            row[i] = replace(row[i], stage=draw(st.integers(0, graph.stages)))
+            row[i] = row[i]._replace(stage=draw(st.integers(0, graph.stages)))
         changes.append(f"{change} {g}:{i}")
     return changes, tuple(map(tuple, rows)), graph, m, kinds
 

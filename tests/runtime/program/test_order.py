@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.runtime import RuntimeProgramError
-from autopar.runtime.program.order import Action, Transfer, parse_row, plan_order
+from autopar.runtime.program.actions import Action, parse_row
+from autopar.runtime.program.order import Transfer, plan_order
 from tests.runtime.pipelines import one_f_one_b
 
 
