@@ -30,6 +30,7 @@ from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measu
 from autopar.costmodel.host_kernels import Measured, as_measured, fit_kernels, measure_kernels, middle
 from autopar.runtime.comm.hierarchical import KINDS
 from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.data.fields import to_data
 from autopar.runtime.data.schema import listed
 
 SWEEPS = 3
@@ -285,7 +286,7 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
         residuals |= {f"{kind} ({level})": one for kind, one in link_residuals.items()}
     if kernels:
         times, kernel_residuals = fit_kernels(kernels)
-        profile["kernels"] = times.to_dict()
+        profile["kernels"] = to_data(times)
         residuals |= kernel_residuals
     return {
         "base": base.name,
