@@ -11,8 +11,9 @@
 
 A type hint is a form: numbers, text and flags are bounded as `schema` bounds them where nothing is said, tuples are lists,
 mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`, `IN_ROW`, or a `Form` with
-its own notation. Constructors may `settle` what they are given by the same hints. A dataclass with `as_read(path)` checks or replaces itself once it is read (raising SchemaError), one with
-`as_written()` says what is written in its place. Forms are made when the first file of their kind is read or written.
+its own notation. Constructors may `settle` what they are given by the same hints. A dataclass with `as_read(path)` checks or
+replaces itself once it is read (raising SchemaError), one with `as_written()` says what is written in its place. Forms are made
+when the first file of their kind is read or written.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from .schema import (
     must_be,
     number,
     optional,
+    paragraph,
     parsed,
     record,
     row,
@@ -50,6 +52,11 @@ from .schema import (
 
 T = TypeVar("T")
 Identifier = Annotated[str, identifier()]
+Paragraph = Annotated[str, paragraph()]
+Bytes = Annotated[float, number(0, 1e21)]
+Seconds = Annotated[float, number(0, 1e9)]
+Stage = Annotated[int, integer(0, 1 << 16)]
+"""A stage of a pipeline by its index."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +84,16 @@ class Pairs(Length):
 def notation(parse: Callable[[str], Any], show: Callable[[Any], str], most: int | None = None) -> Form:
     """Values that are text in a notation of their own, of at most so many characters."""
     return Form(parsed(parse, None if most is None else text(most)), show)
+
+
+def in_rows(*hints: Any) -> Form:
+    """Mappings from tuples that are rows in the file: a key's entries and its value, each by its hint."""
+    forms = [form_of(hint) for hint in hints]
+    read = listed(row(*(one.read for one in forms)))
+    return Form(
+        lambda value, path: {tuple(key): entry for *key, entry in read(value, path)},
+        lambda value: [[*key, entry] for key, entry in value.items()],
+    )
 
 
 @dataclass(frozen=True)
