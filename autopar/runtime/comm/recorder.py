@@ -13,11 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
 import torch
 
+from ..data.fields import IN_ROW, Length, Paragraph, Seconds, kept, to_data
+from ..data.schema import MOST_RANKS, MOST_SIZE, integer
 from .calls import Call, Message, Posted
 from .collectives import COLLECTIVES
 
@@ -34,8 +36,8 @@ class Span:
     """An action, or what comes once a step ("gradients", "update", …), in seconds from the start of the step."""
 
     name: str
-    start_s: float
-    end_s: float
+    start_s: Seconds
+    end_s: Seconds
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,12 @@ class Sent:
 
     kind: str
     axes: str
-    nbytes: int
-    site: str
+    nbytes: Annotated[int, integer(0, MOST_SIZE)]
+    site: Paragraph
     during: str
-    start_s: float
-    wait_s: float
-    end_s: float
+    start_s: Seconds
+    wait_s: Seconds
+    end_s: Seconds
 
     @property
     def exposed_s(self) -> float:
@@ -62,17 +64,18 @@ class Sent:
 class StepRecord:
     """One step of one rank."""
 
-    seconds: float
-    spans: tuple[Span, ...]
-    messages: tuple[Sent, ...]
+    seconds: Seconds
+    spans: tuple[Annotated[Span, IN_ROW], ...]
+    messages: tuple[Annotated[Sent, IN_ROW], ...]
 
-    def as_data(self) -> dict[str, Any]:
-        """The record as JSON."""
-        return {
-            "seconds": self.seconds,
-            "spans": [list(asdict(span).values()) for span in self.spans],
-            "messages": [list(asdict(message).values()) for message in self.messages],
-        }
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The file of a rank: its last steps."""
+
+    rank: Annotated[int, integer(0, MOST_RANKS)]
+    steps: Annotated[tuple[StepRecord, ...], Length(1, KEPT)]
+    version: Annotated[int, integer(1, 1)] = field(default=1, metadata=kept(key="autopar_profile", required=True))
 
 
 class Recorder:
@@ -112,7 +115,8 @@ class Recorder:
 
     def as_data(self, rank: int) -> dict[str, Any]:
         """The content of a rank's file."""
-        return {"autopar_profile": 1, "rank": rank, "steps": [step.as_data() for step in self.steps]}
+        data: dict[str, Any] = to_data(RankRecord(rank, tuple(self.steps)))
+        return data
 
     def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]:
         """How to wait for a call that was just started, noting when."""

@@ -13,7 +13,6 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -26,6 +25,7 @@ from ..comm.comm import Comm
 from ..comm.environment import machine_name
 from ..comm.process import TorchComm
 from ..comm.text_exchange import one_line
+from ..data.fields import form_of, to_data
 from ..data.schema import MOST_SIZE, integer, listed, paragraph, text
 from ..data.whole_files import share_of
 from ..errors import CheckpointError, RankError, RuntimeProgramError, TooManySkips
@@ -39,7 +39,7 @@ from .excluded_nodes import SLOW, Failure, failures, note, too_few, unwanted
 from .metrics import Metrics, StepLine
 from .ownership import Ownership
 from .program_files import recorded
-from .rank_consistency import TOLD, Told, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
+from .rank_consistency import Told, copies_of, not_finite, odd_text, slow_ranks, slow_text, steps_to_next
 from .sdc_check import recompute, why_not
 from .spares import AGAIN, DONE, LOST, START_AGAIN, tell_spares
 from .spikes import Losses
@@ -256,7 +256,7 @@ class Run:
             copies_of(self.session) if copies else {},
             flight is not None and flight.seen.stood_since(self._seen_s),
         )
-        everyone = [Told(**one) for one in self.comm.share(asdict(own), TOLD)]
+        everyone = self.comm.share(to_data(own), form_of(Told).read)
         odd, problem = odd_text(step, everyone)
         if odd:
             raise RankError(problem, odd)
