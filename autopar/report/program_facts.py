@@ -22,6 +22,8 @@ Types = Mapping[str, str]
 Row = Annotated[tuple[Action, ...], notation(parse_row, show_row, most=1 << 24)]
 ByAction = Annotated[dict[tuple[int, str], float], in_rows(Stage, str, Seconds)]
 """Seconds of an action, by its stage and kind."""
+ByTransfer = Annotated[dict[tuple[int, int], float], in_rows(Stage, Stage, Seconds)]
+"""Seconds from one stage to another."""
 INLINE = kept(inline=True)
 
 
@@ -95,7 +97,7 @@ class ScheduleFacts:
     graph: StageGraph = field(metadata=INLINE)
     table: tuple[Row, ...]
     seconds: ByAction
-    hand_over: Annotated[dict[tuple[int, int], float], in_rows(Stage, Stage, Seconds)]
+    hand_over: ByTransfer
     exposed: tuple[Seconds, ...]
     hidden: ByAction
 

@@ -29,6 +29,7 @@ from ..errors import CheckpointError
 
 _DIGITS = 10
 Count = Annotated[int, integer(0, 1 << 53)]
+Files = Annotated[Mapping[str, Mapping[str, Any]], Form(FILES)]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StepRecord:
     seed: Annotated[int, integer(-(1 << 63), (1 << 63) - 1)]
     ranks: Annotated[int, integer(1, MOST_RANKS)]
     plan: str
-    files: Annotated[Mapping[str, Mapping[str, Any]], Form(FILES)]
+    files: Files
 
 
 class RunDirectory:
