@@ -9,11 +9,11 @@
     to_data(Link("node", 450.0))                      {"name": "node", "bandwidth_GBps": 450.0}
     from_data(Link, {"name": "node"}, "levels[1]")    SchemaError: levels[1]: 'bandwidth_GBps' is missing
 
-A type hint is a form: numbers, text and flags are bounded as `schema` bounds them where nothing is said, tuples are lists,
-mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`, `IN_ROW`, or a `Form` with
-its own notation. Constructors may `settle` what they are given by the same hints. A dataclass with `as_read(path)` checks or
-replaces itself once it is read (raising SchemaError), one with `as_written()` says what is written in its place. Forms are made
-when the first file of their kind is read or written.
+A type hint is a form: numbers, text and flags are bounded as `schema` bounds them where nothing is said, tuples are lists
+(named ones too), mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`,
+`IN_ROW`, or a `Form` with its own notation. Constructors may `settle` what they are given by the same hints. A dataclass with
+`as_read(path)` checks or replaces itself once it is read (raising SchemaError), one with `as_written()` says what is written in
+its place. Forms are made when the first file of their kind is read or written.
 """
 
 from __future__ import annotations
@@ -181,6 +181,10 @@ def form_of(hint: Any, others: bool = False) -> Form:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         own = _record_of(hint, others)
         return Form(own.read, own.write)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _in_row(
+            hint, [form_of(kind) for kind in typing.get_type_hints(hint, include_extras=True).values()], list
+        )
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _annotated(arguments[0], arguments[1:], others)
@@ -205,7 +209,11 @@ def _annotated(hint: Any, said: Sequence[Any], others: bool) -> Form:
     if isinstance(one, Form):
         return one
     if isinstance(one, InRow):
-        return _record_of(hint, others).as_row()
+        record = _record_of(hint, others)
+        names = [one.name for one in record.fields]
+        return _in_row(
+            hint, [one.form for one in record.fields], lambda value: [getattr(value, name) for name in names]
+        )
     if isinstance(one, Pairs):
         key, kind = typing.get_args(typing.get_args(hint)[0])
         read = _many(dict[key, kind], one, others).read  # type: ignore[valid-type]
@@ -250,6 +258,15 @@ def _row(writes: Sequence[Callable[[Any], Any] | None]) -> Callable[[Any], Any]:
     if not any(writes):
         return list
     return lambda value: [entry if write is None else write(entry) for write, entry in zip(writes, value, strict=True)]
+
+
+def _in_row(kind: Any, forms: Sequence[Form], entries: Callable[[Any], list[Any]]) -> Form:
+    """The form of a class whose fields are a list. entries: of a value."""
+    read, write = row(*(one.read for one in forms)), _row([one.write for one in forms])
+    return Form(
+        lambda value, path: value if isinstance(value, kind) else kind(*read(value, path)),
+        lambda value: write(entries(value)),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,15 +345,6 @@ class _Record:
             shown = entry if write is None else write(entry)
             data |= shown if one.kept.inline else {one.keys[0]: shown}
         return data
-
-    def as_row(self) -> Form:
-        """The dataclass as a list of its fields."""
-        read = row(*(one.form.read for one in self.fields))
-        write = _row([one.form.write for one in self.fields])
-        return Form(
-            lambda value, path: value if isinstance(value, self.kind) else self.kind(*read(value, path)),
-            lambda value: write([getattr(value, one.name) for one in self.fields]),
-        )
 
 
 @functools.cache
