@@ -14,13 +14,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from autopar.cluster.checks import RATE, Rate, Seconds
 from autopar.errors import ClusterError
-from autopar.runtime.data.fields import IN_ROW, Form, kept
+from autopar.runtime.data.fields import Form, kept
 from autopar.runtime.data.schema import SchemaError, listed, number, row, shown
 
 COPY = "copy"
@@ -51,8 +51,7 @@ def seconds_at(points: Points, nbytes: Any) -> Any:
     return np.interp(nbytes, x, y) + slope * np.maximum(np.asarray(nbytes) - x[-1], 0.0)
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """T = launch_s + flops / rate · (1 + half_dim / dim) for every dim that it has: those of a product, or the keys and the head
     width of attention. FLOP/s."""
 
@@ -71,7 +70,7 @@ class KernelTimes:
     causal_tile: keys that attention skips at once where a causal mask hides them all (0: every single one)."""
 
     passes: Mapping[str, Points]
-    products: Mapping[str, Annotated[Product, IN_ROW]] = field(default_factory=dict, metadata=kept(required=True))
+    products: Mapping[str, Product] = field(default_factory=dict, metadata=kept(required=True))
     causal_tile: Annotated[float, number(0, 1e9)] = 0.0
 
     def __post_init__(self) -> None:
@@ -92,6 +91,6 @@ class KernelTimes:
         """The same where everything takes `factor` times as long."""
         passes = {op: tuple((n, s * factor) for n, s in points) for op, points in self.passes.items()}
         products = {
-            op: replace(p, launch_s=p.launch_s * factor, rate=p.rate / factor) for op, p in self.products.items()
+            op: p._replace(launch_s=p.launch_s * factor, rate=p.rate / factor) for op, p in self.products.items()
         }
         return replace(self, passes=passes, products=products)

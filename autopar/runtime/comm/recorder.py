@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 
-from ..data.fields import IN_ROW, Length, Paragraph, Seconds, kept, to_data
+from ..data.fields import Length, Paragraph, Seconds, kept, to_data
 from ..data.schema import MOST_RANKS, MOST_SIZE, integer
 from .calls import Call, Message, Posted
 from .collectives import COLLECTIVES
@@ -31,8 +31,7 @@ Mark = Any
 """A moment: seconds, or an event of a stream."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An action, or what comes once a step ("gradients", "update", …), in seconds from the start of the step."""
 
     name: str
@@ -40,8 +39,7 @@ class Span:
     end_s: Seconds
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A message as this rank saw it, in seconds from the start of the step. axes: of the mesh (for a message between two
     ranks the other rank); nbytes: of the full array, as the price counts them; during: the span that it was started in."""
 
@@ -65,8 +63,8 @@ class StepRecord:
     """One step of one rank."""
 
     seconds: Seconds
-    spans: tuple[Annotated[Span, IN_ROW], ...]
-    messages: tuple[Annotated[Sent, IN_ROW], ...]
+    spans: tuple[Span, ...]
+    messages: tuple[Sent, ...]
 
 
 @dataclass(frozen=True)

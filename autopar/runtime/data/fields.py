@@ -10,8 +10,8 @@
     from_data(Link, {"name": "node"}, "levels[1]")    SchemaError: levels[1]: 'bandwidth_GBps' is missing
 
 A type hint is a form: numbers, text and flags are bounded as `schema` bounds them where nothing is said, tuples are lists
-(named ones too), mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`,
-`IN_ROW`, or a `Form` with its own notation. Constructors may `settle` what they are given by the same hints. A dataclass with
+(named ones too), mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`, or a
+`Form` with its own notation. Constructors may `settle` what they are given by the same hints. A dataclass with
 `as_read(path)` checks or replaces itself once it is read (raising SchemaError), one with `as_written()` says what is written in
 its place. Forms are made when the first file of their kind is read or written.
 """
@@ -96,14 +96,6 @@ def in_rows(*hints: Any) -> Form:
     )
 
 
-@dataclass(frozen=True)
-class InRow:
-    """A dataclass whose fields are a list in the file, in their order."""
-
-
-IN_ROW = InRow()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kept:
     """The place of a field in the file, as its metadata says (`kept`)."""
@@ -182,9 +174,7 @@ def form_of(hint: Any, others: bool = False) -> Form:
         own = _record_of(hint, others)
         return Form(own.read, own.write)
     if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
-        return _in_row(
-            hint, [form_of(kind) for kind in typing.get_type_hints(hint, include_extras=True).values()], list
-        )
+        return _named_row(hint, typing.get_type_hints(hint, include_extras=True))
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _annotated(arguments[0], arguments[1:], others)
@@ -208,12 +198,6 @@ def _annotated(hint: Any, said: Sequence[Any], others: bool) -> Form:
     (one,) = said
     if isinstance(one, Form):
         return one
-    if isinstance(one, InRow):
-        record = _record_of(hint, others)
-        names = [one.name for one in record.fields]
-        return _in_row(
-            hint, [one.form for one in record.fields], lambda value: [getattr(value, name) for name in names]
-        )
     if isinstance(one, Pairs):
         key, kind = typing.get_args(typing.get_args(hint)[0])
         read = _many(dict[key, kind], one, others).read  # type: ignore[valid-type]
@@ -260,13 +244,11 @@ def _row(writes: Sequence[Callable[[Any], Any] | None]) -> Callable[[Any], Any]:
     return lambda value: [entry if write is None else write(entry) for write, entry in zip(writes, value, strict=True)]
 
 
-def _in_row(kind: Any, forms: Sequence[Form], entries: Callable[[Any], list[Any]]) -> Form:
-    """The form of a class whose fields are a list. entries: of a value."""
+def _named_row(kind: Any, hints: Mapping[str, Any]) -> Form:
+    """Named tuples, which are lists."""
+    forms = [form_of(hint) for hint in hints.values()]
     read, write = row(*(one.read for one in forms)), _row([one.write for one in forms])
-    return Form(
-        lambda value, path: value if isinstance(value, kind) else kind(*read(value, path)),
-        lambda value: write(entries(value)),
-    )
+    return Form(lambda value, path: value if isinstance(value, kind) else kind(*read(value, path)), write)
 
 
 @dataclass(frozen=True, eq=False)

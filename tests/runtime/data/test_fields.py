@@ -123,6 +123,8 @@ def of(hint: Any, pick: Pick) -> Any:
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return made(hint, pick)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hasattr(hint, "_fields"):
+        return hint(*(of(hint_of(hint, name), pick) for name in hint._fields))
     if origin is Annotated or hint in PLAIN:
         read, kind = fields.form_of(hint).read, arguments[0] if origin is Annotated else hint
         for _ in range(1000):
