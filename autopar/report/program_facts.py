@@ -15,6 +15,7 @@ from autopar.passes.account.collectives import Collective
 from autopar.passes.recompute.curve import Curve
 from autopar.runtime.data.fields import Bytes, Length, Paragraph, Seconds, Stage, in_rows, kept, notation
 from autopar.runtime.data.schema import MOST_RANKS, SchemaError, integer, must_be
+from autopar.runtime.program.machines import Machines
 
 VERSION = 2
 Types = Mapping[str, str]
@@ -155,7 +156,7 @@ class ProgramFacts:
     cluster: str
     cluster_described: Any
     long_run: Any
-    machines: Any
+    machines: Machines
     calls: tuple[CallFacts, ...]
     schedule: ScheduleFacts
     transfers: tuple[TransferFacts, ...]

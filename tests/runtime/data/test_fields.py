@@ -21,6 +21,7 @@ from autopar.cluster.kernels import COPY, KernelTimes, Points
 from autopar.cluster.link import LinkLevel
 from autopar.cluster.reliability import Reliability
 from autopar.cluster.tiers import Tier
+from autopar.costmodel.calibrate import Ranks
 from autopar.errors import AutoparError
 from autopar.ir.actions import Action, StageGraph
 from autopar.ir.by_node import AxisByNode
@@ -45,6 +46,7 @@ from tests.mutations import mutated_data
 KINDS = (
     DeviceSpec,
     KernelTimes,
+    Ranks,
     LinkLevel,
     Reliability,
     AxisByNode,
@@ -139,7 +141,8 @@ def of(hint: Any, pick: Pick) -> Any:
         return tuple(of(kind, pick) for kind in arguments)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return {of(arguments[0], pick): of(arguments[1], pick) for _ in range(pick.randrange(1, 4))}
-    return tuple(some(pick, lambda pick: of(arguments[0], pick)))
+    entries = some(pick, lambda pick: of(arguments[0], pick))
+    return entries if origin is list else tuple(entries)
 
 
 def made(kind: Any, pick: Pick) -> Any:
