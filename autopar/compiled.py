@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Annotated, Self
 
 from torch import nn
 
@@ -19,10 +19,12 @@ from autopar.options import Options
 from autopar.passes.account.program import Account
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import Pricers
-from autopar.passes.recompute.curve import as_data, curves
+from autopar.passes.recompute.curve import Curve, curves
 from autopar.passes.rules.book import RuleBook
 from autopar.plan import Plan
 from autopar.request import Request
+from autopar.runtime.data.fields import Bytes, Seconds
+from autopar.runtime.data.schema import number, optional
 from autopar.runtime.update.update_rule import OptimizerFactory
 
 
@@ -30,9 +32,9 @@ from autopar.runtime.update.update_rule import OptimizerFactory
 class Prediction:
     """The prediction of the cost model for a plan on one rank."""
 
-    step_time_s: float
-    peak_bytes: float
-    comm_time_s: float
+    step_time_s: Seconds
+    peak_bytes: Bytes
+    comm_time_s: Seconds
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class SolverFacts:
     the cost of their traffic can be."""
 
     method: str
-    gap: float
+    gap: Annotated[float, optional(number())]
     nodes_before: int
     nodes_after: int
     variables_before: int
@@ -202,8 +204,8 @@ class Compiled:
         """The predicted peak by kind, in bytes: parameters, gradients, optimizer, buffers, held for backward, for a moment."""
         return peak_kinds(self.lowered, [s.memory for s in self.account.stages])
 
-    def recompute_curves(self) -> list[dict[str, Any]]:
+    def recompute_curves(self) -> list[Curve]:
         """Per stage what keeping less for backward would cost (`autopar.passes.recompute.curve`); nothing for inference."""
         if not self.training:
             return []
-        return as_data(curves(self.ir, self.plan, Pricers(self.cluster), self.rules))
+        return curves(self.ir, self.plan, Pricers(self.cluster), self.rules)

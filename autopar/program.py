@@ -41,6 +41,7 @@ from autopar.report.candidates import ruled_out_stages, worth_measuring
 from autopar.report.words import no_faster
 from autopar.request import Request, as_cluster
 from autopar.runtime.comm.recorder import Recorder, StepRecord
+from autopar.runtime.data.fields import to_data
 from autopar.runtime.data.schema import is_integer, shown
 from autopar.runtime.errors import GuardError
 from autopar.runtime.guards import InputLike
@@ -188,7 +189,7 @@ class ParallelProgram(Compiled):
             saved_names(self.model, weights),
             self.request.inputs,
             self.cluster.levels[0].group_size if self.cluster.levels else self.plan.ranks,
-            facts(self),
+            to_data(facts(self)),
             tuple(BucketContents(b.plan, b.lowered, b.sources, b.pipeline, b.request.inputs) for b in self.buckets),
             self.request.pad_values,
             self.options.at_run_time(),

@@ -37,6 +37,7 @@ from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Solution, solve
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.data.fields import to_data
 from benchmarks.delayed import Link, steps_on_link
 from benchmarks.turns import print_json
 from tests.ops.rings import Layer
@@ -199,7 +200,7 @@ def device_profile(ranks: int) -> dict[str, Any]:
         return measure_kernels(True, lambda text: None, comm.barrier, time.thread_time)
 
     times, _ = fit_kernels(run_threads(ranks, {"cp": ranks}, run)[0])
-    return {"device": {"kernels": times.to_dict()}}
+    return {"device": {"kernels": to_data(times)}}
 
 
 def main() -> None:

@@ -27,11 +27,11 @@ from autopar.cluster.device import DeviceSpec, device_preset, preset_key
 from autopar.costmodel.by_node import FLAT
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest
 from autopar.costmodel.calibrate_links import Progress, Sample, fit_links, measure_collectives
-from autopar.costmodel.host_kernels import Measured, as_measured, fit_kernels, measure_kernels, middle
+from autopar.costmodel.host_kernels import Measured, fit_kernels, measure_kernels, middle
 from autopar.runtime.comm.backends import Backend, backend_of, present_backend
 from autopar.runtime.comm.hierarchical import KINDS
 from autopar.runtime.comm.process import TorchComm
-from autopar.runtime.data.schema import listed
+from autopar.runtime.data.fields import form_of, from_data, to_data
 
 SWEEPS = 3
 """Ops and collectives are measured so often, one after the other, and each takes the median: what the machine does meanwhile for
@@ -185,7 +185,7 @@ def measure_ranks(device: torch.device, quick: bool, groups: Sequence[Groups], s
     for sweep in range(SWEEPS):
         say(f"sweep {sweep + 1} of {SWEEPS}")
         if backend_of(device).is_host:
-            ops.append(of_ranks(whole.share(measure_kernels(quick, say, whole.barrier), listed(as_measured))))
+            ops.append(of_ranks(whole.share(measure_kernels(quick, say, whole.barrier), form_of(list[Measured]).read)))
             late.append(late_share(whole, 8 if quick else 16))
         pairs = zip(groups, comms, strict=True)
         collectives.append([measure_collectives(comm, quick, say, one.kinds) for one, comm in pairs])
@@ -206,7 +206,7 @@ def _worker(rank: int, world: int, port: int, device_type: str, quick: bool, pat
     try:
         ranks = measure_ranks(device, quick, groups_of(1, world), lambda text: None)
         if rank == 0:
-            Path(path).write_text(json.dumps([ranks.kernels, ranks.collectives]))
+            Path(path).write_text(json.dumps(to_data(ranks)))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -220,11 +220,7 @@ def local_ranks(world: int, backend: Backend, quick: bool) -> Ranks:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "ranks.json")
         torch.multiprocessing.spawn(_worker, args=(world, port, backend.device_type, quick, path), nprocs=world)
-        kernels_, collectives = json.loads(Path(path).read_text())
-    samples = {
-        level: [Sample(k, tuple(shape), *rest) for k, shape, *rest in rows] for level, rows in collectives.items()
-    }
-    return Ranks([Measured(*row) for row in kernels_], samples)
+        return from_data(Ranks, json.loads(Path(path).read_text()))
 
 
 def group_sizes(world: int) -> list[int]:
@@ -284,7 +280,7 @@ def calibrate(*, quick: bool = False, ranks: int | None = None, say: Progress = 
         residuals |= {f"{kind} ({level})": one for kind, one in link_residuals.items()}
     if kernels:
         times, kernel_residuals = fit_kernels(kernels)
-        profile["kernels"] = times.to_dict()
+        profile["kernels"] = to_data(times)
         residuals |= kernel_residuals
     return {
         "base": base.name,

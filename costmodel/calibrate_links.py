@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from autopar.costmodel.host_kernels import usual_s
 from autopar.runtime.comm.backends import backend_of
 from autopar.runtime.comm.calls import Handle, Message
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.data.schema import MOST_SIZE, integer
 
 Progress = Callable[[str], None]
 Links = dict[str, dict[str, Any]]
@@ -37,7 +38,7 @@ class Sample(NamedTuple):
     """One measurement: matmul (m, n, k), attention (batch*heads, seq, head), memory (bytes,), or a collective."""
 
     kind: str
-    shape: tuple[int, ...]
+    shape: tuple[Annotated[int, integer(0, MOST_SIZE)], ...]
     dtype: str
     seconds: float
 

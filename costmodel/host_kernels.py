@@ -13,13 +13,13 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from autopar.cluster.kernels import COPY, FILL, KernelTimes, Product
-from autopar.runtime.data import schema
+from autopar.runtime.data.schema import MOST_SIZE, integer, number
 from autopar.runtime.kernels import ops
 from autopar.runtime.kernels.attention import attention
 from autopar.runtime.kernels.experts import experts
@@ -35,6 +35,9 @@ byte takes several times as long."""
 LONG = (1, 4, 1024, 32)
 """Batch, heads, rows and keys, head width of attention that is measured with a causal mask too."""
 CAUSAL = "autopar.attention causal"
+
+
+AtLeastZero = Annotated[float, number(0)]
 
 
 class Timed(NamedTuple):
@@ -55,26 +58,10 @@ class Measured(NamedTuple):
 
     kind: str
     op: str
-    nbytes: float
-    flops: float
-    dims: tuple[int, ...]
-    seconds: float
-
-
-_MEASURED = schema.row(
-    schema.text(),
-    schema.text(),
-    schema.number(0),
-    schema.number(0),
-    schema.listed(schema.integer(0, schema.MOST_SIZE)),
-    schema.number(0),
-)
-
-
-def as_measured(value: object, path: str) -> Measured:
-    """A schema: one that another rank tells."""
-    kind, op, nbytes, flops, dims, seconds = _MEASURED(value, path)
-    return Measured(kind, op, nbytes, flops, tuple(dims), seconds)
+    nbytes: AtLeastZero
+    flops: AtLeastZero
+    dims: tuple[Annotated[int, integer(0, MOST_SIZE)], ...]
+    seconds: AtLeastZero
 
 
 def passes(rows: int) -> Iterator[Timed]:

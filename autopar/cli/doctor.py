@@ -18,7 +18,8 @@ from pathlib import Path
 
 from autopar.errors import AutoparError, InputError
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.health.flight_files import Left, conclusion, read_flights
+from autopar.runtime.health.flight import Left
+from autopar.runtime.health.flight_files import conclusion, read_flights
 from autopar.runtime.run import launch
 
 
@@ -26,9 +27,9 @@ def message_lines(left: Left, last: int = 12) -> Iterator[str]:
     """The last messages of a rank."""
     yield f"rank {left.beat.rank}, last at {left.beat.where}"
     for m in left.recent[-last:]:
-        at = time.strftime("%H:%M:%S", time.localtime(m["started"]))
-        state = "done" if m["ended"] else "waited for" if m["waited"] else "under way"
-        yield f"  {at}  step {m['step']:<6} {m['action']:10} #{m['number']:<6} {state:10} {m['what']} over {m['group']}"
+        at = time.strftime("%H:%M:%S", time.localtime(m.started))
+        state = "done" if m.ended else "waited for" if m.waited else "under way"
+        yield f"  {at}  step {m.step:<6} {m.action:10} #{m.number:<6} {state:10} {m.what} over {m.group}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

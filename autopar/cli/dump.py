@@ -40,9 +40,9 @@ def as_svg(saved: Saved, sections: Sequence[str]) -> str:
     if sections != ["memory"]:
         return svg(saved.timeline())
     program = saved.program
-    if not program.get("recompute"):
+    if not program.recompute:
         raise InputError("--section memory --format svg shows what recompute costs; this program has no backward")
-    return curve_svg(program["recompute"], f"{program['model']}: what keeping less costs in a step", size_text)
+    return curve_svg(program.recompute, f"{program.model}: what keeping less costs in a step", size_text)
 
 
 FORMATS: dict[str, Callable[[Saved, Sequence[str]], str]] = {
@@ -56,7 +56,7 @@ FORMATS: dict[str, Callable[[Saved, Sequence[str]], str]] = {
 
 def _recorded(saved: Saved, directory: Path, form: str) -> str:
     """A recorded run beside the prediction. Raises InputError."""
-    profile, facts = read_profile(directory, saved.program["ranks"]), saved.program
+    profile, facts = read_profile(directory, saved.program.ranks), saved.program
     if form == "text":
         return beside_text(facts, profile)
     if form == "chrome-trace":

@@ -2,60 +2,48 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from autopar.cli.saved_schema import VERSION, check_facts
 from autopar.costmodel.simulate import Timeline, simulate
 from autopar.errors import InputError, PlanError
-from autopar.ir.actions import StageGraph, parse_row
 from autopar.plan import Plan
+from autopar.report.program_facts import VERSION, ProgramFacts, StageFacts
 from autopar.runtime.data.datafile import read_json, read_text
+from autopar.runtime.data.fields import from_data
 from autopar.runtime.data.schema import SchemaError
 from autopar.runtime.data.whole_files import current
-
-Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """program, plan: the contents of program.json and plan.json."""
+    """program: the content of program.json; plan: that of plan.json."""
 
     directory: Path
-    program: Facts
-    plan: Facts
+    program: ProgramFacts
+    plan: Plan
 
     @property
-    def stages(self) -> list[Facts]:
+    def stages(self) -> tuple[StageFacts, ...]:
         """Per stage what is lowered of it."""
-        return self.program["stages"]
+        return self.program.stages
 
     def timeline(self) -> Timeline:
         """The predicted timeline, simulated again."""
-        schedule = self.program["schedule"]
-        gradients = schedule["gradients"]
-        graph = StageGraph(
-            tuple(map(tuple, schedule["groups"])),
-            tuple(map(tuple, schedule["edges"])),
-            None if gradients is None else tuple(map(tuple, gradients)),
-        )
-        seconds = {(stage, kind): s for stage, kind, s in schedule["seconds"]}
-        between = {(u, v): s for u, v, s in schedule["hand_over"]}
-        hidden = {(stage, kind): s for stage, kind, s in schedule["hidden"]}
-        return simulate(tuple(map(parse_row, schedule["table"])), graph, seconds, between).with_messages(hidden)
+        schedule = self.program.schedule
+        timeline = simulate(schedule.table, schedule.graph, schedule.seconds, schedule.hand_over)
+        return timeline.with_messages(schedule.hidden)
 
     def rank_code(self, rank: int) -> str:
         """The code that rank `rank` runs. Raises InputError when there is no such rank."""
-        if not 0 <= rank < self.program["ranks"]:
-            raise InputError(f"--rank {rank}: the program has ranks 0 to {self.program['ranks'] - 1}")
+        if not 0 <= rank < self.program.ranks:
+            raise InputError(f"--rank {rank}: the program has ranks 0 to {self.program.ranks - 1}")
         own = self.directory / "ranks" / f"rank_{rank}.py"
         files = [own] if own.exists() else []
         files += [
             self.directory / "stages" / f"stage_{i}.py"
             for i, stage in enumerate(self.stages)
-            if stage["first_rank"] <= rank < stage["first_rank"] + math.prod(stage["mesh"].values())
+            if stage.mesh.offset <= rank < stage.mesh.offset + stage.mesh.size
         ]
         try:
             return "\n".join(f"# --- {f.relative_to(self.directory)}\n{read_text(f)}" for f in files)
@@ -72,14 +60,13 @@ def read(directory: Path) -> Saved:
     if not isinstance(program, dict) or program.get("autopar_program") != VERSION or not isinstance(plan, dict):
         raise InputError(f"{directory} was written by another version of autopar; save the program again")
     try:
-        check_facts(program)
-        stages = Plan.from_dict(plan).stages
+        saved = Saved(directory, from_data(ProgramFacts, program, others=True), Plan.from_dict(plan))
     except (SchemaError, PlanError) as error:
         name = "plan.json" if isinstance(error, PlanError) else "program.json"
         raise InputError(f"{directory / name} is damaged: {error}; save the program again") from None
-    if len(stages) != len(program["stages"]):
+    if len(saved.plan.stages) != len(saved.stages):
         raise InputError(f"plan.json and program.json in {directory} are of different programs; save the program again")
-    return Saved(directory, program, plan)
+    return saved
 
 
 def _contents(directory: Path, name: str) -> object:

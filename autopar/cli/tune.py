@@ -23,7 +23,6 @@ from autopar.cli.saved_profile import read_profile
 from autopar.cluster import ClusterSpec
 from autopar.errors import AutoparError, InputError
 from autopar.ir.text import time_text
-from autopar.plan import Plan
 from autopar.report.beside import Profile
 from autopar.report.learned import learned
 from autopar.runtime.comm.backends import BACKENDS
@@ -51,8 +50,7 @@ class Candidate:
     @property
     def shown(self) -> str:
         """The plan in words."""
-        plan = Plan.from_dict(self.saved.plan)
-        return f"{plan.origin} {plan.show_meshes()}"
+        return f"{self.saved.plan.origin} {self.saved.plan.show_meshes()}"
 
 
 def candidates_of(directory: Path) -> list[Candidate]:
@@ -68,7 +66,7 @@ def candidates_of(directory: Path) -> list[Candidate]:
 
 def measure(one: Candidate, arguments: argparse.Namespace, profile: Path) -> None:
     """Run a candidate for some steps and keep what was recorded."""
-    options = arguments.torchrun or ["--standalone", "--nproc-per-node", str(one.saved.program["ranks"])]
+    options = arguments.torchrun or ["--standalone", "--nproc-per-node", str(one.saved.program.ranks)]
     weights = arguments.weights or next((w for w in [arguments.directory / "weights"] if w.is_dir()), None)
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(one.folder / "run.py")]
     command += ["--steps", str(arguments.steps), "--profile", str(profile)]
@@ -82,7 +80,7 @@ def measure(one: Candidate, arguments: argparse.Namespace, profile: Path) -> Non
         said = [line for line in (run.stdout + run.stderr).splitlines() if line.startswith("error")]
         one.failed = said[0] if said else f"ended with status {run.returncode}: {run.stderr.strip()[-200:]}"
         return
-    recorded = read_profile(profile, one.saved.program["ranks"])
+    recorded = read_profile(profile, one.saved.program.ranks)
     one.runs.append(Profile(tuple(steps[arguments.warmup :] for steps in recorded.ranks)))
 
 
@@ -105,14 +103,14 @@ def tune(arguments: argparse.Namespace) -> list[Candidate]:
         {
             "folder": str(one.folder.relative_to(directory)),
             "plan": one.shown,
-            "predicted_s": one.saved.program["predicted"]["step_time_s"],
+            "predicted_s": one.saved.program.predicted.step_time_s,
             "measured_s": None if one.failed else one.step_s,
             "failed": one.failed,
         }
         for one in candidates
     ]
     chosen = None if fastest is candidates[0] else str(fastest.folder.relative_to(directory))
-    cluster = ClusterSpec.from_dict(candidates[0].saved.program["cluster_described"])
+    cluster = ClusterSpec.from_dict(candidates[0].saved.program.cluster_described)
     known = learned(cluster, [(one.saved.program, run) for one in candidates for run in one.runs])
     for name, data in ((LEARNED, known.to_dict()), (TUNED, {"folder": chosen, "measured": rows})):
         replace_file(directory / name, (json.dumps(data, indent=1) + "\n").encode())
@@ -148,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"autopar-tune: {error}", file=sys.stderr)
         return 2
     for one in ranked:
-        predicted_s = one.saved.program["predicted"]["step_time_s"]
+        predicted_s = one.saved.program.predicted.step_time_s
         took = one.failed or f"{time_text(one.step_s):>10}  ({time_text(predicted_s)} predicted)"
         print(f"{'*' if one is ranked[0] else ' '} {one.shown:60} {took}")
     print(

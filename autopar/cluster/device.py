@@ -13,28 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Annotated, Any
 
-from autopar.cluster.checks import RATE, SECONDS, check_fields, checked, name_text
-from autopar.cluster.kernels import KernelTimes, kernels_from_dict
-from autopar.cluster.tiers import Tier, fastest_first, tiers_from_dict
+from autopar.cluster.checks import Rate, Seconds, check_fields, checked
+from autopar.cluster.kernels import KernelTimes
+from autopar.cluster.tiers import Tier, fastest_first, tiers_data, tiers_from_dict
 from autopar.errors import ClusterError
 from autopar.runtime.comm.devices import LEAST_CUDA, Device
-from autopar.runtime.data.schema import (
-    Schema,
-    anything,
-    either,
-    listed,
-    number,
-    parsed,
-    positive,
-    record,
-    shown,
-    table,
-    text,
-    where,
-)
+from autopar.runtime.data.fields import Form, from_data, given, kept, to_data
+from autopar.runtime.data.schema import SchemaError, must_be, number, parsed, positive, shown, text, where
 
+Attained = Annotated[float, positive(100)]
 DTYPE_BYTES: dict[str, float] = {
     "float64": 8,
     "float32": 4,
@@ -102,27 +91,50 @@ class EfficiencyCurve:
     of this length reaches half of the asymptote.
     """
 
-    matmul: float = 0.7
-    matmul8: float = 0.6
-    matmul4: float = 0.5
-    attention: float = 0.45
-    attention_eager: float = 0.4
-    conv: float = 0.5
-    memory: float = 0.85
-    half_dim: float = 64.0
+    matmul: Attained = 0.7
+    matmul8: Attained = 0.6
+    matmul4: Attained = 0.5
+    attention: Attained = 0.45
+    attention_eager: Attained = 0.4
+    conv: Attained = 0.5
+    memory: Attained = 0.85
+    half_dim: Annotated[float, number(0, 1e9)] = 64.0
 
     def __post_init__(self) -> None:
-        check_fields(_CURVE, self, "efficiency curve")
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain numbers for JSON."""
-        return dict(self.__dict__)
+        check_fields(self, "efficiency curve")
 
 
-_CURVE: dict[str, Schema[float]] = {
-    **{name: positive(100) for name in EfficiencyCurve.__dataclass_fields__},
-    "half_dim": number(0, 1e9),
-}
+def _curve(value: object, path: str) -> EfficiencyCurve:
+    """Raises SchemaError, and ClusterError for the name of an unknown curve."""
+    if isinstance(value, str):
+        return curve_named(value)
+    if not isinstance(value, Mapping | EfficiencyCurve):
+        raise must_be(path, "the name of a curve, or a mapping of figures", value)
+    return from_data(EfficiencyCurve, value, path)
+
+
+def _tiers(value: object, path: str) -> tuple[Tier, ...]:
+    """Raises SchemaError, ClusterError."""
+    if isinstance(value, Mapping):
+        return tiers_from_dict(value)
+    if not isinstance(value, tuple) or not all(isinstance(tier, Tier) for tier in value):
+        raise must_be(path, "a mapping such as {ddr: {capacity_GB: 2000, …}}", value)
+    if len({tier.name for tier in value}) < len(value):
+        raise SchemaError("a memory tier is given twice")
+    return fastest_first(value)
+
+
+Dtype = Annotated[str, parsed(lambda name: _known_dtype(name))]
+Curve = Annotated[EfficiencyCurve, Form(_curve, to_data)]
+Tiers = Annotated[tuple[Tier, ...], Form(_tiers, tiers_data)]
+Architecture = Annotated[
+    str,
+    where(
+        lambda name: isinstance(name, str) and re.fullmatch("(sm[0-9]{2,3}|gfx[0-9a-f]{3,5})?", name) is not None,
+        'an architecture such as "sm90" or "gfx942"',
+    ),
+]
+SPARSE = kept(sparse=True)
 NO_TIERS = "describe tiers in the cluster file (`tiers: usual`, or their figures), or use cluster.with_tiers()"
 
 
@@ -133,25 +145,21 @@ class DeviceSpec:
     they were measured on it, where they were. architecture: as compilers name it ("sm90"), by which kernels are chosen."""
 
     name: str
-    peak_flops: Mapping[str, float]
-    memory_bytes: float
-    memory_bandwidth_Bps: float
-    launch_overhead_s: float = 4e-6
-    host_bandwidth_Bps: float = 25e9
-    curve: EfficiencyCurve = field(default_factory=EfficiencyCurve)
+    peak_flops: Mapping[Dtype, Rate]
+    memory_bytes: Rate
+    memory_bandwidth_Bps: Rate
+    launch_overhead_s: Seconds = 4e-6
+    host_bandwidth_Bps: Rate = 25e9
+    curve: Curve = field(default_factory=EfficiencyCurve)
     kind: str = "gpu"
-    tiers: tuple[Tier, ...] = ()
-    kernels: KernelTimes | None = None
-    architecture: str = ""
+    tiers: Tiers = field(default=(), metadata=SPARSE)
+    kernels: KernelTimes | None = field(default=None, metadata=SPARSE)
+    architecture: Architecture = field(default="", metadata=SPARSE)
 
     def __post_init__(self) -> None:
-        what = f"device {name_text(self.name, 'device')}"
-        if self.peak_flops == {}:
-            raise ClusterError(f"{what}: peak_flops is empty; give at least {{float32: FLOP/s}}")
-        check_fields(_FIGURES, self, what)
-        if len({tier.name for tier in self.tiers}) < len(self.tiers):
-            raise ClusterError(f"device {self.name}: a memory tier is given twice")
-        object.__setattr__(self, "tiers", fastest_first(self.tiers))
+        check_fields(self, "device")
+        if not self.peak_flops:
+            raise ClusterError(f"device {self.name}: peak_flops is empty; give at least {{float32: FLOP/s}}")
         key = (
             self.name,
             tuple(sorted(self.peak_flops.items())),
@@ -211,43 +219,6 @@ class DeviceSpec:
             kernels=None if self.kernels is None else self.kernels.slower(factor),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `device_from_dict` reads it back."""
-        tiers = {"tiers": {tier.name: tier.to_dict() for tier in self.tiers}} if self.tiers else {}
-        kernels = {"kernels": self.kernels.to_dict()} if self.kernels is not None else {}
-        architecture = {"architecture": self.architecture} if self.architecture else {}
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "peak_flops": dict(self.peak_flops),
-            "memory_bytes": self.memory_bytes,
-            "memory_bandwidth_Bps": self.memory_bandwidth_Bps,
-            "launch_overhead_s": self.launch_overhead_s,
-            "host_bandwidth_Bps": self.host_bandwidth_Bps,
-            "curve": self.curve.to_dict(),
-            **tiers,
-            **kernels,
-            **architecture,
-        }
-
-
-def _is_architecture(name: Any) -> bool:
-    return isinstance(name, str) and re.fullmatch("(sm[0-9]{2,3}|gfx[0-9a-f]{3,5})?", name) is not None
-
-
-_FIGURES: dict[str, Schema[Any]] = {
-    "peak_flops": table(where(lambda name: name in DTYPE_BYTES, f"a dtype of {', '.join(DTYPE_BYTES)}"), RATE),
-    "memory_bytes": RATE,
-    "memory_bandwidth_Bps": RATE,
-    "launch_overhead_s": SECONDS,
-    "host_bandwidth_Bps": RATE,
-    "kind": text(),
-    "architecture": where(_is_architecture, 'an architecture such as "sm90" or "gfx942"'),
-    "curve": where(lambda curve: isinstance(curve, EfficiencyCurve), "an EfficiencyCurve"),
-    "tiers": listed(where(lambda tier: isinstance(tier, Tier), "a Tier")),
-    "kernels": where(lambda kernels: kernels is None or isinstance(kernels, KernelTimes), "KernelTimes"),
-}
-
 
 @cache
 def load_data(name: str, room: str = "autopar.cluster") -> dict[str, Any]:
@@ -306,58 +277,32 @@ def device_preset(name: str) -> DeviceSpec:
     key = preset_key(name)
     if key is None:
         raise ClusterError(f"unknown device {shown(name)}; known: {', '.join(device_names())}, or describe it in full")
-    entry = load_data("devices.json")["devices"][key]
-    return DeviceSpec(
-        name=key,
-        peak_flops={k: float(v) for k, v in entry["peak_flops"].items()},
-        memory_bytes=float(entry["memory_bytes"]),
-        memory_bandwidth_Bps=float(entry["memory_bandwidth_Bps"]),
-        launch_overhead_s=float(entry["launch_overhead_s"]),
-        host_bandwidth_Bps=float(entry["host_bandwidth_Bps"]),
-        curve=curve_named(entry["curve"]),
-        kind="cpu" if key == "cpu" else "gpu",
-        architecture=entry.get("architecture", ""),
-    )
+    return DeviceSpec(key, kind="cpu" if key == "cpu" else "gpu", **load_data("devices.json")["devices"][key])
 
 
-_DEVICE = record(
-    {},
-    {
-        "preset": text(),
-        **_FIGURES,
-        "name": text(),
-        "peak_flops": table(parsed(_known_dtype), RATE),
-        "curve": either(
-            (str, text()), (Mapping, record({}, _CURVE)), what="the name of a curve, or a mapping of figures"
-        ),
-        "tiers": where(lambda tiers: isinstance(tiers, Mapping), "a mapping such as {ddr: {capacity_GB: 2000, …}}"),
-        "kernels": anything,
-    },
-)
-
-
-def device_from_dict(data: str | Mapping[str, Any], path: str = "device") -> DeviceSpec:
-    """A preset's name, or `{preset: h100, memory_bytes: ...}` with overrides, or all fields. Raises ClusterError."""
+def read_device(data: object, path: str = "device") -> DeviceSpec:
+    """A schema: a preset's name, or `{preset: h100, memory_bytes: ...}` with overrides, or all fields. Raises SchemaError,
+    ClusterError."""
+    if isinstance(data, DeviceSpec):
+        return data
     if isinstance(data, str):
-        return device_preset(data)
-    fields = checked(_DEVICE, data, "", path)
-    base = device_preset(fields.pop("preset")) if "preset" in fields else None
-    if isinstance(fields.get("curve"), str):
-        fields["curve"] = curve_named(fields["curve"])
-    elif "curve" in fields:
-        fields["curve"] = EfficiencyCurve(**fields["curve"])
-    if "tiers" in fields:
-        fields["tiers"] = tiers_from_dict(fields["tiers"])
-    if "kernels" in fields:
-        fields["kernels"] = kernels_from_dict(fields["kernels"])
-    if base is not None:
-        return replace(base, **fields)
+        return device_preset(text()(data, path))
+    if not isinstance(data, Mapping):
+        raise must_be(path, "a preset such as h100, or a mapping of its figures", data)
+    fields = given(DeviceSpec, data, path, also={"preset": text()})
+    if "preset" in fields:
+        return replace(device_preset(fields.pop("preset")), **fields)
     missing = [k for k in ("name", "peak_flops", "memory_bytes", "memory_bandwidth_Bps") if k not in fields]
     if missing:
         raise ClusterError(
             f"device: {missing[0]} is missing; give it, or start from `preset: <one of {device_names()}>`"
         )
     return DeviceSpec(**fields)
+
+
+def device_from_dict(data: str | Mapping[str, Any]) -> DeviceSpec:
+    """The device that `read_device` reads. Raises ClusterError."""
+    return checked(read_device, data, "", "device")
 
 
 def usual_tiers(device: DeviceSpec) -> tuple[Tier, ...]:

@@ -13,42 +13,29 @@ device or machine is data: a row of `data/devices.json`, or of `data/machines.js
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from autopar.cluster.checks import MOST_SECONDS, OVERSUBSCRIPTION, RANKS, RATE, SHARE, checked
-from autopar.cluster.device import DeviceSpec, device_from_dict, load_data, usual_tiers
+from autopar.cluster.device import DeviceSpec, load_data, read_device, usual_tiers
 from autopar.cluster.family import add_rack, link_family, usual_link
-from autopar.cluster.link import LINK, LinkLevel, link_from_dict
-from autopar.cluster.reliability import Reliability, reliability_from_dict, reliability_from_file
+from autopar.cluster.link import LinkLevel
+from autopar.cluster.reliability import Reliability
 from autopar.cluster.tiers import tiers_from_dict
 from autopar.cluster.yaml_text import parse_yaml
 from autopar.errors import ClusterError
 from autopar.runtime.data.datafile import parse_json, read_text
-from autopar.runtime.data.schema import (
-    Schema,
-    anything,
-    either,
-    flag,
-    listed,
-    number,
-    record,
-    shown,
-    table,
-    text,
-    where,
-)
+from autopar.runtime.data.fields import Form, Length, from_data, kept, to_data
+from autopar.runtime.data.schema import Schema, anything, flag, listed, number, record, row, shown, text, where
 
 MOST_BYTES = {"JSON": 1 << 26, "YAML": 1 << 16}
 """The most bytes of a cluster file."""
 _MOST_RUNS = 1 << 10
 """Entries of `nodes:` and runs of alike devices."""
 
-_DEVICE: Schema[Any] = either(
-    (str, text()), (Mapping, table(text(), anything)), what="a preset such as h100, or a mapping of its figures"
-)
 _TIERS: Schema[Any] = where(
     lambda value: value == "usual" or isinstance(value, Mapping),
     "`usual`, or a mapping such as {ddr: {capacity_GB: 2000, bandwidth_GBps: 50}}",
@@ -73,30 +60,40 @@ _CLUSTER = record(
         "name": text(),
         "preset": text(),
         "nodes": anything,
-        "device": _DEVICE,
+        "device": read_device,
         "network": record({}, _NETWORK),
         "rack": record({"nodes": RANKS}, _NETWORK),
         "profile": text(),
-        "reliability": anything,
+        "reliability": partial(from_data, Reliability),
     },
 )
-_FULL = record(
-    {
-        "devices": listed(record({"count": RANKS, "device": _DEVICE}), least=1, most=_MOST_RUNS),
-        "levels": listed(LINK, least=1, most=16),
-    },
-    {"name": text(), "profile": text(), "reliability": anything},
-)
+_ROWS = listed(row(RANKS, read_device), least=1)
+_RECORDS = listed(record({"count": RANKS, "device": read_device}), least=1, most=_MOST_RUNS)
+
+
+def _runs(value: object, path: str) -> Runs:
+    """Raises SchemaError, ClusterError."""
+    if isinstance(value, tuple):
+        return tuple(_ROWS(value, path))
+    return tuple((run["count"], run["device"]) for run in _RECORDS(value, path))
+
+
+def _runs_data(runs: Runs) -> list[dict[str, Any]]:
+    return [{"count": count, "device": to_data(device)} for count, device in runs]
+
+
+Runs = tuple[tuple[int, DeviceSpec], ...]
 
 
 @dataclass(frozen=True)
 class Description:
-    """A description of a cluster: devices in rank order, as runs (count, device), and the link levels above them."""
+    """A description of a cluster: devices in rank order, as runs (count, device), and the link levels above them, innermost
+    first. reliability: how often they fail, where that is known."""
 
     name: str
-    devices: tuple[tuple[int, DeviceSpec], ...]
-    levels: tuple[LinkLevel, ...]
-    reliability: Reliability | None = None
+    devices: Annotated[Runs, Form(_runs, _runs_data)]
+    levels: Annotated[tuple[LinkLevel, ...], Length(1, 16)]
+    reliability: Reliability | None = field(default=None, metadata=kept(sparse=True))
 
 
 def read_cluster_file(path: Path) -> Mapping[str, Any]:
@@ -119,17 +116,13 @@ def described(data: Mapping[str, Any]) -> Description:
     if not isinstance(data, Mapping):
         raise ClusterError(f"a cluster is described by a mapping with `preset:` or `nodes:`, got {shown(data)}")
     if "levels" in data:
-        full = checked(_FULL, data, "")
-        runs = tuple(
-            (run["count"], device_from_dict(run["device"], f"devices[{i}].device"))
-            for i, run in enumerate(full["devices"])
-        )
-        fails = reliability_from_dict(full["reliability"]) if "reliability" in full else None
-        return Description(full.get("name", "cluster"), runs, tuple(map(link_from_dict, full["levels"])), fails)
+        checked(record({}, {"profile": text()}, others=True), data, "")
+        full = {key: value for key, value in data.items() if key != "profile"}
+        return checked(partial(from_data, Description), {"name": "cluster", **full}, "")
     given = checked(_CLUSTER, data, "")
     if "reliability" in given:
         rest = described({key: value for key, value in data.items() if key != "reliability"})
-        return replace(rest, reliability=reliability_from_file(given["reliability"]))
+        return replace(rest, reliability=given["reliability"])
     if "tiers" in given:
         return _tiered(described({key: value for key, value in data.items() if key != "tiers"}), given["tiers"])
     if "preset" in given:
@@ -191,8 +184,8 @@ def _nodes(data: Any, path: str) -> _Nodes:
     """One entry of `nodes:`, what it leaves out from its device's family."""
     if not isinstance(data, Mapping) or "device" not in data:
         raise ClusterError("nodes: every entry needs `device:` (a preset such as h100, or its figures)")
-    entry = checked(record({"device": _DEVICE}, _NODE), data, "", path)
-    device = device_from_dict(entry["device"], f"{path}.device")
+    entry = checked(record({"device": read_device}, _NODE), data, "", path)
+    device: DeviceSpec = entry["device"]
     family = link_family(device)
     count, per_node = entry.get("count", 1), entry.get("devices_per_node", family["devices_per_node"])
     if "tiers" in entry:

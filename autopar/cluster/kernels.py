@@ -11,37 +11,36 @@ the ops of programs one by one: those that pass over memory at several sizes, pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from autopar.cluster.checks import RATE, SECONDS, checked
+from autopar.cluster.checks import RATE, Rate, Seconds
 from autopar.errors import ClusterError
-from autopar.runtime.data.schema import Schema, listed, number, record, row, shown, table, text
+from autopar.runtime.data.fields import Form, kept
+from autopar.runtime.data.schema import SchemaError, listed, number, row, shown
 
-Points = tuple[tuple[float, float], ...]
-"""(bytes, seconds), the bytes ascending."""
 COPY = "copy"
 """The pass whose seconds an op has that was not measured."""
 FILL = "aten.full"
 """The pass that writes one number everywhere."""
 
-POINTS: Schema[Any] = listed(row(RATE, RATE), least=2, most=64)
-_SCHEMA = record(
-    {"passes": table(text(), POINTS), "products": table(text(), row(SECONDS, RATE, number(0, 1e9)))},
-    {"causal_tile": number(0, 1e9)},
-)
+_ROWS = listed(row(RATE, RATE), least=2, most=64)
 
 
-def points_of(rows: Iterable[Sequence[float]], what: str) -> Points:
-    """Points out of plain lists. Raises ClusterError where their bytes do not ascend."""
-    points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in rows)
+def _points(rows: object, path: str) -> tuple[tuple[float, float], ...]:
+    """Raises SchemaError where bytes do not ascend."""
+    points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in _ROWS(rows, path))
     if any(a[0] >= b[0] for a, b in pairwise(points)):
-        raise ClusterError(f"{what}: bytes must ascend, got {shown([nbytes for nbytes, _ in points])}")
+        raise SchemaError(f"{path}: bytes must ascend, got {shown([nbytes for nbytes, _ in points])}")
     return points
+
+
+Points = Annotated[tuple[tuple[float, float], ...], Form(_points, lambda points: [list(point) for point in points])]
+"""(bytes, seconds), the bytes ascending."""
 
 
 def seconds_at(points: Points, nbytes: Any) -> Any:
@@ -52,14 +51,13 @@ def seconds_at(points: Points, nbytes: Any) -> Any:
     return np.interp(nbytes, x, y) + slope * np.maximum(np.asarray(nbytes) - x[-1], 0.0)
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """T = launch_s + flops / rate · (1 + half_dim / dim) for every dim that it has: those of a product, or the keys and the head
     width of attention. FLOP/s."""
 
-    launch_s: float
-    rate: float
-    half_dim: float
+    launch_s: Seconds
+    rate: Rate
+    half_dim: Annotated[float, number(0, 1e9)]
 
     def seconds(self, flops: float, dims: Sequence[float]) -> float:
         """Seconds of one op."""
@@ -72,8 +70,8 @@ class KernelTimes:
     causal_tile: keys that attention skips at once where a causal mask hides them all (0: every single one)."""
 
     passes: Mapping[str, Points]
-    products: Mapping[str, Product] = field(default_factory=dict)
-    causal_tile: float = 0.0
+    products: Mapping[str, Product] = field(default_factory=dict, metadata=kept(required=True))
+    causal_tile: Annotated[float, number(0, 1e9)] = 0.0
 
     def __post_init__(self) -> None:
         if COPY not in self.passes:
@@ -93,22 +91,6 @@ class KernelTimes:
         """The same where everything takes `factor` times as long."""
         passes = {op: tuple((n, s * factor) for n, s in points) for op, points in self.passes.items()}
         products = {
-            op: replace(p, launch_s=p.launch_s * factor, rate=p.rate / factor) for op, p in self.products.items()
+            op: p._replace(launch_s=p.launch_s * factor, rate=p.rate / factor) for op, p in self.products.items()
         }
         return replace(self, passes=passes, products=products)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "passes": {op: [list(point) for point in points] for op, points in self.passes.items()},
-            "products": {op: [p.launch_s, p.rate, p.half_dim] for op, p in self.products.items()},
-            "causal_tile": self.causal_tile,
-        }
-
-
-def kernels_from_dict(data: object, path: str = "kernels") -> KernelTimes:
-    """Reads `to_dict`'s form. Raises ClusterError."""
-    fields = checked(_SCHEMA, data, "", path)
-    passes = {op: points_of(points, f"{path}.passes.{op}") for op, points in fields["passes"].items()}
-    products = {op: Product(*figures) for op, figures in fields["products"].items()}
-    return KernelTimes(passes, products, fields.get("causal_tile", 0.0))

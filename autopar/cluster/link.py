@@ -8,17 +8,17 @@ direction at once. `oversubscription` of a fat tree divides what a device gets w
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated
 
-from autopar.cluster.checks import OVERSUBSCRIPTION, RANKS, RATE, SECONDS, SHARE, check_fields, checked, name_text
-from autopar.cluster.kernels import POINTS, Points, points_of, seconds_at
+from autopar.cluster.checks import Oversubscription, Ranks, Rate, Seconds, Share, check_fields
+from autopar.cluster.kernels import Points, seconds_at
 from autopar.errors import ClusterError
-from autopar.runtime.data.schema import MOST_RANKS, Schema, flag, integer, listed, record, row, shown, text
+from autopar.runtime.data.schema import MOST_RANKS, integer, shown
 
-MeasuredCollective = tuple[str, int, Points]
+Rank = Annotated[int, integer(0, MOST_RANKS)]
+MeasuredCollective = tuple[str, Ranks, Points]
 """A kind of collective, how many ranks took part, and seconds by bytes of the full array."""
 
 
@@ -36,23 +36,23 @@ class LinkLevel:
     """
 
     name: str
-    group_size: int
-    bandwidth_Bps: float
-    latency_s: float = 5e-6
-    efficiency: float = 1.0
-    oversubscription: float = 1.0
+    group_size: Ranks
+    bandwidth_Bps: Rate
+    latency_s: Seconds = 5e-6
+    efficiency: Share = 1.0
+    oversubscription: Oversubscription = 1.0
     in_switch: bool = False
-    in_switch_efficiency: float = 1.0
-    base_s: float = 0.0
-    ramp_s: float = 0.0
-    mesh_links: int = 0
-    starts: tuple[int, ...] = ()
-    group_bandwidths: tuple[float, ...] = ()
+    in_switch_efficiency: Share = 1.0
+    base_s: Seconds = 0.0
+    ramp_s: Seconds = 0.0
+    mesh_links: Rank = 0
+    starts: tuple[Rank, ...] = ()
+    group_bandwidths: tuple[Rate, ...] = ()
     measured: tuple[MeasuredCollective, ...] = ()
-    exposed: float = 1.0
+    exposed: Share = 1.0
 
     def __post_init__(self) -> None:
-        check_fields(_SCHEMAS, self, f"link level {name_text(self.name, 'link level')}")
+        check_fields(self, "link level")
         if self.starts and (self.starts[0] != 0 or any(a >= b for a, b in pairwise(self.starts))):
             raise ClusterError(f"link level {self.name}: starts must begin with 0 and grow, got {shown(self.starts)}")
 
@@ -74,49 +74,8 @@ class LinkLevel:
                 return float(seconds_at(points, nbytes))
         return None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        data = dict(self.__dict__)
-        data["measured"] = [[kind, ranks, [list(p) for p in points]] for kind, ranks, points in self.measured]
-        data["starts"] = list(self.starts)
-        data["group_bandwidths"] = list(self.group_bandwidths)
-        return data
 
-
-_SCHEMAS: dict[str, Schema[Any]] = {
-    "name": text(),
-    "group_size": RANKS,
-    "bandwidth_Bps": RATE,
-    "latency_s": SECONDS,
-    "efficiency": SHARE,
-    "oversubscription": OVERSUBSCRIPTION,
-    "in_switch": flag(),
-    "in_switch_efficiency": SHARE,
-    "base_s": SECONDS,
-    "ramp_s": SECONDS,
-    "mesh_links": integer(0, MOST_RANKS),
-    "starts": listed(integer(0, MOST_RANKS)),
-    "group_bandwidths": listed(RATE),
-    "measured": listed(row(text(), RANKS, POINTS)),
-    "exposed": SHARE,
-}
-_REQUIRED = ("name", "group_size", "bandwidth_Bps")
-LINK = record({name: _SCHEMAS[name] for name in _REQUIRED}, {n: s for n, s in _SCHEMAS.items() if n not in _REQUIRED})
-"""`LinkLevel.to_dict`'s form."""
-
-
-def link_from_dict(data: Mapping[str, Any]) -> LinkLevel:
-    """Reads `to_dict`'s form. Raises ClusterError for unknown or missing keys."""
-    fields = checked(LINK, data, "link level")
-    lists = {key: tuple(fields.get(key, ())) for key in ("starts", "group_bandwidths")}
-    return LinkLevel(**{**fields, **lists, "measured": _measured(fields.get("measured", ()))})
-
-
-def _measured(rows: Iterable[tuple[str, int, Points]]) -> tuple[MeasuredCollective, ...]:
-    return tuple((kind, ranks, points_of(points, f"{kind} of {ranks} ranks")) for kind, ranks, points in rows)
-
-
-_PROFILED = (
+PROFILED = (
     "bandwidth_Bps",
     "base_s",
     "latency_s",
@@ -126,10 +85,4 @@ _PROFILED = (
     "measured",
     "exposed",
 )
-PROFILED_LINK = record({}, {name: _SCHEMAS[name] for name in _PROFILED})
 """The figures of a link that a calibration replaces."""
-
-
-def profiled_link(level: LinkLevel, figures: Mapping[str, Any]) -> LinkLevel:
-    """A level with what a calibration measured of it. Raises ClusterError."""
-    return replace(level, **{**figures, "measured": _measured(figures.get("measured", level.measured))})

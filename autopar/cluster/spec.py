@@ -12,58 +12,44 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from autopar.cluster.checks import OVERSUBSCRIPTION, RANKS, RATE, SECONDS, SHARE, checked, name_text
-from autopar.cluster.device import DeviceSpec, EfficiencyCurve, device_from_dict, device_preset, usual_tiers
+from autopar.cluster.checks import (
+    RANKS,
+    Oversubscription,
+    Ranks,
+    Rate,
+    Seconds,
+    Share,
+    check_arguments,
+    check_fields,
+    checked,
+)
+from autopar.cluster.device import DeviceSpec, EfficiencyCurve, device_preset, read_device, usual_tiers
 from autopar.cluster.family import add_rack, link_family, usual_link
-from autopar.cluster.files import described, read_cluster_file
-from autopar.cluster.kernels import kernels_from_dict
-from autopar.cluster.link import PROFILED_LINK, LinkLevel, profiled_link
-from autopar.cluster.reliability import Reliability
+from autopar.cluster.files import Description, described, read_cluster_file
+from autopar.cluster.link import PROFILED, LinkLevel
 from autopar.cluster.tiers import Tier
 from autopar.errors import ClusterError
 from autopar.runtime.data.datafile import read_json
-from autopar.runtime.data.schema import (
-    Schema,
-    anything,
-    choice,
-    flag,
-    listed,
-    number,
-    optional,
-    record,
-    row,
-    shown,
-    table,
-    text,
-    where,
-)
+from autopar.runtime.data.fields import Form, given, to_data
+from autopar.runtime.data.schema import anything, choice, number, record, shown, table, text
 
 
 @dataclass(frozen=True)
-class ClusterSpec:
-    """Devices in rank order, as runs (count, device), and the link levels above them, innermost first. reliability: how often
-    they fail, where that is known."""
-
-    name: str
-    devices: tuple[tuple[int, DeviceSpec], ...]
-    levels: tuple[LinkLevel, ...]
-    reliability: Reliability | None = None
+class ClusterSpec(Description):
+    """A description of a cluster whose parts go together."""
 
     def __post_init__(self) -> None:
-        checked(_RUNS, self.devices, f"cluster {name_text(self.name, 'cluster')}", "devices")
-        checked(_LEVELS, self.levels, f"cluster {self.name}", "levels")
+        check_fields(self, "cluster")
         checked(RANKS, self.size, f"cluster {self.name}", "the number of devices")
-        if not self.devices or any(count < 1 for count, _ in self.devices):
-            raise ClusterError(f"cluster {self.name}: needs at least one device in every run")
         sizes = [level.group_size for level in self.levels]
         if sizes != sorted(sizes):
             raise ClusterError(f"cluster {self.name}: levels must go from the innermost outwards, got sizes {sizes}")
-        if not self.levels or (self.levels[-1].group_size < self.size):
+        if self.levels[-1].group_size < self.size:
             raise ClusterError(f"cluster {self.name}: the last level must join all {self.size} devices, got {sizes}")
         for level in self.levels:
             groups = len(level.starts) or -(-self.size // level.group_size)
@@ -110,33 +96,27 @@ class ClusterSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back."""
-        return {
-            "name": self.name,
-            "devices": [{"count": n, "device": d.to_dict()} for n, d in self.devices],
-            "levels": [level.to_dict() for level in self.levels],
-            **({"reliability": self.reliability.to_dict()} if self.reliability is not None else {}),
-        }
+        data: dict[str, Any] = to_data(self)
+        return data
 
     def with_profile(self, profile: Mapping[str, Any]) -> ClusterSpec:
         """The same cluster with what `autopar-calibrate` measured in place of the presets' constants. Raises ClusterError."""
         measured = checked(_PROFILE, profile, "profile")
         devices = tuple((n, _profiled_device(d, measured.get("device", {}))) for n, d in self.devices)
         links = measured.get("links", {})
-        levels = tuple(profiled_link(level, links.get(level.name, {})) for level in self.levels)
+        levels = tuple(replace(level, **links.get(level.name, {})) for level in self.levels)
         return replace(self, devices=devices, levels=levels)
 
     def with_tiers(self, *tiers: Tier) -> ClusterSpec:
         """The same cluster with memory tiers on every rank: the given ones, else those usual for each device. Raises
         ClusterError."""
-        checked(listed(where(lambda tier: isinstance(tier, Tier), "a Tier")), tiers, "with_tiers", "tiers")
         devices = tuple((n, replace(d, tiers=tiers or usual_tiers(d))) for n, d in self.devices)
         return replace(self, devices=devices)
 
     @staticmethod
-    def local(n: int = 1, *, memory_bytes: float | None = None) -> ClusterSpec:
+    def local(n: Ranks = 1, *, memory_bytes: Rate | None = None) -> ClusterSpec:
         """n processes (or threads) of this machine's CPU: what tests and laptops use. Raises ClusterError."""
-        checked(RANKS, n, "ClusterSpec.local", "n")
-        checked(optional(RATE), memory_bytes, "ClusterSpec.local", "memory_bytes")
+        check_arguments(ClusterSpec.local, locals(), "ClusterSpec.local")
         device = device_preset("cpu")
         if memory_bytes is not None:
             device = replace(device, memory_bytes=float(memory_bytes))
@@ -151,18 +131,18 @@ class ClusterSpec:
     @staticmethod
     def homogeneous(
         *,
-        devices: int,
-        device: str | Mapping[str, Any] | DeviceSpec,
-        devices_per_node: int | None = None,
-        intra_bandwidth_Bps: float | None = None,
-        inter_bandwidth_Bps: float | None = None,
-        intra_latency_s: float | None = None,
-        inter_latency_s: float | None = None,
-        intra_efficiency: float | None = None,
-        inter_efficiency: float | None = None,
-        nodes_per_rack: int | None = None,
-        rack_bandwidth_Bps: float | None = None,
-        oversubscription: float = 1.0,
+        devices: Ranks,
+        device: Annotated[str | Mapping[str, Any] | DeviceSpec, Form(read_device)],
+        devices_per_node: Ranks | None = None,
+        intra_bandwidth_Bps: Rate | None = None,
+        inter_bandwidth_Bps: Rate | None = None,
+        intra_latency_s: Seconds | None = None,
+        inter_latency_s: Seconds | None = None,
+        intra_efficiency: Share | None = None,
+        inter_efficiency: Share | None = None,
+        nodes_per_rack: Ranks | None = None,
+        rack_bandwidth_Bps: Rate | None = None,
+        oversubscription: Oversubscription = 1.0,
         in_switch: bool | None = None,
         name: str | None = None,
     ) -> ClusterSpec:
@@ -172,9 +152,7 @@ class ClusterSpec:
         latency replaces the family's fitted launch, hop and ramp times: the textbook formulas with that alpha. Raises
         ClusterError.
         """
-        given = {name: value for name, value in locals().items() if name in _HOMOGENEOUS}
-        checked(record(_HOMOGENEOUS), given, "ClusterSpec.homogeneous")
-        spec = device if isinstance(device, DeviceSpec) else device_from_dict(device)
+        spec: DeviceSpec = check_arguments(ClusterSpec.homogeneous, locals(), "ClusterSpec.homogeneous")["device"]
         family = link_family(spec)
         per_node = min(devices_per_node or family["devices_per_node"], devices)
         if devices % per_node:
@@ -219,8 +197,7 @@ class ClusterSpec:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ClusterSpec:
         """Reads `to_dict`'s form, `{preset, nodes}`, or `{nodes: [...], network: {...}}`. Raises ClusterError."""
-        found = described(data)
-        return ClusterSpec(found.name, found.devices, found.levels, found.reliability)
+        return ClusterSpec(**vars(described(data)))
 
 
 def scaled(cluster: ClusterSpec, times: int) -> ClusterSpec:
@@ -261,43 +238,17 @@ def resized(cluster: ClusterSpec, ranks: int) -> ClusterSpec:
     return ClusterSpec(name, tuple(run for run in kept if run[0] > 0), tuple(levels), cluster.reliability)
 
 
-_LATENCY, _RATE, _EFFICIENCY, _COUNT = optional(SECONDS), optional(RATE), optional(SHARE), optional(RANKS)
-_HOMOGENEOUS: dict[str, Schema[Any]] = {
-    "devices": RANKS,
-    "device": where(lambda d: isinstance(d, str | Mapping | DeviceSpec), "a preset, a DeviceSpec or its figures"),
-    "devices_per_node": _COUNT,
-    "intra_bandwidth_Bps": _RATE,
-    "inter_bandwidth_Bps": _RATE,
-    "intra_latency_s": _LATENCY,
-    "inter_latency_s": _LATENCY,
-    "intra_efficiency": _EFFICIENCY,
-    "inter_efficiency": _EFFICIENCY,
-    "nodes_per_rack": _COUNT,
-    "rack_bandwidth_Bps": _RATE,
-    "oversubscription": OVERSUBSCRIPTION,
-    "in_switch": optional(flag()),
-    "name": optional(text()),
-}
-_RUNS = listed(row(RANKS, where(lambda device: isinstance(device, DeviceSpec), "a DeviceSpec")), least=1)
-_LEVELS = listed(where(lambda level: isinstance(level, LinkLevel), "a LinkLevel"), least=1)
 _PROFILE = record(
     {},
     {
-        "device": record(
-            {},
-            {
-                "memory_bandwidth_Bps": RATE,
-                "launch_overhead_s": SECONDS,
-                "memory_bytes": RATE,
-                "peak_flops": table(text(), RATE),
-                "curve": table(text(), number()),
-                "kernels": anything,
-            },
+        "device": partial(
+            given,
+            DeviceSpec,
+            only=("memory_bandwidth_Bps", "launch_overhead_s", "memory_bytes", "peak_flops", "kernels"),
+            also={"curve": table(choice(tuple(to_data(EfficiencyCurve()))), number())},
         ),
-        "links": table(text(), PROFILED_LINK),
-        "base": anything,
-        "residuals": anything,
-        "samples": anything,
+        "links": table(text(), partial(given, LinkLevel, only=PROFILED)),
+        **dict.fromkeys(("base", "residuals", "samples"), anything),
     },
 )
 
@@ -315,12 +266,6 @@ def _read_profile(path: Path) -> Mapping[str, Any]:
 
 
 def _profiled_device(device: DeviceSpec, measured: Mapping[str, Any]) -> DeviceSpec:
-    fields = {k: v for k, v in measured.items() if k in ("memory_bandwidth_Bps", "launch_overhead_s", "memory_bytes")}
-    if "peak_flops" in measured:
-        fields["peak_flops"] = {**device.peak_flops, **measured["peak_flops"]}
-    if "curve" in measured:
-        curve = checked(table(choice(tuple(device.curve.to_dict())), number()), measured["curve"], "profile", "curve")
-        fields["curve"] = EfficiencyCurve(**{**device.curve.to_dict(), **curve})
-    if "kernels" in measured:
-        fields["kernels"] = kernels_from_dict(measured["kernels"], "profile.kernels")
-    return replace(device, **fields)
+    flops = {**device.peak_flops, **measured.get("peak_flops", {})}
+    curve = replace(device.curve, **measured.get("curve", {}))
+    return replace(device, **{**measured, "peak_flops": flops, "curve": curve})

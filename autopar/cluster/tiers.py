@@ -12,38 +12,33 @@ are one memory (a CPU) nothing is hidden. The usual figures of machines, with th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from autopar.cluster.checks import RATE, SECONDS, check_fields
+from autopar.cluster.checks import Rate, Seconds, check_fields, checked
 from autopar.errors import ClusterError, NoRoomError
-from autopar.runtime.data.schema import Schema, is_number, shown
+from autopar.runtime.data.fields import from_data, kept, to_data
+from autopar.runtime.data.schema import shown
 from autopar.runtime.memory.tiers import TIER_KINDS, tier_names
-
-_FIELDS: dict[str, Schema[float]] = {"capacity_bytes": RATE, "bandwidth_Bps": RATE, "latency_s": SECONDS}
 
 
 @dataclass(frozen=True)
 class Tier:
     """capacity_bytes: a rank's share. bandwidth_Bps: between this rank's device and the tier, each direction."""
 
-    name: str
-    capacity_bytes: float
-    bandwidth_Bps: float
-    latency_s: float = 0.0
+    name: str = field(metadata=kept(absent=True))
+    capacity_bytes: Rate = field(metadata=kept(unit=("capacity_GB", 1e9)))
+    bandwidth_Bps: Rate = field(metadata=kept(unit=("bandwidth_GBps", 1e9)))
+    latency_s: Seconds = field(default=0.0, metadata=kept(unit=("latency_us", 1e-6)))
 
     def __post_init__(self) -> None:
-        if self.name not in tier_names():
-            raise _unknown(self.name)
-        check_fields(_FIELDS, self, f"tier {self.name}")
+        _check_name(self.name)
+        check_fields(self, "tier")
 
     def move_s(self, nbytes: float, pieces: int = 1) -> float:
         """Seconds to move bytes to the tier, or back, in so many transfers one after another."""
         return pieces * self.latency_s + nbytes / self.bandwidth_Bps if nbytes else 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain numbers for JSON."""
-        return {what: getattr(self, what) for what in _FIELDS}
 
 
 def fastest_first(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
@@ -51,8 +46,10 @@ def fastest_first(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
     return tuple(sorted(tiers, key=lambda tier: TIER_KINDS[tier.name].rank))
 
 
-def _unknown(name: object) -> ClusterError:
-    return ClusterError(f"unknown memory tier {shown(name)}; tiers are {', '.join(tier_names())}")
+def _check_name(name: object) -> None:
+    """Raises ClusterError where there is no such tier."""
+    if name not in tier_names():
+        raise ClusterError(f"unknown memory tier {shown(name)}; tiers are {', '.join(tier_names())}")
 
 
 def exposed_s(transfer_s: float, compute_s: float) -> float:
@@ -119,38 +116,22 @@ def place(sizes: Mapping[str, float], tiers: Sequence[Tier], used: Mapping[str, 
     return found
 
 
+def tiers_data(tiers: Iterable[Tier]) -> dict[str, Any]:
+    """Plain data for JSON: the figures of every tier by its name."""
+    return {tier.name: to_data(tier) for tier in tiers}
+
+
 def tiers_from_dict(data: Any, devices_per_node: int = 1) -> tuple[Tier, ...]:
     """`{ddr: {capacity_GB, bandwidth_GBps, latency_us}, nvme: …}` as in a cluster file (capacity of a node, shared by its
-    devices; bandwidth of each), or `to_dict`'s numbers per rank. Fastest tier first. Raises ClusterError."""
+    devices; bandwidth of each), or `tiers_data`'s numbers per rank. Fastest tier first. Raises ClusterError."""
     if not isinstance(data, Mapping):
         raise ClusterError(
             f"tiers: a mapping such as {{ddr: {{capacity_GB: 2000, bandwidth_GBps: 50}}}}, got {shown(data)}"
         )
-    unknown = [name for name in data if name not in tier_names()]
-    if unknown:
-        raise _unknown(unknown[0])
-    return fastest_first(_tier(name, row, devices_per_node) for name, row in data.items())
-
-
-_SCALES = {
-    "capacity_GB": ("capacity_bytes", 1e9),
-    "bandwidth_GBps": ("bandwidth_Bps", 1e9),
-    "latency_us": ("latency_s", 1e-6),
-}
-
-
-def _tier(name: str, row: Any, devices_per_node: int) -> Tier:
-    if not isinstance(row, Mapping):
-        raise ClusterError(f"tier {name}: a mapping with capacity_GB and bandwidth_GBps, got {shown(row)}")
-    fields: dict[str, float] = {}
-    for key, value in row.items():
-        target, scale = _SCALES.get(str(key), (str(key), 1.0))
-        if target not in _FIELDS:
-            raise ClusterError(f"tier {name}: unknown key {shown(key)}; allowed: {', '.join((*_SCALES, *_FIELDS))}")
-        if not is_number(value):
-            raise ClusterError(f"tier {name}: {key} must be a number, got {shown(value)}")
-        fields[target] = float(value) * scale / (devices_per_node if key == "capacity_GB" else 1)
-    for short, (target, _) in _SCALES.items():
-        if target not in fields and target != "latency_s":
-            raise ClusterError(f"tier {name}: {short} is missing")
-    return Tier(name, **fields)
+    tiers = []
+    for name, row in data.items():
+        _check_name(name)
+        tier = checked(partial(from_data, Tier, name=name), row, "", f"tier {name}")
+        share = devices_per_node if "capacity_GB" in row else 1
+        tiers.append(replace(tier, capacity_bytes=tier.capacity_bytes / share))
+    return fastest_first(tiers)

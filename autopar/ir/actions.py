@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
+from autopar.runtime.data.fields import Length, Stage
 from autopar.runtime.program.actions import Action, Reads, action_reads, parse_row, splits_backward
 
 Table = tuple[tuple[Action, ...], ...]
@@ -25,9 +27,9 @@ class StageGraph:
     along which a gradient comes back (None: all of them).
     """
 
-    groups: tuple[tuple[int, ...], ...]
-    edges: tuple[tuple[int, int], ...]
-    gradients: tuple[tuple[int, int], ...] | None = None
+    groups: Annotated[tuple[Annotated[tuple[Stage, ...], Length(1)], ...], Length(1)]
+    edges: tuple[tuple[Stage, Stage], ...]
+    gradients: tuple[tuple[Stage, Stage], ...] | None = None
 
     @staticmethod
     def chain(p: int, V: int = 1, shape: str = "loop") -> StageGraph:

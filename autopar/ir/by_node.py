@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from autopar.ir.text import size_text
+from autopar.runtime.data.fields import Stage
+from autopar.runtime.data.schema import MOST_RANKS, integer
+
+Ranks = Annotated[int, integer(1, MOST_RANKS)]
 
 
 @dataclass(frozen=True)
@@ -13,10 +18,10 @@ class AxisByNode:
     """Collectives along an axis of a stage's mesh, and of all stages on the same ranks. nodes, places: that each of its groups
     has, and ranks on each; least: by kind, bytes of the full array from which on they go by node."""
 
-    stage: int
+    stage: Stage
     axis: str
-    nodes: int
-    places: int
+    nodes: Ranks
+    places: Ranks
     least: Mapping[str, int]
 
     def show(self) -> str:

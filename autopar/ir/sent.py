@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from autopar.runtime.data.fields import Bytes
+from autopar.runtime.data.schema import number
 
 
 @dataclass(frozen=True)
@@ -17,8 +21,8 @@ class Sent:
 
     kind: str
     axis: str
-    nbytes: float
+    nbytes: Bytes
     times: int = 1
-    behind: float = 0.0
+    behind: Annotated[float, number(0, 1)] = 0.0
     after: float | None = None
     joins: bool = False

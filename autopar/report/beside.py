@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
 from autopar.ir.actions import Action, parse_row
 from autopar.ir.text import size_text, time_text
+from autopar.passes.account.collectives import Collective
+from autopar.report.program_facts import ProgramFacts
 from autopar.runtime.comm.recorder import Sent, StepRecord
-
-Facts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,9 @@ class MessageRow:
     measured: Traffic | None
 
 
-def action_rows(facts: Facts, profile: Profile) -> list[ActionRow]:
+def action_rows(facts: ProgramFacts, profile: Profile) -> list[ActionRow]:
     """One row per stage and kind of action, and one per stage of what comes once."""
-    predicted = {(stage, kind): float(s) for stage, kind, s in facts["schedule"]["seconds"]}
+    predicted = facts.schedule.seconds
     taken: dict[tuple[int, str], list[float]] = {}
     for rank, steps in enumerate(profile.ranks):
         first = stages_of(facts, rank)[0]
@@ -94,26 +93,26 @@ def action_rows(facts: Facts, profile: Profile) -> list[ActionRow]:
             taken.setdefault((first, "once"), []).append(once_s)
     rows = []
     for (stage, kind), seconds in sorted(taken.items(), key=lambda item: (item[0][0], "FBWonce".index(item[0][1]))):
-        expected_s = facts["stages"][stage]["step_s"] if kind == "once" else predicted.get((stage, kind), 0.0)
+        expected_s = facts.stages[stage].step_s if kind == "once" else predicted.get((stage, kind), 0.0)
         rows.append(ActionRow(stage, kind, expected_s, statistics.median(seconds)))
     return rows
 
 
-def message_rows(facts: Facts, profile: Profile) -> list[MessageRow]:
+def message_rows(facts: ProgramFacts, profile: Profile) -> list[MessageRow]:
     """Messages by kind and axis; those that are expected are of the stage that sends most of them."""
     expected, seen = _expected(facts), _seen(profile)
     return [MessageRow(*key, expected.get(key), seen.get(key)) for key in dict.fromkeys((*expected, *seen))]
 
 
-def _expected(facts: Facts) -> dict[tuple[str, str], Traffic]:
+def _expected(facts: ProgramFacts) -> dict[tuple[str, str], Traffic]:
     most: dict[tuple[str, str], Traffic] = {}
-    for stage in facts["stages"]:
-        own: dict[tuple[str, str], list[Facts]] = {}
-        for one in stage["collectives"]:
-            own.setdefault((one["kind"], one["axis"]), []).append(one)
+    for stage in facts.stages:
+        own: dict[tuple[str, str], list[Collective]] = {}
+        for one in stage.collectives:
+            own.setdefault((one.kind, one.axis), []).append(one)
         for key, found in own.items():
-            times, nbytes = sum(c["times"] for c in found), sum(c["times"] * c["nbytes"] for c in found)
-            traffic = Traffic(times, nbytes, sum(c["time_s"] for c in found))
+            times, nbytes = sum(c.times for c in found), sum(c.times * c.nbytes for c in found)
+            traffic = Traffic(times, nbytes, sum(c.time_s for c in found))
             most[key] = max(most.get(key, traffic), traffic, key=lambda t: t.seconds)
     return most
 
@@ -134,13 +133,13 @@ def _seen(profile: Profile) -> dict[tuple[str, str], Traffic]:
     }
 
 
-def beside_text(facts: Facts, profile: Profile) -> str:
+def beside_text(facts: ProgramFacts, profile: Profile) -> str:
     """The table of a run beside its prediction."""
     return "\n".join(_lines(facts, profile))
 
 
-def _lines(facts: Facts, profile: Profile) -> Iterator[str]:
-    expected_s, measured_s = facts["predicted"]["step_time_s"], profile.step_s
+def _lines(facts: ProgramFacts, profile: Profile) -> Iterator[str]:
+    expected_s, measured_s = facts.predicted.step_time_s, profile.step_s
     yield f"{profile.steps} steps on {len(profile.ranks)} ranks"
     yield _row("", "predicted", "measured", "ratio")
     yield _row("step", time_text(expected_s), time_text(measured_s), _ratio(measured_s, expected_s))
@@ -175,21 +174,20 @@ def _ratio(measured_s: float, predicted_s: float) -> str:
     return f"{measured_s / predicted_s:.2f}" if predicted_s > 0 else "–"
 
 
-def first_ranks(facts: Facts) -> list[int]:
+def first_ranks(facts: ProgramFacts) -> list[int]:
     """The first rank of every group."""
-    return [facts["stages"][group[0]]["first_rank"] for group in facts["schedule"]["groups"]]
+    return [facts.stages[group[0]].mesh.offset for group in facts.schedule.graph.groups]
 
 
-def group_of(facts: Facts, rank: int) -> int:
+def group_of(facts: ProgramFacts, rank: int) -> int:
     """The group that a rank belongs to."""
     firsts = first_ranks(facts)
     return max((g for g in range(len(firsts)) if firsts[g] <= rank), key=lambda g: firsts[g])
 
 
-def stages_of(facts: Facts, rank: int) -> Sequence[int]:
+def stages_of(facts: ProgramFacts, rank: int) -> Sequence[int]:
     """The stages that a rank runs."""
-    stages: Sequence[int] = facts["schedule"]["groups"][group_of(facts, rank)]
-    return stages
+    return facts.schedule.graph.groups[group_of(facts, rank)]
 
 
 def action_of(name: str) -> Action | None:

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypedDict
 
+from autopar.passes.recompute.curve import Curve
 from autopar.report.gantt import seconds_text
 from autopar.report.picture import empty_picture, svg_text
 
 _COLOURS = ("#5b8ff9", "#61c08a", "#f4a742", "#b37feb", "#ff7875", "#36cfc9")
 _WIDTH, _HEIGHT = 760, 420
 
-Place = Sequence[float]
-"""(bytes kept, seconds of recompute)."""
 
-
-class StageCurve(TypedDict):
-    """The recompute curve of one stage, as `passes.recompute.curve` gives it."""
-
-    corners: Sequence[Place]
-    policies: dict[str, Place]
-    chosen: Place
-
-
-def curve_svg(stages: Sequence[StageCurve], title: str = "", size_text: Callable[[float], str] = str) -> str:
+def curve_svg(stages: Sequence[Curve], title: str = "", size_text: Callable[[float], str] = str) -> str:
     """The curves of all stages; those that are alike share a line. Raises InputError where matplotlib is missing."""
     numbers: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
@@ -40,9 +29,9 @@ def curve_svg(stages: Sequence[StageCurve], title: str = "", size_text: Callable
     for k, (members, colour) in enumerate(alike):
         stage = stages[members[0]]
         named = f"stage {members[0]}" if len(members) == 1 else f"stages {members[0]} … {members[-1]} ({len(members)})"
-        kept, again = zip(*stage["corners"], strict=True)
+        kept, again = zip(*stage.corners, strict=True)
         axes.plot(kept, again, color=colour, linewidth=2, gid=f"curve {k}", label=f"{named}; the circle is the plan")
-        for name, (nbytes, seconds) in {**stage["policies"], "the plan": stage["chosen"]}.items():
+        for name, (nbytes, seconds) in {**stage.policies, "the plan": stage.chosen}.items():
             chosen = name == "the plan"
             style = {"markersize": 14, "markerfacecolor": "none", "color": "#222222"} if chosen else {"color": colour}
             axes.plot(nbytes, seconds, marker="o", clip_on=False, gid=f"{name} {k}", **style)

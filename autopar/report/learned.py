@@ -16,11 +16,11 @@ from typing import Any
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.calibrate_links import Sample, fit_links
 from autopar.costmodel.collective import shape_on_levels
-from autopar.ir.mesh import Mesh
-from autopar.report.beside import Facts, Profile, action_of, group_of, stages_of
+from autopar.report.beside import Profile, action_of, group_of, stages_of
+from autopar.report.program_facts import ProgramFacts
 from autopar.runtime.comm.recorder import StepRecord
 
-Run = tuple[Facts, Profile]
+Run = tuple[ProgramFacts, Profile]
 AT_ONCE = 0.1
 """A message was waited for at once if at most this share of its time went by before."""
 SAMPLED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -31,11 +31,11 @@ def slowness(runs: Sequence[Run]) -> float:
     """Measured over predicted seconds of what actions compute."""
     measured_s = predicted_s = 0.0
     for facts, profile in runs:
-        expected = {(stage, kind): float(s) for stage, kind, s in facts["schedule"]["seconds"]}
+        expected = facts.schedule.seconds
         for rank, steps in enumerate(profile.ranks):
-            stages, exposed_s = stages_of(facts, rank), facts["schedule"]["exposed"][group_of(facts, rank)]
+            stages, exposed_s = stages_of(facts, rank), facts.schedule.exposed[group_of(facts, rank)]
             once_s = sum(expected.get((stage, kind), 0.0) for stage in stages for kind in "FBW") - exposed_s
-            predicted_s += facts["microbatches"] * once_s
+            predicted_s += facts.microbatches * once_s
             measured_s += statistics.median(map(_computed_s, steps))
     return measured_s / predicted_s if predicted_s > 0 else 1.0
 
@@ -52,8 +52,7 @@ def _samples(runs: Sequence[Run], cluster: ClusterSpec) -> Iterator[tuple[str, S
     """Messages as samples, with the level of links that they went over; none of those that went over several."""
     for facts, profile in runs:
         for rank, steps in enumerate(profile.ranks):
-            stage = facts["stages"][stages_of(facts, rank)[0]]
-            mesh = Mesh(tuple(stage["mesh"].items()), stage["first_rank"])
+            mesh = facts.stages[stages_of(facts, rank)[0]].mesh
             for m in (m for step in steps for m in step.messages):
                 axes, lasts_s = tuple(m.axes.split(",")), m.end_s - m.start_s
                 if m.kind in SAMPLED and lasts_s > 0 and set(axes) <= set(mesh.names):

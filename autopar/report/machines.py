@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
-from typing import Any
 
 from autopar.cluster.device import DeviceSpec, device_preset
 from autopar.compiled import Compiled
@@ -16,14 +14,14 @@ from autopar.report.long_run import state_bytes
 from autopar.runtime.program.machines import LinkRate, Machines
 
 
-def machine_facts(program: Compiled) -> dict[str, Any]:
+def machine_facts(program: Compiled) -> Machines:
     """The facts of the machines as the manifest has them."""
     cluster = program.cluster
     slowest = cluster.slowest()
     step_flops, device_s = step_work(program)
     known = all(has_known_peak(device) for _, device in cluster.devices)
     links = tuple(LinkRate(level.name, level.group_size, level.rate_Bps(), level.latency_s) for level in cluster.levels)
-    machines = Machines(
+    return Machines(
         min(cluster.levels[0].group_size, program.plan.ranks),
         slowest.name,
         slowest.kind == "gpu",
@@ -32,7 +30,6 @@ def machine_facts(program: Compiled) -> dict[str, Any]:
         device_s / program.plan.ranks if known else None,
         state_bytes(program),
     )
-    return asdict(machines)
 
 
 def has_known_peak(device: DeviceSpec) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.costmodel.simulate import Event, Timeline
-from autopar.report.beside import Facts, Profile, action_of, first_ranks, waited_s
+from autopar.report.beside import Profile, action_of, first_ranks, waited_s
+from autopar.report.program_facts import ProgramFacts
 
 
-def measured_timeline(facts: Facts, profile: Profile) -> Timeline:
+def measured_timeline(facts: ProgramFacts, profile: Profile) -> Timeline:
     """The typical step of the first rank of every group as a timeline."""
     events, busy_s = [], []
     at = profile.typical

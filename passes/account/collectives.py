@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from autopar.ir.lines import Compute, Convert, Function, Line
 from autopar.ir.lowered import LoweredStage
 from autopar.passes.price.lines import Message, gradient_messages, line_costs, regather_messages
 from autopar.passes.price.pricer import Pricer
+from autopar.runtime.data.fields import Bytes, Paragraph, Seconds
+from autopar.runtime.data.schema import integer
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,10 @@ class Collective:
 
     kind: str
     axis: str
-    what: str
-    nbytes: float
-    times: int
-    time_s: float
+    what: Paragraph
+    nbytes: Bytes
+    times: Annotated[int, integer(0, 1 << 40)]
+    time_s: Seconds
     stage: int = 0
 
 

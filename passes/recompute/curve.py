@@ -8,9 +8,9 @@ not lie on it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Annotated
 
 from autopar.ir.memory_levers import RECOMPUTE_POLICIES
 from autopar.ir.program import Program
@@ -21,8 +21,9 @@ from autopar.passes.recompute.problem import RecomputeProblem, recompute_problem
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.policies import policy_set
 from autopar.plan import Plan, StagePlan
+from autopar.runtime.data.fields import Bytes, Length, Seconds
 
-Place = tuple[float, float]
+Place = tuple[Bytes, Seconds]
 """(bytes that one microbatch keeps on a rank, seconds that backward spends making values again in a step)"""
 
 
@@ -30,7 +31,7 @@ Place = tuple[float, float]
 class Curve:
     """corners: from most bytes to fewest. policies: the place of each named policy. chosen: the place of the plan itself."""
 
-    corners: tuple[Place, ...]
+    corners: Annotated[tuple[Place, ...], Length(1)]
     policies: dict[str, Place]
     chosen: Place
 
@@ -81,8 +82,3 @@ def _stage_curve(
         for policy in RECOMPUTE_POLICIES
     }
     return Curve(tuple(places), policies, place_of({name: stage.templates[name].recompute for name in problems}))
-
-
-def as_data(stage_curves: list[Curve]) -> list[dict[str, Any]]:
-    """Plain data for JSON."""
-    return [asdict(curve) for curve in stage_curves]

@@ -150,8 +150,8 @@ def test_what_runs_took_becomes_constants(program):
     """Runs of a machine that computes three times as slowly, over a link of which every message takes 1 ms + S / 1 GB/s."""
     plan = program.with_plan(next(a.plan for a in program.alternatives if a.plan.origin == "zero3"))
     known = facts(plan)
-    seconds = {(stage, kind): s for stage, kind, s in known["schedule"]["seconds"]}
-    computed_s = seconds[0, "F"] + seconds[0, "B"] - known["schedule"]["exposed"][0]
+    seconds = known.schedule.seconds
+    computed_s = seconds[0, "F"] + seconds[0, "B"] - known.schedule.exposed[0]
 
     def sent(kind: str, nbytes: int, at_s: float) -> Sent:
         crossed = nbytes * (1.0 if kind == "all_reduce" else 0.5)

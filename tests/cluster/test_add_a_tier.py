@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import load_data
-from autopar.cluster.tiers import Tier, place, tiers_from_dict
+from autopar.cluster.tiers import Tier, place, tiers_data, tiers_from_dict
 from autopar.errors import ClusterError, PlanError
 from autopar.plan import Plan
 from autopar.runtime.memory.tiers import TIER_KINDS, TierKind
@@ -42,7 +42,7 @@ def test_its_rank_is_its_place_whatever_it_is_called(cxl: Tier) -> None:
     disk, host = Tier("nvme", 1e12, 7e9), Tier("ddr", 1e12, 5e10)
     given = ClusterSpec.local(2).with_tiers(disk, cxl, host)
     direct = replace(given.device(0), tiers=(cxl, disk, host))
-    read = tiers_from_dict({tier.name: tier.to_dict() for tier in (disk, cxl, host)})
+    read = tiers_from_dict(tiers_data((disk, cxl, host)))
     for tiers in (given.device(0).tiers, direct.tiers, read):
         assert [tier.name for tier in tiers] == ["ddr", "cxl", "nvme"]
     assert place({"first": 1e12, "second": 1e12}, given.device(0).tiers) == {"first": "ddr", "second": "cxl"}

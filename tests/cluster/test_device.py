@@ -12,14 +12,15 @@ from autopar.costmodel.calibrate_links import Sample, collective_lines, fit_line
 from autopar.costmodel.collective import COSTS
 from autopar.costmodel.compute import matmul_share, op_time_s
 from autopar.errors import ClusterError
+from autopar.runtime.data.fields import to_data
 
 
 def test_every_preset_is_complete_and_round_trips():
     for name in device_names():
         device = device_preset(name)
         assert device.peak("float32") > 0
-        assert device_from_dict(device.to_dict()) == device
-        assert hash(device_from_dict(device.to_dict())) == hash(device)
+        assert device_from_dict(to_data(device)) == device
+        assert hash(device_from_dict(to_data(device))) == hash(device)
         assert 0 < device.curve.matmul <= 1
         assert 0 < device.curve.attention <= 1
 

@@ -10,8 +10,8 @@ import torch
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import device_from_dict, device_preset
-from autopar.cluster.kernels import FILL, KernelTimes, Product, kernels_from_dict, points_of, seconds_at
-from autopar.cluster.link import link_from_dict
+from autopar.cluster.kernels import FILL, KernelTimes, Product, seconds_at
+from autopar.cluster.link import LinkLevel
 from autopar.costmodel import host_kernels
 from autopar.costmodel.calibrate_exchanges import exchange_seconds
 from autopar.costmodel.calibrate_lateness import late_share, of_ranks, of_slowest, usual_of_slowest_s
@@ -23,6 +23,7 @@ from autopar.costmodel.software import NEUTRAL, emitted_on
 from autopar.errors import ClusterError
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
+from autopar.runtime.data.fields import from_data, to_data
 
 KERNELS = KernelTimes(
     {
@@ -78,13 +79,13 @@ def test_updates_are_measured_by_state_and_read_for_numbers_and_arrays_alike():
 
 def test_a_profile_with_kernels_and_collectives_round_trips():
     for kernels in (KERNELS, replace(KERNELS, causal_tile=512.0)):
-        assert kernels_from_dict(kernels.to_dict()) == kernels
-    assert device_from_dict(DEVICE.to_dict()) == DEVICE
-    assert hash(device_from_dict(DEVICE.to_dict())) == hash(DEVICE) != hash(device_preset("cpu"))
+        assert from_data(KernelTimes, to_data(kernels)) == kernels
+    assert device_from_dict(to_data(DEVICE)) == DEVICE
+    assert hash(device_from_dict(to_data(DEVICE))) == hash(DEVICE) != hash(device_preset("cpu"))
     links = {"node": {"measured": [["all_reduce", 2, [[1.0, 1e-3], [1e6, 2e-3]]]], "exposed": 0.5}}
-    cluster = ClusterSpec.local(2).with_profile({"device": {"kernels": KERNELS.to_dict()}, "links": links})
+    cluster = ClusterSpec.local(2).with_profile({"device": {"kernels": to_data(KERNELS)}, "links": links})
     assert cluster.device(0).kernels == KERNELS
-    assert link_from_dict(cluster.levels[0].to_dict()) == cluster.levels[0]
+    assert from_data(LinkLevel, to_data(cluster.levels[0])) == cluster.levels[0]
     assert ClusterSpec.from_dict(cluster.to_dict()) == cluster
 
 
@@ -103,7 +104,7 @@ def test_a_profile_whose_kernels_make_no_sense_is_refused(kernels, message):
 
 
 def test_seconds_between_points_never_fall_beyond_the_last():
-    falling = points_of([(1.0, 2.0), (2.0, 1.0)], "made up")
+    falling = ((1.0, 2.0), (2.0, 1.0))
     assert seconds_at(falling, 10.0) == 1.0
 
 
@@ -227,7 +228,7 @@ def test_every_op_that_a_calibration_times_runs_and_its_kernels_are_those_of_a_p
     kernels, residuals = fit_kernels(found)
     assert {"copy", "aten.gelu", "autopar.norm_dw", "update 2"} <= set(kernels.passes)
     assert set(residuals) == set(kernels.products) - {"matmul"}
-    assert kernels_from_dict(kernels.to_dict()) == kernels
+    assert from_data(KernelTimes, to_data(kernels)) == kernels
 
 
 @pytest.mark.parametrize(("share", "tile"), [(0.45, 0.0), (0.5, 0.0), (0.75, 512.0), (1.0, 1024.0), (1.1, 1024.0)])

@@ -100,9 +100,9 @@ def test_capacity_of_a_node_in_a_rack_of_one_fabric() -> None:
     [
         ("fast", "a mapping such as"),
         ({"tape": {"capacity_GB": 1, "bandwidth_GBps": 1}}, "unknown memory tier 'tape'; tiers are ddr, nvme"),
-        ({"ddr": 5}, "tier ddr: a mapping with capacity_GB and bandwidth_GBps"),
-        ({"ddr": {"capacity_GB": 5}}, "tier ddr: bandwidth_GBps is missing"),
-        ({"ddr": {"bandwidth_GBps": 5}}, "tier ddr: capacity_GB is missing"),
+        ({"ddr": 5}, "tier ddr must be a mapping with the keys capacity_GB, bandwidth_GBps, got 5"),
+        ({"ddr": {"capacity_GB": 5}}, "tier ddr: 'bandwidth_GBps' is missing"),
+        ({"ddr": {"bandwidth_GBps": 5}}, "tier ddr: 'capacity_GB' is missing"),
         ({"ddr": {"capacity_GB": "much", "bandwidth_GBps": 5}}, "capacity_GB must be a number, got 'much'"),
         ({"ddr": {"capacity_GB": 0, "bandwidth_GBps": 5}}, "must be a positive number"),
         ({"ddr": {"capacity_GB": 1, "bandwidth_GBps": -5}}, "bandwidth_Bps must be a positive number, got -5"),

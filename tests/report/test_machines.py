@@ -54,4 +54,4 @@ def test_the_manifest_has_them(tmp_path):
 
 def test_nobody_invents_a_peak_for_a_cpu():
     assert not has_known_peak(device_preset("cpu"))
-    assert machine_facts(compiled(autopar.ClusterSpec.local(2)))["peak_s"] is None
+    assert machine_facts(compiled(autopar.ClusterSpec.local(2))).peak_s is None

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.comm import Comm
 from ..comm.process import TorchComm
 from ..comm.text_exchange import MOST_BYTES, one_line
+from ..data.fields import form_of, to_data
 from ..data.schema import SchemaError, paragraph, text
 from ..data.whole_files import COMPLETE, begin, commit, file_facts, give_up, partial, write_record
 from ..errors import CheckpointError
@@ -33,7 +34,7 @@ from ..step.dtensors import described, in_place, unpack
 from ..step.session import Session
 from .checkpoint_files import Files, RecordedWriter, plan_files
 from .checkpoint_reader import METADATA, DataPlanner, DataReader, named, verified
-from .save_plans import WRITTEN, Written
+from .save_plans import Written
 
 Signature = tuple[tuple[int, ...], torch.dtype] | None
 Signatures = dict[str, Signature]
@@ -56,7 +57,7 @@ def save(directory: str | Path, session: Session) -> None:
         files = plan_files(state, comm.rank, lambda said: comm.share(said, text(MOST_BYTES)))
     with comm.excused(f"writing its file of {directory}"):
         own = _write_own(partial(folder), files, entries)
-    everyone = [Written(**told) for told in comm.share(own.told(), WRITTEN)]
+    everyone = comm.share(to_data(own), form_of(Written).read)
     problem = next((one.problem for one in everyone if one.problem), "")
 
     def complete() -> None:

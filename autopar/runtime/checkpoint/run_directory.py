@@ -20,24 +20,16 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ..data.schema import MOST_RANKS, SchemaError, integer, record, text
+from ..data.fields import Form, form_of
+from ..data.schema import MOST_RANKS, SchemaError, integer
 from ..data.whole_files import COMPLETE, FILES, problem_of, read_record, sync, write_record
 from ..errors import CheckpointError
 
 _DIGITS = 10
-_COUNT = integer(0, 1 << 53)
-_RECORD = record(
-    {
-        "step": _COUNT,
-        "position": _COUNT,
-        "seed": integer(-(1 << 63), (1 << 63) - 1),
-        "ranks": integer(1, MOST_RANKS),
-        "plan": text(),
-        "files": FILES,
-    }
-)
+Count = Annotated[int, integer(0, 1 << 53)]
+Files = Annotated[Mapping[str, Mapping[str, Any]], Form(FILES)]
 
 
 @dataclass(frozen=True)
@@ -45,12 +37,12 @@ class StepRecord:
     """The record of a step in its `complete.json`. position: global batches that were taken from the data; plan: a hash
     of the plan that wrote it; files: bytes and SHA-256 by name."""
 
-    step: int
-    position: int
-    seed: int
-    ranks: int
+    step: Count
+    position: Count
+    seed: Annotated[int, integer(-(1 << 63), (1 << 63) - 1)]
+    ranks: Annotated[int, integer(1, MOST_RANKS)]
     plan: str
-    files: Mapping[str, Mapping[str, Any]]
+    files: Files
 
 
 class RunDirectory:
@@ -107,7 +99,7 @@ class RunDirectory:
         """The record of a step. Raises CheckpointError."""
         path = self.folder(step) / COMPLETE
         try:
-            found = StepRecord(**read_record(self.folder(step), _RECORD))
+            found = read_record(self.folder(step), form_of(StepRecord).read)
         except (OSError, SchemaError) as error:
             raise CheckpointError(
                 f"step {step}: {path} is damaged ({getattr(error, 'strerror', None) or error})"

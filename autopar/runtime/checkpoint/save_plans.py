@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.distributed.checkpoint import ChunkStorageMetadata, SavePlan
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..comm.text_exchange import one_line
 from ..data.datafile import parse_json, path_inside
+from ..data.fields import Form, form_of
 from ..data.schema import (
     MOST_SIZE,
     Schema,
@@ -96,16 +97,13 @@ def _places(value: object, path: str) -> list[WriteResult]:
     ]
 
 
-PLACES: Schema[list[WriteResult]] = _places
-"""The inverse of `places_rows`, as a schema."""
+PLACES = Form(_places, places_rows)
+"""Where values lie, in a file and in messages."""
 
 
 def read_places(told: str) -> list[WriteResult]:
     """The places that a rank told as JSON. Raises CheckpointError."""
-    return _read(told, PLACES, "where its tensors lie")
-
-
-WRITTEN = record({"files": FILES, "texts": PLACES, "problem": paragraph()})
+    return _read(told, PLACES.read, "where its tensors lie")
 
 
 @dataclass(frozen=True)
@@ -113,18 +111,14 @@ class Written:
     """The message of a rank about the file that it wrote. files: bytes and SHA-256 by name; texts: where values that
     are no tensors lie; problem: why nothing was written."""
 
-    files: dict[str, dict[str, Any]]
-    texts: list[WriteResult]
-    problem: str = ""
-
-    def told(self) -> dict[str, Any]:
-        """Plain data, whose schema is WRITTEN."""
-        return {"files": self.files, "texts": places_rows(self.texts), "problem": one_line(self.problem)}
+    files: Annotated[dict[str, dict[str, Any]], Form(FILES)]
+    texts: Annotated[list[WriteResult], PLACES]
+    problem: Annotated[str, Form(paragraph(), one_line)] = ""
 
 
 def read_written(told: str) -> Written:
     """The message of a rank about its file, read from JSON. Raises CheckpointError."""
-    return Written(**_read(told, WRITTEN, "what it wrote"))
+    return _read(told, form_of(Written).read, "what it wrote")
 
 
 def _read(told: str, schema: Schema[Any], what: str) -> Any:

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..comm.backends import HOST
 from ..comm.process import TorchComm
 from ..comm.text_exchange import one_line, tell_all
+from ..data.fields import to_data
 from ..data.schema import flag
 from ..data.whole_files import file_facts
 from ..errors import CheckpointError
@@ -110,7 +111,7 @@ class Saver:
         if flight is not None:
             flight.working = ""
         try:
-            everyone = [read_written(told) for told in tell_all(json.dumps(written.told()), self._group)]
+            everyone = [read_written(told) for told in tell_all(json.dumps(to_data(written)), self._group)]
             problem = next((one.problem for one in everyone if one.problem), "")
             if not problem and self._rank == 0:
                 problem = self._complete(found, everyone)

@@ -12,11 +12,13 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 
+from ..data.fields import Length, Paragraph, Seconds, kept, to_data
+from ..data.schema import MOST_RANKS, MOST_SIZE, integer
 from .backends import Mark, backend_of
 from .calls import Call, Message, Posted
 from .collectives import COLLECTIVES
@@ -26,28 +28,26 @@ KEPT = 32
 """The number of steps that are kept."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An action, or what comes once a step ("gradients", "update", …), in seconds from the start of the step."""
 
     name: str
-    start_s: float
-    end_s: float
+    start_s: Seconds
+    end_s: Seconds
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A message as this rank saw it, in seconds from the start of the step. axes: of the mesh (for a message between two
     ranks the other rank); nbytes: of the full array, as the price counts them; during: the span that it was started in."""
 
     kind: str
     axes: str
-    nbytes: int
-    site: str
+    nbytes: Annotated[int, integer(0, MOST_SIZE)]
+    site: Paragraph
     during: str
-    start_s: float
-    wait_s: float
-    end_s: float
+    start_s: Seconds
+    wait_s: Seconds
+    end_s: Seconds
 
     @property
     def exposed_s(self) -> float:
@@ -59,17 +59,18 @@ class Sent:
 class StepRecord:
     """One step of one rank."""
 
-    seconds: float
+    seconds: Seconds
     spans: tuple[Span, ...]
     messages: tuple[Sent, ...]
 
-    def as_data(self) -> dict[str, Any]:
-        """The record as JSON."""
-        return {
-            "seconds": self.seconds,
-            "spans": [list(asdict(span).values()) for span in self.spans],
-            "messages": [list(asdict(message).values()) for message in self.messages],
-        }
+
+@dataclass(frozen=True)
+class RankRecord:
+    """The file of a rank: its last steps."""
+
+    rank: Annotated[int, integer(0, MOST_RANKS)]
+    steps: Annotated[tuple[StepRecord, ...], Length(1, KEPT)]
+    version: Annotated[int, integer(1, 1)] = field(default=1, metadata=kept(key="autopar_profile", required=True))
 
 
 class Recorder:
@@ -110,7 +111,8 @@ class Recorder:
 
     def as_data(self, rank: int) -> dict[str, Any]:
         """The content of a rank's file."""
-        return {"autopar_profile": 1, "rank": rank, "steps": [step.as_data() for step in self.steps]}
+        data: dict[str, Any] = to_data(RankRecord(rank, tuple(self.steps)))
+        return data
 
     def collective(self, call: Call, wait: Callable[[], None]) -> Callable[[], None]:
         """How to wait for a call that was just started, noting when."""

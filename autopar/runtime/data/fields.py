@@ -9,10 +9,11 @@
     to_data(Link("node", 450.0))                      {"name": "node", "bandwidth_GBps": 450.0}
     from_data(Link, {"name": "node"}, "levels[1]")    SchemaError: levels[1]: 'bandwidth_GBps' is missing
 
-A type hint is a form: numbers, text and flags are bounded as `schema` bounds them where nothing is said, tuples are lists,
-mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`, or a `Form` with its own
-notation. A dataclass with `as_read(path)` checks or replaces itself once it is read (raising SchemaError), one with
-`as_written()` says what is written in its place. Forms are made when the first file of their kind is read or written.
+A type hint is a form: numbers, text and flags are bounded as `schema` bounds them where nothing is said, tuples are lists
+(named ones too), mappings are mappings, dataclasses are records. `Annotated[…]` says more: a schema instead, `Length`, or a
+`Form` with its own notation. Constructors may `settle` what they are given by the same hints. A dataclass with
+`as_read(path)` checks or replaces itself once it is read (raising SchemaError), one with `as_written()` says what is written in
+its place. Forms are made when the first file of their kind is read or written.
 """
 
 from __future__ import annotations
@@ -34,19 +35,28 @@ from .schema import (
     identifier,
     inside,
     integer,
+    is_number,
     known,
     listed,
     must_be,
     number,
     optional,
+    paragraph,
     parsed,
+    record,
     row,
     table,
     text,
+    where,
 )
 
 T = TypeVar("T")
 Identifier = Annotated[str, identifier()]
+Paragraph = Annotated[str, paragraph()]
+Bytes = Annotated[float, number(0, 1e21)]
+Seconds = Annotated[float, number(0, 1e9)]
+Stage = Annotated[int, integer(0, 1 << 16)]
+"""A stage of a pipeline by its index."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +86,16 @@ def notation(parse: Callable[[str], Any], show: Callable[[Any], str], most: int 
     return Form(parsed(parse, None if most is None else text(most)), show)
 
 
+def in_rows(*hints: Any) -> Form:
+    """Mappings from tuples that are rows in the file: a key's entries and its value, each by its hint."""
+    forms = [form_of(hint) for hint in hints]
+    read = listed(row(*(one.read for one in forms)))
+    return Form(
+        lambda value, path: {tuple(key): entry for *key, entry in read(value, path)},
+        lambda value: [[*key, entry] for key, entry in value.items()],
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kept:
     """The place of a field in the file, as its metadata says (`kept`)."""
@@ -87,12 +107,14 @@ class Kept:
     inline: bool = False
     last: bool = False
     absent: bool = False
+    unit: tuple[str, float] | None = None
 
 
 def kept(**said: Any) -> Mapping[str, Kept]:
     """A field's metadata. key: its name in the file; required: it has to be there though the field has a default; sparse: it is
     left out where it is the default; beside: it is left out where that field is the default; inline: its fields stand among
-    these; last: it is written behind the others; absent: it is not of the file, and comes from who reads.
+    these; last: it is written behind the others; absent: it is not of the file, and comes from who reads; unit: another key that
+    may stand for its own, and how much of the field's unit one of that is.
 
     Else a field is always written, and has to be there when it has no default."""
     return {"kept": Kept(**said)}
@@ -112,19 +134,47 @@ def from_data(kind: type[T], data: object, path: str = "", *, others: bool = Fal
     return _record_of(own, others).read(data, path, absent)
 
 
+def given(
+    kind: Any, data: object, path: str = "", *, only: Sequence[str] = (), also: Mapping[str, Schema[Any]] | None = None
+) -> dict[str, Any]:
+    """The fields of a dataclass that data say, none of which has to be there, as `dataclasses.replace` takes them. only: fields
+    that may stand there, all where there are none; also: schemas of other keys that may. Raises SchemaError."""
+    fields = tuple(one for one in _record_of(kind, False).fields if not only or one.name in only)
+    own, others = _Record(kind, fields, False), also or {}
+    if not isinstance(data, Mapping):
+        raise must_be(path, "a mapping", data)
+    known(data, (*others, *own.keys), path)
+    return record({}, others, others=True)(data, path) | own.values(data, path)
+
+
 def check(value: Any, path: str) -> None:
     """See that every field of a dataclass holds what its type hint allows. Raises SchemaError."""
+    _held(value, path)
+
+
+def settle(value: Any, path: str = "") -> None:
+    """Give a new dataclass its fields as a file's reader would: checked, lists as tuples. Raises SchemaError."""
+    vars(value).update(_held(value, path))
+
+
+def _held(value: Any, path: str) -> dict[str, Any]:
     kind: Any = type(value)
-    for one in _record_of(kind, False).fields:
-        one.form.read(getattr(value, one.name), inside(path, one.name))
+    entries = ((one, getattr(value, one.name)) for one in _record_of(kind, False).fields)
+    return {
+        one.name: one.form.read(entry, inside(path, one.name))
+        for one, entry in entries
+        if entry is not None or one.default is not None
+    }
 
 
 @functools.cache
 def form_of(hint: Any, others: bool = False) -> Form:
     """The form of a type hint. Raises TypeError for one that says nothing of files."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        record = _record_of(hint, others)
-        return Form(record.read, record.write)
+        own = _record_of(hint, others)
+        return Form(own.read, own.write)
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _named_row(hint, typing.get_type_hints(hint, include_extras=True))
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _annotated(arguments[0], arguments[1:], others)
@@ -194,46 +244,75 @@ def _row(writes: Sequence[Callable[[Any], Any] | None]) -> Callable[[Any], Any]:
     return lambda value: [entry if write is None else write(entry) for write, entry in zip(writes, value, strict=True)]
 
 
+def _named_row(kind: Any, hints: Mapping[str, Any]) -> Form:
+    """Named tuples, which are lists."""
+    forms = [form_of(hint) for hint in hints.values()]
+    read, write = row(*(one.read for one in forms)), _row([one.write for one in forms])
+    return Form(lambda value, path: value if isinstance(value, kind) else kind(*read(value, path)), write)
+
+
 @dataclass(frozen=True, eq=False)
 class _Field:
-    """A field in its file. keys: that it has there, several where it is inline; default: MISSING where there is none."""
+    """A field in its file. keys: that it has there, one of which is its own, or those of all its fields where it is inline;
+    default: MISSING where there is none; required: keys that have to be there."""
 
     name: str
     form: Form
     keys: tuple[str, ...]
     default: Any
+    required: tuple[str, ...]
     kept: Kept
+
+    def read(self, data: Mapping[Any, Any], path: str) -> Any:
+        """The field's value as data say it, which have one of its keys. Raises SchemaError."""
+        if self.kept.inline:
+            return self.form.read({key: data[key] for key in self.keys if key in data}, path)
+        if self.kept.unit is not None and self.kept.unit[0] in data:
+            key, scale = self.kept.unit
+            said = _NUMBER(data[key], inside(path, key))
+            return self.form.read(said * scale, f"{inside(path, key)} as {self.name}")
+        return self.form.read(data[self.keys[0]], inside(path, self.keys[0]))
+
+
+_NUMBER = where(is_number, "a number")
 
 
 @dataclass(frozen=True, eq=False)
 class _Record:
-    """A dataclass in a file. keys, required: of all its fields."""
+    """A dataclass in a file."""
 
     kind: Any
     fields: tuple[_Field, ...]
-    keys: tuple[str, ...]
-    required: tuple[str, ...]
     others: bool
 
+    @functools.cached_property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for one in self.fields for key in one.keys)
+
+    @functools.cached_property
+    def required(self) -> tuple[str, ...]:
+        return tuple(key for one in self.fields for key in one.required)
+
     def read(self, data: object, path: str, absent: Mapping[str, Any] | None = None) -> Any:
-        """Raises SchemaError."""
+        """The dataclass that data say, which may be one already. Raises SchemaError."""
+        if isinstance(data, self.kind):
+            return data
         if not isinstance(data, Mapping):
             raise must_be(
                 path, f"a mapping with the keys {', '.join(self.required)}" if self.required else "a mapping", data
             )
         if not self.others:
             known(data, self.keys, path)
-        for key in self.required:
-            if key not in data:
-                raise SchemaError(f"{path + ': ' if path else ''}{key!r} is missing")
-        values = dict(absent or {})
         for one in self.fields:
-            if one.kept.inline:
-                values[one.name] = one.form.read({key: data[key] for key in one.keys if key in data}, path)
-            elif one.keys[0] in data:
-                values[one.name] = one.form.read(data[one.keys[0]], inside(path, one.keys[0]))
-        value = self.kind(**values)
+            if one.required and not any(key in data for key in one.keys):
+                raise SchemaError(f"{path + ': ' if path else ''}{one.required[0]!r} is missing")
+        value = self.kind(**(absent or {}), **self.values(data, path))
         return value.as_read(path) if hasattr(self.kind, "as_read") else value
+
+    def values(self, data: Mapping[Any, Any], path: str) -> dict[str, Any]:
+        """The fields that data say. Raises SchemaError."""
+        said = (one for one in self.fields if one.kept.inline or any(key in data for key in one.keys))
+        return {one.name: one.read(data, path) for one in said}
 
     def write(self, value: Any) -> dict[str, Any]:
         """Inverse of `read`."""
@@ -254,7 +333,6 @@ class _Record:
 def _record_of(kind: Any, others: bool) -> _Record:
     hints = typing.get_type_hints(kind, include_extras=True)
     fields: list[_Field] = []
-    required: list[str] = []
     for one in dataclasses.fields(kind):
         said = one.metadata.get("kept", Kept())
         if said.absent:
@@ -267,9 +345,8 @@ def _record_of(kind: Any, others: bool) -> _Record:
             inner = _record_of(hint, others)
             keys, needed = inner.keys, inner.required
         else:
-            keys = (said.key or one.name,)
-            needed = keys if said.required or default is MISSING else ()
-        required += needed
-        fields.append(_Field(one.name, form_of(hint, others), keys, default, said))
+            keys = (said.key or one.name, *(said.unit or ())[:1])
+            needed = keys[-1:] if said.required or default is MISSING else ()
+        fields.append(_Field(one.name, form_of(hint, others), keys, default, needed, said))
     fields.sort(key=lambda one: one.kept.last)
-    return _Record(kind, tuple(fields), tuple(key for one in fields for key in one.keys), tuple(required), others)
+    return _Record(kind, tuple(fields), others)

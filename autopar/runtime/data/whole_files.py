@@ -58,7 +58,7 @@ def write_record(folder: Path, data: Mapping[str, Any]) -> None:
     sync(folder)
 
 
-def read_record(folder: Path, schema: Schema[dict[str, Any]] | None = None) -> dict[str, Any]:
+def read_record(folder: Path, schema: Schema[Any] | None = None) -> Any:
     """The record of a folder; without a schema its files alone. Raises OSError, and SchemaError where it is damaged."""
     content = read_text(folder / COMPLETE)
     data = parse_json(content)

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from .message_order import Marks, Row, first_difference, marked_difference
+from ..data.fields import Paragraph, Seconds, kept
+from ..data.schema import MOST_RANKS, integer, number
+from .message_order import Row, first_difference, marked_difference
+
+Rank = Annotated[int, integer(0, MOST_RANKS)]
+Count = Annotated[int, integer(-1, 1 << 53)]
 
 
 @dataclass(frozen=True)
@@ -24,26 +29,26 @@ class Beat:
     process, and times in which it was excused, that are over: for how many seconds, and what they took. last: its last
     messages, where it was asked. error: what ended it, and ranks that this error blames."""
 
-    rank: int
-    number: int
-    step: int
+    rank: Rank
+    number: Count
+    step: Count
     action: str
-    waits: str = ""
-    since_s: float = 0.0
+    waits: Paragraph = ""
+    since_s: Annotated[float, number(-1e9, 1e9)] = 0.0
     group: str = ""
-    place: int = -1
-    members: tuple[int, ...] = ()
-    started: Mapping[str, int] = field(default_factory=dict)
-    line: str = ""
-    excuse: str = ""
-    excused_s: float = 0.0
-    working: str = ""
-    turn: int = 0
-    marks: Marks = field(default_factory=dict)
-    stood: tuple[tuple[float, float], ...] = ()
-    last: tuple[Row, ...] = ()
-    error: str = ""
-    blamed: tuple[int, ...] = ()
+    place: Count = -1
+    members: tuple[Rank, ...] = ()
+    started: Mapping[str, Count] = field(default_factory=dict)
+    line: Paragraph = ""
+    excuse: Paragraph = ""
+    excused_s: Seconds = 0.0
+    working: Paragraph = ""
+    turn: Count = 0
+    marks: Mapping[str, Mapping[str, Count]] = field(default_factory=dict)
+    stood: tuple[tuple[float, float], ...] = field(default=(), metadata=kept(absent=True))
+    last: tuple[Row, ...] = field(default=(), metadata=kept(absent=True))
+    error: Paragraph = ""
+    blamed: tuple[Rank, ...] = ()
 
     @property
     def where(self) -> str:

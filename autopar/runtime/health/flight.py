@@ -14,16 +14,18 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median_low
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
+from ..data.fields import Paragraph, kept, to_data
+from ..data.schema import MOST_RANKS, integer, number
 from ..errors import RankError
-from .diagnosis import Beat
+from .diagnosis import Beat, Count, Rank
 from .message_order import MessageOrder, Row, stable_hash
 from .observed_time import KEPT_STANDSTILLS, STOOD_S, SeenTime
 
@@ -31,10 +33,46 @@ KEPT = 256
 """The number of messages that are kept."""
 KEPT_STEPS = 9
 """The number of steps whose median is the usual step."""
-COLUMNS = "started", "step", "action", "number", "group", "members", "what", "waited", "ended", "turn", "place", "hash"
 FLIGHT = "flight"
 """The folder of a run for what its ranks write when they end."""
-STARTED, WAITED, ENDED = COLUMNS.index("started"), COLUMNS.index("waited"), COLUMNS.index("ended")
+Moment = Annotated[float, number(0, 1e12)]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of the buffer. started, waited, ended: when; hash: of the message alone."""
+
+    started: Moment
+    step: Count
+    action: str
+    number: Count
+    group: str
+    members: tuple[Rank, ...]
+    what: Paragraph
+    waited: Moment | None
+    ended: Moment | None
+    turn: Count
+    place: Count
+    hash: Count
+
+    @property
+    def row(self) -> Row:
+        """The part of the message that other ranks compare."""
+        return Row(self.group, self.turn, self.place, self.hash, self.what)
+
+
+STARTED, WAITED, ENDED = ([one.name for one in fields(Message)].index(name) for name in ("started", "waited", "ended"))
+
+
+@dataclass(frozen=True)
+class Left:
+    """The file that a rank left. machines: of all ranks, by rank; empty where ranks did not tell each other."""
+
+    ranks: Annotated[int, integer(1, MOST_RANKS)]
+    machines: Sequence[str]
+    beat: Beat
+    recent: tuple[Message, ...]
+    version: Annotated[int, integer(3, 3)] = field(default=3, metadata=kept(key="autopar_flight", required=True))
 
 
 class Flight:
@@ -171,9 +209,9 @@ class Flight:
         over = tuple((self.seen.seconds - ended_s, took_s) for ended_s, took_s in list(self._excuses))
         at: dict[str, Any] = {}
         if waiting is not None:
-            message = dict(zip(COLUMNS, waiting, strict=True))
-            at = {"waits": message["what"], "since_s": self._since_s(waiting)}
-            at |= {"group": message["group"], "place": message["number"], "members": message["members"]}
+            message = Message(*waiting)
+            at = {"waits": message.what, "since_s": self._since_s(waiting)}
+            at |= {"group": message.group, "place": message.number, "members": message.members}
         return Beat(
             self.rank,
             self._beats,
@@ -187,7 +225,7 @@ class Flight:
             turn=self.order.turn,
             marks=self.order.marks(),
             stood=self.seen.stood() + over,
-            last=tuple(row_of(dict(zip(COLUMNS, entry, strict=True))) for entry in list(self.recent)) if asked else (),
+            last=tuple(Message(*entry).row for entry in list(self.recent)) if asked else (),
             **at,
         )
 
@@ -214,14 +252,17 @@ class Flight:
 
     def as_data(self, beat: Beat) -> dict[str, Any]:
         """The content of the rank's file."""
-        rows = [dict(zip(COLUMNS, entry, strict=True)) for entry in list(self.recent)]
         since_epoch_s = time.time() - time.monotonic()
-        for row in rows:
-            row |= {k: row[k] + since_epoch_s for k in ("started", "waited", "ended") if row[k] is not None}
-        where = asdict(replace(beat, last=()))
-        del where["stood"]
-        own = {"beat": where, "recent": rows}
-        return {"autopar_flight": 3, "ranks": self.world_size, "machines": list(self.machines), **own}
+        recent = [
+            [
+                at + since_epoch_s if k in (STARTED, WAITED, ENDED) and at is not None else at
+                for k, at in enumerate(entry)
+            ]
+            for entry in list(self.recent)
+        ]
+        left = Left(self.world_size, self.machines, beat, tuple(Message(*entry) for entry in recent))
+        data: dict[str, Any] = to_data(left)
+        return data
 
     def write(self, folder: Path, beat: Beat) -> None:
         """Write the file of the rank, for autopar-doctor."""
@@ -247,11 +288,6 @@ def _is_users(frame: FrameType) -> bool:
 
 def _place(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-def row_of(message: Mapping[str, Any]) -> Row:
-    """The part of a message of the buffer that other ranks compare."""
-    return Row(message["group"], message["turn"], message["place"], message["hash"], message["what"])
 
 
 def set_aside(folder: Path) -> None:

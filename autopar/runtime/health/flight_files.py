@@ -5,76 +5,15 @@ flight.py writes the files. A rank that left none is one that could not write an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..data.datafile import read_json
-from ..data.schema import MOST_RANKS, SchemaError, integer, listed, number, optional, paragraph, record, table, text
+from ..data.fields import from_data
+from ..data.schema import SchemaError
 from ..errors import RuntimeProgramError
-from .diagnosis import Beat, Diagnosis, diagnose
-from .flight import FLIGHT, row_of
-
-_RANK, _COUNT, _TIME = integer(0, MOST_RANKS), integer(-1, 1 << 53), number(0, 1e12)
-_BEAT = record(
-    {
-        "rank": _RANK,
-        "number": _COUNT,
-        "step": _COUNT,
-        "action": text(),
-        "waits": paragraph(),
-        "since_s": number(-1e9, 1e9),
-        "group": text(),
-        "place": _COUNT,
-        "members": listed(_RANK),
-        "started": table(text(), _COUNT),
-        "line": paragraph(),
-        "excuse": paragraph(),
-        "excused_s": number(0, 1e9),
-        "working": paragraph(),
-        "turn": _COUNT,
-        "marks": table(text(), table(text(), _COUNT)),
-        "last": listed(_COUNT, most=0),
-        "error": paragraph(),
-        "blamed": listed(_RANK),
-    }
-)
-_MESSAGE = record(
-    {
-        "started": _TIME,
-        "step": _COUNT,
-        "action": text(),
-        "number": _COUNT,
-        "group": text(),
-        "members": listed(_RANK),
-        "what": paragraph(),
-        "waited": optional(_TIME),
-        "ended": optional(_TIME),
-        "turn": _COUNT,
-        "place": _COUNT,
-        "hash": _COUNT,
-    }
-)
-_FLIGHT = record(
-    {
-        "autopar_flight": integer(3, 3),
-        "ranks": integer(1, MOST_RANKS),
-        "machines": listed(text()),
-        "beat": _BEAT,
-        "recent": listed(_MESSAGE),
-    }
-)
-
-
-@dataclass(frozen=True)
-class Left:
-    """The file that a rank left. machines: of all ranks, by rank; empty where ranks did not tell each other."""
-
-    ranks: int
-    machines: Sequence[str]
-    beat: Beat
-    recent: Sequence[dict[str, Any]]
+from .diagnosis import Diagnosis, diagnose
+from .flight import FLIGHT, Left
 
 
 def read_flights(directory: Path) -> dict[int, Left]:
@@ -83,11 +22,10 @@ def read_flights(directory: Path) -> dict[int, Left]:
     found: dict[int, Left] = {}
     for path in sorted(folder.glob("rank_*.json")):
         try:
-            data = _FLIGHT(read_json(path), "")
+            left = from_data(Left, read_json(path))
         except (OSError, SchemaError) as error:
             raise RuntimeProgramError(f"{path} is damaged ({error}); take it away to look at the others") from None
-        beat = Beat.of(data["beat"])
-        found[beat.rank] = Left(data["ranks"], data["machines"], beat, data["recent"])
+        found[left.beat.rank] = left
     if not found:
         raise RuntimeProgramError(
             f"{folder} has no files of ranks: they are written when a run hangs or fails (run.py --run-dir)"
@@ -114,5 +52,7 @@ def conclusion(found: dict[int, Left]) -> Diagnosis:
         return Diagnosis(
             missing, f"rank {shown} left nothing: it was stopped or killed, or its machine is gone{for_what}"
         )
-    beats = [replace(found[rank].beat, last=tuple(map(row_of, found[rank].recent))) for rank in range(ranks)]
+    beats = [
+        replace(found[rank].beat, last=tuple(message.row for message in found[rank].recent)) for rank in range(ranks)
+    ]
     return diagnose([replace(beat, number=beat.number - 1) for beat in beats], beats)

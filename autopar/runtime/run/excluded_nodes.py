@@ -20,13 +20,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch.distributed as dist
 
 from ..comm.comm import Comm
 from ..comm.environment import machine_name
 from ..data.datafile import open_lines, parse_json, read_bytes
-from ..data.schema import SchemaError, choice, number, paragraph, record, text
+from ..data.fields import Paragraph, from_data
+from ..data.schema import SchemaError, choice, number
 from ..errors import RuntimeProgramError
 from ..health.flight import FLIGHT, set_aside
 from ..health.flight_files import conclusion, read_flights
@@ -42,17 +44,16 @@ WITHIN_S = 86400.0
 """Failures further apart are not counted together."""
 LEAVING_S = 60.0
 """Seconds that a torchrun has to end its ranks."""
-_FAILURE = record({"at": number(0, 1e12), "machine": text(), "kind": choice((FAILED, SLOW)), "why": paragraph()})
 
 
 @dataclass(frozen=True)
 class Failure:
     """kind: FAILED, it ended the run, or SLOW, it was to be left out for that. at: seconds since the epoch."""
 
-    at: float
+    at: Annotated[float, number(0, 1e12)]
     machine: str
-    kind: str
-    why: str
+    kind: Annotated[str, choice((FAILED, SLOW))]
+    why: Paragraph
 
 
 def note(root: Path, failure: Failure) -> None:
@@ -79,7 +80,7 @@ def failures(root: Path) -> list[Failure]:
         return []
     for place, line in enumerate(lines, 1):
         try:
-            found.append(Failure(**_FAILURE(parse_json(line.decode()), "")))
+            found.append(from_data(Failure, parse_json(line.decode())))
         except ValueError as error:
             print(f"{path}:{place} is damaged ({error}) and not counted", file=sys.stderr, flush=True)
     return found

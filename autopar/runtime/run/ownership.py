@@ -22,11 +22,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 import torch.distributed as dist
 
 from ..data.datafile import read_json
-from ..data.schema import SchemaError, flag, integer, record, text
+from ..data.fields import from_data
+from ..data.schema import SchemaError, integer
 from ..data.whole_files import replace_file, sync
 from ..errors import CheckpointError, RuntimeProgramError
 
@@ -36,17 +38,6 @@ STALE_S = 60.0
 """Seconds without a beat after which an owner on another machine is taken for dead."""
 POLL_S = 0.1
 _DIGITS = 10
-_OWNER = record(
-    {
-        "host": text(),
-        "space": text(),
-        "pid": integer(0, 1 << 31),
-        "started": text(),
-        "job": text(),
-        "token": text(),
-        "ended": flag(),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class Owner:
 
     host: str
     space: str
-    pid: int
+    pid: Annotated[int, integer(0, 1 << 31)]
     started: str
     job: str
     token: str
@@ -213,7 +204,7 @@ def _wait_for_end(root: Path, number: int, asking: Owner, stale_s: float) -> boo
 def _read(root: Path, number: int) -> Owner | None:
     """The record that an owner wrote; None where it has not yet, or something else stands there. Raises OSError."""
     try:
-        return Owner(**_OWNER(read_json(_path(root, number), 1 << 16), ""))
+        return from_data(Owner, read_json(_path(root, number), 1 << 16))
     except SchemaError:
         return None
 

@@ -10,11 +10,12 @@ import statistics
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from ..comm.process import TorchComm
-from ..data import schema
+from ..data.fields import form_of, to_data
+from ..data.schema import integer, number
 from ..errors import RankError
 from ..health.message_order import odd_ones
 from ..step.same_data import checksum, odd_ranks
@@ -31,35 +32,25 @@ TELL_S = 30.0
 """Seconds that these may take, where they are more than one step."""
 
 
+AnySeconds = Annotated[float, number(-1e9, 1e9)]
+
+
 @dataclass(frozen=True)
 class Told:
     """A report of one rank: seconds of steps since it last told, and of them those that it waited in; what it runs (plan and
     seed); checksums of parameters, by where their shards are (empty: not asked for); stood: whether its process stood still
     meanwhile, stopped or suspended, so that its seconds say nothing of its machine."""
 
-    seconds: float
-    waited_s: float
+    seconds: AnySeconds
+    waited_s: AnySeconds
     host: str = ""
     program: str = ""
-    copies: Mapping[str, int] = field(default_factory=dict)
+    copies: Mapping[str, Annotated[int, integer(0, 1 << 32)]] = field(default_factory=dict)
     stood: bool = False
 
     @property
     def busy_s(self) -> float:
         return self.seconds - self.waited_s
-
-
-TOLD = schema.record(
-    {
-        "seconds": schema.number(-1e9, 1e9),
-        "waited_s": schema.number(-1e9, 1e9),
-        "host": schema.text(),
-        "program": schema.text(),
-        "copies": schema.table(schema.text(), schema.integer(0, 1 << 32)),
-        "stood": schema.flag(),
-    }
-)
-"""The schema of what a rank tells."""
 
 
 class Comparing(Listener):
@@ -93,7 +84,7 @@ class Comparing(Listener):
             copies_of(session) if copies else {},
             flight is not None and flight.seen.stood_since(self._seen_s),
         )
-        everyone = [Told(**one) for one in comm.share(asdict(own), TOLD)]
+        everyone = comm.share(to_data(own), form_of(Told).read)
         odd, problem = odd_text(step, everyone)
         if odd:
             raise RankError(problem, odd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -50,9 +51,8 @@ def test_a_plan_that_had_to_recompute_keeps_less_than_everything(curve: Curve) -
 
 
 def test_the_picture_has_a_line_per_curve_that_differs(curve: Curve) -> None:
-    row = {"corners": curve.corners, "policies": curve.policies, "chosen": curve.chosen}
-    other = {**row, "chosen": curve.corners[0]}
-    picture = ET.fromstring(curve_svg([row, row, other], "three stages"))
+    other = replace(curve, chosen=curve.corners[0])
+    picture = ET.fromstring(curve_svg([curve, curve, other], "three stages"))
     lines = [e for e in picture.iter() if e.get("id", "").startswith("curve ")]
     assert len(lines) == 2
     for line in lines:

@@ -1,0 +1,189 @@
+"""The data of program.json by their fields: `autopar.report.facts` fills them in, `autopar-dump` and `autopar-tune` read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from autopar.compiled import Prediction, SolverFacts
+from autopar.ir.actions import Action, StageGraph, parse_row, show_row
+from autopar.ir.by_node import AxisByNode
+from autopar.ir.mesh import Mesh
+from autopar.ir.sent import Sent
+from autopar.passes.account.collectives import Collective
+from autopar.passes.recompute.curve import Curve
+from autopar.runtime.data.fields import Bytes, Length, Paragraph, Seconds, Stage, in_rows, kept, notation
+from autopar.runtime.data.schema import MOST_RANKS, SchemaError, integer, must_be
+from autopar.runtime.program.machines import Machines
+
+VERSION = 2
+Types = Mapping[str, str]
+"""A type by name: `float32[8, 16] [@dp, .]`."""
+Row = Annotated[tuple[Action, ...], notation(parse_row, show_row, most=1 << 24)]
+ByAction = Annotated[dict[tuple[int, str], float], in_rows(Stage, str, Seconds)]
+"""Seconds of an action, by its stage and kind."""
+ByTransfer = Annotated[dict[tuple[int, int], float], in_rows(Stage, Stage, Seconds)]
+"""Seconds from one stage to another."""
+INLINE = kept(inline=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineFacts:
+    """A line of a function."""
+
+    out: tuple[str, ...]
+    op: str
+    reads: tuple[str, ...]
+    specs: tuple[str, ...]
+    phase: str
+    source: Paragraph
+    axis: str | None
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class FunctionFacts:
+    """A function of a stage or of a template."""
+
+    arguments: Types
+    lines: tuple[LineFacts, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """The functions of a template. saved: for backward; later: for the gradients of weights."""
+
+    saved: tuple[str, ...]
+    later: tuple[str, ...]
+    functions: Mapping[str, FunctionFacts]
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """The storage of a parameter, and how its gradient is reduced. local_bytes: of the stored shard."""
+
+    stored: str
+    gradient_and_optimizer: str
+    trained: bool
+    local_bytes: Bytes
+    reduction: Any
+    compression: str = field(default="", metadata=kept(sparse=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFacts:
+    """A stage. seconds: of its actions by kind; step_s: of what comes once; resting: bytes by kind; held_bytes: for backward."""
+
+    mesh: Mesh = field(metadata=INLINE)
+    seconds: Mapping[str, Seconds]
+    step_s: Seconds
+    resting: Mapping[str, Bytes]
+    held_bytes: Bytes
+    inputs: Types
+    outputs: Types
+    templates: Mapping[str, TemplateFacts]
+    functions: Mapping[str, FunctionFacts]
+    collectives: tuple[Collective, ...]
+    parameters: Mapping[str, ParameterFacts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFacts:
+    """The actions of every group of ranks. exposed: seconds of a group at the step's end; hidden: of messages behind work."""
+
+    name: str
+    peaks: tuple[Bytes, ...]
+    graph: StageGraph = field(metadata=INLINE)
+    table: tuple[Row, ...]
+    seconds: ByAction
+    hand_over: ByTransfer
+    exposed: tuple[Seconds, ...]
+    hidden: ByAction
+
+
+@dataclass(frozen=True)
+class TransferFacts:
+    """A value that travels from stage to stage."""
+
+    name: str
+    kind: str
+    source: Stage
+    target: Stage
+    nbytes: Bytes = field(metadata=kept(key="bytes"))
+    source_type: str = field(metadata=kept(key="from"))
+    target_type: str = field(metadata=kept(key="to"))
+
+
+@dataclass(frozen=True)
+class AlternativeFacts:
+    """Another plan that was looked at."""
+
+    name: str
+    step_time_s: Seconds
+    peak_bytes: Bytes
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """A call of a template, and the module that it is."""
+
+    template: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramFacts:
+    """Everything about a program that its plan does not say."""
+
+    version: Annotated[int, integer(VERSION, VERSION)] = field(
+        default=VERSION, metadata=kept(key="autopar_program", required=True)
+    )
+    torch: str
+    python: str
+    training: bool
+    ranks: Annotated[int, integer(1, MOST_RANKS)]
+    origin: str
+    solver: SolverFacts
+    predicted: Prediction
+    timings: Mapping[str, float]
+    memory: Mapping[str, Bytes]
+    peak_bytes: Bytes
+    alternatives: tuple[AlternativeFacts, ...]
+    microbatches: Annotated[int, integer(1)]
+    model: str
+    cluster: str
+    cluster_described: Any
+    long_run: Any
+    machines: Machines
+    calls: tuple[CallFacts, ...]
+    schedule: ScheduleFacts
+    transfers: tuple[TransferFacts, ...]
+    recompute: tuple[Curve, ...] = ()
+    by_node: tuple[AxisByNode, ...] = ()
+    shared: Mapping[str, Annotated[tuple[Stage, ...], Length(1)]]
+    stages: Annotated[tuple[StageFacts, ...], Length(1, 1 << 16)]
+    buckets: Any
+
+    def as_read(self, path: str) -> ProgramFacts:
+        """The facts as a file has them. Raises SchemaError for parts that do not go together."""
+        schedule, stages, groups = self.schedule, len(self.stages), self.schedule.graph.groups
+        if sorted(stage for group in groups for stage in group) != list(range(stages)):
+            raise must_be("schedule.groups", f"groups that hold each of the {stages} stages once", groups)
+        for key, entries in {"table": schedule.table, "peaks": schedule.peaks, "exposed": schedule.exposed}.items():
+            if len(entries) != len(groups):
+                raise must_be(f"schedule.{key}", f"a list with an entry per group, {len(groups)}", entries)
+        for g, (group, actions) in enumerate(zip(groups, schedule.table, strict=True)):
+            if any(action.stage not in group for action in actions):
+                raise SchemaError(f"schedule.table[{g}]: has an action of a stage that is not of its group")
+        edges = (*schedule.graph.edges, *(schedule.graph.gradients or ()))
+        named = {stage for several in (*edges, *self.shared.values()) for stage in several}
+        named |= {stage for transfer in self.transfers for stage in (transfer.source, transfer.target)}
+        if not named <= set(range(stages)):
+            raise SchemaError(f"a stage {min(named - set(range(stages)))} is named, but there are {stages}")
+        if any(u >= v for u, v in edges):
+            raise must_be("schedule.edges", "edges from earlier to later stages", schedule.graph.edges)
+        if len(self.recompute) not in (0, stages):
+            raise must_be("recompute", f"a list with an entry per stage, {stages}", self.recompute)
+        return self
