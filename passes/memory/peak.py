@@ -155,7 +155,9 @@ def _worst(group: Sequence[int], row: Sequence[Action], stages: Sequence[StageMe
     sends is there until the receives of the action after the next are posted.
     """
     moments = _moments(row, stages)
-    after_F, after_B = ([float(memory.actions[k].after) if k in memory.actions else 0.0 for memory in stages] for k in "FB")
+    after_F, after_B = (
+        [float(memory.actions[k].after) if k in memory.actions else 0.0 for memory in stages] for k in "FB"
+    )
     before = {"F": [0.0] * len(stages), "B": after_F, "W": after_B}
     coming = [*(moment.received for moment in moments[1:]), 0.0, 0.0]
     sums = dict.fromkeys(group, 0.0)
