@@ -47,11 +47,6 @@ class LoweredTemplate:
     offload_tier: str = ""
 
     @property
-    def stays(self) -> tuple[str, ...]:
-        """The values that forward saves on the device."""
-        return tuple(name for place, name in enumerate(self.saved) if place not in self.offload)
-
-    @property
     def functions(self) -> tuple[Function, ...]:
         return tuple(f for f in (self.forward, self.backward, self.weights) if f is not None)
 

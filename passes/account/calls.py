@@ -15,7 +15,8 @@ import numpy as np
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
-from autopar.passes.account.call_bytes import function_bytes, held_bytes
+from autopar.passes.account.call_bytes import most_inside
+from autopar.passes.memory.walk import held_by_call
 from autopar.passes.price.bills import template_seconds
 from autopar.passes.price.lines import gradient_work, line_costs
 from autopar.passes.price.pricer import Pricer
@@ -58,7 +59,7 @@ def measure(
         numbers = [call.number for call in function.calls] if function is not None else []
         for cost in line_costs(function, stage, pricer, per_call) if numbers else ():  # to the call before or after it
             seconds[action][numbers[min(cost.when, len(numbers) - 1)]] += cost.exposed_s
-    peaks = {name: max(function_bytes(f, stage.mesh).peak for f in t.functions) for name, t in stage.templates.items()}
+    peaks = {name: max(most_inside(f, stage.mesh) for f in t.functions) for name, t in stage.templates.items()}
     resting, held, step = np.zeros(n), np.zeros(n), np.zeros(n)
     readers: dict[str, list[int]] = {}
     for i, call in enumerate(program.calls):
@@ -78,7 +79,7 @@ def measure(
             if not p.optimizer_tier:
                 resting[i] += setting.optimizer.shard_bytes(p.type, shard, name)
             step[i] += work[name]
-    for i, nbytes in held_bytes(stage).items():
+    for i, nbytes in held_by_call(stage, pricer.device.runs_as).items():
         held[i] = nbytes
     peak = np.array([peaks[call.template] for call in program.calls])
     return Units(seconds["F"], seconds["B"], seconds["W"], step, resting, held, peak, boundaries(program, pricer))

@@ -71,6 +71,28 @@ def action_bytes(stage: LoweredStage, device: Device = CPU) -> dict[str, ActionB
     }
 
 
+def kept_by_call(stage: LoweredStage, device: Device = CPU) -> tuple[Machine, dict[int, list[LiveValue]]]:
+    """The machine at the end of a microbatch's F, and the values on it that each call keeps for its backward, by its number."""
+    walk = _Walk(stage, device)
+    walk.run(stage.forward, "F")
+    calls = [line for line in stage.forward.lines if isinstance(line, ir.CallForward) and line.keeps]
+    lists = {line.number: walk.kept.get(line.outs[-1], []) for line in calls}
+    return walk.machine, {number: kept for number, kept in lists.items() if isinstance(kept, list)}
+
+
+def held_by_call(stage: LoweredStage, device: Device = CPU) -> dict[int, int]:
+    """Bytes of the device that each call of a stage keeps of a microbatch for its backward, by its number. A storage that several
+    calls keep counts with the first; all together they are what is alive at the end of F."""
+    machine, kept = kept_by_call(stage, device)
+    counted = {NOTHING.block, *machine.tier}
+    held: dict[int, int] = {}
+    for number, values in kept.items():
+        own = {value.block for value in values} - counted
+        held[number] = sum(machine.size[block] for block in own)
+        counted |= own
+    return held
+
+
 class _Walk:
     """The machine, what local names stand for, and what one action leaves for the next (`kept`)."""
 

@@ -11,7 +11,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.lower.cut import cut
 from autopar.passes.price.pricer import Pricer, Pricers
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.shard.graph import Key
+from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.problem import Problem
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan, StagePlan
@@ -30,6 +30,15 @@ def evaluate(program: Program, plan: Plan, pricers: Pricers, rules: RuleBook, se
 
 
 def _stage(program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook, setting: Setting) -> Solution:
+    graph = graph_of(program, stage, pricer, rules, setting)
+    choice = tuple([0] * len(graph.keys))
+    cost = graph.value(list(choice))
+    return Solution(choice, cost, graph.memory_of(list(choice)), cost, "replay", graph.size, graph.size)
+
+
+def graph_of(program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook, setting: Setting) -> FactorGraph:
+    """The factor graph of a stage with the plan's choices alone. Raises PlanError when they do not exist."""
+
     def state(key: Key) -> Any:
         try:
             if key[0] == "op":
@@ -42,7 +51,4 @@ def _stage(program: Program, stage: StagePlan, pricer: Pricer, rules: RuleBook, 
             raise PlanError(f"the plan says nothing about {' '.join(key[1:])}; it is for another model") from None
 
     recompute = {name: stage.templates[name].recompute for name in program.templates if name in stage.templates}
-    graph = Problem(program, pricer, rules, setting, given=state, recompute=recompute).graph
-    choice = tuple([0] * len(graph.keys))
-    cost = graph.value(list(choice))
-    return Solution(choice, cost, graph.memory_of(list(choice)), cost, "replay", graph.size, graph.size)
+    return Problem(program, pricer, rules, setting, given=state, recompute=recompute).graph
