@@ -1,19 +1,27 @@
-"""Every step that conversions are made of does at run time what its row says it does to a spec."""
+"""Every step that conversions are made of does at run time what its row says it does to a spec, and is typed so."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from autopar.ir.lines import Convert, Function
+from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import STEP_KINDS, Step
+from autopar.ir.types import TensorType
+from autopar.passes.check.lines import check
 from autopar.passes.rules.alphabet import alphabet
+from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.lattice import neighbours
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
+from tests.passes.price.stages import stage
 
-WHOLE = torch.arange(24.0).view(4, 6)
+WHOLE, MESH = torch.arange(24.0).view(4, 6), Mesh.of(a=2)
 STEPS = [
     (before, step, after)
     for before in alphabet(("a",), 2).specs
@@ -44,6 +52,11 @@ def test_a_step_does_what_its_row_says(before: Spec, step: Step, after: Spec) ->
     for one, part in zip(results, expected, strict=True):
         assert one.shape == part.shape
         assert one.numel() == step.facts.table.bytes_after(held(before, 0).numel(), 2)
+    type_ = TensorType(tuple(WHOLE.shape), WHOLE.dtype)
+    line = Convert("x", step, outs=("y",), types=(type_,), specs=(after,))
+    check(
+        replace(stage(MESH), forward=Function("forward", ("x",), (line,), ("y",), {"x": (type_, before)})), RuleBook()
+    )
     if after.partial:
         results, expected = [sum(results, torch.zeros(()))], [WHOLE]
     assert all(map(torch.equal, results, expected))
