@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.steps import bytes_before_per_byte, rows
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
+from autopar.passes.rules.memo import Memo
 from autopar.passes.rules.once import once
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
 from autopar.runtime.gradients.compression import Codec, Lost, Unsent
@@ -52,22 +52,22 @@ def numbered(stage: LoweredStage) -> tuple[StoredParameter, ...]:
 
 
 @once
-def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
-    """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it."""
+def sent_buckets(stage: LoweredStage, memo: Memo) -> tuple[SentBucket, ...]:
+    """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it. memo:
+    of stages that are alike."""
     trained = [p for p in stage.parameters.values() if p.contributions]
     number = {p.name: i for i, p in enumerate(trained)}
     functions = [function for function in (stage.backward, stage.weights) if function is not None]
     lines = [line for function in functions for line in function.lines if isinstance(line, AddGradient)]
     are_sums = stage.microbatches > 1  # which the store made, and nobody else holds
     added = tuple((number[line.parameter], line.owned or are_sums) for line in lines)
-    played = _played(numbered(stage), stage.mesh, added)
+    played = memo[_played](numbered(stage), stage.mesh, added)
     return tuple(
         replace(bucket, sums=tuple((trained[int(name)].name, before) for name, before in bucket.sums))
         for bucket in played
     )
 
 
-@lru_cache(maxsize=1 << 10)
 def _played(
     parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...]
 ) -> tuple[SentBucket, ...]:
@@ -92,9 +92,9 @@ def _played(
 
 
 @once
-def sent_in_place(stage: LoweredStage) -> frozenset[str]:
+def sent_in_place(stage: LoweredStage, memo: Memo) -> frozenset[str]:
     """The parameters of a stage whose gradients are reduced where they lie, in a message of their own."""
-    alone = (bucket for bucket in sent_buckets(stage) if not bucket.packed)
+    alone = (bucket for bucket in sent_buckets(stage, memo) if not bucket.packed)
     return frozenset(name for bucket in alone for name, before in bucket.sums if not before)
 
 
