@@ -75,7 +75,8 @@ def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Set
             row.append(Given(number[g.name], g.layout, g.owned, place, g.held))
         given.append(tuple(row))
     count = min(stage.microbatches, REPLAYED + 1)
-    return memo[_played](trained, stage.mesh, count, tuple(given), setting.compensated, setting.changes_gradients)
+    changed = setting.changes_gradients
+    return memo[_played](trained, stage.mesh, count, tuple(given), setting.compensated, changed, memo)
 
 
 def _played(
@@ -85,9 +86,10 @@ def _played(
     given: tuple[tuple[Given, ...], ...],
     compensated: bool,
     changed: bool,
+    memo: Memo,
 ) -> StepBytes:
     """The same of stages that are alike."""
-    store = PlayedStore(parameters, mesh, microbatches, compensated)
+    store = PlayedStore(parameters, mesh, microbatches, memo, compensated)
     ledger, replayed = store.ledger, min(microbatches, REPLAYED)
 
     def seen(elsewhere: int = 0) -> StoreBytes:

@@ -61,7 +61,7 @@ def sent_buckets(stage: LoweredStage, memo: Memo) -> tuple[SentBucket, ...]:
     lines = [line for function in functions for line in function.lines if isinstance(line, AddGradient)]
     are_sums = stage.microbatches > 1  # which the store made, and nobody else holds
     added = tuple((number[line.parameter], line.owned or are_sums) for line in lines)
-    played = memo[_played](numbered(stage), stage.mesh, added)
+    played = memo[_played](numbered(stage), stage.mesh, added, memo)
     return tuple(
         replace(bucket, sums=tuple((trained[int(name)].name, before) for name, before in bucket.sums))
         for bucket in played
@@ -69,10 +69,10 @@ def sent_buckets(stage: LoweredStage, memo: Memo) -> tuple[SentBucket, ...]:
 
 
 def _played(
-    parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...]
+    parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...], memo: Memo
 ) -> tuple[SentBucket, ...]:
     """The messages of stages that are alike. added: whose gradients in their order, and whether nobody else holds them."""
-    store, before = PlayedStore(parameters, mesh, 1), Counter[str]()
+    store, before = PlayedStore(parameters, mesh, 1, memo), Counter[str]()
     layouts = [Layout.dense(_unreduced_shape(p, mesh), p.type.dtype) for p in parameters]
     buckets: list[SentBucket] = []
 
@@ -160,9 +160,9 @@ class PlayedStore(GradStore):
     _buckets: _Buckets
 
     def __init__(
-        self, trained: Sequence[StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
+        self, trained: Sequence[StoredParameter], mesh: Mesh, microbatches: int, memo: Memo, compensated: bool = False
     ) -> None:
-        self.ledger = Ledger()
+        self.ledger = Ledger(memo)
         table = {p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression) for p in trained}
         shards = ((p.optimizer.local_bytes(p.type, mesh), rows(p.reduce)) for p in trained)
         sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))

@@ -52,7 +52,7 @@ class Pricer:
         self.memo, own = memo or Memo(), Memo()
         self.of_pieces, self.collective_s = own[self._of_pieces], own[self._collective_s]
         self.lattice, self._alike = own[self._lattice], own[self._lattice_of]
-        self.arrival = own[self._arrival]
+        self.arrival, self.hand_over_s = own[self._arrival], own[self._hand_over_s]
 
     def _of_pieces(self, count: int) -> Pricer:
         """Prices of ops that have one of so many pieces of their blocks, cut along the last axis of this pricer's mesh."""
@@ -138,7 +138,7 @@ class Pricer:
         """Seconds to update a shard of nbytes of a parameter (a number or an array), by elements of state per element."""
         return compute.update_time_s(self.device, states, nbytes)
 
-    def hand_over_s(self, nbytes: float) -> float:
+    def _hand_over_s(self, nbytes: float) -> float:
         """Seconds of a point-to-point message of nbytes to a rank of the next stage, where all stages have as many ranks: on
         average over the places where one follows another, as some of these lie inside a node and some do not."""
         places = self._borders
@@ -246,7 +246,7 @@ class Pricer:
 
     def _op_seconds(self, call: OpCall, rule: Rule) -> OpSeconds:
         """Seconds of an op on blocks of it."""
-        return OpSeconds(call, rule, self.mesh, self.device, self.software)
+        return OpSeconds(call, rule, self.mesh, self.device, self.software, self.memo)
 
 
 class OutOfTime(Exception):
