@@ -16,6 +16,7 @@ from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import most_inside
+from autopar.passes.account.stage import probe_of
 from autopar.passes.memory.walk import held_by_call
 from autopar.passes.price.bills import template_seconds
 from autopar.passes.price.lines import gradient_work, line_costs
@@ -79,7 +80,7 @@ def measure(
             if not p.optimizer_tier:
                 resting[i] += setting.optimizer.shard_bytes(p.type, shard, name)
             step[i] += work[name]
-    for i, nbytes in held_by_call(stage, pricer.device.runs_as).items():
+    for i, nbytes in held_by_call(stage, probe_of(pricer)).items():
         held[i] = nbytes
     peak = np.array([peaks[call.template] for call in program.calls])
     return Units(seconds["F"], seconds["B"], seconds["W"], step, resting, held, peak, boundaries(program, pricer))

@@ -29,7 +29,7 @@ def lower_stage(
 ) -> LoweredStage:
     """One stage's program (`autopar.passes.lower.cut`) as local lines. split: B and W apart. compression: of gradients, as the
     plan says. Raises PlanError."""
-    context = StageContext(program, stage, pricers[stage.mesh], rules, split, pricers.lowered, compression)
+    context = StageContext(program, stage, pricers[stage.mesh], rules, split, pricers.memo, compression)
     early = [i for i, call in enumerate(program.calls) if call.early] if microbatches > 1 else []
     prepare = Forward(context, "prepare", early).prepare() if early else None
     front = Forward(context, "forward", [i for i in range(len(program.calls)) if i not in early])

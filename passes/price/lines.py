@@ -266,7 +266,7 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
     p, mesh = stage.parameters[line.parameter], stage.mesh
     nbytes, due = unreduced_bytes(p, mesh), p.contributions * stage.microbatches
     added_bytes = (due - 1) * (2 * nbytes + held.get(line.value, nbytes))
-    packed_bytes = 0.0 if p.name in sent_in_place(stage) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
+    packed_bytes = 0.0 if p.name in sent_in_place(stage, pricer.memo) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
     return pricer.copy_s * (added_bytes + packed_bytes) / due
 
 

@@ -199,13 +199,13 @@ def test_real_tensors_hold_the_same() -> None:
         del y
         return torch.mm(g, w), torch.mm(g.t(), x)
 
+    f = action_bytes(two_blocks())["F"]
     with counter:
         x = torch.ones(8, 16)
         y0 = block(x)
         y1 = block(y0)
         first, second = [x, y0], [y0, y1]
         del x, y0, y1
-        f = action_bytes(two_blocks())["F"]
         assert (f.peak, f.end) == (counter.peak, counter.alive)
         d = torch.ones(8, 16)
         for saved in (second, first):
