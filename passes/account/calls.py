@@ -15,6 +15,7 @@ import numpy as np
 from autopar.ir.lines import Function, TemplateCall
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
+from autopar.ir.resting import on_rank
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import function_bytes, held_bytes
 from autopar.passes.price.bills import template_seconds
@@ -66,18 +67,10 @@ def measure(
             readers.setdefault(name, []).append(i)
     work = gradient_work(stage, pricer, setting)
     for name, p in stage.parameters.items():
-        read_by = readers.get(name, [0])
-        i = read_by[0]
-        on_device = (
-            not p.tier or len(read_by) > 1
-        )  # where a cut parts its readers, it rests on the device (lower/pipeline.py)
-        resting[i] += p.storage.local_bytes(p.type, stage.mesh) if on_device else 0.0
-        if p.contributions:
-            shard = p.optimizer.local_bytes(p.type, stage.mesh)
-            resting[i] += shard if on_device else 0.0
-            if not p.optimizer_tier:
-                resting[i] += setting.optimizer.shard_bytes(p.type, shard, name)
-            step[i] += work[name]
+        i, *others = readers.get(name, [0])
+        away = p.tiers | ({"parameters": ""} if others else {})  # shared by stages it stays (lower/pipeline.py)
+        resting[i] += sum(row.nbytes for row in on_rank(p, stage.mesh).rows(setting) if not away[row.moves])
+        step[i] += work.get(name, 0.0)
     for i, nbytes in held_bytes(stage).items():
         held[i] = nbytes
     peak = np.array([peaks[call.template] for call in program.calls])

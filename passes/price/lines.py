@@ -128,7 +128,7 @@ def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, wh
 
 def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """A parameter from its storage to where a call uses it; it is cast before."""
-    held = float(p.storage.local_bytes(gathered_type(gather, p), mesh))
+    held = p.stored_bytes(mesh, gather.dtype)
     yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}")
 
 
@@ -151,8 +151,7 @@ def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
 
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
-    held = float(p.optimizer.local_bytes(p.type, mesh))
-    yield from _step_messages(p.regather, held, mesh, f"regather {p.name}", GATHERED)
+    yield from _step_messages(p.regather, p.updated_bytes(mesh), mesh, f"regather {p.name}", GATHERED)
 
 
 def _step_messages(
@@ -236,7 +235,7 @@ def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
     """Seconds of a gather's messages, and of what is copied for them."""
     joined = pricer.software.joins_gathers
     messages = gather_messages(gather, p, pricer.mesh)
-    held = float(p.storage.local_bytes(gathered_type(gather, p), pricer.mesh))
+    held = p.stored_bytes(pricer.mesh, gather.dtype)
     sent_s = sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
     return sent_s + _steps_copied_s(gather.steps, held, pricer)
 
@@ -277,7 +276,7 @@ def _compressing_s(p: StoredParameter, pricer: Pricer) -> float:
 def regather_seconds(p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of the messages that bring an updated value to where it is stored, and of what is copied for them."""
     sent_s = _sent_s(regather_messages(p, pricer.mesh), p, pricer.software.copy_bytes, pricer)
-    return sent_s + _steps_copied_s(p.regather, float(p.optimizer.local_bytes(p.type, pricer.mesh)), pricer)
+    return sent_s + _steps_copied_s(p.regather, p.updated_bytes(pricer.mesh), pricer)
 
 
 def _sent_s(messages: Iterable[Message], p: StoredParameter, element_bytes: float | None, pricer: Pricer) -> float:
@@ -302,7 +301,7 @@ def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting
     """Seconds of the optimizer's update of one parameter's shard, and to copy it for products where copies are kept."""
     if not (p.owned and p.contributions):
         return 0.0
-    nbytes, itemsize = p.optimizer.local_bytes(p.type, stage.mesh), p.type.dtype.itemsize
+    nbytes, itemsize = p.updated_bytes(stage.mesh), p.type.dtype.itemsize
     update_s = float(pricer.update_s(setting.optimizer.ratio(p.name), nbytes))
     copy_bytes = pricer.software.copy_bytes or itemsize
     return update_s + (nbytes * (1 + copy_bytes / itemsize) * pricer.copy_s if copy_bytes < itemsize else 0.0)

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.program import Program, Template
+from autopar.ir.resting import ParameterOnRank
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
@@ -31,7 +32,7 @@ from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
-from autopar.passes.shard.parameters import Resting
+from autopar.passes.shard.parameters import device_bytes, moved_bytes
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 from autopar.runtime.gradients.buckets import BUCKETED
 
@@ -277,18 +278,17 @@ class Problem:
         shards = self.pricer.shards(type_)
         states = self._stored(name, type_, group, bool(updated))
         stored, optimizer = (self._numbers(type_, [state[i] for state in states]) for i in (0, 1))
-        resting = Resting(
-            type_, shards.of_bytes(type_.nbytes, stored), shards.of_bytes(type_.nbytes, optimizer), updated
-        )
+        shard = shards.of_bytes(type_.nbytes, optimizer)
+        held = ParameterOnRank(type_, shards.of_bytes(type_.nbytes, stored), shard, bool(updated), updated)
         count = len(group.names)
         seconds = np.zeros(len(states))
         if self._move_s:
-            seconds = count * resting.moved_bytes(self._reads(group) / count, self.setting) * self._move_s
+            seconds = count * moved_bytes(held, self._reads(group) / count, self.setting) * self._move_s
         if updated:
             gather_s = self._gather_s(type_, optimizer, stored)
-            update_s = self.pricer.update_s(self.setting.optimizer.ratio(*updated), resting.shard)
+            update_s = self.pricer.update_s(self.setting.optimizer.ratio(*updated), shard)
             seconds = seconds + count * (self.shares.update * gather_s + update_s)
-        nbytes = count * resting.nbytes(self.setting)
+        nbytes = count * device_bytes(held, self.setting)
         return self._add(("param", name), states, seconds, nbytes), stored, optimizer
 
     def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> tuple[tuple[Spec, Spec], ...]:
