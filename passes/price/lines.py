@@ -302,6 +302,6 @@ def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting
     if not (p.owned and p.contributions):
         return 0.0
     nbytes, itemsize = p.updated_bytes(stage.mesh), p.type.dtype.itemsize
-    update_s = float(pricer.update_s(setting.optimizer.ratio(p.name), nbytes))
+    update_s = float(pricer.update_s(setting.optimizer.update_elements(p.name), nbytes))
     copy_bytes = pricer.software.copy_bytes or itemsize
     return update_s + (nbytes * (1 + copy_bytes / itemsize) * pricer.copy_s if copy_bytes < itemsize else 0.0)

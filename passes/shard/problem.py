@@ -286,7 +286,7 @@ class Problem:
             seconds = count * moved_bytes(held, self._reads(group) / count, self.setting) * self._move_s
         if updated:
             gather_s = self._gather_s(type_, optimizer, stored)
-            update_s = self.pricer.update_s(self.setting.optimizer.ratio(*updated), shard)
+            update_s = self.pricer.update_s(self.setting.optimizer.update_elements(*updated), shard)
             seconds = seconds + count * (self.shares.update * gather_s + update_s)
         nbytes = count * device_bytes(held, self.setting)
         return self._add(("param", name), states, seconds, nbytes), stored, optimizer
