@@ -14,7 +14,7 @@ On two ranks a float32 (8, 4) under Adam, stored whole and updated by columns, h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic
 
@@ -61,6 +61,10 @@ class ParameterOnRank(Generic[Bytes]):
     def state_bytes(self, setting: Setting) -> Bytes:
         """Bytes of the optimizer's state."""
         return setting.optimizer.shard_bytes(self.type, self.updated, *self.names) if self.names else 0 * self.updated
+
+    def on_device(self, setting: Setting, away: Collection[str]) -> Bytes:
+        """Bytes of all that rests on the device where the movable state `away` does not."""
+        return sum((row.nbytes for row in self.rows(setting) if row.moves not in away), 0.0 * self.stored)
 
     def rows(self, setting: Setting) -> Iterator[RestingBytes[Bytes]]:
         """All that rests for the parameter."""

@@ -68,8 +68,8 @@ def measure(
     work = gradient_work(stage, pricer, setting)
     for name, p in stage.parameters.items():
         i, *others = readers.get(name, [0])
-        away = p.tiers | ({"parameters": ""} if others else {})  # shared by stages it stays (lower/pipeline.py)
-        resting[i] += sum(row.nbytes for row in on_rank(p, stage.mesh).rows(setting) if not away[row.moves])
+        tiers = p.tiers | ({"parameters": ""} if others else {})  # shared by stages it stays (lower/pipeline.py)
+        resting[i] += on_rank(p, stage.mesh).on_device(setting, [moves for moves, tier in tiers.items() if tier])
         step[i] += work.get(name, 0.0)
     for i, nbytes in held_bytes(stage).items():
         held[i] = nbytes

@@ -20,7 +20,6 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
 from autopar.ir.steps import GATHERED, LOCAL_KINDS, RuntimeStep, Step, bytes_after
-from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
@@ -132,11 +131,6 @@ def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> 
     yield from _step_messages(gather.steps, held, mesh, f"gather {p.name}")
 
 
-def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
-    """The type in which a parameter is gathered."""
-    return p.type if gather.dtype is None else TensorType(p.type.shape, gather.dtype)
-
-
 def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """The reduction of one parameter's gradient."""
     itemsize = p.type.dtype.itemsize
@@ -243,7 +237,7 @@ def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
     """Seconds to cast a stored shard to the dtype in which it is gathered, unless the software keeps a copy of it."""
     kept = gather.dtype is None or pricer.software.copy_bytes is not None
-    return 0.0 if kept else pricer.cast_s(p.type, gathered_type(gather, p), p.storage)
+    return 0.0 if kept else pricer.copy_s * (p.stored_bytes(pricer.mesh) + p.stored_bytes(pricer.mesh, gather.dtype))
 
 
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:

@@ -32,7 +32,6 @@ from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
-from autopar.passes.shard.parameters import device_bytes, moved_bytes
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 from autopar.runtime.gradients.buckets import BUCKETED
 
@@ -283,13 +282,23 @@ class Problem:
         count = len(group.names)
         seconds = np.zeros(len(states))
         if self._move_s:
-            seconds = count * moved_bytes(held, self._reads(group) / count, self.setting) * self._move_s
+            seconds = count * self._moved_bytes(held, self._reads(group) / count) * self._move_s
         if updated:
             gather_s = self._gather_s(type_, optimizer, stored)
             update_s = self.pricer.update_s(self.setting.optimizer.update_elements(*updated), shard)
             seconds = seconds + count * (self.shares.update * gather_s + update_s)
-        nbytes = count * device_bytes(held, self.setting)
+        nbytes = count * held.on_device(self.setting, self.setting.offload)
         return self._add(("param", name), states, seconds, nbytes), stored, optimizer
+
+    def _moved_bytes(self, held: ParameterOnRank[np.ndarray], reads: float) -> np.ndarray:
+        """The bytes that go to a memory tier or come from it in a step, where the device has none of them. reads: how often the
+        parameter is used."""
+        moved = np.zeros(len(held.stored))
+        if "parameters" in self.setting.offload:
+            moved = moved + reads * held.stored
+            if held.trained:  # the updated block comes and goes, and so does its gradient
+                moved = moved + 2 * (held.updated + held.gradient)
+        return moved + 2 * held.state_bytes(self.setting) if "optimizer" in self.setting.offload else moved
 
     def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> tuple[tuple[Spec, Spec], ...]:
         """How a group of parameters may be stored and updated: as every spec, and its optimizer's shards as every refinement

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 import autopar
+from autopar.costmodel.estimator.memory import state_bytes
+from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
+from autopar.costmodel.estimator.workload import StepPlan, Workload
+from autopar.costmodel.software import Software
 from autopar.ir.mesh import Mesh
 from autopar.ir.resting import of_program, on_rank, planned, resting
 from autopar.ir.setting import OptimizerState, Setting
@@ -72,3 +76,14 @@ def test_no_plan_has_less_on_all_its_ranks_than_the_program(program: autopar.Par
         found["gradients"] += ranks * sum(on_rank(p, stage.mesh).gradient for p in stage.parameters.values())
     assert set(least) == {"parameters", "gradients", "optimizer"}
     assert all(least[kind] <= found[kind] for kind in least)
+
+
+@pytest.mark.parametrize(("zero", "storage", "optimizer"), [(0, 1, 1), (2, 1, 4), (3, 4, 4)])
+def test_the_estimators_states_are_these_rows_in_full_precision(zero: int, storage: int, optimizer: int) -> None:
+    """The closed formula counts parameters, not tensors: so it is held to a matrix of as many under the same sharding."""
+    shape, dims = TransformerShape(2, 64, 4, 256, 512, 64), {1: "[., .]", 4: "[@dp, .]"}
+    plan = StepPlan(ParallelConfig(dp=4, zero=zero), 1)
+    workload = Workload.of(shape, autopar.ClusterSpec.preset("dgx-h100"), plan, 4, Software(precision="float32"))
+    specs = (parse_spec(dims[n]) for n in (storage, optimizer))
+    held = planned(MATRIX, *specs, Mesh.of(dp=4), True, ("w",))
+    assert state_bytes(workload, 32.0, 0.0) == tuple(row.nbytes for row in held.rows(ADAM))
