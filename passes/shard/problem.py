@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.program import Program, Template
-from autopar.ir.resting import ParameterOnRank
+from autopar.ir.resting import ParameterOnRank, is_copy
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
@@ -278,7 +278,8 @@ class Problem:
         states = self._stored(name, type_, group, bool(updated))
         stored, optimizer = (self._numbers(type_, [state[i] for state in states]) for i in (0, 1))
         shard = shards.of_bytes(type_.nbytes, optimizer)
-        held = ParameterOnRank(type_, shards.of_bytes(type_.nbytes, stored), shard, bool(updated), updated)
+        copied = is_copy(*(np.array(type_.shape, int) // shards.per_dim[n] for n in (stored, optimizer))) * shard
+        held = ParameterOnRank(type_, shards.of_bytes(type_.nbytes, stored), shard, bool(updated), updated, copied)
         count = len(group.names)
         seconds = np.zeros(len(states))
         if self._move_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from autopar.ir.types import TensorType
 from autopar.passes.account.calls import measure
 from autopar.passes.lower.stage import lower_stage
 from autopar.passes.price.pricer import Pricers
+from autopar.passes.shard.evaluate import evaluate
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo
 
@@ -49,7 +51,7 @@ def program() -> autopar.ParallelProgram:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", [3, 4, 5])
-def test_calls_and_account_count_the_same_bytes(program: autopar.ParallelProgram, seed: int) -> None:
+def test_solver_calls_and_account_count_the_same_bytes(program: autopar.ParallelProgram, seed: int) -> None:
     """In these random plans some of the optimizer's blocks are copies."""
     plan = autopar.random_plan(program, seed, pp=1)
     (own,), pricers = plan.stages, Pricers(program.cluster)
@@ -60,6 +62,11 @@ def test_calls_and_account_count_the_same_bytes(program: autopar.ParallelProgram
     expected = sum(at_rest.values()) - at_rest["buffers"] + sum(one.gradient for one in held)
     units = measure(program.ir, stage, own, pricers[own.mesh], program.rules, program.setting)
     assert units.resting_bytes.sum() == pytest.approx(expected, rel=1e-12)
+    here, away = (
+        evaluate(program.ir, plan, pricers, program.rules, replace(program.setting, offload=offload)).memory
+        for offload in (frozenset(), frozenset({"parameters", "optimizer"}))
+    )
+    assert here - away == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.few(2)
