@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
+from autopar.ir.resting import on_rank
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import most_inside
 from autopar.passes.account.stage import probe_of
@@ -68,18 +69,10 @@ def measure(
             readers.setdefault(name, []).append(i)
     work = gradient_work(stage, pricer, setting)
     for name, p in stage.parameters.items():
-        read_by = readers.get(name, [0])
-        i = read_by[0]
-        on_device = (
-            not p.tier or len(read_by) > 1
-        )  # where a cut parts its readers, it rests on the device (lower/pipeline.py)
-        resting[i] += p.storage.local_bytes(p.type, stage.mesh) if on_device else 0.0
-        if p.contributions:
-            shard = p.optimizer.local_bytes(p.type, stage.mesh)
-            resting[i] += shard if on_device else 0.0
-            if not p.optimizer_tier:
-                resting[i] += setting.optimizer.shard_bytes(p.type, shard, name)
-            step[i] += work[name]
+        i, *others = readers.get(name, [0])
+        tiers = p.tiers | ({"parameters": ""} if others else {})  # shared by stages it stays (lower/pipeline.py)
+        resting[i] += on_rank(p, stage.mesh).on_device(setting, [moves for moves, tier in tiers.items() if tier])
+        step[i] += work.get(name, 0.0)
     for i, nbytes in held_by_call(stage, probe_of(pricer)).items():
         held[i] = nbytes
     peak = np.array([peaks[call.template] for call in program.calls])

@@ -16,6 +16,7 @@ import torch
 from autopar.ir.lines import AddGradient
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.resting import gradient_bytes
 from autopar.ir.steps import bytes_before_per_byte, rows
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
@@ -29,7 +30,7 @@ from autopar.runtime.memory.tiers import Tiers
 
 def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
     """Bytes of a parameter's gradient on a rank before its reduction."""
-    return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
+    return gradient_bytes(p.updated_bytes(mesh)) * bytes_before_per_byte(p.reduce, mesh.sizes)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class PlayedStore(GradStore):
     ) -> None:
         self.ledger = Ledger(memo)
         table = {p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression) for p in trained}
-        shards = ((p.optimizer.local_bytes(p.type, mesh), rows(p.reduce)) for p in trained)
+        shards = ((gradient_bytes(p.updated_bytes(mesh)), rows(p.reduce)) for p in trained)
         sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))
         tiers = {p.name: p.tier for p in trained if p.tier}
         super().__init__(MetaComm(mesh.sizes), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)

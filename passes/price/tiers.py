@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from autopar.cluster.tiers import backward_exposed_s, exposed_s, forward_exposed_s, parts_exposed_s
 from autopar.ir.lines import CallForward, Prefetch
-from autopar.ir.lowered import LoweredStage, LoweredTemplate
+from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.resting import on_rank
 from autopar.ir.setting import Setting
-from autopar.ir.steps import RuntimeStep, bytes_before_per_byte
+from autopar.ir.steps import RuntimeStep
+from autopar.passes.played.gradients import unreduced_bytes
 from autopar.passes.price.lines import TemplateSeconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.storages import storage_owners
@@ -110,7 +112,7 @@ def gather_moves(
             p = stage.parameters[gather.name]
             if not p.tier:
                 continue
-            nbytes = p.storage.local_bytes(p.type, stage.mesh)
+            nbytes = p.stored_bytes(stage.mesh)
             seconds = move_s(pricer, p.tier, nbytes)
             traffic.add(p.tier, nbytes, seconds)
             if gathered(gather.steps, stage.mesh):
@@ -137,13 +139,12 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
     by_tier: dict[str, list[float]] = {}  # bytes, seconds back in, seconds out
     for p in stage.parameters.values():
         if p.tier and p.contributions:
-            shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
+            reduced, whole = on_rank(p, stage.mesh).gradient, unreduced_bytes(p, stage.mesh)
             again = p.contributions * stage.microbatches - 1
             row = by_tier.setdefault(p.tier, [0.0, 0.0, 0.0])
-            whole = shard * bytes_before_per_byte(p.reduce, stage.mesh.sizes)
-            row[0] += 2 * again * whole + shard
+            row[0] += 2 * again * whole + reduced
             row[1] += again * move_s(pricer, p.tier, whole)
-            row[2] += again * move_s(pricer, p.tier, whole) + move_s(pricer, p.tier, shard)
+            row[2] += again * move_s(pricer, p.tier, whole) + move_s(pricer, p.tier, reduced)
     return [
         TierMove(
             "gradients",
@@ -162,16 +163,18 @@ def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], f
     for them: state, values and gradients."""
     mesh = stage.mesh
     owned = {n: p for n, p in stage.parameters.items() if p.contributions and p.owned and (p.optimizer_tier or p.tier)}
-    sizes = {n: int(p.optimizer.local_bytes(p.type, mesh)) for n, p in owned.items()}
-    parts = []
-    for names in divide(sizes):
-        coming = 0.0
-        for name in names:
-            p = owned[name]
-            state = setting.optimizer.shard_bytes(p.type, sizes[name], name)
-            coming += (state if p.optimizer_tier else 0.0) + (2 * sizes[name] if p.tier else 0.0)
-        parts.append((names, coming))
-    return parts
+    sizes = {n: int(p.updated_bytes(mesh)) for n, p in owned.items()}
+    return [
+        (names, sum(n for name in names for tier, n in _coming(owned[name], mesh, setting) if tier))
+        for names in divide(sizes)
+    ]
+
+
+def _coming(p: StoredParameter, mesh: Mesh, setting: Setting) -> tuple[tuple[str, float], ...]:
+    """The bytes that a parameter's update needs, each with the tier ("": none) from which they come: state, then value and
+    gradient."""
+    held = on_rank(p, mesh)
+    return (p.optimizer_tier, held.state_bytes(setting)), (p.tier, held.updated + held.gradient)
 
 
 def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, update_s: float) -> list[TierMove]:
@@ -182,10 +185,7 @@ def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, updat
     for names, _ in step_parts(stage, setting):
         parts_s.append(0.0)
         for name in names:
-            p = stage.parameters[name]
-            shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
-            state = setting.optimizer.shard_bytes(p.type, shard, name)
-            for tier, nbytes in ((p.optimizer_tier, state), (p.tier, 2 * shard)):
+            for tier, nbytes in _coming(stage.parameters[name], stage.mesh, setting):
                 if tier:
                     seconds = move_s(pricer, tier, nbytes)
                     parts_s[-1] += seconds
