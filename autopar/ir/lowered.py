@@ -104,8 +104,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Port:
-    """One end of a crossing: its name, and the value's spec on this stage's mesh."""
+class BoundaryEnd:
+    """One end of a stage-boundary tensor: its name, and the value's spec on this stage's mesh."""
 
     name: str
     peer: int
@@ -132,10 +132,10 @@ class LoweredStage:
     buffers: dict[str, TensorType]
     inputs: tuple[Row, ...]
     outputs: tuple[Row, ...]
-    received: tuple[Port, ...]
-    sent: tuple[Port, ...]
-    gradients_received: tuple[Port, ...]
-    gradients_sent: tuple[Port, ...]
+    received: tuple[BoundaryEnd, ...]
+    sent: tuple[BoundaryEnd, ...]
+    gradients_received: tuple[BoundaryEnd, ...]
+    gradients_sent: tuple[BoundaryEnd, ...]
     training: bool
     microbatches: int
     prepared: tuple[str, ...] = ()

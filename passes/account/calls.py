@@ -60,7 +60,7 @@ def measure(
     for action, function in functions:
         numbers = [call.number for call in function.calls] if function is not None else []
         for cost in line_costs(function, stage, pricer, per_call) if numbers else ():  # to the call before or after it
-            seconds[action][numbers[min(cost.when, len(numbers) - 1)]] += cost.exposed_s
+            seconds[action][numbers[min(cost.when, len(numbers) - 1)]] += cost.non_overlapped_s
     peaks = {name: max(most_inside(f, stage.mesh) for f in t.functions) for name, t in stage.templates.items()}
     resting, held, step = np.zeros(n), np.zeros(n), np.zeros(n)
     readers: dict[str, list[int]] = {}

@@ -75,9 +75,9 @@ class StageAccount:
         return sum(c.time_s for c in self.collectives)
 
     @property
-    def exposed_s(self) -> float:
+    def non_overlapped_s(self) -> float:
         """Seconds that memory tiers add to a step."""
-        return sum(move.exposed_s for move in self.moves)
+        return sum(move.non_overlapped_s for move in self.moves)
 
 
 def probe_of(pricer: Pricer) -> Probe:
@@ -129,5 +129,5 @@ def _with_tiers(
     at_end = gradient_moves(stage, pricer, stage.microbatches * (seconds[0, "B"] + seconds[0, "W"]))
     at_end += optimizer_moves(stage, setting, pricer, sum(optimizer_s(p, stage, pricer, setting) for p in away))
     waits_s = {action: saved_s.get(action, 0.0) + gathers_s.get(action, 0.0) for action in "FBW"}
-    rest_s = bill.rest_s + sum(move.exposed_s for move in at_end)
+    rest_s = bill.rest_s + sum(move.non_overlapped_s for move in at_end)
     return replace(bill, waits_s=waits_s, rest_s=rest_s), [*moves, *gathers, *at_end]

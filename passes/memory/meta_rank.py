@@ -11,14 +11,19 @@ import torch
 
 from autopar.codegen.runtime_call import RuntimeCall
 from autopar.ir.lines import Ref, Site
-from autopar.ops.homes import HOMES
 from autopar.ops.registry import AlongAxis, Offset
+from autopar.ops.runtime_modules import RUNTIME_MODULES
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.runtime.comm.axis_comm import Along
 from autopar.runtime.guards import Guards
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-_MODULES: dict[str, Any] = {"torch": torch, "aten": torch.ops.aten, "user_ops": torch.ops.autopar_ops, **HOMES}
+_MODULES: dict[str, Any] = {
+    "torch": torch,
+    "aten": torch.ops.aten,
+    "user_ops": torch.ops.autopar_ops,
+    **RUNTIME_MODULES,
+}
 
 
 class MetaRank:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from autopar.ir import lines as ir
 from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Function, GatherKey, Line, Ref, Stored
-from autopar.ir.lowered import LoweredStage, LoweredTemplate, Port
+from autopar.ir.lowered import BoundaryEnd, LoweredStage, LoweredTemplate
 from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
 from autopar.passes.played.tensors import Layout
@@ -107,8 +107,8 @@ class _Walk:
         """Play one of the stage's functions."""
         stage, machine = self.stage, self.machine
         self.names, self.gradients = {}, []
-        ports = {"F": stage.received, "B": stage.gradients_received}.get(action, ())
-        received = self._bind_arguments(function, ports)
+        ends = {"F": stage.received, "B": stage.gradients_received}.get(action, ())
+        received = self._bind_arguments(function, ends)
         machine.top = machine.alive
         returned, handed = {n for n in function.returns if n}, False
         for line, dropped in zip(function.lines, dropped_after(function, returned), strict=True):
@@ -129,11 +129,11 @@ class _Walk:
         sent = before - machine.alive
         return ActionBytes(tuple(self.gradients), top, machine.alive, received, sent, dict(machine.parked))
 
-    def _bind_arguments(self, function: Function, ports: Sequence[Port]) -> int:
+    def _bind_arguments(self, function: Function, ends: Sequence[BoundaryEnd]) -> int:
         """Bytes of the arguments that arrive from other stages. Inputs of the batch are there anyway."""
         received = 0
         free = {row.name for row in self.stage.inputs}
-        arrive = {port.name for port in ports}
+        arrive = {end.name for end in ends}
         for name in function.args:
             if name in self.kept:
                 self._bind(name, self.kept.pop(name))

@@ -128,10 +128,10 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     gathered_along = (m.axis for p in trained for m in regather_messages(p, pricer.mesh))
     reduce_s = sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(reduced_along)
     gather_s = sum(regather_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(gathered_along)
-    early, early_s = _between(stage.prepare, stage, pricer)
-    early_s += call_seconds(CallBill(early), pricer.software).F
+    prologue, prologue_s = _between(stage.prepare, stage, pricer)
+    prologue_s += call_seconds(CallBill(prologue), pricer.software).F
     prepared = Counter((c.template, c.action) for c in stage.prepare.calls) if stage.prepare is not None else {}
-    early_s += sum(
+    prologue_s += sum(
         times * call_seconds(calls[name], pricer.software).by_action[action]
         for (name, action), times in prepared.items()
     )
@@ -140,7 +140,7 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
         ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown),
         sum(optimizer_s(p, stage, pricer, setting) for p in trained),
-        stage.microbatches * early_s,
+        stage.microbatches * prologue_s,
     )
 
 

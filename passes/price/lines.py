@@ -211,7 +211,7 @@ class LineCost:
     met_s: float = 0.0
 
     @property
-    def exposed_s(self) -> float:
+    def non_overlapped_s(self) -> float:
         """Seconds of the line without what is hidden of it."""
         return sum(part.own_s + part.share * part.sent_s for part in self.parts)
 
@@ -328,9 +328,9 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
     work = {}
     for p in stage.parameters.values():
         if p.contributions:
-            exposed_s = pricer.software.reduce_share * reduce_seconds(p, pricer)
-            exposed_s += pricer.software.gather_share * regather_seconds(p, pricer)
-            work[p.name] = exposed_s + optimizer_s(p, stage, pricer, setting)
+            non_overlapped_s = pricer.software.reduce_share * reduce_seconds(p, pricer)
+            non_overlapped_s += pricer.software.gather_share * regather_seconds(p, pricer)
+            work[p.name] = non_overlapped_s + optimizer_s(p, stage, pricer, setting)
     return work
 
 

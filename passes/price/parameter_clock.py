@@ -51,7 +51,7 @@ def _run(clock: LinkClock, costs: Iterable[LineCost], reductions: _Reductions | 
             case TakeParameters(key=key):
                 clock.wait(str(key))
             case line:
-                clock.compute(cost.exposed_s)
+                clock.compute(cost.non_overlapped_s)
                 if reductions is not None and isinstance(line, AddGradient):
                     reductions.add()
 

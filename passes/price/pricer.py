@@ -213,7 +213,7 @@ class Pricer:
             yield one, self.collective_s(one.kind, one.nbytes, one.axis) - min(met_s, meeting_s)
             met_s = max(met_s, meeting_s)
 
-    def exposed_s(self, sent: Iterable[Sent], computed_s: float) -> Iterator[tuple[Sent, float, float]]:
+    def non_overlapped_s(self, sent: Iterable[Sent], computed_s: float) -> Iterator[tuple[Sent, float, float]]:
         """Every message of an op's own, with the seconds of one of them that its work does not hide, and with those alone.
         computed_s: of that work."""
         for one, alone_s in self.alone_s(sent):
@@ -223,8 +223,8 @@ class Pricer:
     def sent_s(self, sent: Iterable[Sent], computed_s: float) -> dict[str, float]:
         """Seconds by axis of an op's own messages that its work does not hide. computed_s: of that work."""
         exposed: dict[str, float] = {}
-        for one, exposed_s, _ in self.exposed_s(sent, computed_s):
-            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * exposed_s
+        for one, non_overlapped_s, _ in self.non_overlapped_s(sent, computed_s):
+            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * non_overlapped_s
         return exposed
 
     @cached_property

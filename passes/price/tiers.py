@@ -11,7 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cluster.tiers import backward_exposed_s, exposed_s, forward_exposed_s, parts_exposed_s
+from autopar.cluster.tiers import (
+    backward_non_overlapped_s,
+    forward_non_overlapped_s,
+    non_overlapped_s,
+    parts_non_overlapped_s,
+)
 from autopar.ir.lines import CallForward, Prefetch
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
 from autopar.ir.mesh import Mesh
@@ -33,7 +38,7 @@ class TierMove:
     tier: str
     nbytes: float
     time_s: float
-    exposed_s: float
+    non_overlapped_s: float
     stage: int = 0
 
 
@@ -47,11 +52,11 @@ class _Traffic:
         before = self.by_tier.get(tier, (0.0, 0.0))
         self.by_tier[tier] = before[0] + nbytes, before[1] + seconds
 
-    def moves(self, kind: str, times: int, exposed_s: float, stage: LoweredStage) -> list[TierMove]:
+    def moves(self, kind: str, times: int, non_overlapped_s: float, stage: LoweredStage) -> list[TierMove]:
         """All of it so many times per step; what is exposed is shared out among tiers by their seconds."""
         whole_s = sum(seconds for _, seconds in self.by_tier.values()) or 1.0
         return [
-            TierMove(kind, tier, nbytes * times, seconds * times, exposed_s * seconds / whole_s, stage.index)
+            TierMove(kind, tier, nbytes * times, seconds * times, non_overlapped_s * seconds / whole_s, stage.index)
             for tier, (nbytes, seconds) in self.by_tier.items()
         ]
 
@@ -81,7 +86,9 @@ def saved_moves(
     parked = {n: (parked_bytes(t, stage.mesh), len(t.offload)) for n, t in stage.templates.items() if t.offload}
     added: dict[str, float] = {}
     traffic = _Traffic()
-    for (action, function), exposed in zip(stage.by_action, (forward_exposed_s, backward_exposed_s), strict=False):
+    for (action, function), exposed in zip(
+        stage.by_action, (forward_non_overlapped_s, backward_non_overlapped_s), strict=False
+    ):
         calls = [
             (call.template, call.template in parked and (not isinstance(call, CallForward) or call.keeps))
             for call in function.calls
@@ -122,7 +129,7 @@ def gather_moves(
         if not early and not at_once:
             continue
         work = [per_call[call.template][action] for call in function.calls]
-        ahead = backward_exposed_s(work, [early.get(call.number, 0.0) for call in function.calls])
+        ahead = backward_non_overlapped_s(work, [early.get(call.number, 0.0) for call in function.calls])
         added[action] = at_once + (ahead if hides(pricer) else sum(early.values()))
     times = stage.microbatches
     return added, traffic.moves("parameters", times, sum(added.values()) * times, stage)
@@ -151,7 +158,7 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
             tier,
             nbytes,
             back + out,
-            back + (exposed_s(out, backward_s) if hides(pricer) else out),
+            back + (non_overlapped_s(out, backward_s) if hides(pricer) else out),
             stage.index,
         )
         for tier, (nbytes, back, out) in by_tier.items()
@@ -191,5 +198,5 @@ def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, updat
                     parts_s[-1] += seconds
                     traffic.add(tier, nbytes, seconds)
     time_s = 2 * sum(parts_s)
-    exposed = min(parts_exposed_s(update_s, parts_s, parts_s), time_s) if hides(pricer) else time_s
+    exposed = min(parts_non_overlapped_s(update_s, parts_s, parts_s), time_s) if hides(pricer) else time_s
     return traffic.moves("optimizer", 2, exposed, stage)

@@ -61,7 +61,7 @@ def parkable(program: Program, name: str, plan: TemplatePlan) -> tuple[str, ...]
         value
         for slot, value in enumerate(template.inputs)
         if all(
-            ref.kind == "buffer" or (ref.kind == "input" and program.crossing(ref) is None)
+            ref.kind == "buffer" or (ref.kind == "input" and program.boundary_tensor(ref) is None)
             for ref in (call.inputs[slot] for call in calls)
         )
     }

@@ -15,7 +15,7 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.reliability import Reliability
 from autopar.errors import ClusterError
 from autopar.report.long_run import long_run, state_bytes
-from autopar.runtime.run.train_loop import state_bytes as saved_by_all
+from autopar.runtime.run.saving import state_bytes as saved_by_all
 from autopar.runtime.step.session import Session
 
 FILE = {

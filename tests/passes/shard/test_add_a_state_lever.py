@@ -43,6 +43,7 @@ EDITS = {
         ("        return self.ratio(*names)\n", "        return self.ratio(*names) * (2.5 if self.narrow else 1.0)\n"),
     ],
     "autopar/runtime/update/optimizer_parts.py": [
+        ("from torch import Tensor, nn\n", "import torch\nfrom torch import Tensor, nn\n"),
         (
             "        store: Callable[[Mapping[str, Tensor]], None] | None = None,\n",
             "        store: Callable[[Mapping[str, Tensor]], None] | None = None,\n"
