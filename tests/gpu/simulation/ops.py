@@ -1,0 +1,185 @@
+"""Every op that a rank runs, as events of its machine: which stream it runs on, what it reads and writes, whether the host waits.
+
+What an op writes is what its schema says is mutated, and its new results. An op with a CUDA tensor is a kernel of the current
+stream; tensors of the host that it takes are read as it is launched. A copy between host and device runs on the stream, and the
+host waits for it unless it is `non_blocking` and the memory of the host is pinned. Numbers that the host asks a tensor for are
+zeros, as nothing is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.gpu.simulation.budgets import COPY, LAUNCH
+from tests.gpu.simulation.device import Machine
+
+_FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_VIEWS = {"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach", "alias", "set_"}
+_COPIES = {"copy_", "_to_copy"}
+_HOST_WAITS = {"bincount", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+_SYNC_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+Answer = Callable[[Tensor], Any]
+"""The number that the host is told for a tensor of one element."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The facts of an op that its schema says. written: the places and names of arguments that it mutates."""
+
+    name: str
+    view: bool
+    factory: bool
+    copy: bool
+    waits: bool
+    written: tuple[tuple[int, str], ...]
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
+    schema, name = func._schema, func._schema.name.partition("::")[2]
+    written = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    waits = name in _HOST_WAITS or bool(_SYNC_TAGS & set(func.tags))
+    return _Kind(name, aliases or name in _VIEWS, name in _FACTORIES, name in _COPIES, waits, written)
+
+
+def zero(tensor: Tensor) -> Any:
+    """The number that the host is told where nobody says another."""
+    return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
+
+
+class Ops(TorchDispatchMode):
+    """The ops of a machine. messages: takes ops of process groups."""
+
+    def __init__(self, machine: Machine, messages: Callable[[Any, Sequence[Any]], Any], answer: Answer = zero) -> None:
+        super().__init__()
+        self.machine, self._messages, self._answer = machine, messages, answer
+        self._pinned: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "c10d":
+            return self._messages(func, args)
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        kind = _kind(func)
+        if kind.factory:
+            return self._made(func, args, kwargs)
+        if kind.name == "is_pinned":
+            return self.is_pinned(args[0])
+        if kind.view:
+            return func(*args, **kwargs)
+        return self._run(kind, func, args, kwargs)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the host lies in pinned memory."""
+        known = self._pinned.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
+    def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        pinned = kwargs.pop("pin_memory", None)
+        made: Tensor = func(*args, **kwargs)
+        if pinned:
+            self._pin(made)
+        self.machine.memory.allocated(made, self._home(made))
+        return made
+
+    def _pin(self, made: Tensor) -> None:
+        whole = made.untyped_storage()
+        self._pinned[whole._cdata] = StorageWeakRef(whole)
+
+    def _run(self, kind: _Kind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        machine, place = self.machine, self.machine.places.here()
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = _tensors(kind, args, kwargs)
+        host = [x for x in given if x.device.type == "cpu"]
+        on_device = any(x.device.type == "cuda" for x in given)
+        if kind.name == "_local_scalar_dense":
+            result = self._number(func, args, given[0])
+        elif kind.name == "_fused_sgd_":
+            result = None  # torch cannot fake it
+        elif kind.name == "_pin_memory":
+            result = torch.empty_like(given[0])
+            self._pin(result)
+        else:
+            result = func(*args, **kwargs)
+        known = {id(x) for x in given}
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and id(x) not in known]
+        host += [x for x in made if x.device.type == "cpu"]
+        on_device = on_device or any(x.device.type == "cuda" for x in made)
+        if not on_device:
+            timeline, number = machine.host, machine.host.tick()
+            host = []
+        else:
+            timeline, number = machine.launch()
+        crossing = kind.copy and on_device and bool(host)
+        pinned = crossing and self._copies_alone(kind, args, kwargs, host[0], made)
+        overwritten = kind.name in ("copy_", "fill_", "zero_")
+        mutated = {id(x) for x in written}
+        for tensor in given:
+            if not (overwritten and id(tensor) in mutated):
+                self._access(tensor, timeline, number, False, kind.name, place, crossing)
+        for tensor in (*written, *made):
+            self._access(tensor, timeline, number, True, kind.name, place, crossing)
+        if on_device and kind.name != "_local_scalar_dense":
+            machine.budget.note(COPY if crossing else LAUNCH, kind.name, place)
+        waits = kind.waits or (crossing and not pinned) or _by_mask(kind, args)
+        if on_device and waits:
+            machine.block(timeline.clock, kind.name)
+        return result
+
+    def _copies_alone(
+        self, kind: _Kind, args: Any, kwargs: dict[str, Any], host: Tensor, made: Sequence[Tensor]
+    ) -> bool:
+        """Whether a copy between host and device goes on while the host does something else."""
+        place = {"copy_": 2}.get(kind.name, -1)
+        wanted = bool(kwargs.get("non_blocking", args[place] if 0 <= place < len(args) else False))
+        if wanted and any(host is one for one in made):
+            self._pin(host)  # torch gives such a copy pinned memory
+        return wanted and self.is_pinned(host)
+
+    def _access(
+        self, tensor: Tensor, timeline: Any, number: int, writes: bool, op: str, place: Any, crossing: bool
+    ) -> None:
+        machine = self.machine
+        if timeline is not machine.host and tensor.device.type == "cpu" and not crossing:
+            timeline, number = machine.host, machine.host.tick()
+        machine.memory.access(tensor, timeline, number, writes, op, place, self._home(tensor))
+
+    def _home(self, tensor: Tensor) -> Any:
+        return self.machine.current.timeline if tensor.device.type == "cuda" else None
+
+    def _number(self, func: Any, args: Any, tensor: Tensor) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return func(*args)
+        try:
+            return func(*args) if tensor.device.type == "cpu" else self._answer(tensor)
+        except DataDependentOutputException:
+            return self._answer(tensor)
+
+
+def _tensors(kind: _Kind, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call mutates."""
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in kind.written]
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _by_mask(kind: _Kind, args: Any) -> bool:
+    """Whether an op indexes by a mask, whose size the host has to know."""
+    if not kind.name.startswith(("index", "_index_put")) or len(args) < 2:
+        return False
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in pytree.tree_leaves(args[1]))
