@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.comm.devices import Device, standing_for
@@ -41,7 +41,7 @@ class _Operators(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         own = _OPERATORS.get(func)
-        if own is not None and isinstance(args[0], Tensor) and (args[0].is_cuda or func is Tensor.to):
+        if own is not None and isinstance(args[0], Tensor) and (args[0].is_cuda or func in _OF_ANY_DEVICE):
             return own(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -79,6 +79,13 @@ def _cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
 
 
+def _set_data(x: Tensor, value: Tensor) -> None:
+    """A fake tensor has the device of what it holds, as any tensor has."""
+    Tensor.data.__set__(x, value)  # type: ignore[attr-defined]
+    if isinstance(x, FakeTensor) and isinstance(value, FakeTensor):
+        x.fake_device = value.fake_device
+
+
 _OPERATORS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _get,
     Tensor.__setitem__: _set,
@@ -90,10 +97,14 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     Tensor.double: _cast(torch.float64),
     Tensor.int: _cast(torch.int32),
     Tensor.long: _cast(torch.int64),
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.__int__: lambda x: int(x.item()),
     Tensor.__float__: lambda x: float(x.item()),
     Tensor.__index__: lambda x: int(x.item()),
 }
+
+
+_OF_ANY_DEVICE = {Tensor.to, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
 def _parts(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:

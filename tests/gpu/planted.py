@@ -1,10 +1,11 @@
 """Small programs for simulated GPUs, each right, and wrong in one way that the simulation has to find.
 
-A line marked `# 1` or `# 2` is one that the finding must name.
+A line with a number behind it is one that the finding must name.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Planted:
     @property
     def lines(self) -> set[int]:
         text, first = inspect.getsourcelines(self.body)
-        return {first + at for at, line in enumerate(text) if re.search(r"# [12]$", line.rstrip())}
+        return {first + at for at, line in enumerate(text) if re.search(r"# [123]$", line.rstrip())}
 
     def __str__(self) -> str:
         return self.body.__name__.replace("_", " ")
@@ -47,12 +48,8 @@ def planted(kind: str, ranks: int = 1) -> Callable[[Body], Body]:
     return add
 
 
-def _on_gpu(n: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(n, dtype=dtype, device="cuda")
-
-
-def _on_host(n: int = 8) -> torch.Tensor:
-    return torch.empty(n, pin_memory=True)
+_on_gpu = functools.partial(torch.zeros, device="cuda")
+_on_host = functools.partial(torch.empty, pin_memory=True)
 
 
 def _world() -> dist.ProcessGroup:
@@ -78,7 +75,7 @@ def a_side_stream_reads_what_main_still_writes(rank: int, wrong: bool) -> object
 
 @planted("race")
 def main_reads_a_result_of_a_side_stream_too_early(rank: int, wrong: bool) -> object:
-    side, x = torch.cuda.Stream(), _on_gpu()
+    side, x = torch.cuda.Stream(), _on_gpu(8)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.mul_(2.0)  # 1
@@ -89,7 +86,7 @@ def main_reads_a_result_of_a_side_stream_too_early(rank: int, wrong: bool) -> ob
 
 @planted("race")
 def an_event_is_recorded_before_what_it_stands_for(rank: int, wrong: bool) -> object:
-    side, x, event = torch.cuda.Stream(), _on_gpu(), torch.cuda.Event()
+    side, x, event = torch.cuda.Stream(), _on_gpu(8), torch.cuda.Event()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         if wrong:
@@ -103,7 +100,7 @@ def an_event_is_recorded_before_what_it_stands_for(rank: int, wrong: bool) -> ob
 
 @planted("race")
 def an_event_is_recorded_on_another_stream(rank: int, wrong: bool) -> object:
-    side, x = torch.cuda.Stream(), _on_gpu()
+    side, x = torch.cuda.Stream(), _on_gpu(8)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.mul_(2.0)  # 1
@@ -114,7 +111,7 @@ def an_event_is_recorded_on_another_stream(rank: int, wrong: bool) -> object:
 
 @planted("race")
 def an_event_that_was_never_recorded_is_waited_for(rank: int, wrong: bool) -> object:
-    side, x, event = torch.cuda.Stream(), _on_gpu(), torch.cuda.Event()
+    side, x, event = torch.cuda.Stream(), _on_gpu(8), torch.cuda.Event()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         x.mul_(2.0)  # 1
@@ -126,8 +123,8 @@ def an_event_that_was_never_recorded_is_waited_for(rank: int, wrong: bool) -> ob
 
 @planted("race")
 def the_host_reads_a_copy_that_has_not_arrived(rank: int, wrong: bool) -> object:
-    room = _on_host()
-    room.copy_(_on_gpu(), non_blocking=True)  # 1
+    room = _on_host(8)
+    room.copy_(_on_gpu(8), non_blocking=True)  # 1
     if not wrong:
         torch.cuda.synchronize()
     return room + 1  # 2
@@ -135,7 +132,7 @@ def the_host_reads_a_copy_that_has_not_arrived(rank: int, wrong: bool) -> object
 
 @planted("race")
 def the_host_reads_what_a_side_stream_brings_after_it_waited_for_main(rank: int, wrong: bool) -> object:
-    side, room, x = torch.cuda.Stream(), _on_host(), _on_gpu()
+    side, room, x = torch.cuda.Stream(), _on_host(8), _on_gpu(8)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         room.copy_(x, non_blocking=True)  # 1
@@ -146,7 +143,7 @@ def the_host_reads_what_a_side_stream_brings_after_it_waited_for_main(rank: int,
 
 @planted("race")
 def the_host_writes_over_what_is_still_being_copied(rank: int, wrong: bool) -> object:
-    room, x = _on_host(), torch.empty(8, device="cuda")
+    room, x = _on_host(8), torch.empty(8, device="cuda")
     room.zero_()
     x.copy_(room, non_blocking=True)  # 1
     if not wrong:
@@ -157,7 +154,7 @@ def the_host_writes_over_what_is_still_being_copied(rank: int, wrong: bool) -> o
 
 @planted("race")
 def a_part_of_a_buffer_is_written_while_another_stream_reads_that_part(rank: int, wrong: bool) -> object:
-    side, x = torch.cuda.Stream(), _on_gpu()
+    side, x = torch.cuda.Stream(), _on_gpu(8)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         y = x[:4] + 1  # 1
@@ -168,48 +165,49 @@ def a_part_of_a_buffer_is_written_while_another_stream_reads_that_part(rank: int
 
 @planted("early free")
 def memory_is_given_back_while_a_side_stream_reads_it(rank: int, wrong: bool) -> object:
-    side, room, x = torch.cuda.Stream(), _on_host(), _on_gpu()
+    side, room, x = torch.cuda.Stream(), _on_host(8), _on_gpu(8)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         room.copy_(x, non_blocking=True)  # 1
     if not wrong:
         x.record_stream(side)
     del x  # 2
-    return room
+    return room, _on_gpu(8)  # 3
 
 
 @planted("early free")
 def memory_of_a_side_stream_is_given_back_while_main_reads_it(rank: int, wrong: bool) -> object:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        x = _on_gpu()
+        x = _on_gpu(8)
     torch.cuda.current_stream().wait_stream(side)
     y = x + 1  # 1
     if not wrong:
         side.wait_stream(torch.cuda.current_stream())
     del x  # 2
-    return y
+    with torch.cuda.stream(side):
+        return y, _on_gpu(8)  # 3
 
 
 @planted("early free")
 def the_wrong_stream_is_recorded(rank: int, wrong: bool) -> object:
-    side, other, room, x = torch.cuda.Stream(), torch.cuda.Stream(), _on_host(), _on_gpu()
+    side, other, room, x = torch.cuda.Stream(), torch.cuda.Stream(), _on_host(8), _on_gpu(8)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         room.copy_(x, non_blocking=True)  # 1
     x.record_stream(other if wrong else side)
     del x  # 2
-    return room
+    return room, _on_gpu(8)  # 3
 
 
 @planted("early free")
 def a_message_is_waited_for_by_another_stream_than_the_one_whose_memory_it_has(rank: int, wrong: bool) -> object:
-    side, x = torch.cuda.Stream(), _on_gpu()
+    side, x = torch.cuda.Stream(), _on_gpu(8)
     work = dist.all_reduce(x, async_op=True)  # 1
     with torch.cuda.stream(side if wrong else torch.cuda.current_stream()):
         work.wait()
     del x  # 2
-    return None
+    return _on_gpu(8)  # 3
 
 
 # ---- one rank: messages and their buffers
@@ -217,7 +215,7 @@ def a_message_is_waited_for_by_another_stream_than_the_one_whose_memory_it_has(r
 
 @planted("race", ranks=2)
 def a_result_is_read_before_the_message_is_waited_for(rank: int, wrong: bool) -> object:
-    x = _on_gpu()
+    x = _on_gpu(8)
     work = dist.all_reduce(x, async_op=True)  # 1
     if not wrong:
         work.wait()
@@ -228,7 +226,7 @@ def a_result_is_read_before_the_message_is_waited_for(rank: int, wrong: bool) ->
 
 @planted("race", ranks=2)
 def a_buffer_is_written_while_its_message_runs(rank: int, wrong: bool) -> object:
-    x, out = _on_gpu(), torch.empty(16, device="cuda")
+    x, out = _on_gpu(8), torch.empty(16, device="cuda")
     work = dist.all_gather_into_tensor(out, x, async_op=True)  # 1
     if not wrong:
         work.wait()
@@ -239,7 +237,7 @@ def a_buffer_is_written_while_its_message_runs(rank: int, wrong: bool) -> object
 
 @planted("race", ranks=2)
 def a_received_tensor_is_read_too_early(rank: int, wrong: bool) -> object:
-    x, y = _on_gpu(), torch.empty(8, device="cuda")
+    x, y = _on_gpu(8), torch.empty(8, device="cuda")
     ends = [dist.P2POp(dist.isend, x, 1 - rank, _world()), dist.P2POp(dist.irecv, y, 1 - rank, _world())]
     (work,) = dist.batch_isend_irecv(ends)  # 1
     if not wrong:
@@ -251,7 +249,7 @@ def a_received_tensor_is_read_too_early(rank: int, wrong: bool) -> object:
 
 @planted("race", ranks=2)
 def messages_of_two_groups_share_a_buffer(rank: int, wrong: bool) -> object:
-    other, x, out = dist.new_group([0, 1]), _on_gpu(), torch.empty(16, device="cuda")
+    other, x, out = dist.new_group([0, 1]), _on_gpu(8), torch.empty(16, device="cuda")
     first = dist.all_reduce(x, async_op=True)  # 1
     if not wrong:
         first.wait()
@@ -275,7 +273,7 @@ def a_message_starts_on_a_stream_that_does_not_know_its_buffer(rank: int, wrong:
 
 @planted("never waited for", ranks=2)
 def a_message_is_never_waited_for(rank: int, wrong: bool) -> object:
-    x = _on_gpu()
+    x = _on_gpu(8)
     work = dist.all_reduce(x, async_op=True)  # 1
     if not wrong:
         work.wait()
@@ -284,7 +282,7 @@ def a_message_is_never_waited_for(rank: int, wrong: bool) -> object:
 
 @planted("dtype", ranks=2)
 def sixteen_bit_integers_are_summed(rank: int, wrong: bool) -> object:
-    x = _on_gpu(dtype=torch.int16 if wrong else torch.int32)
+    x = _on_gpu(8, dtype=torch.int16 if wrong else torch.int32)
     dist.all_reduce(x)  # 1
     return x
 
@@ -309,7 +307,7 @@ def a_tensor_of_the_host_is_sent(rank: int, wrong: bool) -> object:
 
 @planted("order", ranks=2)
 def collectives_are_started_in_another_order(rank: int, wrong: bool) -> object:
-    x, out = _on_gpu(), torch.empty(16, device="cuda")
+    x, out = _on_gpu(8), torch.empty(16, device="cuda")
     if wrong and rank:
         dist.all_gather_into_tensor(out, x)  # 1
         dist.all_reduce(x)
@@ -321,7 +319,7 @@ def collectives_are_started_in_another_order(rank: int, wrong: bool) -> object:
 
 @planted("order", ranks=2)
 def a_collective_is_missing_on_one_rank(rank: int, wrong: bool) -> object:
-    x = _on_gpu()
+    x = _on_gpu(8)
     dist.all_reduce(x)
     if not (wrong and rank):
         dist.all_reduce(x)  # 1
@@ -343,28 +341,28 @@ def members_sum_other_sizes(rank: int, wrong: bool) -> object:
 
 @planted("signature", ranks=2)
 def members_sum_other_dtypes(rank: int, wrong: bool) -> object:
-    x = _on_gpu(dtype=torch.bfloat16 if wrong and rank else torch.float32)
+    x = _on_gpu(8, dtype=torch.bfloat16 if wrong and rank else torch.float32)
     dist.all_reduce(x)  # 1
     return x
 
 
 @planted("signature", ranks=2)
 def members_reduce_in_other_ways(rank: int, wrong: bool) -> object:
-    x = _on_gpu()
+    x = _on_gpu(8)
     dist.all_reduce(x, dist.ReduceOp.MAX if wrong and rank else dist.ReduceOp.SUM)  # 1
     return x
 
 
 @planted("signature", ranks=2)
 def members_name_other_roots(rank: int, wrong: bool) -> object:
-    x = _on_gpu()
+    x = _on_gpu(8)
     dist.broadcast(x, rank if wrong else 0)  # 1
     return x
 
 
 @planted("unmatched", ranks=2)
 def a_message_is_never_received(rank: int, wrong: bool) -> object:
-    x = _on_gpu()
+    x = _on_gpu(8)
     if rank == 0:
         dist.send(x, 1)  # 1
     elif not wrong:
@@ -374,7 +372,7 @@ def a_message_is_never_received(rank: int, wrong: bool) -> object:
 
 @planted("unmatched", ranks=3)
 def a_message_is_expected_from_the_wrong_rank(rank: int, wrong: bool) -> object:
-    x = _on_gpu()
+    x = _on_gpu(8)
     if rank == 0:
         dist.send(x, 1)  # 1
     elif rank == 1:
@@ -396,7 +394,7 @@ def two_sends_are_swapped(rank: int, wrong: bool) -> object:
 
 @planted("shape", ranks=2)
 def a_message_is_received_in_another_dtype(rank: int, wrong: bool) -> object:
-    x = _on_gpu(dtype=torch.bfloat16 if wrong and rank else torch.float32)
+    x = _on_gpu(8, dtype=torch.bfloat16 if wrong and rank else torch.float32)
     if rank == 0:
         dist.send(x, 1)  # 1
     else:
@@ -406,7 +404,7 @@ def a_message_is_received_in_another_dtype(rank: int, wrong: bool) -> object:
 
 @planted("deadlock", ranks=2)
 def both_ranks_receive_before_they_send(rank: int, wrong: bool) -> object:
-    x, y = _on_gpu(), torch.empty(8, device="cuda")
+    x, y = _on_gpu(8), torch.empty(8, device="cuda")
     if wrong or rank:
         dist.recv(y, 1 - rank)  # 1
         dist.send(x, 1 - rank)
@@ -418,7 +416,7 @@ def both_ranks_receive_before_they_send(rank: int, wrong: bool) -> object:
 
 @planted("deadlock", ranks=2)
 def groups_wait_for_each_other_in_a_circle(rank: int, wrong: bool) -> object:
-    groups, x = [dist.new_group([0, 1]), dist.new_group([0, 1])], _on_gpu()
+    groups, x = [dist.new_group([0, 1]), dist.new_group([0, 1])], _on_gpu(8)
     for group in groups[::-1] if wrong and rank else groups:
         dist.all_reduce(x, group=group)  # 1
     return x
@@ -426,7 +424,7 @@ def groups_wait_for_each_other_in_a_circle(rank: int, wrong: bool) -> object:
 
 @planted("deadlock", ranks=2)
 def groups_are_used_in_another_order_by_hosts_that_block(rank: int, wrong: bool) -> object:
-    groups, xs = [dist.new_group([0, 1]), dist.new_group([0, 1])], [_on_gpu(), _on_gpu()]
+    groups, xs = [dist.new_group([0, 1]), dist.new_group([0, 1])], [_on_gpu(8), _on_gpu(8)]
     pairs = list(zip(groups, xs, strict=True))
     works = []
     for group, x in pairs[::-1] if wrong and rank else pairs:
@@ -438,7 +436,7 @@ def groups_are_used_in_another_order_by_hosts_that_block(rank: int, wrong: bool)
 
 @planted("deadlock", ranks=3)
 def three_ranks_receive_from_the_one_before(rank: int, wrong: bool) -> object:
-    x, y = _on_gpu(), torch.empty(8, device="cuda")
+    x, y = _on_gpu(8), torch.empty(8, device="cuda")
     ends = [dist.P2POp(dist.irecv, y, (rank - 1) % 3, _world()), dist.P2POp(dist.isend, x, (rank + 1) % 3, _world())]
     for batch in [[end] for end in ends] if wrong else [ends]:
         for work in dist.batch_isend_irecv(batch):  # 1

@@ -82,7 +82,7 @@ def on_ranks(
         machine = Machine(rank)
         with simulated_gpu(machine, ranks, device, answer) as log:
             result = body(rank, machine)
-            machine.synchronize("end")
+            machine.settle()
             del result
         machines.append(machine)
         logs.append(log())

@@ -5,16 +5,17 @@ and one writes; a conflict whose events are not ordered is a race. Strided views
 their last one.
 
 The caching allocator gives a block back as soon as its last tensor dies, to whoever asks next on the stream that it was
-allocated on, its home. So when a storage dies, its accesses on other streams must happen before what comes next at home, or
-have been told to the allocator (`record_stream`). A tensor that a message still holds has not died. Pinned memory is safe: its
-allocator asks events of every stream that copied.
+allocated on, its home. So the accesses of a storage that died on other streams live on as ghosts in every storage that is
+allocated at its home from then on: the first that happens there must follow them, unless the allocator was told of the stream
+(`record_stream`). A tensor that a message still holds has not died. Pinned memory is safe: its allocator asks events of every
+stream that copied.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
@@ -42,16 +43,29 @@ class Access:
         return f"{self.op} {'writes' if self.writes else 'reads'} on {self.timeline}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Ghost:
+    """An access of a storage that died, and the line where it did."""
+
+    access: Access
+    what: str
+    ended: Place
+
+
 @dataclass(slots=True)
 class _Storage:
     """The accesses that later ones may conflict with. home: where it was allocated, None for memory of the host; alive: a weak
-    reference that tells when the storage dies."""
+    reference that tells when the storage dies; ghosts: of what may have had this memory before."""
 
     home: Timeline | None
     what: str
     alive: weakref.ref[object] | None = None
     accesses: list[Access] = field(default_factory=list)
     recorded: set[str] = field(default_factory=set)
+    ghosts: list[_Ghost] = field(default_factory=list)
+
+
+Captured = tuple[_Storage, Access]
 
 
 class Memory:
@@ -60,6 +74,9 @@ class Memory:
     def __init__(self, report: Report, here: Callable[[], Place]) -> None:
         self._report, self._here = report, here
         self._storages: dict[int, _Storage] = {}
+        self._ghosts: dict[str, list[_Ghost]] = {}
+        self.captured: list[Captured] | None = None
+        """While a graph is captured, its accesses, which happen when it is played."""
 
     def allocated(self, tensor: Tensor, home: Timeline | None) -> _Storage:
         """The storage of a tensor; where it is new, this is its home."""
@@ -70,6 +87,9 @@ class Memory:
             what = f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
             storage = self._storages[key] = _Storage(home, what)
             storage.alive = weakref.ref(whole, partial(self._ended, key))
+            if home is not None and self._ghosts.get(home.name):
+                ghosts = [one for one in self._ghosts[home.name] if not _follows(home, one.access)]
+                self._ghosts[home.name], storage.ghosts = ghosts, list(ghosts)
         return storage
 
     def access(
@@ -85,14 +105,30 @@ class Memory:
         """An op touches all bytes of a tensor. home: of its storage, where that is new."""
         if not tensor.numel():
             return
-        storage = self.allocated(tensor, home)
-        start, end = byte_range(tensor)
-        new = Access(timeline.name, number, writes, start, end, op, place)
+        storage = self.allocated(tensor, home if self.captured is None else None)
+        new = Access(timeline.name, number, writes, *byte_range(tensor), op, place)
+        if self.captured is None:
+            self._happens(storage, new, timeline)
+        else:
+            self.captured.append((storage, new))
+
+    def play(self, captured: Sequence[Captured], timeline: Timeline, number: int) -> None:
+        """The accesses of a graph, all of them at once and in the order of their capture."""
+        for storage, access in captured:
+            self._happens(storage, replace(access, timeline=timeline.name, number=number), timeline)
+
+    def _happens(self, storage: _Storage, new: Access, timeline: Timeline) -> None:
+        for ghost in storage.ghosts:
+            if not _follows(timeline, ghost.access):
+                what = f"{ghost.what} is given back while {ghost.access}, and may be used again"
+                self._report("early free", what, (ghost.access.place, ghost.ended, new.place))
+        storage.ghosts = []
+        start, end, writes = new.start, new.end, new.writes
         kept = []
         for old in storage.accesses:
             overlaps = old.start < end and start < old.end
-            if overlaps and (writes or old.writes) and not timeline.follows(old.timeline, old.number):
-                self._report("race", f"{storage.what}: {old}, {new}", (old.place, place))
+            if overlaps and (writes or old.writes) and not _follows(timeline, old):
+                self._report("race", f"{storage.what}: {old}, {new}", (old.place, new.place))
             inside = start <= old.start and old.end <= end
             if not (inside and (writes or (not old.writes and old.timeline == new.timeline))):
                 kept.append(old)
@@ -106,13 +142,17 @@ class Memory:
     def _ended(self, key: int, _: object) -> None:
         """The last tensor of a storage died."""
         storage = self._storages.pop(key)
-        home = storage.home
-        if home is None:
-            return
-        for access in storage.accesses:
-            if access.timeline not in storage.recorded and not home.follows(access.timeline, access.number):
-                what = f"{storage.what} of {home.name} is given back while {access}"
-                self._report("early free", what, (access.place, self._here()))
+        if storage.home is not None:
+            ended = self._here()
+            self._ghosts.setdefault(storage.home.name, []).extend(
+                _Ghost(access, storage.what, ended)
+                for access in storage.accesses
+                if access.timeline not in storage.recorded and not _follows(storage.home, access)
+            )
+
+
+def _follows(timeline: Timeline, access: Access) -> bool:
+    return timeline.follows(access.timeline, access.number)
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests.gpu.simulation.accesses import Memory
-from tests.gpu.simulation.budgets import SYNC, Budget
+from tests.gpu.simulation.accesses import Captured, Memory
+from tests.gpu.simulation.budgets import LAUNCH, SYNC, Budget
 from tests.gpu.simulation.clocks import Timeline
 from tests.gpu.simulation.findings import Finding, Place, Places
 
@@ -58,13 +58,14 @@ class Machine:
         return timeline, timeline.tick()
 
     def block(self, clock: dict[str, int], what: str) -> None:
-        """The host waits."""
+        """The host waits. Raises RuntimeError while a graph is captured, as CUDA does."""
+        if self.memory.captured is not None:
+            raise RuntimeError(f"{what}: the host cannot wait for a stream that is being captured")
         self.budget.note(SYNC, what, self.places.here())
         self.host.join(clock)
 
-    def synchronize(self, what: str = "synchronize") -> None:
-        """The host waits for all streams, those of groups too."""
-        self.block({}, what)
+    def settle(self) -> None:
+        """All streams, those of groups too, are done with what they were given."""
         for timeline in self.timelines:
             self.host.join(timeline.clock)
         for timeline in self.timelines:
@@ -122,6 +123,20 @@ class Event:
         return 0.0
 
 
+class Graph:
+    """The double of torch.cuda.CUDAGraph: a kernel that does all that was captured."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.captured: list[Captured] = []
+
+    def replay(self) -> None:
+        machine = self.machine
+        timeline, number = machine.launch()
+        machine.budget.note(LAUNCH, "graph", machine.places.here())
+        machine.memory.play(self.captured, timeline, number)
+
+
 @contextmanager
 def cuda_doubles(machine: Machine) -> Iterator[None]:
     """Inside, torch.cuda speaks of this machine."""
@@ -134,6 +149,17 @@ def cuda_doubles(machine: Machine) -> Iterator[None]:
         finally:
             machine.current = before
 
+    @contextmanager
+    def graph(graph: Graph, stream: Stream | None = None, **_: Any) -> Iterator[None]:
+        machine.block({}, "capture")
+        machine.settle()
+        machine.memory.captured = graph.captured
+        try:
+            with on(stream):
+                yield
+        finally:
+            machine.memory.captured = None
+
     def record_stream(tensor: Tensor, stream: Stream) -> None:
         machine.memory.recorded(tensor, stream.timeline.name)
 
@@ -143,7 +169,9 @@ def cuda_doubles(machine: Machine) -> Iterator[None]:
         "current_stream": lambda device=None: machine.current,
         "default_stream": lambda device=None: machine.main,
         "stream": on,
-        "synchronize": lambda device=None: machine.synchronize(),
+        "CUDAGraph": lambda: Graph(machine),
+        "graph": graph,
+        "synchronize": lambda device=None: (machine.block({}, "synchronize"), machine.settle()),
         "current_device": lambda: 0,
         "get_device_capability": lambda device=None: (9, 0),
     }
