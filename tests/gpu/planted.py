@@ -402,6 +402,17 @@ def a_message_is_received_in_another_dtype(rank: int, wrong: bool) -> object:
     return x
 
 
+@planted("shape", ranks=2)
+def an_exchange_expects_other_rows(rank: int, wrong: bool) -> object:
+    rows = [1, 3] if rank == 0 else [2, 2]
+    expected = [1, 2] if rank == 0 else [3, 2]
+    if wrong and rank:
+        expected = [2, 2]
+    x, y = torch.zeros(4, 8, device="cuda"), torch.empty(sum(expected), 8, device="cuda")
+    dist.all_to_all_single(y, x, expected, rows)  # 1
+    return y
+
+
 @planted("deadlock", ranks=2)
 def both_ranks_receive_before_they_send(rank: int, wrong: bool) -> object:
     x, y = _on_gpu(8), torch.empty(8, device="cuda")

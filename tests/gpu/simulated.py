@@ -68,7 +68,8 @@ def simulated_gpu(
         stack.enter_context(cuda_doubles(machine))
         groups = stack.enter_context(fake_groups(machine, ranks))
         stack.enter_context(mock.patch.object(Tensor, "data_ptr", _address))
-        stack.enter_context(Ops(machine, groups, answer))
+        ops = stack.enter_context(Ops(machine, groups, answer))
+        stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: ops.listed(tensor)))
         yield groups.log
         groups.end()
 
@@ -96,6 +97,7 @@ def simulated(
     steps: int = STEPS,
     body: Callable[[Session], Any] | None = None,
     device: Device = H100,
+    answer: Answer = zero,
 ) -> Simulated:
     """Training steps of a program on all its ranks. batch: a global one, in memory of the host; body: what comes after them."""
     modules: InProcess = program.in_process
@@ -109,7 +111,7 @@ def simulated(
         if body is not None:
             body(session)
 
-    return on_ranks(modules.pipeline.WORLD, rank, device)
+    return on_ranks(modules.pipeline.WORLD, rank, device, answer)
 
 
 def _watched(machine: Machine, comm: TorchComm) -> TorchComm:

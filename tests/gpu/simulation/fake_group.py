@@ -8,6 +8,7 @@ batch of sends and receives is one unit, and all its requests are one work, as w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -100,7 +101,8 @@ class FakeGroups:
         tensor = (*reads, *writes)[0]
         sizes = tuple(x.numel() for x in (*reads, *writes)) if name != "alltoall_base_" else ()
         signature = (sizes, str(tensor.dtype).removeprefix("torch."), *facts)
-        work = self._work(self._start(group, name.strip("_"), signature, reads, writes)).boxed()
+        parts = _parts(args, len(group.members)) if name == "alltoall_base_" else ((), ())
+        work = self._work(self._start(group, name.strip("_"), signature, reads, writes, (), *parts)).boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
     def _start(
@@ -111,6 +113,8 @@ class FakeGroups:
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
         ends: tuple[End, ...] = (),
+        sent: tuple[int, ...] = (),
+        received: tuple[int, ...] = (),
     ) -> _Started:
         machine, place = self.machine, self.machine.places.here()
         machine.current.timeline.join(machine.host.clock)
@@ -121,7 +125,7 @@ class FakeGroups:
             if other is not group
         }
         number = group.timeline.tick()
-        unit = Unit(group.name, group.members, len(self.units), kind, signature, place, ends, needs)
+        unit = Unit(group.name, group.members, len(self.units), kind, signature, place, ends, needs, sent, received)
         self.units.append(unit)
         machine.budget.note(MESSAGE, kind, place)
         for tensor in (*reads, *writes):
@@ -209,6 +213,18 @@ def _broadcast(args: Sequence[Any], me: int) -> _Asked:
 
 def _out_of(args: Sequence[Any], me: int) -> _Asked:
     return [args[1]], [args[0]], ()
+
+
+def _parts(args: Sequence[Any], members: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The elements that an exchange sends to each member, and those that it receives."""
+    out, inp, _, out_rows, in_rows = args[:5]
+
+    def elements(tensor: Tensor, rows: Sequence[int]) -> tuple[int, ...]:
+        if not rows:
+            return (tensor.numel() // members,) * members
+        return tuple(n * math.prod(tensor.shape[1:]) for n in rows)
+
+    return elements(inp, in_rows), elements(out, out_rows)
 
 
 def _reduce_scatter(args: Sequence[Any], me: int) -> _Asked:

@@ -11,7 +11,8 @@ from types import CodeType, FrameType
 import torch
 
 _LIBRARIES = str(Path(torch.__file__).parents[1])
-_SIMULATION = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "fake_cuda.py"))
+_HERE = Path(__file__).parent
+_SIMULATION = (str(_HERE), *(str(_HERE.parent / name) for name in ("simulated.py", "fake_cuda.py")))
 _STANDARD = str(Path(sys.modules["contextlib"].__file__ or "").parent)
 _RUNTIME = "autopar/runtime/"
 
@@ -50,7 +51,7 @@ KINDS = {
     "order": "members of a group start other collectives, or make groups in another order",
     "signature": "members of a group start the same collective over other sizes, dtypes, reductions or roots",
     "unmatched": "a message between two ranks of which only one end exists",
-    "shape": "the two ends of a message disagree in size or dtype",
+    "shape": "the two ends of a message, or of a part of an exchange, disagree in size or dtype",
     "deadlock": "messages that wait for each other for ever",
 }
 

@@ -9,6 +9,7 @@ when it connects, or under CUDA_LAUNCH_BLOCKING), all units of a rank run one af
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ class End:
 @dataclass(frozen=True, slots=True)
 class Unit:
     """group: name of the communicator, whose ranks are members; number: of the unit on its rank; kind: of a collective, "p2p"
-    for a batch of ends; signature: what members have alike; needs: by group, how many of its units end before this one starts."""
+    for a batch of ends; signature: what members have alike; needs: by group, how many of its units end before this one starts;
+    sent, received: of an exchange, elements by member."""
 
     group: str
     members: tuple[int, ...]
@@ -45,6 +47,8 @@ class Unit:
     place: Place
     ends: tuple[End, ...] = ()
     needs: Mapping[str, int] = field(default_factory=dict)
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.ends:
@@ -90,6 +94,19 @@ def _collectives(logs: Sequence[RankLog]) -> Iterator[Finding]:
         first = own.get(members[0], [])
         for rank in members[1:]:
             yield from _alike(members[0], first, rank, own.get(rank, []))
+        yield from _exchanged(members, [own.get(rank, []) for rank in members])
+
+
+def _exchanged(members: Sequence[int], rows: Sequence[Sequence[Unit]]) -> Iterator[Finding]:
+    """Every member sends to every other what that one expects. rows: the collectives of each member."""
+    for units in zip(*rows, strict=False):
+        if not all(unit.sent for unit in units):
+            continue
+        for (a, one), (b, other) in itertools.permutations(enumerate(units), 2):
+            if one.sent[b] != other.received[a]:
+                what = f"rank {members[a]} sends {one.sent[b]} elements to rank {members[b]}, which expects {other.received[a]}"
+                yield Finding("shape", members[a], what, (one.place, other.place))
+                return
 
 
 def _alike(first_rank: int, first: Sequence[Unit], rank: int, own: Sequence[Unit]) -> Iterator[Finding]:

@@ -2,8 +2,10 @@
 
 What an op writes is what its schema says is mutated, and its new results. An op with a CUDA tensor is a kernel of the current
 stream; tensors of the host that it takes are read as it is launched. A copy between host and device runs on the stream, and the
-host waits for it unless it is `non_blocking` and the memory of the host is pinned. Numbers that the host asks a tensor for are
-zeros, as nothing is computed.
+host waits for it unless it is `non_blocking` and the memory of the host is pinned.
+
+Nothing is computed, so whoever runs a program says what the host reads (`Answer`). Integers that it brought are real tensors of
+the host, and what is made of these alone is computed: sizes of messages that depend on data are those that the answer gives.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +31,7 @@ _COPIES = {"copy_", "_to_copy"}
 _HOST_WAITS = {"bincount", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 _SYNC_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Answer = Callable[[Tensor], Any]
-"""The number that the host is told for a tensor of one element."""
+"""The number that the host finds in every element of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def _kind(func: Any) -> _Kind:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    waits = name in _HOST_WAITS or bool(_SYNC_TAGS & set(func.tags))
+    waits = name in _HOST_WAITS or (not name.startswith("index") and bool(_SYNC_TAGS & set(func.tags)))
     return _Kind(name, aliases or name in _VIEWS, name in _FACTORIES, name in _COPIES, waits, written)
 
 
@@ -77,13 +79,17 @@ class Ops(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         kind = _kind(func)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if given and _are_told(given) and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if kind.factory:
             return self._made(func, args, kwargs)
         if kind.name == "is_pinned":
             return self.is_pinned(args[0])
         if kind.view:
             return func(*args, **kwargs)
-        return self._run(kind, func, args, kwargs)
+        return self._run(kind, func, args, kwargs, given)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether a tensor of the host lies in pinned memory."""
@@ -102,9 +108,8 @@ class Ops(TorchDispatchMode):
         whole = made.untyped_storage()
         self._pinned[whole._cdata] = StorageWeakRef(whole)
 
-    def _run(self, kind: _Kind, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, kind: _Kind, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
         machine, place = self.machine, self.machine.places.here()
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         written = _tensors(kind, args, kwargs)
         host = [x for x in given if x.device.type == "cpu"]
         on_device = any(x.device.type == "cuda" for x in given)
@@ -117,6 +122,8 @@ class Ops(TorchDispatchMode):
             self._pin(result)
         else:
             result = func(*args, **kwargs)
+            if kind.name == "_to_copy" and _is_brought(result, given[0], kwargs):
+                result = self._told(result)
         known = {id(x) for x in given}
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and id(x) not in known]
         host += [x for x in made if x.device.type == "cpu"]
@@ -163,9 +170,19 @@ class Ops(TorchDispatchMode):
     def _home(self, tensor: Tensor) -> Any:
         return self.machine.current.timeline if tensor.device.type == "cuda" else None
 
+    def _told(self, brought: Tensor) -> Tensor:
+        """A real tensor of the host with what the host finds in one that was brought."""
+        with unset_fake_temporarily():
+            return torch.full(tuple(brought.shape), self._answer(brought), dtype=brought.dtype)
+
+    def listed(self, tensor: Tensor) -> Any:
+        """The double of `tolist`: one copy, and not one per element."""
+        host = tensor.cpu() if tensor.is_cuda else tensor.clone()
+        if isinstance(host, FakeTensor):
+            host = self._told(host)
+        return torch.Tensor.tolist(host)
+
     def _number(self, func: Any, args: Any, tensor: Tensor) -> Any:
-        if not isinstance(tensor, FakeTensor):
-            return func(*args)
         try:
             return func(*args) if tensor.device.type == "cpu" else self._answer(tensor)
         except DataDependentOutputException:
@@ -176,6 +193,20 @@ def _tensors(kind: _Kind, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call mutates."""
     values = [args[place] if place < len(args) else kwargs.get(name) for place, name in kind.written]
     return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _are_told(given: Sequence[Tensor]) -> bool:
+    """Whether these are real tensors of the host."""
+    return all(x.device.type == "cpu" and not isinstance(x, FakeTensor) for x in given)
+
+
+def _is_brought(result: Tensor, source: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether a copy blocks the host until it has integers of the device."""
+    return (
+        result.device.type == "cpu"
+        and source.device.type == "cuda"
+        and not (result.dtype.is_floating_point or result.dtype.is_complex or kwargs.get("non_blocking"))
+    )
 
 
 def _by_mask(kind: _Kind, args: Any) -> bool:
