@@ -130,7 +130,7 @@ def _address(tensor: Tensor) -> int:
     """An address that no other tensor of another storage has. Fake tensors have none."""
     if not isinstance(tensor, FakeTensor):
         return int(torch._C.TensorBase.data_ptr(tensor))
-    return (tensor.untyped_storage()._cdata << 20) + tensor.storage_offset() * tensor.element_size()
+    return (tensor.untyped_storage()._cdata << 14) + tensor.storage_offset() * tensor.element_size()
 
 
 def by_kind(findings: Sequence[Finding]) -> dict[str, int]:

@@ -32,18 +32,17 @@ class Machine:
         self.places = Places()
         self.budget = Budget()
         self.memory = Memory(self.report, self.places.here)
-        self._findings: dict[Finding, None] = {}
+        self._findings: dict[tuple[str, tuple[Place, ...]], Finding] = {}
         self._numbers = itertools.count(1)
         self.timelines = [self.main.timeline]
 
     @property
     def findings(self) -> list[Finding]:
-        return list(self._findings)
+        return list(self._findings.values())
 
     def report(self, kind: str, what: str, places: tuple[Place, ...]) -> None:
         """Note a finding. Those of one kind at the same lines are one."""
-        if not any(known.kind == kind and known.places == places for known in self._findings):
-            self._findings[Finding(kind, self.rank, what, places)] = None
+        self._findings.setdefault((kind, places), Finding(kind, self.rank, what, places))
 
     def stream(self) -> Stream:
         """A new stream."""

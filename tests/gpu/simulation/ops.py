@@ -120,6 +120,8 @@ class Ops(TorchDispatchMode):
         elif kind.name == "_pin_memory":
             result = torch.empty_like(given[0])
             self._pin(result)
+        elif kind.name == "convolution_backward":
+            result = func(*pytree.tree_map_only(Tensor, _dense, args), **kwargs)
         else:
             result = func(*args, **kwargs)
             if kind.name == "_to_copy" and _is_brought(result, given[0], kwargs):
@@ -193,6 +195,11 @@ def _tensors(kind: _Kind, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call mutates."""
     values = [args[place] if place < len(args) else kwargs.get(name) for place, name in kind.written]
     return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A contiguous tensor of the same shape: torch, as it fakes a convolution, would ask a GPU to make it so."""
+    return tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _are_told(given: Sequence[Tensor]) -> bool:
