@@ -39,7 +39,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Lack:
-    """What a runtime lacks. program: of PROGRAMS; kind, file: of a finding that it leads to, and of one of its lines."""
+    """A thing that a runtime lacks. program: of PROGRAMS; kind, file: of a finding that it leads to, and of one of its lines."""
 
     name: str
     program: str
