@@ -106,7 +106,8 @@ def simulated(
     def rank(_: int, machine: Machine) -> None:
         comm = _watched(machine, TorchComm(world_mesh(modules.pipeline), "cuda"))
         session = modules.session(comm, program.request.update, program.options.seed)
-        for _ in range(steps):
+        for step in range(1, steps + 1):
+            machine.budget.step, machine.budget.action = step, ""
             session.train_step([torch.empty(x.shape, dtype=x.dtype) for x in leaves])
         if body is not None:
             body(session)

@@ -15,7 +15,7 @@ import autopar
 from autopar.runtime.memory.host_copy import HostCopy
 from autopar.runtime.step.session import Session
 from tests.gpu.simulated import Simulated, simulated
-from tests.gpu.simulation.budgets import SYNC
+from tests.gpu.simulation.budgets import COPY, LAUNCH, MESSAGE, SYNC
 from tests.ops.rings import Transformer, with_attention
 from tests.passes.lower.test_overlap_experts import batch as mixture_batch
 from tests.passes.lower.test_overlap_experts import program as mixture
@@ -132,6 +132,19 @@ def test_the_host_waits_for_nothing_but_the_batch(options: str) -> None:
     for budget in simulate(BY_NAME["mlp"], options).budgets:
         waits = {place.line.partition(":")[0] for place in (one.place for one in budget.of(SYNC, 2))}
         assert waits <= {"step/stage.py", "guards.py"}
+
+
+def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
+    zoo = BY_NAME["mlp"]
+    for budget in simulated(compiled(zoo, "1f1b"), zoo.batch(), steps=3).budgets:
+        for kind in (LAUNCH, COPY, MESSAGE, SYNC):
+            assert budget.by_place(kind, 2) == budget.by_place(kind, 3)
+        kernels = [len(budget.of(LAUNCH, 3, microbatch)) for microbatch in range(4)]
+        assert len(set(kernels[1:])) == 1
+        assert 0 < kernels[0] <= kernels[1]  # the first one's gradients are added to nothing
+        assert sum(kernels) < len(budget.of(LAUNCH, 3))
+        moved = sum(budget.bytes_of(LAUNCH, 3, microbatch) for microbatch in range(4))
+        assert 0 < moved < budget.bytes_of(LAUNCH, 3)
 
 
 # ---- faults that are known

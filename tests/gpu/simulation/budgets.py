@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from tests.gpu.simulation.findings import Place
 
@@ -14,13 +16,15 @@ LAUNCH, COPY, MESSAGE, SYNC = "launch", "copy", "message", "sync"
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One thing that the host asked for. kind: a launch of a kernel, a copy between host and device, a message (one NCCL
-    kernel), or a sync, where the host waits for the device; step, action: what the rank was doing."""
+    kernel), or a sync, where the host waits for the device; step, action: what the rank was doing; nbytes: that it reads and
+    writes, every tensor once."""
 
     kind: str
     op: str
     place: Place
     step: int
     action: str
+    nbytes: int = 0
 
 
 class Budget:
@@ -31,8 +35,10 @@ class Budget:
         self.step = 0
         self.action = ""
 
-    def note(self, kind: str, op: str, place: Place) -> None:
-        self.asked.append(Asked(kind, op, place, self.step, self.action))
+    def note(self, kind: str, op: str, place: Place, tensors: Iterable[Tensor] = ()) -> None:
+        """Note something. tensors: that it reads and writes."""
+        nbytes = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
+        self.asked.append(Asked(kind, op, place, self.step, self.action, nbytes))
 
     def of(self, kind: str, step: int, microbatch: int | None = None) -> list[Asked]:
         """The things asked for in a step, or by the actions of one of its microbatches ("F3", "B3.1", …)."""
@@ -42,13 +48,13 @@ class Budget:
             if one.kind == kind and one.step == step and (microbatch is None or _microbatch(one.action) == microbatch)
         ]
 
+    def bytes_of(self, kind: str, step: int, microbatch: int | None = None) -> int:
+        """The bytes that these move."""
+        return sum(one.nbytes for one in self.of(kind, step, microbatch))
+
     def by_place(self, kind: str, step: int) -> dict[str, int]:
         """How often each line asked for it, most first."""
-        return _counted(self.of(kind, step), lambda one: f"{one.op} at {one.place}")
-
-
-def _counted(asked: list[Asked], key: Callable[[Asked], str]) -> dict[str, int]:
-    return dict(Counter(map(key, asked)).most_common())
+        return dict(Counter(f"{one.op} at {one.place}" for one in self.of(kind, step)).most_common())
 
 
 def _microbatch(action: str) -> int | None:

@@ -127,7 +127,7 @@ class FakeGroups:
         number = group.timeline.tick()
         unit = Unit(group.name, group.members, len(self.units), kind, signature, place, ends, needs, sent, received)
         self.units.append(unit)
-        machine.budget.note(MESSAGE, kind, place)
+        machine.budget.note(MESSAGE, kind, place, (*reads, *writes))
         for tensor in (*reads, *writes):
             self._check(tensor, str(unit), place)
         home = machine.current.timeline
@@ -148,10 +148,16 @@ class FakeGroups:
             self.machine.report("layout", f"strides {tensor.stride()} of {list(tensor.shape)}: {what}", (place,))
 
     def _group(self, group: Any) -> _Group:
-        name = group.group_name
+        return self._named(group.group_name, tuple(dist.get_process_group_ranks(group)))
+
+    def _pair(self, group: _Group, peer: int) -> _Group:
+        """The communicator of a message that goes out alone: of its two ranks."""
+        low, high = sorted((self.machine.rank, peer))
+        return self._named(f"{group.name}, {low}:{high}", (low, high))
+
+    def _named(self, name: str, members: tuple[int, ...]) -> _Group:
         known = self._groups.get(name)
         if known is None:
-            members = tuple(dist.get_process_group_ranks(group))
             known = self._groups[name] = _Group(name, members, Timeline(f"group {name} {list(members)}"))
             self.machine.timelines.append(known.timeline)
         return known
@@ -174,7 +180,7 @@ class FakeGroups:
         """peer: by its number in the group."""
         end = (kind, group.members[peer], tensor)
         if self._batch is None:
-            return self._work(self._send(group, [end]))
+            return self._work(self._send(self._pair(group, group.members[peer]), [end]))
         self._batch.append((group, end))
         return FakeWork()
 

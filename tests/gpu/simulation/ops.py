@@ -145,7 +145,7 @@ class Ops(TorchDispatchMode):
         for tensor in (*written, *made):
             self._access(tensor, timeline, number, True, kind.name, place, crossing)
         if on_device and kind.name != "_local_scalar_dense":
-            machine.budget.note(COPY if crossing else LAUNCH, kind.name, place)
+            machine.budget.note(COPY if crossing else LAUNCH, kind.name, place, (*given, *made))
         waits = kind.waits or (crossing and not pinned) or _by_mask(kind, args)
         if on_device and waits:
             machine.block(timeline.clock, kind.name)
