@@ -23,11 +23,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.simulation.budgets import COPY, LAUNCH
+from tests.gpu.simulation.clocks import Timeline
 from tests.gpu.simulation.device import Machine
+from tests.gpu.simulation.findings import Place
 
 _FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach", "alias", "set_"}
 _COPIES = {"copy_", "_to_copy"}
+_OVERWRITES = {"copy_", "fill_", "zero_"}
 _HOST_WAITS = {"bincount", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 _SYNC_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Answer = Callable[[Tensor], Any]
@@ -109,47 +112,63 @@ class Ops(TorchDispatchMode):
         self._pinned[whole._cdata] = StorageWeakRef(whole)
 
     def _run(self, kind: _Kind, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+        """Run an op, as an event of the current stream, or of the host where it has no tensor of the device."""
         machine, place = self.machine, self.machine.places.here()
-        written = _tensors(kind, args, kwargs)
-        host = [x for x in given if x.device.type == "cpu"]
-        on_device = any(x.device.type == "cuda" for x in given)
-        if kind.name == "_local_scalar_dense":
-            result = self._number(func, args, given[0])
-        elif kind.name == "_fused_sgd_":
-            result = None  # torch cannot fake it
-        elif kind.name == "_pin_memory":
-            result = torch.empty_like(given[0])
-            self._pin(result)
-        elif kind.name == "convolution_backward":
-            result = func(*pytree.tree_map_only(Tensor, _dense, args), **kwargs)
-        else:
-            result = func(*args, **kwargs)
-            if kind.name == "_to_copy" and _is_brought(result, given[0], kwargs):
-                result = self._told(result)
+        result = self._result(kind, func, args, kwargs, given)
         known = {id(x) for x in given}
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and id(x) not in known]
-        host += [x for x in made if x.device.type == "cpu"]
-        on_device = on_device or any(x.device.type == "cuda" for x in made)
-        if not on_device:
-            timeline, number = machine.host, machine.host.tick()
-            host = []
-        else:
-            timeline, number = machine.launch()
-        crossing = kind.copy and on_device and bool(host)
-        pinned = crossing and self._copies_alone(kind, args, kwargs, host[0], made)
-        overwritten = kind.name in ("copy_", "fill_", "zero_")
-        mutated = {id(x) for x in written}
-        for tensor in given:
-            if not (overwritten and id(tensor) in mutated):
-                self._access(tensor, timeline, number, False, kind.name, place, crossing)
-        for tensor in (*written, *made):
-            self._access(tensor, timeline, number, True, kind.name, place, crossing)
-        if on_device and kind.name != "_local_scalar_dense":
+        if not any(x.device.type == "cuda" for x in (*given, *made)):
+            self._touch(kind, args, kwargs, given, made, machine.host, machine.host.tick(), place)
+            return result
+        host = [x for x in (*given, *made) if x.device.type == "cpu"]
+        crossing = kind.copy and bool(host)
+        waits = kind.waits or _by_mask(kind, args)
+        if crossing and not self._copies_alone(kind, args, kwargs, host[0], made):
+            waits = True
+        self._touch(kind, args, kwargs, given, made, *machine.launch(), place, crossing)
+        if kind.name != "_local_scalar_dense":
             machine.budget.note(COPY if crossing else LAUNCH, kind.name, place, (*given, *made))
-        waits = kind.waits or (crossing and not pinned) or _by_mask(kind, args)
-        if on_device and waits:
-            machine.block(timeline.clock, kind.name)
+        if waits:
+            machine.block(machine.current.timeline.clock, kind.name)
         return result
+
+    def _result(self, kind: _Kind, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
+        """The fake result of an op, or the number that the host is told."""
+        if kind.name == "_local_scalar_dense":
+            return self._number(func, args, given[0])
+        if kind.name == "_fused_sgd_":
+            return None  # torch cannot fake it
+        if kind.name == "_pin_memory":
+            pinned = torch.empty_like(given[0])
+            self._pin(pinned)
+            return pinned
+        if kind.name == "convolution_backward":
+            args = pytree.tree_map_only(Tensor, _dense, args)
+        result = func(*args, **kwargs)
+        brought = kind.name == "_to_copy" and _is_brought(result, given[0], kwargs)
+        return self._told(result) if brought else result
+
+    def _touch(
+        self,
+        kind: _Kind,
+        args: Any,
+        kwargs: dict[str, Any],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        timeline: Timeline,
+        number: int,
+        place: Place,
+        crossing: bool = True,
+    ) -> None:
+        """The accesses of an event. crossing: to memory of the host too, which else the host reads as it launches."""
+        written = _tensors(kind, args, kwargs)
+        overwritten = {id(x) for x in written} if kind.name in _OVERWRITES else set()
+        accesses = [(x, False) for x in given if id(x) not in overwritten] + [(x, True) for x in (*written, *made)]
+        host = self.machine.host
+        for tensor, writes in accesses:
+            of_host = tensor.device.type == "cpu"
+            event = (host, host.tick()) if of_host and not crossing else (timeline, number)
+            self.machine.memory.access(tensor, *event, writes, kind.name, place, self._home(tensor))
 
     def _copies_alone(
         self, kind: _Kind, args: Any, kwargs: dict[str, Any], host: Tensor, made: Sequence[Tensor]
@@ -161,15 +180,7 @@ class Ops(TorchDispatchMode):
             self._pin(host)  # torch gives such a copy pinned memory
         return wanted and self.is_pinned(host)
 
-    def _access(
-        self, tensor: Tensor, timeline: Any, number: int, writes: bool, op: str, place: Any, crossing: bool
-    ) -> None:
-        machine = self.machine
-        if timeline is not machine.host and tensor.device.type == "cpu" and not crossing:
-            timeline, number = machine.host, machine.host.tick()
-        machine.memory.access(tensor, timeline, number, writes, op, place, self._home(tensor))
-
-    def _home(self, tensor: Tensor) -> Any:
+    def _home(self, tensor: Tensor) -> Timeline | None:
         return self.machine.current.timeline if tensor.device.type == "cuda" else None
 
     def _told(self, brought: Tensor) -> Tensor:
