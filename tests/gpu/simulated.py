@@ -98,14 +98,18 @@ def simulated(
     body: Callable[[Session], Any] | None = None,
     device: Device = H100,
     answer: Answer = zero,
+    before: Callable[[Session], Any] | None = None,
 ) -> Simulated:
-    """Training steps of a program on all its ranks. batch: a global one, in memory of the host; body: what comes after them."""
+    """Training steps of a program on all its ranks. batch: a global one, in memory of the host; before, body: what comes before
+    and after them."""
     modules: InProcess = program.in_process
     leaves = program.leaves(batch)
 
     def rank(_: int, machine: Machine) -> None:
         comm = _watched(machine, TorchComm(world_mesh(modules.pipeline), "cuda"))
         session = modules.session(comm, program.request.update, program.options.seed)
+        if before is not None:
+            before(session)
         for step in range(1, steps + 1):
             machine.budget.step, machine.budget.action = step, ""
             session.train_step([torch.empty(x.shape, dtype=x.dtype) for x in leaves])

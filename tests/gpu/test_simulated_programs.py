@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.cluster.tiers import Tier
+from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.comm.recorder import Recorder
 from autopar.runtime.memory.host_copy import HostCopy
+from autopar.runtime.step import same_data
+from autopar.runtime.step.same_data import SameData
 from autopar.runtime.step.session import Session
-from tests.gpu.simulated import Simulated, simulated
+from tests.gpu.simulated import Simulated, on_ranks, simulated
 from tests.gpu.simulation.budgets import COPY, LAUNCH, MESSAGE, SYNC
 from tests.ops.rings import Transformer, with_attention
 from tests.passes.lower.test_overlap_experts import batch as mixture_batch
@@ -26,12 +31,14 @@ from tests.zoo.programs import compiled_zoo
 
 @dataclass(frozen=True)
 class Case:
-    """Options of a program on so many ranks, and what else compile is told. steps: that are simulated."""
+    """Options of a program on so many ranks, and what else compile is told. steps: that are simulated; tiers: of the cluster,
+    by default the usual ones."""
 
     ranks: int
     options: dict[str, Any]
     asked: dict[str, Any] = field(default_factory=dict)
     steps: int = 2
+    tiers: tuple[Tier, ...] = ()
 
 
 CLIPPED: dict[str, Any] = {"clip_grad_norm": 1.0}
@@ -58,6 +65,10 @@ CASES = {
     "all offloaded": Case(2, {"strategy": "dp", "offload": "all", "microbatches": 2}),
     "all offloaded, zero3": Case(2, {"strategy": "zero3", "offload": "all"}),
     "all offloaded, 1f1b": Case(2, {"pp": 2, "schedule": "1f1b", "microbatches": 4, "offload": "all"}),
+    "all offloaded, files": Case(2, {"strategy": "zero3", "offload": "all"}, tiers=(Tier("nvme", 1e12, 5e9),)),
+    "all offloaded, compensated": Case(
+        2, {"strategy": "dp", "offload": "all", "compensated_sums": True, "microbatches": 4}
+    ),
     "optimizer offloaded, clipped": Case(2, {"strategy": "zero1", "offload": "optimizer"}, CLIPPED),
     "cuda graphs": Case(1, {"cuda_graphs": True}, steps=5),
 }
@@ -73,7 +84,7 @@ OTHERS = [zoo for zoo in MODELS[1:] if "recurrent" not in zoo.tags]
 @functools.cache
 def compiled(zoo: ZooModel, options: str) -> autopar.Program:
     case = (CASES | NOT_ARRIVED)[options]
-    cluster = autopar.ClusterSpec.homogeneous(devices=case.ranks, device="h100").with_tiers()
+    cluster = autopar.ClusterSpec.homogeneous(devices=case.ranks, device="h100").with_tiers(*case.tiers)
     asked = dict(case.asked)
     if case.options.get("cuda_graphs"):
         asked["model"] = without_dropout(zoo.make())
@@ -121,6 +132,48 @@ def test_a_ring_of_attention_is_in_order() -> None:
     found = simulated(with_attention(program, cp="+s+t"), batch)
     assert not found.findings, str(found)
     assert sum(unit.kind == "p2p" for unit in found.logs[0].units) >= 8
+
+
+def test_a_captured_step_is_played() -> None:
+    (budget,) = simulate(BY_NAME["mlp"], "cuda graphs").budgets
+    assert [step for step in range(1, 6) if any(one.op == "graph" for one in budget.of(LAUNCH, step))] == [3, 4, 5]
+
+
+def test_steps_that_are_recorded_are_in_order() -> None:
+    def recorded(session: Session) -> None:
+        session.recorder = Recorder(session.comm.device)
+
+    zoo = BY_NAME["mlp"]
+    found = simulated(compiled(zoo, "1f1b"), zoo.batch(), before=recorded)
+    assert not found.findings, str(found)
+
+
+def test_steps_that_may_be_left_out_are_in_order() -> None:
+    zoo = BY_NAME["resnet"]
+    found = simulated(compiled(zoo, "dp"), zoo.batch(), before=lambda session: session.skip_not_finite())
+    assert not found.findings, str(found)
+
+
+def read_on_the_host(start: int, tensors: Any, parts: Sequence[Tensor]) -> int:
+    for part in parts:
+        part.clone()
+    return 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_are_compared_in_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_data, "_folded", read_on_the_host)
+
+    def rank(*_: Any) -> None:
+        same = SameData(TorchComm({"dp": 2}, "cuda"))
+        for step in range(1, 9):
+            batch = torch.ones(16, device=device)
+            same.take([batch], step)
+            batch.add_(1)
+        same.settle("saving", 9)
+
+    found = on_ranks(2, rank)
+    assert not found.findings, str(found)
 
 
 # ---- the host

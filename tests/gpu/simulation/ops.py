@@ -27,7 +27,7 @@ from tests.gpu.simulation.clocks import Timeline
 from tests.gpu.simulation.device import Machine
 from tests.gpu.simulation.findings import Place
 
-_FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+_FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "from_file"}
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach", "alias", "set_"}
 _COPIES = {"copy_", "_to_copy"}
 _OVERWRITES = {"copy_", "fill_", "zero_"}
@@ -101,6 +101,8 @@ class Ops(TorchDispatchMode):
 
     def _made(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         pinned = kwargs.pop("pin_memory", None)
+        if func is torch.ops.aten.from_file.default:
+            func, args, kwargs = torch.ops.aten.empty.memory_format, ([args[2]],), {"dtype": kwargs["dtype"]}
         made: Tensor = func(*args, **kwargs)
         if pinned:
             self._pin(made)
