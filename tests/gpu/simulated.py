@@ -4,7 +4,8 @@ Ranks run on fake CUDA tensors through the real communication code (`TorchComm` 
 computed, and no time passes; what is kept is the order of events (simulation/clocks.py), what each of them touches
 (accesses.py), what the ranks send (messages.py), and what the host waits for (budgets.py):
 
-    ops.py          every op of torch, as an event of a stream          ┐
+    ops.py          every op of torch, as an event of a stream, and     ┐
+                    what its kernel demands (preconditions.py)          │
     device.py       torch.cuda's streams and events                     ├─ findings of one rank
     fake_group.py   collectives and messages, as NCCL orders them       ┘
     messages.py     all ranks' messages held against each other         ── findings of all

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.planted_faults import messages, streams
+from tests.gpu.planted_faults import kernels, messages, streams  # noqa: F401 (they fill the table)
 from tests.gpu.planted_faults.table import PLANTED, Planted, on_gpu, on_host
 from tests.gpu.simulated import on_ranks
 from tests.gpu.simulation.budgets import COPY, LAUNCH, SYNC
 from tests.gpu.simulation.findings import KINDS
 
-assert messages, streams  # they fill the table
 every_fault = pytest.mark.parametrize("planted", PLANTED, ids=str)
 
 

@@ -48,6 +48,7 @@ KINDS = {
     "never waited for": "a message whose end nobody waits for",
     "dtype": "a dtype that NCCL has no name for",
     "layout": "a tensor that NCCL does not take: not contiguous, or not on the device",
+    "precondition": "an op is given what its CUDA kernel refuses",
     "order": "members of a group start other collectives, or make groups in another order",
     "signature": "members of a group start the same collective over other sizes, dtypes, reductions or roots",
     "unmatched": "a message between two ranks of which only one end exists",

@@ -26,6 +26,7 @@ from tests.gpu.simulation.budgets import COPY, LAUNCH
 from tests.gpu.simulation.clocks import Timeline
 from tests.gpu.simulation.device import Machine
 from tests.gpu.simulation.findings import Place
+from tests.gpu.simulation.preconditions import refused
 
 _FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "from_file"}
 _VIEWS = {"_unsafe_view", "_reshape_alias", "lift", "lift_fresh", "detach", "alias", "set_"}
@@ -116,6 +117,8 @@ class Ops(TorchDispatchMode):
     def _run(self, kind: _Kind, func: Any, args: Any, kwargs: dict[str, Any], given: Sequence[Tensor]) -> Any:
         """Run an op, as an event of the current stream, or of the host where it has no tensor of the device."""
         machine, place = self.machine, self.machine.places.here()
+        if why := refused(kind.name, args):
+            machine.report("precondition", f"{kind.name} wants {why}", (place,))
         result = self._result(kind, func, args, kwargs, given)
         known = {id(x) for x in given}
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and id(x) not in known]
