@@ -32,6 +32,7 @@ from autopar.runtime.comm.process import TorchComm
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.session import Session
 from tests.gpu.fake_cuda import H100, fake_cuda
+from tests.gpu.simulation.autograd import autograd_doubles
 from tests.gpu.simulation.budgets import Budget
 from tests.gpu.simulation.device import Machine, cuda_doubles
 from tests.gpu.simulation.fake_group import fake_groups
@@ -67,6 +68,7 @@ def simulated_gpu(
     with ExitStack() as stack:
         stack.enter_context(fake_cuda(device))
         stack.enter_context(cuda_doubles(machine))
+        stack.enter_context(autograd_doubles(machine))
         groups = stack.enter_context(fake_groups(machine, ranks))
         stack.enter_context(mock.patch.object(Tensor, "data_ptr", _address))
         ops = stack.enter_context(Ops(machine, groups, answer))

@@ -78,7 +78,7 @@ NOT_ARRIVED = {
     "all offloaded, scaled": Case(2, {"strategy": "dp", "offload": "all", "precision": "fp16"}, SCALED),
 }
 OTHERS = [zoo for zoo in MODELS[1:] if "recurrent" not in zoo.tags]
-"""Models but the small one. torch has no fake form of cuDNN's recurrent layers."""
+RECURRENT = [zoo for zoo in MODELS if "recurrent" in zoo.tags]
 
 
 @functools.cache
@@ -201,6 +201,16 @@ def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
 
 
 # ---- faults that are known
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="cuDNN differentiates recurrent layers in training mode alone"
+)
+@pytest.mark.parametrize("options", ["dp", "1f1b"])
+@pytest.mark.parametrize("zoo", RECURRENT, ids=str)
+def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:
+    found = simulate(zoo, options)
+    assert not found.findings, str(found)
 
 
 @pytest.mark.xfail(

@@ -36,3 +36,11 @@ def a_fused_optimizer_is_given_transposed_gradients(rank: int, wrong: bool) -> o
     optimizer = torch.optim.AdamW([parameter], fused=True)
     optimizer.step()  # 1
     return optimizer
+
+
+@planted("precondition")
+def a_recurrent_layer_is_differentiated_out_of_training_mode(rank: int, wrong: bool) -> object:
+    x, h, weights = on_gpu(4, 2, 8), on_gpu(1, 2, 8), [on_gpu(24, 8), on_gpu(24, 8)]
+    with torch.enable_grad():
+        out, _ = torch.gru(x, h, weights, False, 1, 0.0, not wrong, False, False)  # 1
+        return torch.autograd.grad([out], [x], [torch.ones_like(out)])

@@ -142,7 +142,10 @@ class Ops(TorchDispatchMode):
         if kind.name == "_local_scalar_dense":
             return self._number(func, args, given[0])
         if kind.name == "_fused_sgd_":
-            return None  # torch cannot fake it
+            return None  # torch cannot fake it, nor the next one
+        if kind.name == "_thnn_fused_gru_cell":
+            state: Tensor = args[2]
+            return torch.empty_like(state), state.new_empty(state.shape[0], 5 * state.shape[1])
         if kind.name == "_pin_memory":
             pinned = torch.empty_like(given[0])
             self._pin(pinned)

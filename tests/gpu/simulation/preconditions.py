@@ -57,12 +57,17 @@ def _alike(args: Sequence[Any]) -> str:
     for own in zip(*(row for row in rows if len(row) == len(args[0])), strict=True):
         first = own[0]
         for x in own[1:]:
-            if x.dim() and (x.shape != first.shape or x.stride() != first.stride() or x.dtype != first.dtype):
+            if x.dim() and (x.dtype != first.dtype or _steps(x) != _steps(first)):
                 return (
                     f"a parameter's gradient and state laid out as it is, {first.dtype} with strides {first.stride()}, and "
                     f"not {x.dtype} with {x.stride()}"
                 )
     return ""
+
+
+def _steps(x: Tensor) -> list[tuple[int, int]]:
+    """Size and stride of every dim along which there is more than one element."""
+    return [(n, stride) for n, stride in zip(x.shape, x.stride(), strict=True) if n != 1]
 
 
 _DEMANDS: dict[str, Callable[[Sequence[Any]], str]] = {
