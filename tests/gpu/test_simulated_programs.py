@@ -21,11 +21,11 @@ from autopar.runtime.step.same_data import SameData
 from autopar.runtime.step.session import Session
 from tests.gpu.simulated import Simulated, on_ranks, simulated
 from tests.gpu.simulation.budgets import COPY, LAUNCH, MESSAGE, SYNC
-from tests.ops.rings import Transformer, with_attention
+from tests.ops.rings import with_attention
 from tests.passes.lower.test_overlap_experts import batch as mixture_batch
 from tests.passes.lower.test_overlap_experts import program as mixture
 from tests.proof.precise import without_dropout
-from tests.zoo.models import ADAMW, BY_NAME, MODELS, ZooModel
+from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.programs import compiled_zoo
 
 
@@ -50,7 +50,6 @@ CASES = {
     "zero3": Case(2, {"strategy": "zero3", "microbatches": 2}),
     "tp": Case(2, {"strategy": "megatron"}),
     "dp2×tp2": Case(4, {"strategy": "megatron-zero3", "mesh": {"dp": 2, "tp": 2}}),
-    "cp": Case(2, {"mesh": {"cp": 2}}),
     "1f1b": Case(2, {"pp": 2, "schedule": "1f1b", "microbatches": 4}),
     "zb-h1": Case(2, {"pp": 2, "schedule": "zb-h1", "microbatches": 4}),
     "zb-v": Case(2, {"pp": 2, "schedule": "zb-v", "microbatches": 4}),
@@ -124,14 +123,15 @@ def is_counts(told: Tensor) -> bool:
     return told.dim() == 2 and not told.is_floating_point()
 
 
-def test_a_ring_of_attention_is_in_order() -> None:
-    ids = torch.randint(0, 32, (4, 17))
-    batch = ids[:, :-1], ids[:, 1:]
-    options = autopar.Options(mesh={"cp": 2})
-    program = autopar.compile(Transformer(), autopar.ClusterSpec.local(2), batch, optimizer=ADAMW, options=options)
-    found = simulated(with_attention(program, cp="+s+t"), batch)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "moe", "t5"])
+def test_a_ring_of_attention_is_in_order(name: str, ranks: int) -> None:
+    zoo = BY_NAME[name]
+    options = autopar.Options(mesh={"cp": ranks}, microbatches=2)
+    found = simulated(with_attention(compiled_zoo(zoo, ranks, options=options), cp="+s+t"), zoo.batch())
     assert not found.findings, str(found)
-    assert sum(unit.kind == "p2p" for unit in found.logs[0].units) >= 8
+    assert sum(unit.kind == "p2p" for unit in found.logs[0].units) >= 24
 
 
 def test_a_captured_step_is_played() -> None:
