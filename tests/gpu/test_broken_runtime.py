@@ -85,7 +85,7 @@ def fetched_values_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 @lack("offloaded", "race", "memory/tiers.py")
 def a_mark_is_made_on_the_stream_of_copies_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tiers, "mark", lambda self: self._streams[0].record_event())
+    patch.setattr(Tiers, "mark", lambda self: self._out.record_event())
 
 
 @lack("offloaded", "race", "memory/tiers.py")

@@ -200,12 +200,9 @@ def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
         assert 0 < moved < budget.bytes_of(LAUNCH, 3)
 
 
-# ---- faults that are known
+# ---- faults that there were
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="cuDNN differentiates recurrent layers in training mode alone"
-)
 @pytest.mark.parametrize("options", ["dp", "1f1b"])
 @pytest.mark.parametrize("zoo", RECURRENT, ids=str)
 def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:
@@ -213,9 +210,6 @@ def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> 
     assert not found.findings, str(found)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the host reads gradients in memory tiers before they have arrived there"
-)
 @pytest.mark.parametrize("options", NOT_ARRIVED)
 def test_gradients_in_memory_tiers_have_arrived_where_the_host_reads_them(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)
@@ -237,9 +231,6 @@ def test_state_is_copied_before_it_is_written_to_files(options: str) -> None:
     assert not found.findings, str(found)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="saving reads memory tiers while copies to them are under way"
-)
 @pytest.mark.parametrize("options", ["optimizer offloaded", "all offloaded"])
 def test_state_in_memory_tiers_has_arrived_where_it_is_saved(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options, copied)
