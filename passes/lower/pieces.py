@@ -71,7 +71,7 @@ def in_pieces(
         if name is not None:
             made.need(name)
     made.flush()
-    parts = {name: made.parts[name] for name in keeps if name not in made.whole}
+    parts = {name: own for name, own in made.parts.items() if name in keeps and name not in made.whole}
     types = {piece: made.types[piece] for own in given.values() for piece in own.names}
     others = {name: typed for name, typed in function.arg_types.items() if name not in given}
     return replace(function, lines=tuple(made.lines), arg_types=others | types), parts

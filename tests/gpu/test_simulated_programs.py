@@ -128,7 +128,7 @@ def is_counts(told: Tensor) -> bool:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "moe", "t5"])
 def test_a_ring_of_attention_is_in_order(name: str, ranks: int) -> None:
     zoo = BY_NAME[name]
-    options = autopar.Options(mesh={"cp": ranks}, microbatches=2)
+    options = autopar.Options(mesh={"cp": ranks}, microbatches=2, coupled="per-microbatch")
     found = simulated(with_attention(compiled_zoo(zoo, ranks, options=options), cp="+s+t"), zoo.batch())
     assert not found.findings, str(found)
     assert sum(unit.kind == "p2p" for unit in found.logs[0].units) >= 24
