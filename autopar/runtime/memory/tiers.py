@@ -5,8 +5,9 @@ as soon as it is mapped, so nothing is left behind however the process ends). On
 memory, and bytes are copied all the same: a tier is then a second allocator, whose bytes whoever counts tells apart by
 `allocating()`.
 
-Copies run on streams of their own, of which a CPU has the name alone. A fetched value may be used after `ready` or
-`arrived`, and what lies in a tier may be read or written by the host after `settle`.
+Copies run on streams of their own, one for each direction, of which a CPU has the name alone: a read waits for what was written
+to its own room, and for nothing else that is on its way out. A fetched value may be used after `ready` or `arrived`, and what
+lies in a tier may be read or written by the host after `settle`. What goes to files goes through pinned memory (staging.py).
 
     forward    saved = [x, h, m]  --park(0, 1)-->  [Parked, Parked, m]          x's and h's device memory is free
     backward   fetch: [x', h', m], on their way     ready: they are there        the tier's memory is free
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from ..comm.backends import backend_of
 from ..errors import RuntimeProgramError
+from .staging import Staging
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ class Tiers:
         self._module = self._backend.module
         self._out, self._back = self._module.Stream(self.device), self._module.Stream(self.device)
         self._events: dict[int, Any] = {}
+        self._written: dict[int, Any] = {}
+        """By room, an event behind the last copy into it that no read has waited for yet."""
+        self._staging = Staging(pin=not self._backend.is_host)
 
     # ---- tensors
 
@@ -108,18 +113,25 @@ class Tiers:
 
     def write(self, target: Tensor, value: Tensor) -> None:
         """Start copying a device tensor into its room in a tier."""
+        staged = self._pageable(target)
+        room = self._staging.room_like(target) if staged else target
         self._out.wait_stream(self._module.current_stream(self.device))
-        with self._module.stream(self._out):
-            target.copy_(value, non_blocking=True)
+        self._copy(room, value, self._out)
         self._backend.hold(value, self._out)
+        event = self._out.record_event()
+        if staged:
+            self._staging.add(target, room, event)
+        elif event is not None:
+            self._written[target.untyped_storage()._cdata] = event
 
     def read(self, source: Tensor) -> Tensor:
         """Start copying a tensor of a tier to the device; use it after `arrived`."""
         on_device = torch.empty_like(source, device=self.device)
-        self._back.wait_stream(self._out)
+        event = self._written.pop(source.untyped_storage()._cdata, None)
+        if event is not None:
+            self._back.wait_event(event)  # as do all reads behind this one
         self._back.wait_stream(self._module.current_stream(self.device))
-        with self._module.stream(self._back):
-            on_device.copy_(source, non_blocking=True)
+        self._copy(on_device, self._staging.read(source) if self._pageable(source) else source, self._back)
         return on_device
 
     def mark(self) -> Any:
@@ -136,6 +148,8 @@ class Tiers:
         if not self._backend.is_host:
             self._out.synchronize()
             self._back.synchronize()
+            self._staging.settle()
+            self._written.clear()
 
     # ---- saved values
 
@@ -170,6 +184,14 @@ class Tiers:
     def ready(self, saved: list[Any]) -> None:
         """Make the kernels that follow wait for the fetched entries of a list."""
         self.arrived(self._events.pop(id(saved), None))
+
+    def _copy(self, target: Tensor, value: Tensor, stream: Any) -> None:
+        with self._module.stream(stream):
+            target.copy_(value, non_blocking=True)
+
+    def _pageable(self, room: Tensor) -> bool:
+        """Whether a device would keep the host waiting while it copies."""
+        return not (self._backend.is_host or room.is_pinned())
 
     def _file(self, numel: int, dtype: torch.dtype, tier: str) -> Tensor:
         if numel == 0:
