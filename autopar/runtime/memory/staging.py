@@ -20,7 +20,7 @@ STAGED_BYTES = 256 << 20
 
 
 class Staging:
-    """What is under way from pinned memory to files. pin: whether memory is to be pinned."""
+    """Tensors under way from pinned memory to files. pin: whether memory is to be pinned."""
 
     def __init__(self, pin: bool) -> None:
         self._pin = pin

@@ -15,10 +15,12 @@ lies in a tier may be read or written by the host after `settle`. What goes to f
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +111,8 @@ class Tiers:
         with _in_tier(tier):
             if TIER_KINDS[tier].in_files:
                 return self._file(math.prod(shape), dtype, tier).view(tuple(shape))
+            if not self._backend.is_host:
+                _warn_where_rounded()
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=not self._backend.is_host)
 
     def write(self, target: Tensor, value: Tensor) -> None:
@@ -208,6 +212,18 @@ class Tiers:
         finally:
             os.close(handle)
             os.unlink(path)
+
+
+@functools.cache
+def _warn_where_rounded() -> None:
+    """Warn once where torch rounds pinned memory up to powers of two, as it does unless its environment says otherwise."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    if "pinned_max_round_threshold_mb" not in next((os.environ[name] for name in names if name in os.environ), ""):
+        warnings.warn(
+            "what is offloaded takes up to twice its bytes of pinned memory, as torch rounds them up to powers of two; set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True,pinned_max_round_threshold_mb:1 before torch is imported (run.py does)",
+            stacklevel=2,
+        )
 
 
 def _dense(value: Tensor) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ through when the host or the device's kernels wait for something in them, so who
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -120,6 +121,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *given, pin_memory=False, **how: make(*given, **how)
 
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "pinned_max_round_threshold_mb:1")
     monkeypatch.setattr(Event, "arrived", {})
     monkeypatch.setattr(tiers, "backend_of", lambda device: LATE if device.type == "cpu" else HOST)
     monkeypatch.setattr(Tiers, "_copy", copy)
@@ -192,3 +194,25 @@ def test_what_goes_to_files_goes_through_pinned_memory_and_the_host_does_not_wai
     assert under_way(tiers)
     tiers.settle()
     assert all(map(torch.equal, rooms, values))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "warns"),
+    [
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1", False),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", True),
+        ("OTHER", "", True),
+    ],
+)
+def test_offloading_to_pinned_memory_that_is_rounded_up_is_said_once(
+    variable: str, value: str, warns: bool, late: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    tiers._warn_where_rounded.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Tiers().empty((4,), torch.float32, "ddr")
+    assert ["set PYTORCH_ALLOC_CONF=" in str(one.message) for one in said] == [True] * warns
