@@ -176,3 +176,16 @@ def test_a_pod_ends_as_the_run_does(tmp_path):
 def test_launching_a_preflight_starts_nothing_again(tmp_path):
     assert begin("launch.sh", tmp_path, "--preflight", RESTARTS="5").wait(20) == 0
     assert "--max-restarts 0" in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}])
+def test_run_py_sets_torchs_allocator_before_torch_is_imported_unless_the_user_has(
+    own: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = written("run.py").split("from autopar_runtime", 1)[0]
+    assert "import torch" not in before
+    monkeypatch.setattr(os, "environ", dict(own))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    exec(before, {"__file__": __file__})
+    set_up = {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
+    assert os.environ == (own or set_up)

@@ -5,8 +5,9 @@ as soon as it is mapped, so nothing is left behind however the process ends). On
 memory, and bytes are copied all the same: a tier is then a second allocator, whose bytes whoever counts tells apart by
 `allocating()`.
 
-Copies run on streams of their own, of which a CPU has the name alone. A fetched value may be used after `ready` or
-`arrived`, and what lies in a tier may be read or written by the host after `settle`.
+Copies run on streams of their own, one for each direction, of which a CPU has the name alone: a read waits for what was written
+to its own room, and for nothing else that is on its way out. A fetched value may be used after `ready` or `arrived`, and what
+lies in a tier may be read or written by the host after `settle`. What goes to files goes through pinned memory (staging.py).
 
     forward    saved = [x, h, m]  --park(0, 1)-->  [Parked, Parked, m]          x's and h's device memory is free
     backward   fetch: [x', h', m], on their way     ready: they are there        the tier's memory is free
@@ -14,10 +15,12 @@ Copies run on streams of their own, of which a CPU has the name alone. A fetched
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +31,7 @@ from torch import Tensor
 
 from ..comm.backends import backend_of
 from ..errors import RuntimeProgramError
+from .staging import Staging
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ class Tiers:
         self._module = self._backend.module
         self._out, self._back = self._module.Stream(self.device), self._module.Stream(self.device)
         self._events: dict[int, Any] = {}
+        self._written: dict[int, Any] = {}
+        """By room, an event behind the last copy into it that no read has waited for yet."""
+        self._staging = Staging(pin=not self._backend.is_host)
 
     # ---- tensors
 
@@ -104,22 +111,31 @@ class Tiers:
         with _in_tier(tier):
             if TIER_KINDS[tier].in_files:
                 return self._file(math.prod(shape), dtype, tier).view(tuple(shape))
+            if not self._backend.is_host:
+                _warn_where_rounded()
             return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=not self._backend.is_host)
 
     def write(self, target: Tensor, value: Tensor) -> None:
         """Start copying a device tensor into its room in a tier."""
+        staged = self._pageable(target)
+        room = self._staging.room_like(target) if staged else target
         self._out.wait_stream(self._module.current_stream(self.device))
-        with self._module.stream(self._out):
-            target.copy_(value, non_blocking=True)
+        self._copy(room, value, self._out)
         self._backend.hold(value, self._out)
+        event = self._out.record_event()
+        if staged:
+            self._staging.add(target, room, event)
+        elif event is not None:
+            self._written[target.untyped_storage()._cdata] = event
 
     def read(self, source: Tensor) -> Tensor:
         """Start copying a tensor of a tier to the device; use it after `arrived`."""
         on_device = torch.empty_like(source, device=self.device)
-        self._back.wait_stream(self._out)
+        event = self._written.pop(source.untyped_storage()._cdata, None)
+        if event is not None:
+            self._back.wait_event(event)  # as do all reads behind this one
         self._back.wait_stream(self._module.current_stream(self.device))
-        with self._module.stream(self._back):
-            on_device.copy_(source, non_blocking=True)
+        self._copy(on_device, self._staging.read(source) if self._pageable(source) else source, self._back)
         return on_device
 
     def mark(self) -> Any:
@@ -136,6 +152,8 @@ class Tiers:
         if not self._backend.is_host:
             self._out.synchronize()
             self._back.synchronize()
+            self._staging.settle()
+            self._written.clear()
 
     # ---- saved values
 
@@ -171,6 +189,14 @@ class Tiers:
         """Make the kernels that follow wait for the fetched entries of a list."""
         self.arrived(self._events.pop(id(saved), None))
 
+    def _copy(self, target: Tensor, value: Tensor, stream: Any) -> None:
+        with self._module.stream(stream):
+            target.copy_(value, non_blocking=True)
+
+    def _pageable(self, room: Tensor) -> bool:
+        """Whether a device would keep the host waiting while it copies."""
+        return not (self._backend.is_host or room.is_pinned())
+
     def _file(self, numel: int, dtype: torch.dtype, tier: str) -> Tensor:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -186,6 +212,18 @@ class Tiers:
         finally:
             os.close(handle)
             os.unlink(path)
+
+
+@functools.cache
+def _warn_where_rounded() -> None:
+    """Warn once where torch rounds pinned memory up to powers of two, as it does unless its environment says otherwise."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    if "pinned_max_round_threshold_mb" not in next((os.environ[name] for name in names if name in os.environ), ""):
+        warnings.warn(
+            "what is offloaded takes up to twice its bytes of pinned memory, as torch rounds them up to powers of two; set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True,pinned_max_round_threshold_mb:1 before torch is imported (run.py does)",
+            stacklevel=2,
+        )
 
 
 def _dense(value: Tensor) -> tuple[int, ...]:
