@@ -35,7 +35,9 @@ def written(folder: Path) -> dict[str, str]:
             found[name] = path.read_text()
             if path.name == "program.json":
                 facts = json.loads(found[name])
-                found[name] = json.dumps({key: value for key, value in facts.items() if key not in ("timings", "files")})
+                found[name] = json.dumps(
+                    {key: value for key, value in facts.items() if key not in ("timings", "files")}
+                )
     return found
 
 

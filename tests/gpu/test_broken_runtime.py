@@ -98,9 +98,9 @@ def copies_out_do_not_wait_for_the_kernels_before(patch: pytest.MonkeyPatch) -> 
 
 @lack("offloaded", "race", "memory/tiers.py")
 def copies_back_do_not_wait_for_copies_out(patch: pytest.MonkeyPatch) -> None:
-    wait = Stream.wait_stream
+    wait = Stream.wait_event
     patch.setattr(
-        Stream, "wait_stream", lambda self, other: wait(self, other) if other.timeline.name == "main" else None
+        Stream, "wait_event", lambda self, event: wait(self, event) if self.timeline.name == "main" else None
     )
 
 
