@@ -115,6 +115,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         if not isinstance(stream, Stream):  # while the plan is priced
             at_once(tiers, target, value, stream)
             return
+        assert all(one.is_pinned() for one in (target, value)), "the host waits for a copy to or from pages of a file"
         target.fill_(float("nan") if target.is_floating_point() else -1)
         stream.work.append(lambda: target.copy_(value))
 
