@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..comm.backends import backend_of
 from ..comm.comm import Comm
 from ..compiled.inductor import CompiledRegion, compiled_stage
 from ..errors import RuntimeProgramError
@@ -114,8 +115,17 @@ class Stage:
         for info, cuts in zip(self.tables.inputs, self.cuts, strict=True):
             leaf = batch[info.index]
             view = leaf[cuts[microbatch]] if cuts[microbatch] else leaf
-            local_inputs.append(view.to(device=self.comm.device, dtype=info.dtype))
+            local_inputs.append(self._brought(view, info.dtype))
         return local_inputs
+
+    def _brought(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """A part of the batch on the rank's device. From the host's memory it goes by way of pinned memory, so that the host does
+        not wait for the kernels before; torch keeps that memory until the copy is over."""
+        device = self.comm.device
+        if part.device.type == device.type or backend_of(device).is_host or not backend_of(part.device).is_host:
+            return part.to(device=device, dtype=dtype)
+        pinned = torch.empty_like(part, dtype=dtype, pin_memory=True).copy_(part)
+        return pinned.to(device=device, non_blocking=True)
 
     def start_regather(self) -> Callable[[], Any]:
         """Bring updated optimizer shards back to storage; the returned function waits for it."""
