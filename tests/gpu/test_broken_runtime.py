@@ -99,9 +99,7 @@ def copies_out_do_not_wait_for_the_kernels_before(patch: pytest.MonkeyPatch) -> 
 @lack("offloaded", "race", "memory/tiers.py")
 def copies_back_do_not_wait_for_copies_out(patch: pytest.MonkeyPatch) -> None:
     wait = Stream.wait_event
-    patch.setattr(
-        Stream, "wait_event", lambda self, event: wait(self, event) if self.timeline.name == "main" else None
-    )
+    patch.setattr(Stream, "wait_event", lambda self, event: wait(self, event) if self.timeline.name == "main" else None)
 
 
 @lack("offloaded", "early free", "memory/tiers.py")

@@ -35,14 +35,17 @@ class Transport:
 
     in_order: messages have no tags, those of a pair of ranks are received in the order sent. dtypes: that its collectives take
     (None: all). by_sockets: all bytes go through the kernel's sockets, from the address of the host's name; else it finds links
-    by itself, from the first interface that is up, and takes shared and locked memory. slow_share: the share of the described
-    rate below which a link is slow. slow_remedy, join_remedy: what to do where links are slow, or ranks do not come together.
+    by itself, from the first interface that is up, and takes shared and locked memory. patience_s: seconds that it is given
+    beyond the limit of a collective, as it then ends the process itself, and no rank could say who was missing. slow_share: the
+    share of the described rate below which a link is slow. slow_remedy, join_remedy: what to do where links are slow, or ranks
+    do not come together.
     """
 
     name: str
     in_order: bool = True
     dtypes: frozenset[torch.dtype] | None = None
     by_sockets: bool = False
+    patience_s: float = 0.0
     slow_share: float = 0.5
     slow_remedy: str = "see which links it takes; or calibrate the cluster's file"
     join_remedy: str = "see what it logs"
@@ -117,9 +120,17 @@ class Backend:
         event.record()
         return event
 
+    def passed(self, mark: Mark) -> bool:
+        """Whether the device has passed a mark."""
+        return bool(mark.query())
+
     def seconds(self, start: Mark, end: Mark) -> float:
         """Seconds between two marks that the device has passed."""
         return float(start.elapsed_time(end)) * 1e-3
+
+    def catch_up(self, device: torch.device) -> None:
+        """Block the host until the device's current stream has done what it was told so far."""
+        self.module.current_stream(device).synchronize()
 
     def hold(self, value: Tensor, stream: Any) -> None:
         """Keep a value's memory until a stream has done what it was told so far."""
@@ -152,8 +163,14 @@ class Host(Backend):
     def mark(self) -> Mark:
         return time.perf_counter()
 
+    def passed(self, mark: Mark) -> bool:
+        return True
+
     def seconds(self, start: Mark, end: Mark) -> float:
         return float(end - start)
+
+    def catch_up(self, device: torch.device) -> None:
+        return
 
     def hold(self, value: Tensor, stream: Any) -> None:
         return
@@ -209,6 +226,7 @@ CUDA = Backend(
     Transport(
         "nccl",
         dtypes=_DTYPES,
+        patience_s=30.0,
         slow_remedy="see with NCCL_DEBUG=INFO which transport it takes: NET/Socket means that InfiniBand was not found "
         "(NCCL_IB_HCA, NCCL_IB_DISABLE=0), else look at ibstat and nvidia-smi topo -m; or calibrate the cluster's file",
         join_remedy="see NCCL_DEBUG=INFO",

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..data.datafile import parse_json
 from ..data.schema import Schema, SchemaError, anything
 from ..errors import RuntimeProgramError
+from .backends import backend_of
 from .calls import Call, Handle, Message, Posted, Watcher
 from .collectives import COLLECTIVES
 from .hierarchical import TwoLevels
@@ -127,11 +128,13 @@ class Comm(ABC):
         return self.start_broadcast(x, axes, index, site).wait()
 
     def barrier(self, axes: Axes | None = None, site: str = "") -> None:
-        """Return when every member (by default, every rank) has come here."""
+        """Return when every member (by default, every rank) has come here: the host waits for it, also where messages are
+        waited for by streams."""
         group = self.group(tuple(self.mesh) if axes is None else axes)
         if group.size > 1:
             token = torch.zeros(1, device=self.device)
             self._start(Call("all_reduce", group, token, token, "sum", site=site or "barrier"))()
+            backend_of(self.device).catch_up(self.device)
 
     def start_maximum(self, numbers: Tensor, site: str) -> Callable[[], None]:
         """Begin to make these, in place, the largest of all ranks; what waits for it. No message of the program: nobody who

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ..data.schema import MOST_RANKS, integer, listed, paragraph, row
 from ..errors import CollectiveMismatch, CollectiveTimeout, RuntimeProgramError
 from ..health.flight import Flight
 from ..health.notes import Notes
+from ..health.stream_waits import StreamWaits
 from . import collectives, gloo
 from .backends import backend_of, present_backend, transport_named
 from .buffers import BufferPool
@@ -157,7 +159,11 @@ class TorchComm(Comm):
         self.in_order = self.transport.in_order
         self.gloo = not self.in_order
         self.timeout_s = timeout_s
-        self._job: _Job = whole._job if whole is not None else _Job(timeout_s, store)
+        self._job: _Job = whole._job if whole is not None else _Job(timeout_s + self.transport.patience_s, store)
+        row = backend_of(self.device)
+        if not row.is_host and whole is None:
+            own = self.device if self.device.index is not None else row.current()
+            self.flight.stream = StreamWaits(row, partial(row.module.set_device, own))
         self._check = check
         self._counts: dict[frozenset[str], int] = {}
         self._labels: dict[tuple[str, ...], str] = {}
@@ -195,7 +201,7 @@ class TorchComm(Comm):
         return [str(name) for name in self.share(f"{os.environ.get('GROUP_RANK', '')}@{socket.gethostname()}")]
 
     def new_group(self, ranks: tuple[int, ...]) -> Any:
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+        return dist.new_group(list(ranks), timeout=timedelta(seconds=self._job.timeout_s))
 
     def go_by_node(self, levels: TwoLevels, inside: Any, between: Any) -> None:
         super().go_by_node(levels, inside, between)
@@ -227,7 +233,8 @@ class TorchComm(Comm):
         try:
             if self._check:
                 self._compare(call, number)
-            wait = self._start_gloo(call, number) if self.gloo else self._start_nccl(call)
+            with flight.connects(entry):
+                wait = self._start_gloo(call, number) if self.gloo else self._start_nccl(call)
         except RuntimeError as error:
             raise self.explain(error, call.describe(), call.group, number) from error
 

@@ -28,6 +28,7 @@ from ..errors import RankError
 from .diagnosis import Beat, Count, Rank
 from .message_order import MessageOrder, Row, stable_hash
 from .observed_time import KEPT_STANDSTILLS, STOOD_S, SeenTime
+from .stream_waits import StreamWaits
 
 KEPT = 256
 """The number of messages that are kept."""
@@ -61,7 +62,9 @@ class Message:
         return Row(self.group, self.turn, self.place, self.hash, self.what)
 
 
-STARTED, WAITED, ENDED = ([one.name for one in fields(Message)].index(name) for name in ("started", "waited", "ended"))
+STARTED, STEP, ACTION, WAITED, ENDED = (
+    [one.name for one in fields(Message)].index(name) for name in ("started", "step", "action", "waited", "ended")
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Left:
 
 
 class Flight:
-    """One rank's buffer and beats. machines: names by rank, once ranks have told each other."""
+    """One rank's buffer and beats. machines: names by rank, once ranks have told each other; stream: the waits of its device,
+    where messages order streams."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -84,7 +88,7 @@ class Flight:
         self.step = 0
         self.action = ""
         self.usual_step_s = 0.0
-        self.waited_s = 0.0
+        self.stream: StreamWaits | None = None
         self.machines: Sequence[str] = ()
         self.started: dict[str, int] = {}
         self.recent: deque[list[Any]] = deque(maxlen=KEPT)
@@ -94,7 +98,8 @@ class Flight:
         self.seen = SeenTime()
         self.halted = False
         self.ended = threading.Event()
-        self.waiting: list[Any] | None = None
+        self._waiting: list[Any] | None = None
+        self._waited_s = 0.0
         self.asking: list[str] | None = None
         self.working = ""
         self._excuse = ("", 0.0)
@@ -113,6 +118,7 @@ class Flight:
             self._steps_s.append(now - self._step_began)
             self.usual_step_s = median_low(self._steps_s)  # neither the first step nor one that stalled makes it longer
         self.step, self._step_began = step, now
+        self.poll()
 
     def end_step(self) -> None:
         """All messages of a step, or of a forward, have been started."""
@@ -157,21 +163,55 @@ class Flight:
         self.recent.append(entry)
         return entry
 
+    @contextmanager
+    def connects(self, entry: list[Any]) -> Iterator[None]:
+        """Inside, a message starts; the host waits for the others where these first have to connect, before streams do."""
+        if self.stream is None:
+            yield
+            return
+        self._waiting = entry
+        yield
+        self._waiting = None
+
     def wait(self, entry: list[Any]) -> None:
-        """The rank begins to wait for it."""
+        """The rank begins to wait for it, or tells its device to."""
+        if self.stream is not None:
+            self.stream.begin(entry, self.started)
+            return
         entry[WAITED] = time.monotonic()
-        self.waiting = entry
+        self._waiting = entry
 
     def end(self, entry: list[Any]) -> None:
-        """The rank has what it waited for."""
+        """The rank has what it waited for, or will where its device goes on."""
+        if self.stream is not None:
+            self.stream.end()
+            return
         entry[ENDED] = time.monotonic()
-        self.waited_s += entry[ENDED] - (entry[WAITED] or entry[ENDED])
-        self.waiting = None
+        self._waited_s += entry[ENDED] - (entry[WAITED] or entry[ENDED])
+        self._waiting = None
+
+    def poll(self) -> None:
+        """See how far the device is in its stream. Any thread may."""
+        for entry, waited_s in self.stream.poll() if self.stream is not None else ():
+            entry[ENDED] = time.monotonic()
+            entry[WAITED] = entry[ENDED] - waited_s
+
+    @property
+    def waiting(self) -> list[Any] | None:
+        """The message that the rank waits for, or that its device was seen to stand at."""
+        standing = self.stream.standing if self.stream is not None else None
+        return self._waiting if standing is None else standing.entry
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the rank waited for messages so far, or that its device did."""
+        self.poll()
+        return self._waited_s + (self.stream.waited_s if self.stream is not None else 0.0)
 
     def fail(self) -> None:
         """The last message failed, while it was started or waited for."""
         if self.waiting is None and self.recent:
-            self.waiting = self.recent[-1]
+            self._waiting = self.recent[-1]
 
     @contextmanager
     def asks(self, what: str) -> Iterator[None]:
@@ -206,6 +246,9 @@ class Flight:
         """The place in the step where the rank is now. asked: with its last messages."""
         self._beats += 1
         waiting, (excuse, excused_at) = self.waiting, self._excuse
+        step, action, started = self.step, self.action, self.started
+        if self.stream is not None and (behind := self.stream.next) is not None:  # the host runs ahead of its device
+            step, action, started = behind.entry[STEP], behind.entry[ACTION], behind.started
         over = tuple((self.seen.seconds - ended_s, took_s) for ended_s, took_s in list(self._excuses))
         at: dict[str, Any] = {}
         if waiting is not None:
@@ -215,9 +258,9 @@ class Flight:
         return Beat(
             self.rank,
             self._beats,
-            self.step,
-            self.action,
-            started=dict(self.started),
+            step,
+            action,
+            started=dict(started),
             line=self._line(),
             excuse=excuse,
             excused_s=time.monotonic() - excused_at if excuse else 0.0,

@@ -96,6 +96,7 @@ class Watch:
     def tick(self) -> None:
         """Count a sleep of TICK_S, and see that the store answers: a call that it does not answer would not come back."""
         flight, seen = self.flight, self.seen
+        flight.poll()
         seen.tick(TICK_S, self._awaited)
         entry, awaited_s = seen.awaited
         silent_s = seen.seconds - self._heard_s
@@ -142,6 +143,8 @@ class Watch:
             return pause_s
         text = store.get("diagnosis").decode()
         flight.write(self.folder, beat)
+        if flight.stream is not None:
+            flight.ended.wait(self.apart_s + self.interval_s)  # NCCL ends who finds another gone, before it could write
         self.end(text)
         return None
 

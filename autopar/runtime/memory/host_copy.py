@@ -43,7 +43,7 @@ class HostCopy:
         for name, room in self.tensors.items():
             room.copy_(values[name], non_blocking=True)
         for device in self._devices:
-            backend_of(device).module.current_stream(device).synchronize()
+            backend_of(device).catch_up(device)
 
     def check_finite(self) -> None:
         """Raises CheckpointError where a copy has entries that are no numbers: from such a step nothing can go on."""

@@ -84,7 +84,7 @@ class Run:
         save_every = arguments.save_every or manifest.save_every or SAVE_EVERY
         self.loop = Loop(program, arguments, self.seed, save_every, reads=True)
         self.loop.go_to(session.rt.step, 0 if found is None else found.position)
-        self.stop = Stop(store, cast(TorchComm, self.comm), arguments.timeout)
+        self.stop = Stop(store, cast(TorchComm, self.comm), arguments.timeout, self.loop.late)
         if (torchrun := launcher()) is not None:
             torchrun.saves_s = arguments.timeout
         session.updater.measure_norm = arguments.grad_norm

@@ -196,8 +196,8 @@ def _join(
             "(torchrun: all the same CUDA_VISIBLE_DEVICES), and start at most a rank per device"
         )
     rank = manifest.placement[rank] if manifest.placement else rank
-    groups, timeout = dist.PrefixStore("groups", own), timedelta(seconds=timeout_s)
     transport = backend.transport
+    groups, timeout = dist.PrefixStore("groups", own), timedelta(seconds=timeout_s + transport.patience_s)
     try:
         dist.init_process_group(
             transport.name, store=groups, rank=rank, world_size=manifest.world_size, timeout=timeout

@@ -2,7 +2,8 @@
 
 The rank that knows writes the step into the job's store, and every rank looks there before each step. Where the store is gone, as
 with a torchrun that was killed, no rank can look: each then says in a message which step it was about to begin, goes on with it,
-and hears of the others before the one after it. No rank is more than one step ahead, so all have said so by then.
+and hears of the others before the one after it. They all come to a next step: for that they need no step of a rank that it
+has not gone on with.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .train_loop import Listener, Loop
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 AHEAD = 2
-"""Steps from a signal to the last one: ranks are at most one step apart, as all of them are told every loss."""
+"""Steps from a signal to the last one, where hosts wait for every loss: they are then at most one step apart. A host that waits
+for losses later may have begun as many steps more."""
 APART_S = 10.0
 """Seconds within which all torchruns notice that machines came or went."""
 
@@ -32,9 +34,10 @@ APART_S = 10.0
 class Stop(Listener):
     """Agrees on the last step after a signal. why: it is the last; store_gone: there is no store any more."""
 
-    def __init__(self, store: dist.Store, comm: TorchComm, timeout_s: float) -> None:
-        """All ranks make one, in the same order among their groups. timeout_s: of the agreement without a store."""
-        self._store = store
+    def __init__(self, store: dist.Store, comm: TorchComm, timeout_s: float, late: int = 0) -> None:
+        """All ranks make one, in the same order among their groups. timeout_s: of the agreement without a store; late: of the
+        loop's `LossReader`, which no host runs further ahead than."""
+        self._store, self._ahead = store, AHEAD + late
         self._flight = comm.flight
         self._group = dist.new_group(backend=HOST.transport.name, timeout=timedelta(seconds=timeout_s))
         self._proposed: tuple[torch.Tensor, Any] | None = None
@@ -85,7 +88,7 @@ class Stop(Listener):
 
     def ask(self, step: int, why: str) -> None:
         """All ranks are to end soon. step: about to begin."""
-        self._store.compare_set("stop", "", f"{step + AHEAD} {why}")
+        self._store.compare_set("stop", "", f"{step + self._ahead} {why}")
 
     def _ask_store(self, step: int) -> None:
         torchrun = launcher()

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
-from torch import Tensor
-
+from ..comm.backends import Arriving
 from ..comm.comm import Comm
 from ..program.batches import random_batches, user_batches
 from ..step.session import Session
@@ -40,19 +39,22 @@ class Done:
 
 
 class LossReader:
-    """The one place of the loop where the host waits for what the device computed: a step's loss, and its gradients' norm."""
+    """The one place of the loop where the host waits for what the device computed: a step's loss, and its gradients' norm. Every
+    rank waits for the loss, so that no host runs further ahead of another one; its copy to the host begins with its own step."""
 
     def __init__(self, session: Session, reads: bool, late: int) -> None:
         """reads: whether this rank does; late: later steps that are done before a loss is read."""
         self._session, self._reads, self._late = session, reads, late
-        self._unread: deque[tuple[Done, Tensor | None, Tensor | None]] = deque()
+        self._unread: deque[tuple[Done, Arriving | None, Arriving | None]] = deque()
         self._read_at = 0.0
 
     def read(self, step: int, batch: Any, result: Any, start_s: float, *, at_once: bool) -> Iterator[Done]:
         """Take a step's result; the steps whose losses are read now. at_once: that of this one, too."""
         session, updater = self._session, self._session.updater
         done = Done(step, batch, start_s, updater.not_finite, updater.skips.in_a_row)
-        self._unread.append((done, result if session.training else None, session.grad_norm))
+        values = result if session.training else None, session.grad_norm
+        loss, norm = (None if value is None else Arriving([value]) for value in values)
+        self._unread.append((done, loss, norm))
         while len(self._unread) > (0 if at_once else self._late):
             yield self._read(*self._unread.popleft())
 
@@ -60,8 +62,9 @@ class LossReader:
         """Losses that were not read belong to steps that were taken back."""
         self._unread.clear()
 
-    def _read(self, done: Done, *values: Tensor | None) -> Done:
-        loss, norm = (value.item() if self._reads and value is not None else None for value in values)
+    def _read(self, done: Done, *values: Arriving | None) -> Done:
+        arrived = [None if value is None else value.wait()[0] for value in values]
+        loss, norm = (value.item() if self._reads and value is not None else None for value in arrived)
         now = time.perf_counter()
         seconds, self._read_at = now - max(done.start_s, self._read_at), now
         return replace(done, loss=loss, norm=norm, seconds=seconds)
@@ -89,7 +92,8 @@ class Listener:
 
 class Loop:
     """The loop of one rank. step: done so far; position: global batches taken so far; steps: asked for; last: the step that it
-    ends after, which may be an earlier one; save_s: seconds for which saving kept training."""
+    ends after, which may be an earlier one; late: steps that are done before a loss is read; save_s: seconds for which saving
+    kept training."""
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class Loop:
         """seed: of random batches; save_every: steps (0: the last one alone is saved); reads, late: of `LossReader`."""
         self.program = program
         self.steps = self.last = arguments.steps
+        self.late = late
         self.save_s = 0.0
         self._save_every = save_every
         self._losses = LossReader(program.session, reads, late)

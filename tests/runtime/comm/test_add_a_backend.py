@@ -64,6 +64,9 @@ class Module:
     def current_device(self) -> int:
         return 1
 
+    def set_device(self, device: Any) -> None:
+        self._note("set device")
+
     def get_device_name(self, device: Any) -> str:
         return "Some NPU"
 
