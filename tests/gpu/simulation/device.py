@@ -172,6 +172,7 @@ def cuda_doubles(machine: Machine) -> Iterator[None]:
         "graph": graph,
         "synchronize": lambda device=None: (machine.block({}, "synchronize"), machine.settle()),
         "current_device": lambda: 0,
+        "set_device": lambda device: None,
         "get_device_capability": lambda device=None: (9, 0),
     }
     with ExitStack() as stack:
