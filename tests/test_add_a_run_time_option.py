@@ -7,16 +7,12 @@ follows: `autopar.Options` has and checks it, manifest.json says it, in-process 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-LIBRARY = ("autopar", "passes", "costmodel", "codegen")
+from tests.edited_library import edited_library, python
+
 EDITS = {
     "autopar/runtime/program/run_options.py": [
         (
@@ -34,7 +30,6 @@ EDITS = {
         ),
     ],
 }
-"""Edits by file: the text that stands there, and the text that then does."""
 
 USER = """
 import functools, gc, json, sys
@@ -74,28 +69,7 @@ def batches():
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the library with the option."""
-    copy = tmp_path_factory.mktemp("library")
-    for folder in LIBRARY:
-        shutil.copytree(ROOT / folder, copy / folder)
-    for name, changes in EDITS.items():
-        text = (copy / name).read_text()
-        for old, new in changes:
-            assert text.count(old) == 1, (name, old)
-            text = text.replace(old, new)
-        (copy / name).write_text(text)
-    return copy
-
-
-def python(*arguments: str | Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(path or ""), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
+    return edited_library(tmp_path_factory.mktemp("library"), EDITS)
 
 
 @pytest.fixture(scope="module")

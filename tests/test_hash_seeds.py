@@ -14,15 +14,16 @@ from tests.at_once import at_once
 
 SEEDS = 1, 2, 3
 SCRIPT = """
-import json, sys
-from pathlib import Path
+import sys
 from autopar.proof.random_plans import random_plan
+from tests.differential.suite import OPTION_SETS
 from tests.zoo.models import BY_NAME
 from tests.zoo.programs import compiled_zoo
-for name in ("partly-frozen", "mlp"):
-    program = compiled_zoo(BY_NAME[name], 4)
-    for seed in (len(name), *range(4)):
-        program.with_plan(random_plan(program, seed)).save(f"{sys.argv[1]}/{name} {seed}")
+import autopar
+for name in ("partly-frozen", "resnet"):
+    set_ = dict(OPTION_SETS["random plan"])
+    program = compiled_zoo(BY_NAME[name], 4, options=autopar.Options(coupled="per-microbatch", **set_))
+    program.with_plan(random_plan(program, len(name))).save(f"{sys.argv[1]}/{name}")
 """
 
 

@@ -56,23 +56,26 @@ def described(entry: StateEntry) -> Any:
     """A value as `pack` shows it over processes, without its numbers: for those who plan where these go."""
     if not isinstance(entry.value, Tensor):
         return entry.value
-    return pack(StateEntry(entry.value.to("meta"), entry.shape, entry.spec, entry.comm))
+    return _over_processes(StateEntry(entry.value.to("meta"), entry.shape, entry.spec, entry.comm))
 
 
 def in_place(entry: StateEntry) -> Any:
     """A value as `pack` shows it over processes, in its own memory wherever that lies, to be filled."""
-    if not isinstance(entry.value, Tensor) or not entry.shape or entry.comm.world_size == 1:
-        return entry.value
-    return as_dtensor(entry.value, entry, entry.value.device.type)
+    return _over_processes(entry, entry.value.device.type if isinstance(entry.value, Tensor) else "")
 
 
 def pack(entry: StateEntry) -> Any:
     """A value as `Session.state_dict` shows it: DTensor over processes, full tensor over threads."""
-    if not isinstance(entry.value, Tensor) or not entry.shape:
-        return entry.value
-    if isinstance(entry.comm, TorchComm):
-        return as_dtensor(entry.value, entry) if entry.comm.world_size > 1 else entry.value
+    if isinstance(entry.comm, TorchComm) or not isinstance(entry.value, Tensor) or not entry.shape:
+        return _over_processes(entry)
     return gather_full(entry.value, entry.spec, entry.comm, "state").clone()
+
+
+def _over_processes(entry: StateEntry, device_type: str = "") -> Any:
+    """A DTensor of what ranks share, else the value itself."""
+    if not isinstance(entry.value, Tensor) or not entry.shape or entry.comm.world_size == 1:
+        return entry.value
+    return as_dtensor(entry.value, entry, device_type)
 
 
 def merge(state: dict[str, Any], comm: Comm) -> dict[str, Any]:

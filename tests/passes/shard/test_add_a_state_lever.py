@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.edited_library import ROOT, edited_library, python
 from tests.proof.test_memory_measured import NUMBERS, OVER, UNDER
 
-ROOT = Path(__file__).parents[3]
-LIBRARY = ("autopar", "passes", "costmodel", "codegen")
 EDITS = {
     "autopar/runtime/program/run_options.py": [
         (
@@ -151,18 +146,8 @@ STATE = 6 * 2 * 4 * 128 * 128 / 2
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The facts that a user of a copy of the library with the lever finds."""
-    copy = tmp_path_factory.mktemp("library")
-    for folder in LIBRARY:
-        shutil.copytree(ROOT / folder, copy / folder)
-    for name, changes in EDITS.items():
-        text = (copy / name).read_text()
-        for old, new in changes:
-            assert text.count(old) == 1, (name, old)
-            text = text.replace(old, new)
-        (copy / name).write_text(text)
-    environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", USER]
-    done = subprocess.run(command, env=environment, cwd=copy, capture_output=True, text=True, check=False, timeout=150)
+    copy = edited_library(tmp_path_factory.mktemp("library"), EDITS)
+    done = python("-c", USER, path=f"{copy}{os.pathsep}{ROOT}", cwd=copy)
     assert done.returncode == 0, done.stderr
     facts: dict[str, Any] = json.loads(done.stdout)
     return facts
