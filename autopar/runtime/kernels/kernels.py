@@ -15,6 +15,7 @@ GPUs have the plain formula too.
     statistics of batch norm                          sums    torch's
     channels of an image, for places of maxima        last    as they lie
     Adam, AdamW, SGD                                  torch's   torch's fused (`optimizer_forms`)
+    dropout                                           torch's ops   a kernel of Triton from sm80 on (`fused`)
 """
 
 from __future__ import annotations
@@ -104,6 +105,16 @@ def has_norm_dw(device: Device, same_dtype: bool) -> bool:
 def has_pool_of_planes(device: Device) -> bool:
     """Whether maxima over windows are found fast where every channel is a plane of its own."""
     return device.type != "cpu"
+
+
+def has_fused_dropout(dtype: torch.dtype, device: Device) -> bool:
+    """Whether dropout reads its operand and writes its result, and nothing else."""
+    return _has_triton(device) and dtype in _FLOATS
+
+
+def _has_triton(device: Device) -> bool:
+    """Whether Triton compiles for a device, as its own documentation says; torch for CUDA brings it along."""
+    return _is_cuda(device, (8, 0))
 
 
 def has_fused_update(device_type: str) -> bool:

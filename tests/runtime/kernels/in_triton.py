@@ -1,0 +1,32 @@
+"""Triton's interpreter for tests: kernels run on CPU tensors, program by program, in numpy.
+
+Triton decides when it is imported, and again where a kernel is defined, so `tests/conftest.py` says so before. Where there is a
+GPU its compiler is used, and the tests run there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skips where there is no Triton. Its interpreter cuts float32 off where it becomes bfloat16, a GPU rounds to the nearest."""
+    pytest.importorskip("triton", reason="needs triton, which is in the extra dev")
+    if DEVICE == "cpu":
+        from triton.runtime import interpreter
+
+        convert = interpreter._convert_float
+
+        def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+            if (source.name, target.name) != ("fp32", "bf16"):
+                return convert(data, source, target, mode)
+            return torch.from_numpy(np.ascontiguousarray(data)).bfloat16().view(torch.uint16).numpy()
+
+        monkeypatch.setattr(interpreter, "_convert_float", rounded)
