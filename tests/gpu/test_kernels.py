@@ -36,11 +36,13 @@ def chosen(call: AttentionCall) -> tuple[str, ...]:
 def test_every_kernel_that_may_be_chosen_equals_the_plain_formula(
     dtype: torch.dtype, width: int, kind: str, group: bool, by_rows: bool
 ) -> None:
-    call = AttentionCall(dtype, width, width, torch.bool if kind == "mask" else None, kind == "causal")
+    mask = torch.bool if kind == "mask" else None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # which says by how much a kernel differs
-        for name in chosen(call):
-            assert scores._equals_plain(name, call, by_rows, group, torch.device(one_gpu.DEVICE, 0))
+        for dropout in (False, True):
+            call = AttentionCall(dtype, width, width, mask, kind == "causal", dropout)
+            for name in chosen(call):
+                assert scores._equals_plain(name, call, by_rows, group, torch.device(one_gpu.DEVICE, 0))
 
 
 @pytest.mark.parametrize("causal", [False, True])
