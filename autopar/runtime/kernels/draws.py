@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+Key = int | torch.Tensor
+"""A key of 63 bits, or a tensor that holds it, so that a step that is played from a graph of kernels draws anew."""
 MASK64 = (1 << 64) - 1
 LANES = 4
 """Decisions of 16 bits that a hash holds."""

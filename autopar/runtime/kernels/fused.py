@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .draws import Key
+
 Tensor = torch.Tensor
 _NAMESPACE = "autopar_kernels"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -27,16 +29,26 @@ def kernel_op(schema: str, launch: Callable[..., Any], shapes: Callable[..., Any
     return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
+def as_told(key: Key) -> tuple[int, Tensor | None]:
+    """A key as two arguments of an op: the number, or the tensor that holds it."""
+    return (0, key) if isinstance(key, Tensor) else (key, None)
+
+
+def fused_dropout(x: Tensor, p: float, key: Key, shape: Sequence[int] | None, offsets: Sequence[int] | None) -> Tensor:
+    """Dropout by one kernel."""
+    return _DROPOUT(x, p, *as_told(key), shape, offsets)
+
+
 def _launch_dropout(
-    x: Tensor, p: float, key: int, shape: Sequence[int] | None, offsets: Sequence[int] | None
+    x: Tensor, p: float, key: int, keys: Tensor | None, shape: Sequence[int] | None, offsets: Sequence[int] | None
 ) -> Tensor:
     from . import triton_dropout
 
-    return triton_dropout.dropout(x, p, key, shape, offsets)
+    return triton_dropout.dropout(x, p, key if keys is None else keys, shape, offsets)
 
 
-fused_dropout = kernel_op(
-    "dropout(Tensor x, float p, int key, int[]? shape, int[]? offsets) -> Tensor",
+_DROPOUT = kernel_op(
+    "dropout(Tensor x, float p, int key, Tensor? keys, int[]? shape, int[]? offsets) -> Tensor",
     _launch_dropout,
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )

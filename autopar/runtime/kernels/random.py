@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comm.backends import backend_of
 from ..comm.devices import device_of
-from .draws import GOLDEN, LANES, MASK64, MIX1, MIX2, MOST_DIMS, Block, merged, signed, threshold
+from .draws import GOLDEN, LANES, MASK64, MIX1, MIX2, MOST_DIMS, Block, Key, merged, signed, threshold
 from .fused import fused_dropout
 from .kernels import has_fused_dropout
 from .tiles import tile_elements, tiles
@@ -39,6 +40,44 @@ def make_key(*parts: int) -> int:
     return state >> 1
 
 
+def _further(key: Key, part: int) -> Key:
+    """`make_key` of a key and a number; of a tensor by int64 arithmetic, whose shifts take the sign along."""
+    if not isinstance(key, torch.Tensor):
+        return make_key(key, part)
+    state = key ^ 0x243F6A8885A308D3
+    state = state * GOLDEN + 0x632BE59BD9B4E019
+    state = (state ^ ((state >> 29) & (MASK64 >> 29)) ^ part) * GOLDEN + 0x632BE59BD9B4E019
+    return ((state ^ ((state >> 29) & (MASK64 >> 29))) >> 1) & (MASK64 >> 1)
+
+
+class StepKeys:
+    """The keys of a step's random ops in a tensor on the device, once one step has shown which ops there are: kernels that are
+    played again read there what `write` has put there for their step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._places: dict[tuple[int, ...], int] = {}
+        self._device = device
+        self.table: torch.Tensor | None = None
+        self._keys: tuple[torch.Tensor, ...] = ()
+
+    def of(self, seed: int, step: int, parts: tuple[int, ...]) -> Key:
+        """The key of a random op by its other parts; a number in the first step, and of an op that was not in that."""
+        place = self._places.setdefault(parts, len(self._places)) if self.table is None else self._places.get(parts, -1)
+        known = self.table is not None and place >= 0
+        return self._keys[place] if known else make_key(seed, step, *parts)
+
+    def write(self, seed: int, step: int) -> None:
+        """Put the keys of a step into the tensor, which is made when there is one to put in."""
+        if not self._places:
+            return
+        pinned = not backend_of(self._device).is_host
+        keys = torch.tensor([make_key(seed, step, *parts) for parts in self._places], pin_memory=pinned)
+        if self.table is None:
+            self.table = torch.empty(len(keys), dtype=torch.int64, device=self._device)
+            self._keys = self.table.unbind()
+        self.table.copy_(keys, non_blocking=True)
+
+
 def positions(
     local: Sequence[int], shape: Sequence[int], offsets: Sequence[int], device: torch.device | None = None
 ) -> torch.Tensor:
@@ -53,7 +92,7 @@ def positions(
 
 
 def _hashes(
-    block: Block, key: int, device: torch.device | None, lanes: int = 1
+    block: Block, key: Key, device: torch.device | None, lanes: int = 1
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Rows and columns of a block as a matrix, and integers for them, int64 or `lanes` of a hash each.
 
@@ -62,7 +101,10 @@ def _hashes(
     local, shape, offsets = block
     first, after = offsets[-1] // lanes, -(-(offsets[-1] + local[-1]) // lanes)
     made = tile_elements(device) // LANES
-    rows = torch.full((1, 1), signed(key), dtype=torch.int64, device=device)
+    if isinstance(key, torch.Tensor):
+        rows = key.view(1, 1)
+    else:
+        rows = torch.full((1, 1), signed(key), dtype=torch.int64, device=device)
     if len(local) > 1:
         words_a_row = -(-shape[-1] // lanes)
         places = positions(local[:-1], shape[:-1], offsets[:-1], device).reshape(-1, 1)
@@ -86,7 +128,7 @@ def _hashes(
 def uniform(
     local: Sequence[int],
     dtype: torch.dtype,
-    key: int,
+    key: Key,
     shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
@@ -107,14 +149,14 @@ def uniform(
 def normal(
     local: Sequence[int],
     dtype: torch.dtype,
-    key: int,
+    key: Key,
     shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Standard normal numbers by Box and Muller, one pair of hashes an element."""
-    u = uniform(local, torch.float64, make_key(key, 1), shape, offsets, device)
-    v = uniform(local, torch.float64, make_key(key, 2), shape, offsets, device)
+    u = uniform(local, torch.float64, _further(key, 1), shape, offsets, device)
+    v = uniform(local, torch.float64, _further(key, 2), shape, offsets, device)
     radius = u.neg_().log1p_().mul_(-2.0).sqrt_()
     return v.mul_(2 * math.pi).cos_().mul_(radius).to(dtype)
 
@@ -122,7 +164,7 @@ def normal(
 def keep_mask(
     local: Sequence[int],
     p: float,
-    key: int,
+    key: Key,
     shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
@@ -142,7 +184,7 @@ def keep_mask(
 
 
 def dropout(
-    x: torch.Tensor, p: float, key: int, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
+    x: torch.Tensor, p: float, key: Key, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Zero elements with probability p, scale the rest; its own backward when called with the same key."""
     if p >= 1.0:
@@ -153,7 +195,7 @@ def dropout(
 
 
 def plain_dropout(
-    x: torch.Tensor, p: float, key: int, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
+    x: torch.Tensor, p: float, key: Key, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
 ) -> torch.Tensor:
     """The same by torch's ops."""
     keep = keep_mask(tuple(x.shape), p, key, shape, offsets, x.device, x.dtype)

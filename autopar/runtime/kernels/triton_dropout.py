@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .draws import GOLDEN, MIX1, MIX2, MOST_DIMS, merged, signed, threshold
+from .draws import GOLDEN, MIX1, MIX2, MOST_DIMS, Key, merged, signed, threshold
 
 _GOLDEN, _MIX1, _MIX2 = tl.constexpr(GOLDEN), tl.constexpr(MIX1), tl.constexpr(MIX2)
 _WORDS = 256
@@ -65,14 +65,18 @@ def _dropout(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
+    KEYED: tl.constexpr,
 ):
-    """first: the word in which the rows begin; begin: the column at which it does, 0 or less; across: programs side by side.
+    """key: where it lies if KEYED.
+
+    first: the word in which the rows begin; begin: the column at which it does, 0 or less; across: programs side by side.
     n, o, s: sizes of the block's leading dims, where it starts along them, and sizes of the tensor's."""
     tile = tl.program_id(0).to(tl.int64)
     rows = (tile // across) * ROWS + tl.arange(0, ROWS)
     words = (tile % across) * WORDS + tl.arange(0, WORDS)
     inner = rows // n2
     places = ((inner // n1 + o0) * s1 + inner % n1 + o1) * s2 + rows % n2 + o2
+    key = tl.load(key) if KEYED else key
     hashes = hashed(places[:, None] * words_a_row + (words + first)[None, :], key)
     lane = tl.arange(0, LANES)
     columns = (words * LANES + begin)[None, :, None] + lane[None, None, :]
@@ -84,7 +88,7 @@ def _dropout(  # type: ignore[no-untyped-def]
 
 
 def dropout(
-    x: torch.Tensor, p: float, key: int, shape: Sequence[int] | None, offsets: Sequence[int] | None
+    x: torch.Tensor, p: float, key: Key, shape: Sequence[int] | None, offsets: Sequence[int] | None
 ) -> torch.Tensor:
     """Zero elements with probability p < 1, scale the rest. The block starts inside at most MOST_DIMS dims."""
     lanes, least = threshold(p)
@@ -102,7 +106,7 @@ def dropout(
     _dropout[(-(-math.prod(leading) // rows) * across,)](
         x,
         y,
-        signed(key),
+        key if isinstance(key, torch.Tensor) else signed(key),
         math.prod(leading),
         columns,
         *places,
@@ -112,5 +116,6 @@ def dropout(
         DTYPE=tl.float64 if wide == torch.float64 else tl.float32,
         ROWS=rows,
         WORDS=words,
+        KEYED=isinstance(key, torch.Tensor),
     )
     return y

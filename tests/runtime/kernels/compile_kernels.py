@@ -86,7 +86,7 @@ def main() -> None:
         kernels = {name: Launch(getattr(triton_attention, name)) for name in names}
         for name, launch in kernels.items():
             setattr(triton_attention, name, launch)
-        told = (None, 0.1, True, 0.125, 1 << 62, (2, 4, 128, 128, 0, 0, 0, 0))
+        told = (None, 0.1, True, 0.125, 1 << 62, None, (2, 4, 128, 128, 0, 0, 0, 0))
         out, lse = dropped.attend(q, q, q, *told)
         dropped.attend_grad(out, q, q, q, told[0], out, lse, *told[1:])
         for name, launch in kernels.items():

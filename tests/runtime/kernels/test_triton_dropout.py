@@ -60,6 +60,15 @@ def test_keys_of_any_size(key: int) -> None:
 
 
 @pytest.mark.usefixtures("in_triton")
+def test_a_key_in_memory() -> None:
+    from autopar.runtime.kernels import triton_dropout
+
+    x, keys = torch.randn(3, 40), torch.tensor([1, KEY], device=DEVICE)
+    found = triton_dropout.dropout(x.to(DEVICE), 0.3, keys[1], None, None)
+    assert bits(found) == bits(random.plain_dropout(x, 0.3, KEY)) == bits(random.plain_dropout(x, 0.3, keys[1].cpu()))
+
+
+@pytest.mark.usefixtures("in_triton")
 def test_what_is_dropped_keeps_its_sign_and_what_is_no_number_stays_none() -> None:
     x = torch.tensor([-1.0, 1.0, 0.0, -0.0, torch.inf, 1e-45]).repeat(20)
     assert_same_bits(x, 0.5)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..draws import signed, threshold
-from ..fused import kernel_op
+from ..draws import Key, signed, threshold
+from ..fused import as_told, kernel_op
 from .plain_scores import Config
 
 Tensor = torch.Tensor
-_CONFIG = "float p, bool causal, float scale, int key, int[] place"
+_CONFIG = "float p, bool causal, float scale, int key, Tensor? keys, int[] place"
 
 
 class Dropped:
@@ -35,7 +35,7 @@ class Dropped:
 def _config(q: Tensor, k: Tensor, config: Config) -> tuple[Any, ...]:
     """The numbers that a kernel is told; the last are the sizes of all scores, and where the block starts in them."""
     place = [*(config.shape or (*q.shape[:3], k.shape[2])), *(config.offsets or (0, 0, 0, 0))]
-    return config.p, config.causal, config.scale, config.key, place
+    return config.p, config.causal, config.scale, *as_told(config.key), place
 
 
 # --- launched
@@ -50,6 +50,7 @@ def attend(
     causal: bool,
     scale: float,
     key: int,
+    keys: Tensor | None,
     place: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse)."""
@@ -57,9 +58,9 @@ def attend(
 
     q, k, v = (_in_rows(x) for x in (q, k, v))
     out, lse = _shapes(q, k, v)
-    told, lies = _compiled_for(q, k, v, mask, p, causal, place), tuple(map(_lies, (q, k, v)))
+    told, lies = _compiled_for(q, k, v, mask, p, causal, place, keys is not None), tuple(map(_lies, (q, k, v)))
     kernels._forward[_programs(q, told["ROWS"])](
-        *lies, _bias(mask, q, k), _lies(out), lse, *_told(q, k, p, scale, key, place), **told
+        *lies, _bias(mask, q, k), _lies(out), lse, *_told(q, k, p, scale, key if keys is None else keys, place), **told
     )
     return out, lse
 
@@ -76,6 +77,7 @@ def attend_grad(
     causal: bool,
     scale: float,
     key: int,
+    keys: Tensor | None,
     place: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, δ)."""
@@ -84,7 +86,10 @@ def attend_grad(
     g, q, k, v, out = (_in_rows(x) for x in (g, q, k, v, out))
     lse = lse.contiguous()
     dq, dk, dv, delta = _grad_shapes(g, q, k, v, mask, out, lse)
-    told, numbers = _compiled_for(q, k, v, mask, p, causal, place), _told(q, k, p, scale, key, place)
+    told, numbers = (
+        _compiled_for(q, k, v, mask, p, causal, place, keys is not None),
+        _told(q, k, p, scale, key if keys is None else keys, place),
+    )
     read = (*map(_lies, (g, q, k, v)), _bias(mask, q, k))
     kernels._of_rows[_programs(q, told["ROWS"])](*read, _lies(out), lse, delta, _lies(dq), *numbers, **told)
     kernels._of_keys[_programs(k, told["KEYS"])](*read, lse, delta, _lies(dk), _lies(dv), *numbers, **told)
@@ -124,15 +129,16 @@ def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> tuple[Any, ...]:
     return mask, *mask.expand(*q.shape[:3], k.shape[2]).stride()
 
 
-def _told(q: Tensor, k: Tensor, p: float, scale: float, key: int, place: Sequence[int]) -> tuple[Any, ...]:
+def _told(q: Tensor, k: Tensor, p: float, scale: float, key: Key, place: Sequence[int]) -> tuple[Any, ...]:
     """The numbers of a call, as the kernels take them."""
     _, heads, rows, keys, *offsets = place
     sizes = (*q.shape[1:3], k.shape[2])
-    return sizes, scale, signed(key), (*offsets, heads, rows, -(-keys // threshold(p).lanes)), 1 / (1 - p)
+    number = key if isinstance(key, Tensor) else signed(key)
+    return sizes, scale, number, (*offsets, heads, rows, -(-keys // threshold(p).lanes)), 1 / (1 - p)
 
 
 def _compiled_for(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, place: Sequence[int]
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, place: Sequence[int], keyed: bool
 ) -> dict[str, Any]:
     """The constants of a kernel, and its warps and stages."""
     lanes, least = threshold(p)
@@ -153,6 +159,7 @@ def _compiled_for(
         "WORDS": lanes > 1 and place[7] % lanes == 0,
         "ROWS": tile,
         "KEYS": tile,
+        "KEYED": keyed,
         "num_warps": 8 if in_float or widest > 64 else 4,
         "num_stages": 1 if in_float else 2,
     }

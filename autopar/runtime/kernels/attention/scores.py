@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...comm.devices import device_of
+from ..draws import Key
 from ..kernels import AttentionCall, attention_kernels
 from . import plain_scores as plain
 from .attention_kernels import KERNELS, Kernel
@@ -46,7 +47,7 @@ def attend(
     p: float,
     causal: bool,
     scale: float,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ def attend_grad(
     p: float,
     causal: bool,
     scale: float,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +90,7 @@ def mask_grad(
     p: float,
     causal: bool,
     scale: float,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
 ) -> Tensor:

@@ -137,9 +137,11 @@ def _forward(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    KEYED: tl.constexpr,
 ):
-    """Rows of a head with all keys. grown: 1 / (1 - p)."""
+    """Rows of a head with all keys. key: where it lies if KEYED. grown: 1 / (1 - p)."""
     heads, row_count, key_count = sizes[0], sizes[1], sizes[2]
+    key = tl.load(key) if KEYED else key
     tiles = tl.cdiv(row_count, ROWS)
     program = tl.program_id(0)
     head, batch = ((program // tiles) % heads).to(tl.int64), (program // tiles // heads).to(tl.int64)
@@ -201,9 +203,11 @@ def _of_rows(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    KEYED: tl.constexpr,
 ):
     """dQ and δ of some rows of a head."""
     heads, row_count, key_count = sizes[0], sizes[1], sizes[2]
+    key = tl.load(key) if KEYED else key
     tiles = tl.cdiv(row_count, ROWS)
     program = tl.program_id(0)
     head, batch = ((program // tiles) % heads).to(tl.int64), (program // tiles // heads).to(tl.int64)
@@ -261,9 +265,11 @@ def _of_keys(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    KEYED: tl.constexpr,
 ):
     """dK and dV of some keys of a key head, with the rows of all its query heads."""
     heads, row_count, key_count = sizes[0], sizes[1], sizes[2]
+    key = tl.load(key) if KEYED else key
     tiles = tl.cdiv(key_count, KEYS)
     program = tl.program_id(0)
     kv_heads = heads // GROUP

@@ -25,7 +25,8 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of a block of attention; shape and offsets: of all scores, and where the block starts in them."""
+    """Sizes of a block of attention; shape and offsets: of all scores, and where the block starts in them; keyed: the key
+    lies in memory."""
 
     heads: int = 2
     kv: int = 2
@@ -38,6 +39,7 @@ class Case:
     p: float = 0.3
     shape: tuple[int, ...] | None = None
     offsets: tuple[int, ...] | None = None
+    keyed: bool = False
 
     def operands(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """q, k, v and the gradient of the result, the heads of a row side by side in some."""
@@ -71,6 +73,7 @@ CASES = {
     "a block of all": Case(shape=(4, 8, 100, 204), offsets=(1, 2, 3, 8)),
     "a block that begins inside a word": Case(shape=(4, 8, 100, 203), offsets=(1, 2, 3, 6)),
     "a rate close to 0": Case(p=1e-5, shape=(4, 8, 1 << 30, 1 << 30), offsets=(1, 2, 1 << 29, 1 << 29)),
+    "a key in memory": Case(keyed=True),
     "scores beyond 2^60": Case(shape=(4, 8, 1 << 30, 1 << 30), offsets=(3, 6, (1 << 29) + 3, 1 << 29)),
 }
 
@@ -80,6 +83,8 @@ def differences(case: Case, dtype: torch.dtype) -> list[float]:
     q, k, v, g = case.operands(dtype)
     config = case.config()
     there = config._replace(mask=None if config.mask is None else config.mask.to(DEVICE))
+    if case.keyed:
+        there = there._replace(key=torch.tensor([1, KEY], device=DEVICE)[1])
     read = [x.to(DEVICE) for x in (q, k, v)]
     told = (there.mask, *dropped._config(*read[:2], there))
     out, lse = dropped.attend(*read, *told)  # type: ignore[arg-type]
@@ -113,7 +118,7 @@ def test_the_mask_is_that_of_a_cpu_to_the_bit() -> None:
     for p, first in ((0.4, 8), (0.4, 7), (1e-5, 0)):
         shape, offsets = (2, 4, 50, 90), (1, 1, 20, first)
         read = (x.to(DEVICE) for x in (q, k, v))
-        out, _ = dropped.attend(*read, None, p, False, 1.0, KEY, (*shape, *offsets))
+        out, _ = dropped.attend(*read, None, p, False, 1.0, KEY, None, (*shape, *offsets))
         keep = random.keep_mask((1, 2, 24, 48), p, KEY, shape, offsets)
         assert torch.equal(out.cpu() != 0, keep)
 
@@ -179,7 +184,7 @@ def test_merged_pieces_drop_what_one_piece_drops(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plain_scores, "_dropped", lambda *given: asked.append(given[3]) or _factors(*given))
     part, _ = attention.attention(q[:, :, 3:], k, v, None, 0.4, True, 0.5, 0, 3, KEY, (1, 2, 8, 8), (0, 0, 3, 0))
     torch.testing.assert_close(part, whole[:, :, 3:], rtol=1e-9, atol=1e-9)
-    assert {dropped._config(q, k, config)[4][4:][3] for config in asked} == {0, 3}
+    assert {dropped._config(q, k, config)[-1][7] for config in asked} == {0, 3}
 
 
 _factors = plain_scores._dropped
@@ -188,7 +193,7 @@ _factors = plain_scores._dropped
 def test_a_pieces_place_is_what_a_kernel_is_told() -> None:
     q, k = torch.empty(1, 2, 5, 4), torch.empty(1, 2, 3, 4)
     config = Config(None, 0.4, False, 0.5, KEY, (4, 8, 30, 35), (3, 2, 10, 9))
-    assert dropped._told(q, k, 0.4, 0.5, KEY, dropped._config(q, k, config)[4]) == (
+    assert dropped._told(q, k, 0.4, 0.5, KEY, dropped._config(q, k, config)[-1]) == (
         (2, 5, 3),
         0.5,
         KEY,
