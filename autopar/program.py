@@ -36,8 +36,8 @@ from autopar.passes.shard.evaluate import evaluate
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.plan import Plan, check_plan, checked_plan
 from autopar.report import facts, report
-from autopar.report.beside import Profile, beside_text
 from autopar.report.candidates import ruled_out_stages, worth_measuring
+from autopar.report.predicted_vs_measured import Profile, predicted_vs_measured_text
 from autopar.report.words import no_faster
 from autopar.request import Request, as_cluster
 from autopar.runtime.comm.recorder import Recorder, StepRecord
@@ -93,7 +93,7 @@ class ParallelProgram(Compiled):
 
     def beside(self, profile: Profile) -> str:
         """The prediction beside what `run(…, profile=True)` recorded: per action, and per kind of message."""
-        return beside_text(facts(self), profile)
+        return predicted_vs_measured_text(facts(self), profile)
 
     def report(self) -> str:
         """The plan in words: mesh, predictions, collectives, storage, alternatives."""

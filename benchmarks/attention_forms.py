@@ -16,7 +16,6 @@ step.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import statistics
@@ -39,7 +38,7 @@ from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
 from autopar.runtime.data.fields import to_data
 from benchmarks.delayed import Link, steps_on_link
-from benchmarks.turns import print_json
+from benchmarks.harness import command_line, print_json
 from tests.ops.rings import Layer
 
 FORMS = {"gathered": "s", "ring": "+s+t", "heads": "h"}
@@ -108,18 +107,22 @@ class Loss(nn.Module):
 
 def forms_of(setting: Setting, profile: Mapping[str, Any]) -> dict[str, autopar.Program]:
     """The program of every form, on a cluster of calibrated devices with the setting's link."""
-    cluster = autopar.ClusterSpec.local(setting.ranks).with_profile(profile)
-    (level,) = cluster.levels
-    level = replace(level, bandwidth_Bps=setting.link.bandwidth_Bps, latency_s=setting.link.latency_s)
     torch.manual_seed(0)
     program = autopar.compile(
         Loss(setting),
-        replace(cluster, levels=(level,)),
+        cluster_on_link(setting.ranks, profile, setting.link),
         (batch_of(setting),),
         optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
         options=autopar.Options(mesh={"cp": setting.ranks}, pp=1),
     )
     return {name: in_form(program, choice) for name, choice in FORMS.items()}
+
+
+def cluster_on_link(ranks: int, profile: Mapping[str, Any], link: Link) -> autopar.ClusterSpec:
+    """So many calibrated devices on a link."""
+    cluster = autopar.ClusterSpec.local(ranks).with_profile(profile)
+    (level,) = cluster.levels
+    return replace(cluster, levels=(replace(level, bandwidth_Bps=link.bandwidth_Bps, latency_s=link.latency_s),))
 
 
 def in_form(program: autopar.Program, choice: str) -> autopar.Program:
@@ -204,8 +207,7 @@ def device_profile(ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=7)
+    parser = command_line(__doc__, steps=7)
     parser.add_argument("--limit", type=int, default=len(SETTINGS), help="the first settings alone")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -9,7 +9,6 @@ and what it has of these is not made again. --by: what is timed is started by th
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import shutil
@@ -30,8 +29,8 @@ from autopar.runtime.comm.nodes import ByNode, use_nodes
 from autopar.runtime.comm.process import TorchComm
 from benchmarks.calibrated_models import gpt, wide
 from benchmarks.calibrated_plans import Case, Loaded, calibrate, compiled, priced_s, timed, turn_s
+from benchmarks.harness import as_worker, command_line, print_json, printed_object
 from benchmarks.shaped import ranks_on
-from benchmarks.turns import as_worker, print_json
 
 MODULE = "benchmarks.by_node"
 NODES, PLACES = 2, 2
@@ -102,11 +101,8 @@ def save_both(program: autopar.ParallelProgram, directory: Path, name: str) -> N
 
 def flat_priced_s(program: autopar.ParallelProgram, cluster: autopar.ClusterSpec) -> float:
     """Predicted seconds of a step whose collectives are all flat."""
-    by_node._time_s.cache_clear()
     with patch.object(by_node, "least_bytes", lambda *_: None):
-        seconds = priced_s(program, cluster)
-    by_node._time_s.cache_clear()
-    return seconds
+        return priced_s(program, cluster)
 
 
 def compared(programs: dict[str, autopar.ParallelProgram], profile: Path, measured: dict[str, Any]) -> dict[str, Any]:
@@ -142,18 +138,14 @@ def time_all(directory: Path, mbit: float) -> None:
     with ranks_on(RANKS, mbit, PLACES) as ranks:
         if not (directory / PROFILE).exists():
             return calibrate(ranks, directory / PROFILE)
-        printed = ranks.run(["-m", MODULE, str(directory), "--worker"])
-    (directory / MEASURED).write_text(next(line for line in printed.splitlines() if line.startswith("{")))
+        measured = printed_object(ranks.run(["-m", MODULE, str(directory), "--worker"]))
+    (directory / MEASURED).write_text(json.dumps(measured))
     return None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="of what is kept")
+    parser = command_line(__doc__, keeps=True)
     parser.add_argument("--shaped", type=float, default=1000.0, help="Mbit/s of the link between the nodes")
-    parser.add_argument("--by", default="", help="a command that starts what is timed")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--time", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     directory = args.directory
     if args.worker:

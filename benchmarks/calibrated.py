@@ -13,7 +13,6 @@ started by this command. DIR keeps profiles, programs and what was measured, and
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import json
@@ -36,8 +35,8 @@ from benchmarks.calibrated_plans import (
     timed,
     turn_s,
 )
+from benchmarks.harness import as_worker, command_line, print_json, printed_object
 from benchmarks.shaped import ranks_on
-from benchmarks.turns import as_worker, print_json
 
 MODULE = "benchmarks.calibrated"
 STEPS_A_TURN, TURNS, MOST_TURNS = 3, 6, 24
@@ -100,8 +99,8 @@ def time_all(directory: Path, limit: int, compressed: bool, mbit: float | None) 
     with ranks_on(2, mbit) as ranks:
         calibrate(ranks, directory / BEFORE)
         chosen = ["--limit", str(limit), *(["--compressed"] if compressed else [])]
-        printed = ranks.run(["-m", MODULE, str(directory), "--worker", *chosen])
-        (directory / MEASURED).write_text(next(line for line in printed.splitlines() if line.startswith("{")))
+        measured = printed_object(ranks.run(["-m", MODULE, str(directory), "--worker", *chosen]))
+        (directory / MEASURED).write_text(json.dumps(measured))
         calibrate(ranks, directory / AFTER)
 
 
@@ -131,14 +130,10 @@ def compared(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="of what is kept")
+    parser = command_line(__doc__, keeps=True)
     parser.add_argument("--limit", type=int, default=len(CASES), help="the first plans alone")
     parser.add_argument("--compressed", action="store_true", help="plans with and without compressed gradients")
     parser.add_argument("--shaped", type=float, help="Mbit/s of the link between the ranks")
-    parser.add_argument("--by", default="", help="a command that starts what is timed")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--time", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     directory, cases = args.directory, (COMPRESSED if args.compressed else CASES)[: args.limit]
     if args.worker:

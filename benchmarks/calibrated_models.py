@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness import make_batch
 from benchmarks.models import Gpt, Llama, LlamaShape, next_token_loss, seeded_gpt
-from benchmarks.turns import make_batch
 
 Made = tuple[nn.Module, tuple[Tensor, Tensor], Callable[..., Tensor] | None]
 Model = Callable[[], Made]

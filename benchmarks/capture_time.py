@@ -11,7 +11,6 @@ same: CPU seconds, the medians of runs that take turns, each after one run that 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import cProfile
 import gc
@@ -28,6 +27,7 @@ from torch import nn
 
 from autopar.capture.build import capture_program
 from benchmarks.architectures.from_transformers import cases
+from benchmarks.harness import command_line
 
 NAMES = (
     *(
@@ -90,7 +90,7 @@ def captured(model: nn.Module, batch: dict[str, Any]) -> object:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--only", nargs="*", default=NAMES)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--profile", metavar="NAME")

@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.harness import command_line  # noqa: E402
 from benchmarks.models import LLAMA_405B, Llama, LlamaShape  # noqa: E402
 
 MESHES: dict[str, dict[str, int]] = {
@@ -184,7 +185,7 @@ def chosen_cases(args: argparse.Namespace) -> tuple[Case, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="three small cases")
     parser.add_argument("--growth", action="store_true", help="meshes and stages searched, over layers and GPUs")
     parser.add_argument("--case", nargs="+", help="cases of the table whose name contains one of these")

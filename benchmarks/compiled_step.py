@@ -2,7 +2,7 @@
 
     python benchmarks/compiled_step.py [--models llama resnet] [--steps 20] [--layers 12]
 
-Both sides use inductor and the same fused AdamW, are given the same batches, and take turns (turns.py). Each compiles into an
+Both sides use inductor and the same fused AdamW, are given the same batches, and take turns (harness.py). Each compiles into an
 empty cache of its own, after a function of no weight has been compiled, so that what a process pays once is nobody's.
 `compile_s` is the first step's time beyond the median step. With dropout the two draw other random numbers.
 """
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.harness import command_line, print_json, take_turns  # noqa: E402
 from benchmarks.models import Llama, LlamaShape  # noqa: E402
-from benchmarks.turns import print_json, take_turns  # noqa: E402
 from tests.zoo.others import BasicBlock, VitBlock  # noqa: E402
 from tests.zoo.transformers import BertLayer, Gpt2  # noqa: E402
 
@@ -207,9 +207,8 @@ def measure(name: str, layers: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, steps=20)
     parser.add_argument("--models", nargs="*", choices=CASES, default=list(CASES))
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -12,7 +12,6 @@ the least and the greatest of them.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -31,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 import autopar  # noqa: E402
 from autopar.costmodel.calibrate import calibrate  # noqa: E402
-from benchmarks.turns import as_worker, print_json, run_workers, take_turns  # noqa: E402
+from benchmarks.harness import as_worker, command_line, print_json, run_workers, take_turns  # noqa: E402
 from tests.ops.rings import with_choices  # noqa: E402
 
 CLASSES = 64
@@ -149,11 +148,8 @@ def row(predicted: list[dict[str, float]], measured: list[dict[str, Any]]) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, steps=24, ranks=4, worker=True)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return as_worker(functools.partial(measure, args.worker, args.steps))

@@ -2,7 +2,7 @@
 
     python benchmarks/guards.py [--steps 20] [--ranks 2]
 
-Both programs take turns (turns.py), but what a guard costs is far below the noise of a step; so the checks of a step are
+Both programs take turns (harness.py), but what a guard costs is far below the noise of a step; so the checks of a step are
 timed alone too, and `share_of_step` is the median of these over the median step without guards.
 """
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.demo import TEXT, demo_program  # noqa: E402
-from benchmarks.turns import Batch, Step, measure_saved, take_turns  # noqa: E402
+from benchmarks.harness import Batch, Step, measure_saved, take_turns  # noqa: E402
 
 REPEATS = 200
 

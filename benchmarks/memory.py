@@ -6,7 +6,7 @@
 
 Bytes are those alive in tensors, counted from the op that makes a storage until it is freed, over a whole step with
 optimizer state there: parameters, gradients, optimizer state, activations, gathered parameters and buffers of both. Time
-is taken without the counter, programs taking turns (see turns.py). The recompute cases are in memory_recompute.py.
+is taken without the counter, programs taking turns (see harness.py). The recompute cases are in memory_recompute.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import functools
 import gc
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.harness import Batch, Step, as_worker, command_line, make_batch, print_json, run_saved, take_turns  # noqa: E402
 from benchmarks.models import next_token_loss, seeded_gpt  # noqa: E402
 from benchmarks.reference_steps import autopar_step, fsdp2_step  # noqa: E402
-from benchmarks.turns import Batch, Step, as_worker, make_batch, print_json, run_workers, take_turns  # noqa: E402
 
 WIDTH, SEQ = 384, 128
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -158,16 +157,12 @@ def limit(args: argparse.Namespace) -> None:
 
 def on_ranks(args: argparse.Namespace, case: str, ranks: int, programs: Mapping[str, Any]) -> dict[str, Any]:
     """The measurements of a case's workers on emitted programs."""
-    with tempfile.TemporaryDirectory() as directory:
-        for name, program in programs.items():
-            program.save(Path(directory) / name)
-        arguments = [f"--{case}", "--worker", directory, "--steps", args.steps, "--warmup", args.warmup]
-        arguments += ["--rows", args.rows, "--limit-bytes", args.limit_bytes]
-        return run_workers(__file__, ranks, arguments, args.timeout)
+    arguments = [f"--{case}", "--steps", args.steps, "--warmup", args.warmup, "--rows", args.rows]
+    return run_saved(__file__, ranks, programs, [*arguments, "--limit-bytes", args.limit_bytes], args.timeout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, steps=30, warmup=3, worker=True)
     parser.add_argument("--zero3", action="store_true")
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--limit", action="store_true")
@@ -175,11 +170,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rows", type=int, default=4, help="sequences per rank")
     parser.add_argument("--times", type=float, default=3.0, help="how much too large the model is for the limit")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one case's processes")
     parser.add_argument("--limit-bytes", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return as_worker(functools.partial(limit_worker if args.limit else zero3_worker, args))

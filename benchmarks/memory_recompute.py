@@ -27,9 +27,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.counter import ByteCounter
+from benchmarks.harness import Batch, Step, make_batch, print_json, take_turns
 from benchmarks.models import next_token_loss, seeded_gpt
 from benchmarks.reference_steps import autopar_step
-from benchmarks.turns import Batch, Step, make_batch, print_json, take_turns
 
 SEQ = 256
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)

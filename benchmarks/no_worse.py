@@ -16,7 +16,6 @@ Beside autopar's public face the script uses what both commits have, so it runs 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -35,6 +34,7 @@ import autopar
 from autopar import ClusterSpec, Plan
 from autopar.passes.rules.structure import parameter_groups
 from autopar.passes.shard.allowed import allowed_states
+from benchmarks.harness import command_line
 from benchmarks.models import LLAMA_405B, Gpt, Llama, LlamaShape, next_token_loss
 from benchmarks.sameness import ADAMW, cases, of_model, of_zoo
 from tests.zoo.models import MODELS
@@ -217,7 +217,7 @@ def summary(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Record or compare, as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("command", choices=("record", "compare"))
     parser.add_argument("plans", type=Path, help="what `record` writes and `compare` reads")
     parser.add_argument("out", type=Path, nargs="?", help="where `compare` writes; without it, the standard output")

@@ -3,12 +3,11 @@
     python -m benchmarks.one_rank [--steps 20] [--only NAME]
 
 Models of the zoo, wide enough that kernels count: Llama, GPT-2 and BERT with dropout, ViT, ResNet. Both take turns on the
-same batches with the same optimizer (see turns.py). Where a model drops nothing the losses must agree.
+same batches with the same optimizer (see harness.py). Where a model drops nothing the losses must agree.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import tempfile
@@ -20,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from benchmarks.harness import command_line, print_json, take_turns
 from benchmarks.models import Gpt, next_token_loss
-from benchmarks.turns import print_json, take_turns
 from tests.zoo.others import ResNet, Vit
 from tests.zoo.transformers import Gpt2, Llama
 
@@ -94,8 +93,7 @@ def measured(name: str, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser = command_line(__doc__, steps=20)
     parser.add_argument("--only", default="", help="part of a model's name")
     args = parser.parse_args()
     torch.set_num_threads(1)

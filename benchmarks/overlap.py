@@ -13,12 +13,11 @@ must be the same, in pieces to 1e-5. "bound" is the larger of messages and of wh
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,9 +28,9 @@ import autopar
 from autopar.passes.search.overlap import overlapping
 from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.plan import OVERLAPS
-from benchmarks.attention_forms import device_profile
+from benchmarks.attention_forms import cluster_on_link, device_profile
 from benchmarks.delayed import Link, steps_on_link
-from benchmarks.turns import print_json
+from benchmarks.harness import command_line, print_json
 from tests.ops.rings import with_choices
 
 
@@ -135,14 +134,11 @@ class Blocks(nn.Module):
 
 def programs_of(setting: Setting, profile: Mapping[str, Any]) -> dict[str, autopar.Program]:
     """The program with every overlap, "" for none, on a cluster of calibrated devices with the setting's link."""
-    cluster = autopar.ClusterSpec.local(setting.ranks).with_profile(profile)
-    (level,) = cluster.levels
-    level = replace(level, bandwidth_Bps=setting.link.bandwidth_Bps, latency_s=setting.link.latency_s)
     torch.manual_seed(0)
     experts = setting.kind == "experts"
     program = autopar.compile(
         Blocks(setting),
-        replace(cluster, levels=(level,)),
+        cluster_on_link(setting.ranks, profile, setting.link),
         (batch_of(setting),),
         optimizer=functools.partial(torch.optim.SGD, lr=1e-3),
         options=autopar.Options(
@@ -212,8 +208,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=7)
+    parser = command_line(__doc__, steps=7)
     parser.add_argument("--first", type=int, default=0, help="number of the first setting")
     parser.add_argument("--limit", type=int, default=len(SETTINGS), help="so many settings alone")
     args = parser.parse_args()

@@ -4,13 +4,12 @@
 
 The same model, batch and fused AdamW; of every kind (data parallel, ZeRO-3, tensor parallel, 1F1B) the emitted program under that
 plan, what autopar chooses by itself (on this machine as it was just calibrated), and hand-written programs with DDP, FSDP2,
-DTensor and torch.distributed.pipelining, several settings each. All take turns (see turns.py); their losses must agree.
+DTensor and torch.distributed.pipelining, several settings each. All take turns (see harness.py); their losses must agree.
 `ratio` compares with the fastest setting: the median of step-by-step ratios. Freed memory stays in the process, for all alike.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import sys
@@ -26,10 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from autopar.runtime.memory.heap import keep_freed_memory  # noqa: E402
+from benchmarks.harness import Step, as_worker, command_line, make_batch, print_json, run_workers, take_turns  # noqa: E402
 from benchmarks.models import Gpt, Llama, LlamaShape, next_token_loss  # noqa: E402
 from benchmarks.reference_steps import Model, autopar_step, ddp_step, fsdp2_step, pipelined_step  # noqa: E402
 from benchmarks.tensor_parallel_steps import tensor_parallel_step  # noqa: E402
-from benchmarks.turns import Step, as_worker, make_batch, print_json, run_workers, take_turns  # noqa: E402
 
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
 BATCH, SEQ, MICROBATCHES = 8, 128, 8
@@ -117,13 +116,9 @@ def compile_programs(directory: Path, cases: Sequence[str], ranks: int, profile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser = command_line(__doc__, steps=20, warmup=3, ranks=2, worker=True)
     parser.add_argument("--only", nargs="+", default=CASES, choices=CASES)
     parser.add_argument("--profile", type=Path, help="a profile to be read if it exists, else written")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return as_worker(functools.partial(measure, args.worker, args.only, args.steps, args.warmup))

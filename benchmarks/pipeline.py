@@ -3,17 +3,15 @@
     python benchmarks/pipeline.py [--steps 40] [--microbatches 8]      two Gloo processes
 
 The same GPT, cut at the same block into two stages, with the same microbatches and optimizer. Both programs take turns
-(see turns.py), and their losses must agree. `predicted` is the compiler's, from a profile calibrated on this machine just
+(see harness.py), and their losses must agree. `predicted` is the compiler's, from a profile calibrated on this machine just
 before; `simulated_from_actions` simulates the schedule with the seconds that each action took here.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.harness import as_worker, command_line, make_batch, print_json, run_saved, take_turns  # noqa: E402
 from benchmarks.models import next_token_loss, seeded_gpt  # noqa: E402
 from benchmarks.reference_steps import pipelined_step  # noqa: E402
-from benchmarks.turns import as_worker, make_batch, print_json, run_workers, take_turns  # noqa: E402
 
 OPTIMIZER = functools.partial(torch.optim.SGD, lr=1e-2)
 RECORDED_STEPS = 8
@@ -37,7 +35,7 @@ def measure(directory: Path, steps: int, warmup: int, microbatches: int) -> dict
     """One rank: both programs in turn, then the emitted one's actions."""
     import autopar
 
-    ours = autopar.load(directory)
+    ours = autopar.load(directory / "pipeline")
     programs = {
         "autopar": lambda batch: float(ours(batch)),
         "torch": pipelined_step(seeded_gpt(), OPTIMIZER, microbatches),
@@ -82,11 +80,8 @@ def simulated_s(account: Any, actions: Sequence[tuple[str, float]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=5)
+    parser = command_line(__doc__, steps=40, warmup=5, worker=True)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return as_worker(functools.partial(measure, args.worker, args.steps, args.warmup, args.microbatches))
@@ -106,10 +101,8 @@ def main() -> None:
             pp=2, microbatches=args.microbatches, schedule="1f1b", stage_boundaries=[f"blocks.{len(model.blocks) // 2}"]
         ),
     )
-    with tempfile.TemporaryDirectory() as directory:
-        program.save(directory)
-        arguments = ["--worker", directory, "--steps", args.steps, "--warmup", args.warmup]
-        result = run_workers(__file__, 2, [*arguments, "--microbatches", args.microbatches])
+    arguments = ["--steps", args.steps, "--warmup", args.warmup, "--microbatches", args.microbatches]
+    result = run_saved(__file__, 2, {"pipeline": program}, arguments)
     measured_s, simulated = result.pop("autopar_s"), simulated_s(program.account, result.pop("actions"))
     predicted_s = program.predicted.step_time_s
     result |= {

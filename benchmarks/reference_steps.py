@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.harness import Batch, Step
 from benchmarks.models import Gpt, Llama, next_token_loss
-from benchmarks.turns import Batch, Step
 
 Model = Gpt | Llama
 MakeOptimizer = Callable[..., torch.optim.Optimizer]

@@ -33,8 +33,8 @@ import torch.distributed as dist
 import autopar
 from benchmarks.calibrated_models import Model, bags, conv, small_llama, tied, wide
 from benchmarks.calibrated_plans import Case, Loaded, calibrate, cluster_of, compiled, timed, turn_s
+from benchmarks.harness import as_worker, command_line, printed_object
 from benchmarks.shaped import ranks_on
-from benchmarks.turns import as_worker
 
 MODULE = "benchmarks.regret"
 RESULTS, CHOSEN, CANDIDATES = "regret.jsonl", "chosen", 3
@@ -204,14 +204,10 @@ def lines_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="of what is kept")
+    parser = command_line(__doc__, keeps=True)
     parser.add_argument("--only", default="", help="settings whose names have this in them")
     parser.add_argument("--seconds", type=float, default=30.0, help="of turns, of one setting")
-    parser.add_argument("--by", default="", help="a command that starts what is timed")
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
-    for hidden in ("--worker", "--time"):
-        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--calibrate", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.number is not None:
@@ -234,8 +230,7 @@ def timed_part(setting: Setting, args: argparse.Namespace) -> None:
         if args.calibrate:
             return calibrate(ranks, args.calibrate)
         worker = [str(args.directory), "--worker", "--number", str(args.number), "--seconds", str(args.seconds)]
-        printed = ranks.run(["-m", MODULE, *worker])
-        (args.directory / "turns.json").write_text(next(x for x in printed.splitlines() if x.startswith("{")))
+        (args.directory / "turns.json").write_text(json.dumps(printed_object(ranks.run(["-m", MODULE, *worker]))))
 
 
 if __name__ == "__main__":

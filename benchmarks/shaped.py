@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.turns import WorkersFailed
+from benchmarks.harness import WorkersFailed
 
 INTERFACE = "veth0"
 """The network interface of every rank that has a namespace of its own."""

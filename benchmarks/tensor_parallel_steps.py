@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from benchmarks.harness import Batch, Step
 from benchmarks.models import Gpt, next_token_loss
 from benchmarks.reference_steps import MakeOptimizer, Model
-from benchmarks.turns import Batch, Step
 
 COLUMNS = ("qkv", "up", "attention.wq", "attention.wk", "attention.wv", "gate")
 ROWS = ("proj", "down", "attention.wo")

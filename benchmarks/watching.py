@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.demo import TEXT, demo_program  # noqa: E402
-from benchmarks.turns import measure_saved  # noqa: E402
+from benchmarks.harness import measure_saved  # noqa: E402
 
 REPEATS, BLOCK, BEAT_S = 2000, 10, 1.0
 

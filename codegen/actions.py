@@ -12,7 +12,7 @@ from autopar.ir import lines as ir
 from autopar.ir.lines import Function, Line, Ref, Stored
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.steps import rows
-from autopar.ops.homes import HOMES
+from autopar.ops.runtime_modules import RUNTIME_MODULES
 from autopar.runtime.memory.tiers import TIER_KINDS
 
 WHAT = {
@@ -22,7 +22,7 @@ WHAT = {
     "inputs": "B: gradients of what one microbatch reads; what those of parameters need is left in a list.",
     "weights": "W: gradients of parameters of one microbatch.",
 }
-_RESERVED = ("rt", "torch", "aten", *HOMES, "user_ops", "float", "range", "reversed", "zip")
+_RESERVED = ("rt", "torch", "aten", *RUNTIME_MODULES, "user_ops", "float", "range", "reversed", "zip")
 """Names of the file that the functions read."""
 
 

@@ -14,7 +14,7 @@ from autopar import runtime
 from autopar.codegen.pipeline import pipeline_module
 from autopar.codegen.user_ops import used_ops, user_ops_module
 from autopar.ir.lowered import LoweredProgram
-from autopar.ops.homes import HOMES, home_packages
+from autopar.ops.runtime_modules import RUNTIME_MODULES, home_packages
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
 from autopar.runtime.program.run_options import DEFAULTS, RunOptions
@@ -87,7 +87,7 @@ def load(lowered: LoweredProgram, sources: Sequence[str], pipeline: str) -> InPr
 
 def stage_module(source: str, name: str, importable: Mapping[str, types.ModuleType] | None = None) -> types.ModuleType:
     """Execute a stage file. `autopar_runtime` is this package's runtime; `importable` are other modules it may import."""
-    for package in ("", *(f".{package}" for package in home_packages(HOMES))):
+    for package in ("", *(f".{package}" for package in home_packages(RUNTIME_MODULES))):
         sys.modules.setdefault(f"autopar_runtime{package}", sys.modules[f"{runtime.__name__}{package}"])
     sys.modules.update(importable or {})
     module = types.ModuleType(name)

@@ -10,7 +10,6 @@ can be rounds of a loop, with `3` and `'layers.2.w'` written as `i + 1` and `f'l
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 
@@ -44,7 +43,6 @@ def _varies(mark: str) -> bool:
     return mark[0] != "l" and "\\" not in mark
 
 
-@functools.lru_cache(1 << 16)
 def _shape_of_mark(mark: str) -> Shape:
     if not _varies(mark):
         return mark, ()

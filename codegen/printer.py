@@ -1,8 +1,4 @@
-"""Lines of a lowered function as Python text.
-
-Common ops print as people write them (`a + b`, `x.reshape(…)`), every other torch op as `aten.<op>(…)`, autopar's own
-as calls into the small runtime.
-"""
+"""Lines of a lowered function as Python text: the calls that they are (`runtime_call.py`), and what they make."""
 
 from __future__ import annotations
 
@@ -12,26 +8,14 @@ from typing import Any
 
 import torch
 
+from autopar.codegen.runtime_call import RuntimeCall, call_of, carrier
 from autopar.codegen.text import comment
-from autopar.ir.call import schema_arguments
-from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, Ref, Site, Start, Wait, label
+from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, Ref, Site, Start, Wait
 from autopar.ops.discover import target_of
 from autopar.ops.registry import AlongAxis, Offset, find
 
 Dtypes = Mapping[torch.dtype, torch.dtype]
 TemplateLine = Compute | Convert | Start | GoOn | Wait | Cut | Join
-_BINARY = {
-    "aten.add.Tensor": "+",
-    "aten.sub.Tensor": "-",
-    "aten.mul.Tensor": "*",
-    "aten.div.Tensor": "/",
-    "aten.add.Scalar": "+",
-    "aten.sub.Scalar": "-",
-    "aten.mul.Scalar": "*",
-    "aten.div.Scalar": "/",
-}
-_METHODS = {"aten.reshape.default": "reshape", "aten.permute.default": "permute", "aten.expand.default": "expand"}
-_DROPPED = ("device", "layout", "pin_memory", "memory_format")
 
 
 class Printer:
@@ -47,6 +31,8 @@ class Printer:
         """One argument as text."""
         if isinstance(x, Ref):
             return self.local(x.name)
+        if isinstance(x, RuntimeCall):
+            return self.call(x)
         if isinstance(x, Offset):
             start = f" {'-' if x.start < 0 else '+'} {abs(x.start)}" if x.start else ""
             return f"rt.comm.axis_index({_axes(x.axes)}) * {x.chunk}{start}"
@@ -75,126 +61,20 @@ class Printer:
     def expression(self, line: TemplateLine) -> str:
         """Right-hand side of a line."""
         match line:
-            case Start(line=Convert() as conversion):
-                return self._collective(conversion, "start_")
-            case Start(line=Compute() as op):
-                return self._own(op, "start_")
             case GoOn(handle):
                 return f"{self.local(handle)}.go_on()"
             case Wait(handle):
                 return f"{self.local(handle)}.wait()"
-            case Cut(value, dim=dim):
-                return f"{self.local(value)}.chunk({len(line.outs)}, {dim})"
-            case Join(pieces, dim):
-                pieces = tuple(map(self.local, pieces))
-                return " + ".join(pieces) if dim is None else f"torch.cat([{', '.join(pieces)}], {dim})"
-            case Convert():
-                return self._collective(line)
-            case Compute():
-                return self._op(line)
-        raise TypeError(f"{label(line)} is no line of a template")
+        return self.call(call_of(line))
 
-    def _op(self, line: Compute) -> str:
-        function = _carrier(line)
-        if function:
-            told = self._told(line)
-            return self._call(function, line.op, line.kwargs)[:-1] + (f", {told})" if told else ")")
-        if line.op.startswith(("autopar.", "autopar_ops.")):
-            return self._own(line)
-        if line.op.startswith(("aten.", "prims.")):
-            return self._aten(line)
-        return self._library(line)
-
-    def _told(self, line: Compute) -> str:
-        """The keywords that the op's schema does not have."""
-        schema_names = {n for n, _, _ in schema_arguments(target_of(line.op))}
-        return ", ".join(f"{k}={self.value(v)}" for k, v in line.kwargs.items() if k not in schema_names)
-
-    def _collective(self, line: Convert, start: str = "") -> str:
-        """start: what the names of functions that give a handle begin with."""
-        step, dims = line.step, "".join(f"{dim}, " for dim in line.step.dims)
-        op = "" if step.reduction == "sum" else f", op={step.reduction!r}"
-        parts = {"start": start, "kind": step.kind, "x": self.local(line.value), "dims": dims, "axis": repr(step.axis)}
-        return step.facts.text.format(**parts, op=op)
-
-    def _own(self, line: Compute, start: str = "") -> str:
-        definition, name = find(line.op), line.op.split(".")[1]
-        assert definition is not None
-        schema = schema_arguments(target_of(line.op))
-        schema_names = {n for n, _, _ in schema}
-        given = [n for n, _, _ in schema if n in line.kwargs]
-        # the function of a user's op need not have the defaults of its schema; behind these the source has its place
-        if line.op.startswith("autopar.") and not definition.told_source:
-            given = _without_last_defaults(schema, given, line.kwargs)
-        args = [self.value(line.kwargs[n]) for n in given]
-        if definition.told_source:
-            args.append(repr(comment(line.source, 110)))
-        for k, v in line.kwargs.items():
-            if k not in schema_names and v is not None and not (k == "offset" and v == 0):
-                args.append(f"{k}={self.value(v)}")
-        if definition.key_argument is not None and "key" in line.kwargs:
-            args = [a for a in args if not a.startswith("key=")]
-            args.insert(definition.key_argument, self.value(line.kwargs["key"]))
-        if definition.factory:
-            args.append("device=rt.device")
-        return f"{definition.home}.{start}{name}({', '.join(args)})"
-
-    def _aten(self, line: Compute) -> str:
-        arguments = {k: v for k, v in line.kwargs.items() if k not in _DROPPED}
-        if line.op in _BINARY and arguments.get("alpha", 1) == 1:
-            left, right = arguments["self"], arguments["other"]
-            return f"{self.value(left)} {_BINARY[line.op]} {self.value(right)}"
-        if line.op in _METHODS:
-            size = next(v for k, v in arguments.items() if k in ("shape", "dims", "size"))
-            return f"{self.value(arguments['self'])}.{_METHODS[line.op]}({', '.join(map(self.value, size)) or '()'})"
-        if line.op == "aten.neg.default":
-            return f"-{self.value(arguments['self'])}"
-        if line.op == "aten.sum.dim_IntList" and arguments.get("dtype") is None:
-            keep = ", keepdim=True" if arguments.get("keepdim") else ""
-            return f"{self.value(arguments['self'])}.sum({self.value(arguments['dim'])}{keep})"
-        if line.op == "aten._to_copy.default":
-            return f"{self.value(arguments['self'])}.to({self.value(arguments['dtype'])})"
-        text = self._call(f"{line.op.removesuffix('.default')}", line.op, arguments)
-        definition = find(line.op)
-        if definition is not None and definition.factory:
-            return text[:-1] + (", " if not text.endswith("(") else "") + "device=rt.device)"
-        return text
-
-    def _call(self, function: str, op: str, arguments: dict[str, Any]) -> str:
-        target = target_of(op)
-        keyword_only = {a.name for a in target._schema.arguments if a.kwarg_only}
-        args: list[str] = []
-        named = False
-        for name, has_default, default in schema_arguments(target):
-            if name not in arguments:
-                continue
-            value = arguments[name]
-            if has_default and not isinstance(value, Ref) and value == default and type(value) is type(default):
-                named = True
-                continue
-            text = self.value(value)
-            args.append(f"{name}={text}" if named or name in keyword_only else text)
-        return f"{function}({', '.join(args)})"
-
-    def _library(self, line: Compute) -> str:
-        return self._call(f"torch.ops.{line.op.removesuffix('.default')}", line.op, line.kwargs)
-
-
-def _without_last_defaults(
-    schema: tuple[tuple[str, bool, Any], ...], names: list[str], arguments: Mapping[str, Any]
-) -> list[str]:
-    """Names of arguments by position, up to the last that is not its default."""
-    names = list(names)
-    defaults = {name: default for name, has_default, default in schema if has_default}
-    while names and names[-1] in defaults and arguments[names[-1]] == defaults[names[-1]]:
-        names.pop()
-    return names
-
-
-def _carrier(line: Compute) -> str:
-    """The function of the runtime that sends an op's messages, where it is not the op's own, or that stands for torch's."""
-    definition = find(line.op)
-    return definition.carrier if definition is not None and (line.carried or definition.always_carried) else ""
+    def call(self, call: RuntimeCall) -> str:
+        """A call, a method or operators as text."""
+        args = [*map(self.value, call.args)]
+        if call.function in "+-*/":
+            return f" {call.function} ".join(args) if len(args) > 1 else f"{call.function}{args[0]}"
+        owner = args.pop(0) if call.function.startswith(".") else ""
+        args += [f"{name}={self.value(value)}" for name, value in call.kwargs.items()]
+        return f"{owner}{call.function}({', '.join(args)})"
 
 
 def home_of(line: Compute) -> str:
@@ -202,7 +82,7 @@ def home_of(line: Compute) -> str:
     definition = find(line.op)
     if definition is None:
         return "ops"
-    return _carrier(line).split(".")[0] or definition.home
+    return carrier(line).split(".")[0] or definition.home
 
 
 def _axes(axes: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Compute, Function, Start
 from autopar.ir.lowered import LoweredStage, LoweredTemplate, Row, StoredParameter
 from autopar.ir.steps import rows
-from autopar.ops.homes import HOMES, home_packages
+from autopar.ops.runtime_modules import RUNTIME_MODULES, home_packages
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("autopar.codegen", "templates"),
@@ -65,7 +65,7 @@ def _source(
         inputs=[_row(row, printer, f"batch_dim={row.batch_dim!r}") for row in stage.inputs],
         outputs=[_row(row, printer, f"join={(row.join.how, row.join.dim, row.join.outer)!r}") for row in stage.outputs],
         gradients=table_lines([_gradient(p) for p in stage.parameters.values() if p.contributions], named=True),
-        ports={
+        ends={
             "RECEIVES": [p.name for p in stage.received],
             "SENDS": [p.name for p in stage.sent],
             "GRADIENT_RECEIVES": [p.name for p in stage.gradients_received],
@@ -74,7 +74,7 @@ def _source(
         },
         mesh=dict(stage.mesh.axes),
         user_ops=bool(registered_ops(stage)),
-        homes=home_packages(HOMES.keys() & {"ops", *(home_of(line) for line in _computed(stage))}),
+        homes=home_packages(RUNTIME_MODULES.keys() & {"ops", *(home_of(line) for line in _computed(stage))}),
     )
 
 

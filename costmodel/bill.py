@@ -83,7 +83,7 @@ class Work:
         """Seconds of the kernels, messages left out."""
         return self.computed_s + self.passes_s(software)
 
-    def exposed_s(self, software: Software) -> float:
+    def non_overlapped_s(self, software: Software) -> float:
         """Seconds of messages that nothing hides."""
         return sum(software.exposed_share(purpose.overlap) * s for purpose, s in self.messages.items())
 
@@ -194,7 +194,7 @@ class CallSeconds(NamedTuple):
     F: float
     B: float
     W: float
-    exposed_s: dict[str, float]
+    non_overlapped_s: dict[str, float]
 
     @property
     def by_action(self) -> dict[str, float]:
@@ -209,14 +209,14 @@ class CallSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds that a bill comes to. seconds: of one action by (stage, kind). exposed_s: of layers' messages in a
+    """Seconds that a bill comes to. seconds: of one action by (stage, kind). non_overlapped_s: of layers' messages in a
     microbatch, by group and by what they are for. once_s: what a group adds at the end, of it parameters_s messages.
     The group is the slowest."""
 
     step_s: float
     span_s: float
     seconds: dict[tuple[int, str], float]
-    exposed_s: tuple[dict[str, float], ...]
+    non_overlapped_s: tuple[dict[str, float], ...]
     once_s: float
     parameters_s: float
     optimizer_s: float
@@ -239,7 +239,7 @@ def call_seconds(call: CallBill, software: Software) -> CallSeconds:
         for purpose, seconds in work.messages.items():
             share = software.exposed_share(purpose.overlap)
             exposed[purpose.what] = exposed.get(purpose.what, 0.0) + share * seconds
-    F, B, W = (s * stretch + work.exposed_s(software) for s, work in zip(busy, call.works, strict=True))
+    F, B, W = (s * stretch + work.non_overlapped_s(software) for s, work in zip(busy, call.works, strict=True))
     return CallSeconds(F, B, W, exposed)
 
 
@@ -270,8 +270,8 @@ def _one_stage_seconds(
         if one is None:
             one = read[id(call)] = call_seconds(call, software)
         F, B, W = F + times * one.F, B + times * one.B, W + times * one.W
-        for what, exposed_s in one.exposed_s.items():
-            by_purpose[what] = by_purpose.get(what, 0.0) + times * exposed_s
+        for what, non_overlapped_s in one.non_overlapped_s.items():
+            by_purpose[what] = by_purpose.get(what, 0.0) + times * non_overlapped_s
     return (F, B, W), by_purpose
 
 

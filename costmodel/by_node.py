@@ -37,7 +37,9 @@ def gloo_time_s(cluster: ClusterSpec, kind: str, nbytes: float, ranks: tuple[int
     alike = kind not in KINDS or nbytes <= 0 or cluster.device(ranks[0]).kind != "cpu"
     if alike or len(set(nodes_of(cluster.levels, ranks))) in (1, len(ranks)):
         return collective_time_s(cluster, kind, nbytes, ranks)
-    return _time_s(cluster.levels, kind, nbytes, ranks)
+    least = least_bytes(cluster.levels, kind, ranks)
+    way = flat_s if least is None or nbytes < least else by_node_s
+    return way(cluster.levels, kind, nbytes, ranks)
 
 
 def least_bytes(levels: Levels, kind: str, ranks: tuple[int, ...]) -> int | None:
@@ -49,16 +51,6 @@ def least_bytes(levels: Levels, kind: str, ranks: tuple[int, ...]) -> int | None
 def nodes_of(levels: Levels, ranks: Sequence[int]) -> tuple[int, ...]:
     """The node of every rank."""
     return tuple(levels[0].group_of(rank) for rank in ranks)
-
-
-@lru_cache(maxsize=65536)
-def _time_s(levels: Levels, kind: str, nbytes: float, ranks: tuple[int, ...]) -> float:
-    least = least_bytes(levels, kind, ranks)
-    return (
-        flat_s(levels, kind, nbytes, ranks)
-        if least is None or nbytes < least
-        else by_node_s(levels, kind, nbytes, ranks)
-    )
 
 
 @lru_cache(maxsize=4096)

@@ -240,11 +240,6 @@ def dispatch_time_s(shape: Shape, nbytes: float, choices: int, ranks: int) -> fl
     return slowest + latency
 
 
-@lru_cache(maxsize=262144)
-def _time_s(levels: tuple[LinkLevel, ...], kind: str, nbytes: float, ranks: tuple[int, ...], concurrent: int) -> float:
-    return _on_shape_s(shape_on_levels(levels, ranks), kind, nbytes, concurrent)
-
-
 def collective_time_s(
     cluster: ClusterSpec, kind: str, nbytes: float, ranks: tuple[int, ...], *, concurrent: int = 1
 ) -> float:
@@ -259,4 +254,4 @@ def collective_time_s(
         return 0.0
     if max(ranks) >= cluster.size or min(ranks) < 0:
         raise ClusterError(f"rank {max(ranks)} is outside the cluster of {cluster.size} devices")
-    return _time_s(cluster.levels, kind, nbytes, ranks, concurrent)
+    return _on_shape_s(shape_on_levels(cluster.levels, ranks), kind, nbytes, concurrent)

@@ -9,7 +9,6 @@ and head width in the same way.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 from autopar.cluster.device import DeviceSpec, dtype_bytes, dtype_name
@@ -46,7 +45,6 @@ def attention_share(device: DeviceSpec, seq: float, head: float, eager: bool = F
     return share / ((1 + ATTENTION_HALF_SEQ / seq) * (1 + ATTENTION_HALF_HEAD / head))
 
 
-@lru_cache(maxsize=262144)
 def op_time_s(
     device: DeviceSpec,
     *,

@@ -26,9 +26,9 @@ from autopar.cli.saved_profile import read_profile
 from autopar.costmodel.simulate import as_trace
 from autopar.errors import AutoparError, InputError
 from autopar.ir.text import size_text
-from autopar.report.beside import beside_text
 from autopar.report.curve import curve_svg
 from autopar.report.gantt import svg
+from autopar.report.predicted_vs_measured import predicted_vs_measured_text
 from autopar.report.recorded import measured_timeline, trace_rows
 
 
@@ -58,7 +58,7 @@ def _recorded(saved: Saved, directory: Path, form: str) -> str:
     """A recorded run beside the prediction. Raises InputError."""
     profile, facts = read_profile(directory, saved.program.ranks), saved.program
     if form == "text":
-        return beside_text(facts, profile)
+        return predicted_vs_measured_text(facts, profile)
     if form == "chrome-trace":
         return as_trace([*saved.timeline().trace_rows(), *trace_rows(profile)])
     if form == "svg":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.errors import InputError
-from autopar.report.beside import Profile
+from autopar.report.predicted_vs_measured import Profile
 from autopar.runtime.comm.recorder import RankRecord, StepRecord
 from autopar.runtime.data.datafile import read_json
 from autopar.runtime.data.fields import from_data

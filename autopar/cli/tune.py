@@ -23,8 +23,8 @@ from autopar.cli.saved_profile import read_profile
 from autopar.cluster import ClusterSpec
 from autopar.errors import AutoparError, InputError
 from autopar.ir.text import time_text
-from autopar.report.beside import Profile
 from autopar.report.learned import learned
+from autopar.report.predicted_vs_measured import Profile
 from autopar.runtime.comm.backends import BACKENDS
 from autopar.runtime.data.whole_files import current, replace_file
 from autopar.runtime.program.manifest import TUNED

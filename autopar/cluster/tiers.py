@@ -52,12 +52,12 @@ def _check_name(name: object) -> None:
         raise ClusterError(f"unknown memory tier {shown(name)}; tiers are {', '.join(tier_names())}")
 
 
-def exposed_s(transfer_s: float, compute_s: float) -> float:
+def non_overlapped_s(transfer_s: float, compute_s: float) -> float:
     """Seconds of a transfer that computation of so many seconds beside it does not hide."""
     return max(0.0, transfer_s - compute_s)
 
 
-def forward_exposed_s(compute_s: Sequence[float], out_s: Sequence[float]) -> float:
+def forward_non_overlapped_s(compute_s: Sequence[float], out_s: Sequence[float]) -> float:
     """Seconds that parking adds to a sequence of calls: what call k made leaves, one after another, after call k.
 
     The last must have left when the next action wants its room: the end of transfers is max over k of (end of call k, end
@@ -71,7 +71,7 @@ def forward_exposed_s(compute_s: Sequence[float], out_s: Sequence[float]) -> flo
     return max(0.0, moved - computed)
 
 
-def backward_exposed_s(compute_s: Sequence[float], in_s: Sequence[float]) -> float:
+def backward_non_overlapped_s(compute_s: Sequence[float], in_s: Sequence[float]) -> float:
     """Seconds that fetching adds to a sequence of calls: what call k needs is asked for before call k − 1 begins."""
     now = moved = 0.0
     ready = 0.0
@@ -89,7 +89,7 @@ def backward_exposed_s(compute_s: Sequence[float], in_s: Sequence[float]) -> flo
     return max(0.0, now - sum(compute_s))
 
 
-def parts_exposed_s(compute_s: float, in_s: Sequence[float], out_s: Sequence[float]) -> float:
+def parts_non_overlapped_s(compute_s: float, in_s: Sequence[float], out_s: Sequence[float]) -> float:
     """Seconds that working by parts adds: the first part's way in and the last one's out, and what the slower of the two
     directions takes longer than the work."""
     if not in_s:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from autopar.ir.actions import StageGraph, Table
 from autopar.ir.lines import Function, Line
 from autopar.ir.mesh import Mesh
@@ -73,6 +75,20 @@ class StoredParameter:
     optimizer_tier: str = ""
     compression: str = ""
 
+    @property
+    def tiers(self) -> dict[str, str]:
+        """Where the parameter's state of each kind that can move rests (`autopar.ir.memory_levers.MOVABLE`)."""
+        return {"parameters": self.tier, "optimizer": self.optimizer_tier}
+
+    def stored_bytes(self, mesh: Mesh, dtype: torch.dtype | None = None) -> float:
+        """Bytes of the stored block on one rank, as it is or cast."""
+        type_ = self.type if dtype is None else TensorType(self.type.shape, dtype)
+        return float(self.storage.local_bytes(type_, mesh))
+
+    def updated_bytes(self, mesh: Mesh) -> float:
+        """Bytes of the block that the optimizer updates on one rank."""
+        return float(self.optimizer.local_bytes(self.type, mesh))
+
 
 @dataclass(frozen=True)
 class Row:
@@ -88,8 +104,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Port:
-    """One end of a crossing: its name, and the value's spec on this stage's mesh."""
+class BoundaryEnd:
+    """One end of a stage-boundary tensor: its name, and the value's spec on this stage's mesh."""
 
     name: str
     peer: int
@@ -116,10 +132,10 @@ class LoweredStage:
     buffers: dict[str, TensorType]
     inputs: tuple[Row, ...]
     outputs: tuple[Row, ...]
-    received: tuple[Port, ...]
-    sent: tuple[Port, ...]
-    gradients_received: tuple[Port, ...]
-    gradients_sent: tuple[Port, ...]
+    received: tuple[BoundaryEnd, ...]
+    sent: tuple[BoundaryEnd, ...]
+    gradients_received: tuple[BoundaryEnd, ...]
+    gradients_sent: tuple[BoundaryEnd, ...]
     training: bool
     microbatches: int
     prepared: tuple[str, ...] = ()

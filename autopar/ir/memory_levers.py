@@ -49,12 +49,8 @@ RECOMPUTE_POLICIES = {
 }
 """Options.recompute, where it is not "auto"."""
 
-MOVABLE = {
-    "activations": ("held for backward",),
-    "parameters": ("parameters", "gradients"),
-    "optimizer": ("optimizer",),
-}
-"""The state that can rest in memory tiers, most used first -> the kinds of bytes (of an account) that then rest there."""
+MOVABLE = ("activations", "parameters", "optimizer")
+"""The state that can rest in memory tiers, most used first. `autopar.ir.resting` says which bytes move with which."""
 
 OFFLOAD_KINDS = {
     row.name: row

@@ -112,7 +112,7 @@ class Template:
 class Call:
     """One use of a template: parameter names and input values in the template's order.
 
-    path: the module that it is, or that holds it. start: the module that its first op belongs to. early: runs for every
+    path: the module that it is, or that holds it. start: the module that its first op belongs to. prologue: runs for every
     microbatch before the step proper (what must be known of the whole batch: token counts).
     """
 
@@ -120,12 +120,12 @@ class Call:
     params: tuple[str, ...]
     inputs: tuple[ValueRef, ...]
     path: str = ""
-    early: bool = False
+    prologue: bool = False
     start: str = ""
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryTensor:
     """A value that one stage makes and another reads; `gradient`: one comes back. value: in the whole program."""
 
     name: str
@@ -147,8 +147,8 @@ class Boundary:
     first_call: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    received: tuple[Crossing, ...]
-    sent: tuple[Crossing, ...]
+    received: tuple[BoundaryTensor, ...]
+    sent: tuple[BoundaryTensor, ...]
     sent_values: tuple[ValueRef, ...]
     foreign: frozenset[str] = frozenset()
 
@@ -168,13 +168,13 @@ class Microbatched:
     """How the program of one microbatch hangs in the step (`autopar.passes.batch`).
 
     outputs: per output. buffers: an update is the "sum" over microbatches, the "same" in all, or made by "each" in turn.
-    early: what the values of early calls are put together by. separate: each microbatch is a batch of its own, whose loss is
+    prologue: how the values of prologue calls are put together. separate: each microbatch is a batch of its own, whose loss is
     divided by their number, because the whole batch couples.
     """
 
     outputs: tuple[Join, ...]
     buffers: dict[str, Literal["sum", "same", "each"]]
-    early: tuple[str, ...] = ()
+    prologue: tuple[str, ...] = ()
     separate: bool = False
 
 
@@ -212,7 +212,7 @@ class Program:
             return None
         return self.outputs[0]
 
-    def crossing(self, ref: ValueRef) -> Crossing | None:
+    def boundary_tensor(self, ref: ValueRef) -> BoundaryTensor | None:
         """The stage-boundary tensor that an input is, if another stage sends it."""
         if self.boundary is None or ref.kind != "input" or ref.index < len(self.boundary.inputs):
             return None
@@ -257,7 +257,7 @@ class Program:
             wanted.add((self.loss.index, self.loss.output))
         if self.boundary is not None:
             pairs = zip(self.boundary.sent, self.boundary.sent_values, strict=True)
-            wanted |= {(ref.index, ref.output) for crossing, ref in pairs if crossing.gradient}
+            wanted |= {(ref.index, ref.output) for tensor, ref in pairs if tensor.gradient}
         for i in reversed(range(len(self.calls))):
             template = self.template_of(self.calls[i])
             if any((i, o) in wanted and t is not None for o, t in enumerate(template.tangents)):

@@ -50,6 +50,10 @@ class OptimizerState:
             return self.elements
         return sum(self.elements_of.get(name, self.elements) for name in names) / len(names)
 
+    def update_elements(self, *names: str) -> float:
+        """Elements of state that an update reads and writes per element of a parameter, on average of several."""
+        return self.ratio(*names)
+
     def kind(self, name: str) -> tuple[float, int]:
         """The kind of a parameter: those of a kind are updated alike."""
         return self.ratio(name), self.group_of.get(name, 0)

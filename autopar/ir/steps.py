@@ -31,8 +31,8 @@ class StepKind:
 
     table: what it does at run time; where a dim becomes longer the step takes the axis from it, where it becomes shorter it
     puts it there. owes: -1 where it takes the axis from what is owed, 1 where it puts it there. noun: in the name of the result.
-    sends: whether it is a collective of its name. text: the call, with {start} before the names of functions that give a handle,
-    the operand {x}, {dims} and {axis} of the step, and {op}, a reduction other than a sum.
+    sends: whether it is a collective of its name. function: that a line calls with the operand, the dims and the axis, with
+    {start} before the names of functions that give a handle; by_index: it takes the rank's index along the axis instead.
     """
 
     table: TableStepKind
@@ -40,7 +40,8 @@ class StepKind:
     owes: int = 0
     sends: bool = True
     copied_s: CopiedSeconds = lambda held, size, dims, copy_s: 0.0
-    text: str = "rt.comm.{start}{kind}({x}, {dims}{axis}{op})"
+    function: str = "rt.comm.{start}{kind}"
+    by_index: bool = False
 
     def full_bytes(self, nbytes: float, size: int) -> float:
         """Bytes of the full array of its collective over `size` ranks, from the bytes that a rank holds before."""
@@ -67,7 +68,8 @@ STEP_KINDS: dict[str, StepKind] = {
         owes=1,
         sends=False,
         copied_s=lambda held, size, dims, copy_s: copy_s * held + 1e-8,
-        text="ops.only_first({x}, rt.comm.axis_index({axis}))",
+        function="ops.only_first",
+        by_index=True,
     ),
     "shard": StepKind(
         TABLE_STEPS["shard"],

@@ -89,7 +89,7 @@ def _schedule(program: Compiled) -> ScheduleFacts:
         table=counted.table,
         seconds=counted.seconds,
         hand_over=counted.hand_over,
-        exposed=tuple(sum(by_purpose.values()) for by_purpose in counted.step.exposed_s),
+        exposed=tuple(sum(by_purpose.values()) for by_purpose in counted.step.non_overlapped_s),
         hidden={(stage, kind): s for stage, by_kind in hidden for kind, s in by_kind.items() if s > 0},
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.cluster import ClusterSpec
 from autopar.costmodel.calibrate_links import Sample, fit_links
 from autopar.costmodel.collective import shape_on_levels
-from autopar.report.beside import Profile, action_of, group_of, stages_of
+from autopar.report.predicted_vs_measured import Profile, action_of, group_of, stages_of
 from autopar.report.program_facts import ProgramFacts
 from autopar.runtime.comm.recorder import StepRecord
 
@@ -33,8 +33,8 @@ def slowness(runs: Sequence[Run]) -> float:
     for facts, profile in runs:
         expected = facts.schedule.seconds
         for rank, steps in enumerate(profile.ranks):
-            stages, exposed_s = stages_of(facts, rank), facts.schedule.exposed[group_of(facts, rank)]
-            once_s = sum(expected.get((stage, kind), 0.0) for stage in stages for kind in "FBW") - exposed_s
+            stages, non_overlapped_s = stages_of(facts, rank), facts.schedule.exposed[group_of(facts, rank)]
+            once_s = sum(expected.get((stage, kind), 0.0) for stage in stages for kind in "FBW") - non_overlapped_s
             predicted_s += facts.microbatches * once_s
             measured_s += statistics.median(map(_computed_s, steps))
     return measured_s / predicted_s if predicted_s > 0 else 1.0
@@ -45,7 +45,7 @@ def _computed_s(step: StepRecord) -> float:
     spans = [span for span in step.spans if action_of(span.name) is not None]
     busy_s = sum(span.end_s - span.start_s for span in spans)
     last_s = max((span.end_s for span in spans), default=0.0)
-    return max(busy_s - sum(m.exposed_s for m in step.messages if m.end_s <= last_s), 0.0)
+    return max(busy_s - sum(m.non_overlapped_s for m in step.messages if m.end_s <= last_s), 0.0)
 
 
 def _samples(runs: Sequence[Run], cluster: ClusterSpec) -> Iterator[tuple[str, Sample]]:

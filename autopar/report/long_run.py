@@ -8,6 +8,7 @@ from typing import Any
 from autopar.compiled import Compiled
 from autopar.costmodel.bill import cluster_nodes
 from autopar.costmodel.goodput import Failures, Outcome, Saving, best_interval_s, simulate
+from autopar.ir.resting import of_program
 
 DAYS = 30
 """Days of the run that is simulated."""
@@ -31,11 +32,8 @@ class LongRun:
 
 def state_bytes(program: Compiled) -> float:
     """Bytes of parameters, buffers and optimizer state, each once."""
-    optimizer, parameters = program.setting.optimizer, program.ir.parameters
-    total = sum(
-        float(p.type.nbytes + optimizer.shard_bytes(p.type, float(p.type.nbytes), n)) for n, p in parameters.items()
-    )
-    return total + sum(float(b.type.nbytes) for b in program.ir.buffers.values())
+    kept = (row.nbytes for row in of_program(program.ir, program.setting) if row.kind != "gradients")
+    return sum(kept) + sum(float(b.type.nbytes) for b in program.ir.buffers.values())
 
 
 def long_run(program: Compiled) -> LongRun | None:

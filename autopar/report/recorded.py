@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autopar.costmodel.simulate import Event, Timeline
-from autopar.report.beside import Profile, action_of, first_ranks, waited_s
+from autopar.report.predicted_vs_measured import Profile, action_of, first_ranks, waited_s
 from autopar.report.program_facts import ProgramFacts
 
 
@@ -42,7 +42,7 @@ def trace_rows(profile: Profile) -> list[dict[str, Any]]:
                     m.site or m.kind,
                     begin_s + m.start_s,
                     begin_s + m.end_s,
-                    {"bytes": m.nbytes, "waited for, µs": m.exposed_s * 1e6},
+                    {"bytes": m.nbytes, "waited for, µs": m.non_overlapped_s * 1e6},
                 )
                 for m in step.messages
             ]

@@ -210,7 +210,7 @@ def _tiers(program: Compiled) -> list[str]:
         worst = max(moves, key=lambda m: m.time_s)
         lines.append(
             f"  {kind}: {size_text(worst.nbytes)} moved per step in {time_text(worst.time_s)}, of which "
-            f"{time_text(worst.exposed_s)} add to the step"
+            f"{time_text(worst.non_overlapped_s)} add to the step"
         )
     return lines
 

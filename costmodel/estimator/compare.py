@@ -127,7 +127,7 @@ def parts_s(c: EstimatedPlan, w: Workload) -> dict[str, float]:
     bare = estimate_workload(w.at(replace(c.plan, recompute="none")), check=False)
     e, b = c.estimate, c.estimate.breakdown
     again = e.breakdown["compute"] - bare.breakdown["compute"] if c.plan.recompute != "none" else 0.0
-    layers = {k: e.comm[k]["exposed_s"] for k in ("tp", "cp", "ep") if k in e.comm}
+    layers = {k: e.comm[k]["non_overlapped_s"] for k in ("tp", "cp", "ep") if k in e.comm}
     scale = b["exposed_layer_comm"] / sum(layers.values()) if sum(layers.values()) > 0 else 0.0
     parts = {"kernels and launches": b["compute"] - again, "recompute": again, "bubble": b["bubble"]}
     parts |= {f"{kind} communication": seconds * scale for kind, seconds in layers.items()}

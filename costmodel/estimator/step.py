@@ -38,7 +38,7 @@ from autopar.costmodel.software import Software
 class Estimate:
     """The estimated cost of a step. Seconds, bytes of the fullest rank; shares are of the step's time.
 
-    comm[kind] = {"total_s", "exposed_s", "exposed_share"} for tp, cp, ep, pp, dp. breakdown: seconds that add up to
+    comm[kind] = {"total_s", "non_overlapped_s", "exposed_share"} for tp, cp, ep, pp, dp. breakdown: seconds that add up to
     about the step. fits: whether memory_bytes["total"] is within the device's memory.
     """
 
@@ -97,7 +97,7 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
     stages = tuple(once if s == fullest(layers) else stage for s, stage in enumerate(bill.stages))
     read = step_seconds(replace(bill, stages=stages), w.software)
     step = read.step_s
-    layer_exposed = m * max(sum(s for what, s in group.items() if what != HEAD.what) for group in read.exposed_s)
+    layer_exposed = m * max(sum(s for what, s in group.items() if what != HEAD.what) for group in read.non_overlapped_s)
     tokens = w.batch * model.seq_len
     return Estimate(
         step_time_s=step,
@@ -150,7 +150,7 @@ def communication_by_kind(
     if p.data_ranks > 1:
         seconds["dp"] = dp_s, read.parameters_s
     return {
-        kind: {"total_s": total, "exposed_s": exposed, "exposed_share": exposed / read.step_s}
+        kind: {"total_s": total, "non_overlapped_s": exposed, "exposed_share": exposed / read.step_s}
         for kind, (total, exposed) in seconds.items()
     }
 

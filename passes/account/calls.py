@@ -14,8 +14,10 @@ import numpy as np
 
 from autopar.ir.lowered import LoweredStage
 from autopar.ir.program import Program
+from autopar.ir.resting import on_rank
 from autopar.ir.setting import Setting
 from autopar.passes.account.call_bytes import most_inside
+from autopar.passes.account.stage import probe_of
 from autopar.passes.memory.walk import held_by_call
 from autopar.passes.price.bills import template_seconds
 from autopar.passes.price.lines import gradient_work, line_costs
@@ -58,7 +60,7 @@ def measure(
     for action, function in functions:
         numbers = [call.number for call in function.calls] if function is not None else []
         for cost in line_costs(function, stage, pricer, per_call) if numbers else ():  # to the call before or after it
-            seconds[action][numbers[min(cost.when, len(numbers) - 1)]] += cost.exposed_s
+            seconds[action][numbers[min(cost.when, len(numbers) - 1)]] += cost.non_overlapped_s
     peaks = {name: max(most_inside(f, stage.mesh) for f in t.functions) for name, t in stage.templates.items()}
     resting, held, step = np.zeros(n), np.zeros(n), np.zeros(n)
     readers: dict[str, list[int]] = {}
@@ -67,19 +69,11 @@ def measure(
             readers.setdefault(name, []).append(i)
     work = gradient_work(stage, pricer, setting)
     for name, p in stage.parameters.items():
-        read_by = readers.get(name, [0])
-        i = read_by[0]
-        on_device = (
-            not p.tier or len(read_by) > 1
-        )  # where a cut parts its readers, it rests on the device (lower/pipeline.py)
-        resting[i] += p.storage.local_bytes(p.type, stage.mesh) if on_device else 0.0
-        if p.contributions:
-            shard = p.optimizer.local_bytes(p.type, stage.mesh)
-            resting[i] += shard if on_device else 0.0
-            if not p.optimizer_tier:
-                resting[i] += setting.optimizer.shard_bytes(p.type, shard, name)
-            step[i] += work[name]
-    for i, nbytes in held_by_call(stage, pricer.device.runs_as).items():
+        i, *others = readers.get(name, [0])
+        tiers = p.tiers | ({"parameters": ""} if others else {})  # shared by stages it stays (lower/pipeline.py)
+        resting[i] += on_rank(p, stage.mesh).on_device(setting, [moves for moves, tier in tiers.items() if tier])
+        step[i] += work.get(name, 0.0)
+    for i, nbytes in held_by_call(stage, probe_of(pricer)).items():
         held[i] = nbytes
     peak = np.array([peaks[call.template] for call in program.calls])
     return Units(seconds["F"], seconds["B"], seconds["W"], step, resting, held, peak, boundaries(program, pricer))

@@ -12,10 +12,12 @@ from typing import Generic, TypeVar
 
 from autopar.costmodel.bill import StageBill, call_seconds, exposed_parameters_s, stage_seconds
 from autopar.ir.lowered import LoweredStage
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Template
 from autopar.ir.setting import Setting
 from autopar.passes.account.collectives import Collective, stage_collectives
 from autopar.passes.memory.peak import StageMemory, stage_memory
+from autopar.passes.memory.probe import Probe
 from autopar.passes.price.bills import stage_bill, template_bill
 from autopar.passes.price.lines import TemplateSeconds, optimizer_s
 from autopar.passes.price.pricer import Pricer
@@ -73,9 +75,14 @@ class StageAccount:
         return sum(c.time_s for c in self.collectives)
 
     @property
-    def exposed_s(self) -> float:
+    def non_overlapped_s(self) -> float:
         """Seconds that memory tiers add to a step."""
-        return sum(move.exposed_s for move in self.moves)
+        return sum(move.non_overlapped_s for move in self.moves)
+
+
+def probe_of(pricer: Pricer) -> Probe:
+    """The effects of lines on memory on such ranks, as far as the task has asked for them."""
+    return pricer.memo[Probe](Mesh(pricer.mesh.axes), pricer.device.runs_as)
 
 
 def account_stage(
@@ -100,11 +107,12 @@ def account_stage(
     )
     F, B, W = stage_seconds((bill,), pricer.software)[0].values()
     messages_s = exposed_parameters_s(bill.parameters, (F, B + W), stage.microbatches, 1.0, pricer.software)
+    probe = probe_of(pricer)
     return StageAccount(
         bill,
         {"F": F, "B": B, "W": W},
         messages_s + bill.optimizer_s + bill.rest_s,
-        Later(partial(stage_memory, stage, setting, pricer.device.runs_as)),
+        Later(partial(stage_memory, stage, setting, probe)),
         Later(partial(stage_collectives, stage, pricer)),
         tuple(moves),
     )
@@ -121,5 +129,5 @@ def _with_tiers(
     at_end = gradient_moves(stage, pricer, stage.microbatches * (seconds[0, "B"] + seconds[0, "W"]))
     at_end += optimizer_moves(stage, setting, pricer, sum(optimizer_s(p, stage, pricer, setting) for p in away))
     waits_s = {action: saved_s.get(action, 0.0) + gathers_s.get(action, 0.0) for action in "FBW"}
-    rest_s = bill.rest_s + sum(move.exposed_s for move in at_end)
+    rest_s = bill.rest_s + sum(move.non_overlapped_s for move in at_end)
     return replace(bill, waits_s=waits_s, rest_s=rest_s), [*moves, *gathers, *at_end]

@@ -33,7 +33,7 @@ from autopar.ir.rule import Rule
 from autopar.ir.types import TensorType
 from autopar.ops.registry import Block, Offset, find
 from autopar.passes.batch.dims import Dims, Part, result_values
-from autopar.passes.batch.early import with_early_calls
+from autopar.passes.batch.prologue import with_prologue
 from autopar.passes.batch.states import Batched, OperandShare, ResultShare, Share, State
 from autopar.passes.rules.book import RuleBook
 
@@ -59,8 +59,8 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
     calls: list[Call] = []
     variants: dict[tuple[str, Any], str] = {}
     for i, call in enumerate(program.calls):
-        own_early = i if any(c == i for c, _ in batch.early) else None
-        key = call.template, (batch.shares[i], own_early)
+        own_prologue = i if any(c == i for c, _ in batch.prologue) else None
+        key = call.template, (batch.shares[i], own_prologue)
         if key not in variants:
             name = variants[key] = fresh_name(call.template, templates)
             divide = _Divide(program.template_of(call), batch, microbatches, batch.shares[i], rules)
@@ -74,10 +74,10 @@ def divided(program: Program, batch: Batched, microbatches: int, rules: RuleBook
     buffers: dict[str, Literal["sum", "same", "each"]] = {
         name: "sum" if state == "sum" else "same" for name, state in batch.buffers.items()
     }
-    reductions = tuple(str(state) for state in batch.early.values())
+    reductions = tuple(str(state) for state in batch.prologue.values())
     hangs = Microbatched(outputs, buffers, reductions)
     parts = replace(program, templates=templates, calls=tuple(calls), inputs=inputs, microbatched=hangs)
-    return with_early_calls(parts, list(batch.early))
+    return with_prologue(parts, list(batch.prologue))
 
 
 def _join(program: Program, batch: Batched, k: int, state: State) -> Join:

@@ -7,7 +7,7 @@ and what accumulates is a sum: of the loss, of gradients, of buffers that are up
 
 - whole to partial, where a term that all microbatches have is added to a sum of theirs: each adds 1/M of it;
 - partial to whole before the first forward, of a value that depends on inputs alone, such as a count of tokens that a
-  loss divides by: an early call computes it for every microbatch (`autopar.passes.batch.early`).
+  loss divides by: a prologue call computes it for every microbatch (`autopar.passes.batch.prologue`).
 
 Where an op would need any other one the batch *couples* (statistics over it, softmax, sorting, a root of a mean): that op
 must see all samples at once, and the program cannot run in microbatches.
@@ -29,7 +29,7 @@ from autopar.ir.program import Program, Template, ValueRef, op_name, operand_val
 from autopar.ir.rule import Labels, Rule
 from autopar.ops.registry import find
 from autopar.passes.batch.dims import Dims, Part, batch_dims, factor_of, part_in, result_values
-from autopar.passes.batch.early import Place
+from autopar.passes.batch.prologue import Place
 from autopar.passes.rules.book import RuleBook
 
 State = Literal["whole", "shard", "sum", "max", "min"]
@@ -64,7 +64,7 @@ class Batched:
     """How the batch goes through a program.
 
     dims: per template, value -> dim -> Part. factors: per template, op -> the factor that holds the batch. sizes: a number
-    of microbatches must divide each of them. shares: per call. early: values to be known beforehand, with what their terms
+    of microbatches must divide each of them. shares: per call. prologue: values to be known beforehand, with what their terms
     are put together by. outputs, buffers: what microbatches make of the program's outputs and updated buffers.
     """
 
@@ -72,7 +72,7 @@ class Batched:
     factors: dict[str, dict[str, str]]
     sizes: frozenset[int]
     shares: tuple[frozenset[Share], ...]
-    early: dict[Place, State]
+    prologue: dict[Place, State]
     outputs: tuple[State, ...]
     buffers: dict[str, State]
 
@@ -80,20 +80,20 @@ class Batched:
 def batched(program: Program, rules: RuleBook) -> Batched:
     """Raises CoupledError, which names the op that must see the whole batch."""
     dims = batch_dims(program, rules)
-    early: dict[Place, State] = {}
+    prologue: dict[Place, State] = {}
     while True:
-        pass_ = _Pass(program, rules, dims, early)
+        pass_ = _Pass(program, rules, dims, prologue)
         pass_.run()
         if not pass_.wanted:
             return pass_.result()
-        early |= pass_.wanted
+        prologue |= pass_.wanted
 
 
 class _Pass:
-    """One pass over the calls. early: values that are known beforehand; wanted: those that must be, found on the way."""
+    """One pass over the calls. prologue: values that are known beforehand; wanted: those that must be, found on the way."""
 
-    def __init__(self, program: Program, rules: RuleBook, dims: dict[str, Dims], early: dict[Place, State]) -> None:
-        self.program, self.rules, self.dims, self.early = program, rules, dims, early
+    def __init__(self, program: Program, rules: RuleBook, dims: dict[str, Dims], prologue: dict[Place, State]) -> None:
+        self.program, self.rules, self.dims, self.prologue = program, rules, dims, prologue
         self.wanted: dict[Place, State] = {}
         self.states: dict[ValueRef, State] = {}
         self.plain: dict[ValueRef, bool] = {}
@@ -103,7 +103,7 @@ class _Pass:
 
     def run(self) -> None:
         """Calls of one template that read the same have the same states, unless something must be known beforehand."""
-        known = {index for index, _ in self.early}
+        known = {index for index, _ in self.prologue}
         first_alike: dict[tuple[object, ...], _CallPass] = {}
         for index, call in enumerate(self.program.calls):
             reads = tuple((self.of(ref), self.depends_on_inputs_alone(ref)) for ref in call.inputs)
@@ -144,7 +144,7 @@ class _Pass:
         for name, state in buffers.items():
             if state not in ("whole", "sum"):
                 raise CoupledError(f"buffer {name} is updated with values of single samples of the batch")
-        return Batched(self.dims, self.factors, frozenset(self.sizes), shares, dict(self.early), outputs, buffers)
+        return Batched(self.dims, self.factors, frozenset(self.sizes), shares, dict(self.prologue), outputs, buffers)
 
     def of(self, ref: ValueRef) -> State:
         """State of a value at program level."""
@@ -220,9 +220,9 @@ class _CallPass:
             if _ends(expected) != _ends(self.dims.get(value, {})):
                 self._couples("makes all of its batch dim at once", node)
             self.whole.sizes.update(part.size for part in expected.values())
-            early = (self.index, value) in self.whole.early
-            self.states[value] = "whole" if early else state
-            self.plain[value] = plain and not early
+            prologue = (self.index, value) in self.whole.prologue
+            self.states[value] = "whole" if prologue else state
+            self.plain[value] = plain and not prologue
 
     def _factor(self, node: fx.Node, rule: Rule, reads: list[str], results: dict[int, str]) -> tuple[str, Part] | None:
         """The op's factor that holds the batch, and where in it."""

@@ -16,7 +16,7 @@ from autopar.ir import lines as ir
 from autopar.ir.actions import splits_backward
 from autopar.ir.call import OpCall, Operand
 from autopar.ir.lines import Compute, Convert, Function, Line, Ref, label
-from autopar.ir.lowered import LoweredProgram, LoweredStage, LoweredTemplate, Port, Row
+from autopar.ir.lowered import BoundaryEnd, LoweredProgram, LoweredStage, LoweredTemplate, Row
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Carried, Rule
 from autopar.ir.spec import Spec
@@ -70,14 +70,14 @@ def _check_stage(stage: LoweredStage, rules: RuleBook) -> None:
     for function in stage.functions:
         typed = _function(function, stage.mesh, rules, dict(function.arg_types))
         typed_by_function[function.name] = typed
-        ends: dict[str, tuple[Row | Port, ...]] = {
+        ends: dict[str, tuple[Row | BoundaryEnd, ...]] = {
             "forward": (*stage.outputs, *stage.sent),
             "backward": stage.gradients_sent,
         }
         leaving = ends.get(function.name, ())
-        for name, port in zip(function.returns, leaving, strict=False):
-            if name is not None and typed[name] != (port.type, port.spec):
-                raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {port.spec}")
+        for name, end in zip(function.returns, leaving, strict=False):
+            if name is not None and typed[name] != (end.type, end.spec):
+                raise CheckError(f"{function.name}: {name} leaves as {typed[name][1]}, said to be {end.spec}")
     check_calls(stage, typed_by_function)
     for p in stage.parameters.values():
         for fine, coarse in zip(p.optimizer.dims, p.storage.dims, strict=True):

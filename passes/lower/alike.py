@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 
-from autopar.ir.lowered import LoweredStage, Port
+from autopar.ir.lowered import BoundaryEnd, LoweredStage
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program, ValueRef
 from autopar.plan import StagePlan
@@ -27,15 +27,15 @@ def stage_kind(part: Program, plan: StagePlan, kind: Callable[[str], Hashable]) 
         return ref.kind, buffers[ref.name] if ref.kind == "buffer" else ref.index, ref.output
 
     calls = tuple(
-        (call.template, call.early, tuple(parameters[p] for p in call.params), tuple(map(place, call.inputs)))
+        (call.template, call.prologue, tuple(parameters[p] for p in call.params), tuple(map(place, call.inputs)))
         for call in part.calls
     )
-    crossings: Hashable = ()
+    boundary_tensors: Hashable = ()
     foreign: frozenset[str] = frozenset()
     if boundary is not None:
         sent = zip(boundary.sent, boundary.sent_values, strict=True)
-        received = tuple(crossing.gradient for crossing in boundary.received)
-        crossings = (received, tuple((crossing.gradient, place(ref)) for crossing, ref in sent))
+        received = tuple(tensor.gradient for tensor in boundary.received)
+        boundary_tensors = (received, tuple((tensor.gradient, place(ref)) for tensor, ref in sent))
         foreign = boundary.foreign
     templates = ((name, plan.templates[name]) for name in part.templates)
     return (
@@ -49,7 +49,7 @@ def stage_kind(part: Program, plan: StagePlan, kind: Callable[[str], Hashable]) 
         tuple((buffers[name], place(ref)) for name, ref in part.buffer_updates.items()),
         (tuple(type_ for _, type_ in part.inputs), part.batch_dims),
         (tuple(map(place, part.outputs)), part.loss is None),
-        crossings,
+        boundary_tensors,
     )
 
 
@@ -65,12 +65,12 @@ def like_stage(stage: LoweredStage, part: Program, mesh: Mesh) -> LoweredStage:
         index=boundary.stage,
         mesh=mesh,
         outputs=tuple(replace(row, index=i) for row, i in zip(stage.outputs, boundary.outputs, strict=True)),
-        received=_ports(stage.received, ((name, peer) for name, peer, _ in received)),
-        sent=_ports(stage.sent, ((name, peer) for name, peer, _ in sent)),
-        gradients_received=_ports(stage.gradients_received, ((f"d_{n}", peer) for n, peer, back in sent if back)),
-        gradients_sent=_ports(stage.gradients_sent, ((f"d_{n}", peer) for n, peer, back in received if back)),
+        received=_ends(stage.received, ((name, peer) for name, peer, _ in received)),
+        sent=_ends(stage.sent, ((name, peer) for name, peer, _ in sent)),
+        gradients_received=_ends(stage.gradients_received, ((f"d_{n}", peer) for n, peer, back in sent if back)),
+        gradients_sent=_ends(stage.gradients_sent, ((f"d_{n}", peer) for n, peer, back in received if back)),
     )
 
 
-def _ports(ports: Sequence[Port], ends: Iterable[tuple[str, int]]) -> tuple[Port, ...]:
-    return tuple(replace(port, name=name, peer=peer) for port, (name, peer) in zip(ports, ends, strict=True))
+def _ends(ends: Sequence[BoundaryEnd], named: Iterable[tuple[str, int]]) -> tuple[BoundaryEnd, ...]:
+    return tuple(replace(end, name=name, peer=peer) for end, (name, peer) in zip(ends, named, strict=True))

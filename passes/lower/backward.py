@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autopar.ir import lines as ir
 from autopar.ir.lines import Function, Ref
-from autopar.ir.lowered import Port
+from autopar.ir.lowered import BoundaryEnd
 from autopar.ir.program import Call, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
@@ -27,8 +27,8 @@ class Backward(Builder):
         """The sum of the gradients that have reached a value so far."""
         self.later: dict[int, str] = {}
         self._fresh: dict[str, frozenset[int]] = {}
-        self.received: list[Port] = []
-        self.sent: list[Port] = []
+        self.received: list[BoundaryEnd] = []
+        self.sent: list[BoundaryEnd] = []
 
     def functions(self) -> tuple[Function, Function | None]:
         """`backward`, and `weights` where B and W are apart."""
@@ -54,29 +54,29 @@ class Backward(Builder):
 
     def _arrivals(self) -> None:
         boundary = self.program.boundary
-        for crossing, ref in zip(boundary.sent, boundary.sent_values, strict=True) if boundary else ():
-            wanted = self.context.tangent(ref) if crossing.gradient else None
+        for tensor, ref in zip(boundary.sent, boundary.sent_values, strict=True) if boundary else ():
+            wanted = self.context.tangent(ref) if tensor.gradient else None
             if wanted is None:
                 continue
             type_ = self.program.type_of(ref)
             spec = self.pricer.arrival(type_, wanted)[0]
-            name = self.names.fresh(f"d_{crossing.name}")
+            name = self.names.fresh(f"d_{tensor.name}")
             self.args[name] = (type_, spec)
-            self.received.append(Port(f"d_{crossing.name}", crossing.target, type_, spec))
-            self._reach(ref, (name, spec), f"from stage {crossing.target}")
+            self.received.append(BoundaryEnd(f"d_{tensor.name}", tensor.target, type_, spec))
+            self._reach(ref, (name, spec), f"from stage {tensor.target}")
 
     def _departures(self) -> list[str]:
         names = []
         boundary = self.program.boundary
-        for k, crossing in enumerate(boundary.received if boundary else ()):
-            if not crossing.gradient:
+        for k, tensor in enumerate(boundary.received if boundary else ()):
+            if not tensor.gradient:
                 continue
             assert boundary is not None
             ref = ValueRef("input", len(boundary.inputs) + k)
             held, type_ = self.gradients[ref], self.program.type_of(ref)
             leaves = self.pricer.departure(type_, held[1])[0]
-            names.append(self.convert(held, type_, leaves, "B", f"to stage {crossing.source}"))
-            self.sent.append(Port(f"d_{crossing.name}", crossing.source, type_, leaves))
+            names.append(self.convert(held, type_, leaves, "B", f"to stage {tensor.source}"))
+            self.sent.append(BoundaryEnd(f"d_{tensor.name}", tensor.source, type_, leaves))
         return names
 
     # --- gradients ------------------------------------------------------------------------------------------------------
@@ -119,8 +119,8 @@ class Backward(Builder):
         """Whether somebody waits for the gradient of a call's input."""
         if ref.kind == "call":
             return self.context.tangent(ref) is not None
-        crossing = self.program.crossing(ref)
-        return crossing is not None and crossing.gradient
+        tensor = self.program.boundary_tensor(ref)
+        return tensor is not None and tensor.gradient
 
     def _tangents(self, index: int) -> tuple[str, ...]:
         """Names of the gradients of a call's outputs; zeros where nothing has arrived."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from autopar.passes.lower.template import lower_template
 from autopar.passes.price.compression import compression_of
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
+from autopar.passes.rules.memo import Memo
 from autopar.plan import StagePlan, TemplatePlan
 from autopar.runtime.gradients.buckets import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
@@ -61,22 +61,18 @@ class ParameterUse:
 
 @dataclass
 class StageContext:
-    """A stage's plan and what lowering derives from it once. lowered_templates: what lowering has made of templates so
-    far, of any stage."""
+    """A stage's plan and what lowering derives from it once. memo: what is known of any stage."""
 
     program: Program
     stage: StagePlan
     pricer: Pricer
     rules: RuleBook
     split: bool
-    lowered_templates: dict[Any, tuple[LoweredTemplate, TemplatePlan]]
+    memo: Memo
     compression: str = ""
 
     def __post_init__(self) -> None:
-        self._steps: dict[tuple[TensorType, Spec, Spec, tuple[str, ...], str], tuple[RuntimeStep, ...] | None] = {}
-        self._uses: dict[tuple[str, bool, tuple[int, ...]], tuple[ParameterUse, ...]] = {}
-        self._gradients: dict[tuple[int, tuple[tuple[str, int], ...]], GradientSteps] = {}
-        self._regathers: dict[int, tuple[RuntimeStep, ...]] = {}
+        self._own = Memo()
         program, stage = self.program, self.stage
         if set(program.templates) - set(stage.templates) or set(program.parameters) - set(stage.parameters):
             raise PlanError("the plan misses templates or parameters of this model; compile again without plan=")
@@ -92,6 +88,7 @@ class StageContext:
         plan = self.stage.templates[template.name]
         tables, offload = (id(plan.strategies), id(plan.specs), plan.recompute), (plan.offload, plan.offload_tier)
         key = (
+            lower_template,
             template,
             tables,
             offload,
@@ -102,19 +99,18 @@ class StageContext:
             backward,
             self.split,
         )
-        if key not in self.lowered_templates:
-            lowered = lower_template(template, plan, self.pricer, self.rules, backward, self.split)
-            self.lowered_templates[key] = (lowered, plan)  # the plan is kept, so that no id is given again
-        return self.lowered_templates[key][0]
+
+        def lowered() -> tuple[LoweredTemplate, TemplatePlan]:  # the plan is kept, so that no id is given again
+            return lower_template(template, plan, self.pricer, self.rules, backward, self.split), plan
+
+        return self.memo.get(key, lowered)[0]
 
     def steps(
         self, type_: TensorType, before: Spec, after: Spec, joined: tuple[str, ...] = (), compression: str = ""
     ) -> tuple[RuntimeStep, ...] | None:
         """The cheapest conversion as the runtime's tables have it; None where it has no table form."""
         key = type_, before, after, joined, compression
-        if key not in self._steps:
-            self._steps[key] = runtime_steps(path(self.pricer, type_, before, after, joined, compression))
-        return self._steps[key]
+        return self._own.get(key, lambda: runtime_steps(path(self.pricer, *key)))
 
     def number(self, index: int) -> int:
         """Number of a call in the whole program."""
@@ -136,10 +132,8 @@ class StageContext:
     def parameter_uses(self, call: Call, backward: bool) -> tuple[ParameterUse, ...]:
         """The reads of a call's parameters; calls of a template whose parameters rest alike read alike. Raises
         PlanError where no gather leads there."""
-        key = call.template, backward, tuple(self.kinds[name] for name in call.params)
-        if key not in self._uses:
-            self._uses[key] = self._parameter_uses(call, backward)
-        return self._uses[key]
+        key = "uses", call.template, backward, tuple(self.kinds[name] for name in call.params)
+        return self._own.get(key, lambda: self._parameter_uses(call, backward))
 
     def _parameter_uses(self, call: Call, backward: bool) -> tuple[ParameterUse, ...]:
         template = self.program.template_of(call)
@@ -164,10 +158,7 @@ class StageContext:
     def _gradient_steps(self, name: str) -> GradientSteps:
         """Contributions that all arrive alike are summed as they come, and reduced in the store."""
         places = tuple((self.program.calls[c].template, slot) for c, slot in self.program.gradient_places[name])
-        key = self.kinds[name], places
-        if key not in self._gradients:
-            self._gradients[key] = self._steps_from(name, places)
-        return self._gradients[key]
+        return self._own.get(("gradient", self.kinds[name], places), lambda: self._steps_from(name, places))
 
     def _steps_from(self, name: str, places: Collection[tuple[str, int]]) -> GradientSteps:
         """places: (template, slot) of the calls that give the parameter a gradient."""
@@ -187,12 +178,9 @@ class StageContext:
         foreign = self.program.boundary.foreign if self.program.boundary else frozenset()
         for name, parameter in self.program.parameters.items():
             planned = self.stage.parameters[name]
-            kind = self.kinds[name]
-            if kind not in self._regathers:
-                regather = self.steps(parameter.type, planned.optimizer, planned.storage, GATHERED)
-                if regather is None:
-                    raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
-                self._regathers[kind] = regather
+            regather = self.steps(parameter.type, planned.optimizer, planned.storage, GATHERED)
+            if regather is None:
+                raise PlanError(f"parameter {name}: no gather leads from {planned.optimizer} to {planned.storage}")
             gradient = self.gradients.get(name, GradientSteps())
             stored[name] = StoredParameter(
                 name,
@@ -200,7 +188,7 @@ class StageContext:
                 planned.storage,
                 planned.optimizer,
                 parameter.trainable,
-                self._regathers[kind],
+                regather,
                 gradient.contributions,
                 gradient.steps,
                 name not in foreign,

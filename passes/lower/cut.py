@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from autopar.errors import PlanError
 from autopar.ir.names import fresh_name
-from autopar.ir.program import Boundary, Call, Crossing, Program, ValueRef
+from autopar.ir.program import Boundary, BoundaryTensor, Call, Program, ValueRef
 
 Range = tuple[int, int]
 
@@ -26,9 +26,9 @@ def cut(program: Program, ranges: Sequence[Range]) -> tuple[Program, ...]:
     if len(ranges) == 1:
         return (program,)
     stage_of = {i: s for s, (first, last) in enumerate(ranges) for i in range(first, last)}
-    crossings = _crossings(program, stage_of)
+    boundary_tensors = _boundary_tensors(program, stage_of)
     owners = shared_parameters(program, ranges)
-    return tuple(_stage(program, s, ranges[s], crossings, owners, stage_of) for s in range(len(ranges)))
+    return tuple(_stage(program, s, ranges[s], boundary_tensors, owners, stage_of) for s in range(len(ranges)))
 
 
 def check_ranges(program: Program, ranges: Sequence[Range]) -> None:
@@ -59,7 +59,7 @@ def cut_points(program: Program) -> frozenset[int]:
             places.append(ref.index)
         points -= set(range(min(places, default=0) + 1, max(places, default=0) + 1))
     for i, call in enumerate(program.calls):
-        if call.early:
+        if call.prologue:
             readers = [
                 c
                 for o in range(len(program.template_of(call).outputs))
@@ -94,7 +94,7 @@ def shared_parameters(program: Program, ranges: Sequence[Range]) -> dict[str, tu
     }
 
 
-def _crossings(program: Program, stage_of: dict[int, int]) -> list[Crossing]:
+def _boundary_tensors(program: Program, stage_of: dict[int, int]) -> list[BoundaryTensor]:
     sends_gradient: dict[tuple[ValueRef, int], bool] = {}
     for i, call in enumerate(program.calls):
         template = program.template_of(call)
@@ -110,29 +110,29 @@ def _crossings(program: Program, stage_of: dict[int, int]) -> list[Crossing]:
             )
             key = (ref, stage_of[i])
             sends_gradient[key] = sends_gradient.get(key, False) or back
-    crossings: list[Crossing] = []
+    boundary_tensors: list[BoundaryTensor] = []
     for (ref, target), gradient in sends_gradient.items():
         outputs = program.template_of(program.calls[ref.index]).outputs
         stem = outputs[ref.output]
         place = (
             f"{ref.index}" if outputs.count(stem) == 1 else f"{ref.index}_{ref.output}"
         )  # one value may be given out twice
-        name = fresh_name(f"{stem}_{place}_to_{target}", {c.name for c in crossings})
-        crossings.append(Crossing(name, ref, stage_of[ref.index], target, gradient))
-    return crossings
+        name = fresh_name(f"{stem}_{place}_to_{target}", {c.name for c in boundary_tensors})
+        boundary_tensors.append(BoundaryTensor(name, ref, stage_of[ref.index], target, gradient))
+    return boundary_tensors
 
 
 def _stage(
     program: Program,
     s: int,
     span: Range,
-    crossings: list[Crossing],
+    boundary_tensors: list[BoundaryTensor],
     owners: dict[str, tuple[int, ...]],
     stage_of: dict[int, int],
 ) -> Program:
     first, last = span
-    received = tuple(c for c in crossings if c.target == s)
-    sent = tuple(c for c in crossings if c.source == s)
+    received = tuple(c for c in boundary_tensors if c.target == s)
+    sent = tuple(c for c in boundary_tensors if c.source == s)
     calls = program.calls[first:last]
     refs = [ref for call in calls for ref in call.inputs]
     outputs = tuple(i for i, ref in enumerate(program.outputs) if _home(ref, stage_of) == s)
@@ -159,7 +159,9 @@ def _stage(
     return replace(
         program,
         templates={name: t for name, t in program.templates.items() if any(c.template == name for c in calls)},
-        calls=tuple(Call(c.template, c.params, tuple(map(local, c.inputs)), c.path, c.early, c.start) for c in calls),
+        calls=tuple(
+            Call(c.template, c.params, tuple(map(local, c.inputs)), c.path, c.prologue, c.start) for c in calls
+        ),
         parameters={n: p for n, p in program.parameters.items() if n in used or (s == 0 and n not in elsewhere)},
         buffers={n: b for n, b in program.buffers.items() if n in read or n in updates or (s == 0 and n not in kept)},
         inputs=(*(program.inputs[i] for i in batch), *((c.name, t) for c, t in zip(received, sizes, strict=True))),

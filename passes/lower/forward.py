@@ -1,6 +1,6 @@
 """Lower a stage's forward: its calls in order, with values converted from the spec the producer leaves to the one wanted.
 
-Where something must be known of the whole batch beforehand, the early calls are a function of their own (`prepare`), and
+Where something must be known of the whole batch beforehand, the prologue calls are a function of their own (`prepare`), and
 what they make comes to `forward` as arguments.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from autopar.ir.lines import CallForward, Function, ParkSaved, ReadBuffer, SumLoss, WriteBuffer
-from autopar.ir.lowered import Port, Row
+from autopar.ir.lowered import BoundaryEnd, Row
 from autopar.ir.program import Join, ValueRef
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
@@ -18,7 +18,7 @@ from autopar.passes.lower.context import StageContext
 
 
 class Forward(Builder):
-    """`forward`: the calls `order`, all but the early ones; or `prepare`: these alone."""
+    """`forward`: the calls `order`, all but the prologue; or `prepare`: these alone."""
 
     def __init__(self, context: StageContext, name: str, order: list[int]) -> None:
         super().__init__(context, name)
@@ -26,30 +26,30 @@ class Forward(Builder):
         self.values: dict[ValueRef, LocalValue] = {}
         self.saved: dict[int, str] = {}
         self.rows: list[Row] = []
-        self.received: list[Port] = []
-        self.sent: list[Port] = []
+        self.received: list[BoundaryEnd] = []
+        self.sent: list[BoundaryEnd] = []
         self.outputs: list[LocalValue] = []
         self._inputs()
 
     def prepare(self) -> Function:
-        """Values of the early calls, whole on every rank."""
+        """Values of the prologue calls, whole on every rank."""
         self._calls()
         results: list[str | None] = []
-        for ref in self._early():
+        for ref in self._prologue():
             type_ = self.program.type_of(ref)
             whole = Spec.replicated(len(type_.shape))
             results.append(self.convert(self.values[ref], type_, whole, "F", "whole batch"))
         self.args = {row.name: self.args[row.name] for row in self.rows}
         return self.function(results)
 
-    def _early(self) -> list[ValueRef]:
-        calls = [(i, c) for i, c in enumerate(self.program.calls) if c.early]
+    def _prologue(self) -> list[ValueRef]:
+        calls = [(i, c) for i, c in enumerate(self.program.calls) if c.prologue]
         return [ValueRef("call", i, o) for i, c in calls for o in range(len(self.program.template_of(c).outputs))]
 
     def forward(self, prepared: bool) -> Function:
-        """The finished `forward`. prepared: the early calls' values are arguments."""
+        """The finished `forward`. prepared: the prologue calls' values are arguments."""
         if prepared:
-            for ref in self._early():
+            for ref in self._prologue():
                 type_ = self.program.type_of(ref)
                 spec = Spec.replicated(len(type_.shape))
                 name = self.names.fresh("whole_batch")
@@ -93,10 +93,10 @@ class Forward(Builder):
             local = self.names.fresh("".join(c if c.isalnum() else "_" for c in name).lstrip("0123456789_") or f"x{i}")
             wanted = {self._placeholder(call, slot) for call, slot in self.program.readers.get(ref, ())}
             only = next(iter(wanted)) if len(wanted) == 1 else None
-            crossing = self.program.crossing(ref)
-            if crossing is not None:
+            tensor = self.program.boundary_tensor(ref)
+            if tensor is not None:
                 spec = self.pricer.arrival(type_, next(iter(sorted(wanted, key=str))))[0]
-                self.received.append(Port(crossing.name, crossing.source, type_, spec))
+                self.received.append(BoundaryEnd(tensor.name, tensor.source, type_, spec))
             else:
                 spec = only if only is not None and not only.partial else Spec.replicated(len(type_.shape))
                 self.rows.append(Row(own[i], local, type_, spec, self.program.batch_dims[i]))
@@ -178,12 +178,12 @@ class Forward(Builder):
         """The names of the values that leave for other stages, converted so that they owe nothing."""
         names = []
         boundary = self.program.boundary
-        for crossing, ref in zip(boundary.sent, boundary.sent_values, strict=True) if boundary else ():
+        for tensor, ref in zip(boundary.sent, boundary.sent_values, strict=True) if boundary else ():
             held = self._value(ref)
             type_ = self.program.type_of(ref)
             leaves = self.pricer.departure(type_, held[1])[0]
-            names.append(self.convert(held, type_, leaves, "F", f"to stage {crossing.target}"))
-            self.sent.append(Port(crossing.name, crossing.target, type_, leaves))
+            names.append(self.convert(held, type_, leaves, "F", f"to stage {tensor.target}"))
+            self.sent.append(BoundaryEnd(tensor.name, tensor.target, type_, leaves))
         return names
 
     def _updates(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keyword
 import re
 
-from autopar.ops.homes import HOMES
+from autopar.ops.runtime_modules import RUNTIME_MODULES
 
-_USED = ("rt", "call", "saved", "inputs", "torch", "aten", *HOMES, "user_ops", *keyword.kwlist)
+_USED = ("rt", "call", "saved", "inputs", "torch", "aten", *RUNTIME_MODULES, "user_ops", *keyword.kwlist)
 
 
 class Names:

@@ -1,7 +1,7 @@
 """Lower a whole plan: every stage, what travels between them, and the table of actions.
 
-Both ends of a crossing choose the spec on their own mesh (`Pricer.arrival`, `Pricer.departure`); the transfer between
-them is direct: every rank of the target is sent the pieces it needs by ranks of the source that hold them.
+Both ends of a stage-boundary tensor choose the spec on their own mesh (`Pricer.arrival`, `Pricer.departure`); the transfer
+between them is direct: every rank of the target is sent the pieces it needs by ranks of the source that hold them.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def stage_graph(plan: Plan, parts: tuple[Program, ...]) -> StageGraph:
         end = first + size
     if end != plan.ranks:
         raise PlanError(f"the plan is for {plan.ranks} ranks, its stages have {end}")
-    crossings = [c for part in parts if part.boundary is not None for c in part.boundary.received]
-    edges = sorted({(c.source, c.target) for c in crossings})
-    back = sorted({(c.source, c.target) for c in crossings if c.gradient})
+    boundary_tensors = [c for part in parts if part.boundary is not None for c in part.boundary.received]
+    edges = sorted({(c.source, c.target) for c in boundary_tensors})
+    back = sorted({(c.source, c.target) for c in boundary_tensors if c.gradient})
     return StageGraph(tuple(map(tuple, groups.values())), tuple(edges), tuple(back))
 
 
@@ -111,14 +111,14 @@ def _transfers(stages: tuple[LoweredStage, ...]) -> list[LoweredTransfer]:
         ("value", "sent", "received"),
         ("gradient", "gradients_sent", "gradients_received"),
     ):
-        ends = {port.name: (stage.index, port) for stage in stages for port in getattr(stage, arriving)}
+        ends = {end.name: (stage.index, end) for stage in stages for end in getattr(stage, arriving)}
         for stage in stages:
-            for port in getattr(stage, leaving):
-                if port.name not in ends:
-                    raise PlanError(f"stage {stage.index} sends {port.name}, which no stage receives")
-                target, end = ends.pop(port.name)
-                road = len(transfers), port.name, kind, stage.index, target
-                transfers.append(LoweredTransfer(*road, port.type, port.spec, end.spec))
+            for start in getattr(stage, leaving):
+                if start.name not in ends:
+                    raise PlanError(f"stage {stage.index} sends {start.name}, which no stage receives")
+                target, end = ends.pop(start.name)
+                road = len(transfers), start.name, kind, stage.index, target
+                transfers.append(LoweredTransfer(*road, start.type, start.spec, end.spec))
         if ends:
             raise PlanError(
                 f"{', '.join(ends)} is received by stage {next(iter(ends.values()))[0]}, but nobody sends it"

@@ -126,7 +126,7 @@ class _Repeats:
     def _alike(self, i: int, j: int, first: int) -> bool:
         """Whether call j is to what is around it as call i is; both lie in a run that starts at `first`."""
         a, b = self.calls[i], self.calls[j]
-        if a.template != b.template or a.early != b.early or (i in self._late) != (j in self._late):
+        if a.template != b.template or a.prologue != b.prologue or (i in self._late) != (j in self._late):
             return False
         return all(
             p == q or self._used(p, i) == self._used(q, j) for p, q in zip(a.params, b.params, strict=True)

@@ -29,10 +29,10 @@ def lower_stage(
 ) -> LoweredStage:
     """One stage's program (`autopar.passes.lower.cut`) as local lines. split: B and W apart. compression: of gradients, as the
     plan says. Raises PlanError."""
-    context = StageContext(program, stage, pricers[stage.mesh], rules, split, pricers.lowered, compression)
-    early = [i for i, call in enumerate(program.calls) if call.early] if microbatches > 1 else []
-    prepare = Forward(context, "prepare", early).prepare() if early else None
-    front = Forward(context, "forward", [i for i in range(len(program.calls)) if i not in early])
+    context = StageContext(program, stage, pricers[stage.mesh], rules, split, pricers.memo, compression)
+    prologue = [i for i, call in enumerate(program.calls) if call.prologue] if microbatches > 1 else []
+    prepare = Forward(context, "prepare", prologue).prepare() if prologue else None
+    front = Forward(context, "forward", [i for i in range(len(program.calls)) if i not in prologue])
     forward = front.forward(prepare is not None)
     back = Backward(context, front.saved) if program.training else None
     backward, weights = back.functions() if back is not None else (None, None)
@@ -54,5 +54,5 @@ def lower_stage(
         tuple(back.sent) if back is not None else (),
         program.training,
         microbatches,
-        program.microbatched.early if prepare is not None and program.microbatched is not None else (),
+        program.microbatched.prologue if prepare is not None and program.microbatched is not None else (),
     )

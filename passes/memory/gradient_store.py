@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -14,6 +13,7 @@ from autopar.ir.setting import Setting
 from autopar.passes.memory.walk import ActionBytes
 from autopar.passes.played.gradients import PlayedStore, numbered
 from autopar.passes.played.tensors import Layout, PlayedTensor, Storage
+from autopar.passes.rules.memo import Memo
 
 REPLAYED = 3
 """Microbatches that are replayed: from the second to the last but one they are alike."""
@@ -59,7 +59,7 @@ class StepBytes:
     unsent: int
 
 
-def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Setting) -> StepBytes:
+def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Setting, memo: Memo) -> StepBytes:
     """Bytes that a stage's gradient store holds over a step. actions: of a microbatch, in order."""
     trained = numbered(stage)
     number = {name: i for i, name in enumerate(n for n, p in stage.parameters.items() if p.contributions)}
@@ -75,10 +75,10 @@ def step_bytes(stage: LoweredStage, actions: Iterable[ActionBytes], setting: Set
             row.append(Given(number[g.name], g.layout, g.owned, place, g.held))
         given.append(tuple(row))
     count = min(stage.microbatches, REPLAYED + 1)
-    return _played(trained, stage.mesh, count, tuple(given), setting.compensated, setting.changes_gradients)
+    changed = setting.changes_gradients
+    return memo[_played](trained, stage.mesh, count, tuple(given), setting.compensated, changed, memo)
 
 
-@lru_cache(maxsize=1 << 10)
 def _played(
     parameters: tuple[StoredParameter, ...],
     mesh: Mesh,
@@ -86,9 +86,10 @@ def _played(
     given: tuple[tuple[Given, ...], ...],
     compensated: bool,
     changed: bool,
+    memo: Memo,
 ) -> StepBytes:
     """The same of stages that are alike."""
-    store = PlayedStore(parameters, mesh, microbatches, compensated)
+    store = PlayedStore(parameters, mesh, microbatches, memo, compensated)
     ledger, replayed = store.ledger, min(microbatches, REPLAYED)
 
     def seen(elsewhere: int = 0) -> StoreBytes:

@@ -9,20 +9,18 @@ is held then and what the action needs beside it; or what the optimizer needs wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.actions import Action, StageGraph, Table
-from autopar.ir.lowered import LoweredProgram, LoweredStage, StoredParameter
-from autopar.ir.mesh import Mesh
+from autopar.ir.lowered import LoweredProgram, LoweredStage
+from autopar.ir.resting import resting as resting_bytes
 from autopar.ir.setting import Setting
 from autopar.passes.memory.gradient_store import REPLAYED, StepBytes, StoreBytes, step_bytes
-from autopar.passes.memory.probe import GatheredShard, gather_effect, local, regather_peak
+from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
 from autopar.passes.schedule.held import held_after
-from autopar.runtime.comm.devices import CPU, Device
 
 
 @dataclass(frozen=True)
@@ -67,21 +65,23 @@ class StageMemory:
         return sum(self.resting.values())
 
 
-def stage_memory(stage: LoweredStage, setting: Setting, device: Device = CPU) -> StageMemory:
-    """Bytes of a stage on one of its ranks. device: whose kernels run."""
-    resting, tiers = _resting(stage, setting)
-    played = action_bytes(stage, device)
+def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = None) -> StageMemory:
+    """Bytes of a stage on one of its ranks. probe: of the stage's mesh, by default one for a CPU."""
+    probe = probe or Probe(stage.mesh)
+    tiers = resting_bytes(stage, setting)
+    resting = tiers.pop("")
+    played = action_bytes(stage, probe)
     if not stage.training:
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
         return StageMemory(resting, actions, tiers=tiers)
-    step = step_bytes(stage, played.values(), setting)
+    step = step_bytes(stage, played.values(), setting, probe.memo)
     order = _moments_of(played, step)
     if len(order) > REPLAYED:
         order[:3] = _grown_at_once(*order[:3])
     middle = order[1] if len(order) > 2 else order[0]
     if step.unsent:
         resting["unsent gradients"] = float(step.unsent)
-    top = max(step.reduced.top, step.copied.top, step.copied.held + _update_peak(stage, setting, device))
+    top = max(step.reduced.top, step.copied.top, step.copied.held + _update_peak(stage, setting, probe))
     gradients, copied = dict(step.copied.parked), step.copied.held - step.reduced.held
     return StageMemory(resting, middle, order[0], order[-1], float(top), tiers, gradients, copied)
 
@@ -238,80 +238,35 @@ def tier_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -
     return tuple(peaks)
 
 
-def _resting(stage: LoweredStage, setting: Setting) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Bytes that are always there, by kind: on the device, and per tier."""
-    mesh = stage.mesh
-    parameters = gradients = optimizer = 0.0
-    tiers: dict[str, dict[str, float]] = {}
-    for name, p in stage.parameters.items():
-        stored = p.storage.local_bytes(p.type, mesh)
-        if p.tier:
-            _add(tiers, p.tier, "parameters", stored)
-        else:
-            parameters += stored
-        if p.contributions and stage.training:
-            shard = p.optimizer.local_bytes(p.type, mesh)
-            if p.owned:
-                state = setting.optimizer.shard_bytes(p.type, shard, name)
-                if p.optimizer_tier:
-                    _add(tiers, p.optimizer_tier, "optimizer", state)
-                else:
-                    optimizer += state
-                if p.tier and _apart(p, mesh):
-                    _add(tiers, p.tier, "optimizer", shard)
-                else:
-                    optimizer += shard if _apart(p, mesh) else 0.0
-    buffers = float(sum(t.nbytes for t in stage.buffers.values()))
-    return {"parameters": parameters, "gradients": gradients, "optimizer": optimizer, "buffers": buffers}, tiers
-
-
-def _add(tiers: dict[str, dict[str, float]], tier: str, kind: str, nbytes: float) -> None:
-    kinds = tiers.setdefault(tier, {})
-    kinds[kind] = kinds.get(kind, 0.0) + nbytes
-
-
-def _parts_peak(stage: LoweredStage, setting: Setting, device: Device) -> float:
+def _parts_peak(stage: LoweredStage, setting: Setting, probe: Probe) -> float:
     """The most that a step by parts needs: a part's state, the next one's on its way, and the optimizer's scratch."""
     parts = step_parts(stage, setting)
     worst = 0.0
     for (names, state), (_, coming) in zip(parts, [*parts[1:], ([], 0.0)], strict=False):
-        sizes = [stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh) for n in names]
-        scratch = setting.optimizer.scratch_bytes(sizes, device)
+        updated = [stage.parameters[n] for n in names]
+        scratch = setting.optimizer.scratch_bytes([p.updated_bytes(stage.mesh) for p in updated], probe.device)
         shards = tuple(
-            GatheredShard(local(p.type, p.optimizer, stage.mesh), p.regather)
-            for p in map(stage.parameters.get, names)
-            if p is not None and p.tier and p.regather
+            GatheredShard(local(p.type, p.optimizer, stage.mesh), p.regather) for p in updated if p.tier and p.regather
         )
-        grown = gather_effect(shards, stage.mesh.axes).ending_peak if shards else 0
-        gone = sum(
-            stage.parameters[n].optimizer.local_bytes(stage.parameters[n].type, stage.mesh)
-            for n in names
-            if stage.parameters[n].tier
-        )
+        grown = probe.gathered(shards).ending_peak if shards else 0
+        gone = sum(p.updated_bytes(stage.mesh) for p in updated if p.tier)
         worst = max(worst, state + coming + scratch, state - gone + coming + grown)
     return worst
 
 
-def _apart(p: StoredParameter, mesh: Mesh) -> bool:
-    """Whether the optimizer's shard is a copy: it is no contiguous part of what is stored."""
-    stored, shard = p.storage.local_shape(p.type.shape, mesh), p.optimizer.local_shape(p.type.shape, mesh)
-    cut = [dim for dim, (a, b) in enumerate(zip(stored, shard, strict=True)) if a != b]
-    return bool(cut) and any(math.prod(shard[:dim]) != 1 for dim in cut)
-
-
-def _update_peak(stage: LoweredStage, setting: Setting, device: Device) -> float:
+def _update_peak(stage: LoweredStage, setting: Setting, probe: Probe) -> float:
     """The most that the optimizer's step, or the gather after it, needs for a moment."""
     mesh = stage.mesh
     owned = {name: p for name, p in stage.parameters.items() if p.contributions and p.owned}
     groups: dict[int, list[float]] = {}
     for name, p in owned.items():
         if not (p.optimizer_tier or p.tier):
-            groups.setdefault(setting.optimizer.group_of.get(name, 0), []).append(p.optimizer.local_bytes(p.type, mesh))
-    scratch = max((setting.optimizer.scratch_bytes(sizes, device) for sizes in groups.values()), default=0.0)
-    scratch = max(scratch, _parts_peak(stage, setting, device))
+            groups.setdefault(setting.optimizer.group_of.get(name, 0), []).append(p.updated_bytes(mesh))
+    scratch = max((setting.optimizer.scratch_bytes(sizes, probe.device) for sizes in groups.values()), default=0.0)
+    scratch = max(scratch, _parts_peak(stage, setting, probe))
     shards = tuple(
         (local(p.type, p.optimizer, mesh), p.regather, local(p.type, p.storage, mesh))
         for p in owned.values()
         if p.regather and not p.tier
     )
-    return max(scratch, float(regather_peak(shards, mesh.axes)) if shards else 0.0)
+    return max(scratch, float(probe.regather_peak(shards)) if shards else 0.0)

@@ -2,7 +2,7 @@
 
 An op's result may be a view of an operand or a copy, its implementation may need scratch (masks of dropout, scores of
 attention, chunks of a collective): the functions that emitted programs call know, so they are asked. Meta tensors hold
-no data, a line takes microseconds, and the same line on the same layouts is asked once in the life of the process. They stand
+no data, a line takes microseconds, and the same line on the same layouts is asked once in a search. They stand
 for tensors of the device that the program is for: its kernels are asked, with what these need inside.
 """
 
@@ -11,12 +11,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 
-from autopar.codegen.printer import Printer
+from autopar.codegen.runtime_call import call_of
 from autopar.counter import ByteCounter
 from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, ParameterGather, Ref, Start, Wait
 from autopar.ir.lowered import StoredParameter
@@ -24,155 +23,135 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, rows
 from autopar.ir.types import TensorType
-from autopar.ops.homes import HOMES
 from autopar.ops.registry import find
+from autopar.passes.memory.meta_rank import MetaRank
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Effect, Layout, Out, results_of, watch
-from autopar.runtime.comm.axis_comm import Along
+from autopar.passes.rules.memo import Memo
 from autopar.runtime.comm.devices import CPU, Device, standing_for
 from autopar.runtime.gradients.gather import Gather, start_gathers
-from autopar.runtime.guards import Guards
 
 SMALL = 4 << 20
 WholeLine = Compute | Convert | Cut | Join
 """Lines that are not parts of others."""
+Shards = tuple["GatheredShard", ...]
+Returning = tuple[tuple[Layout, tuple[RuntimeStep, ...], Layout], ...]
+"""Updated shards that go back to storage: (shard, steps, storage)."""
 
 
-class _Rank:
-    """The part of `rt` that a line may ask for, on meta tensors."""
+class Probe:
+    """The effects of lines on a mesh where the kernels of a device run, each asked once. memo: what else is known of stages on
+    such ranks."""
 
-    device = torch.device("meta")
+    def __init__(self, mesh: Mesh, device: Device = CPU) -> None:
+        self.mesh, self.device, self.memo = mesh, device, Memo()
+        self._last, self._first = MetaRank(mesh.sizes), MetaRank(mesh.sizes, 0)
 
-    def __init__(self, mesh: Mapping[str, int], rank: int | None) -> None:
-        self.comm = MetaComm(mesh, rank)
-        self.guards = Guards()
+    def effect(self, line: Line, layout_of: Mapping[str, Layout | None]) -> tuple[list[str], Effect]:
+        """The tensors that a line reads, by name, and what it makes of them; what is started makes a handle, and then whatever
+        operands that holds. layout_of: values by name (None: no tensor)."""
+        whole = line.line if isinstance(line, (Start, GoOn, Wait)) else line
+        assert isinstance(whole, WholeLine), line
+        operands = {name: layout for name in whole.reads() if (layout := layout_of.get(name)) is not None}
+        numbered = _numbered(whole, {name: f"v{i}" for i, name in enumerate(operands)})
+        layouts, names = tuple(operands.values()), list(operands)
+        make = self._whole if whole is line else self._parts
+        key = make.__name__, _what(numbered), len(whole.outs), layouts
+        effects = self.memo.get(key, lambda: self._standing(make, numbered, layouts))
+        match line:
+            case GoOn(stop=stop):
+                return [], effects[stop]
+            case Wait():
+                return [], effects[-1]
+        return names, effects[0]
 
-    def key(self, call: int, site: int) -> int:
-        return 1
+    def gathered(self, shards: Shards) -> GatherEffect:
+        """The effect of gathering parameters together."""
+        return self.memo[_gather_effect](self._last.comm, shards)
 
-    def along(self, axis: str, *inner: str) -> Along:
-        return Along(self.comm, axis, *inner)
+    def regather_peak(self, shards: Returning) -> int:
+        """The most bytes beside shards and storage while updated shards go back to storage."""
+        return self.memo[_regather_peak](self._last.comm, shards)
 
+    def _standing(
+        self,
+        make: Callable[[WholeLine, tuple[Layout, ...]], list[Effect]],
+        line: WholeLine,
+        layouts: tuple[Layout, ...],
+    ) -> list[Effect]:
+        with standing_for(self.device):
+            return make(line, layouts)
 
-@cache
-def _rank(axes: tuple[tuple[str, int], ...], rank: int | None = None) -> _Rank:
-    return _Rank(dict(axes), rank)
-
-
-def line_effect(
-    line: Line, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device = CPU
-) -> tuple[list[str], Effect]:
-    """The tensors that a line reads, by name, and what it makes of them; what is started makes a handle, and then whatever
-    operands that holds. layout_of: values by name (None: no tensor). device: whose kernels run."""
-    if isinstance(line, (Start, GoOn, Wait)):
-        return _part_effect(line, layout_of, mesh, device)
-    assert isinstance(line, WholeLine), line
-    names, numbered, layouts, key = _asked(line, layout_of, mesh, device)
-    if key not in _EFFECTS:
-        with standing_for(device):
-            _EFFECTS[key] = _probe(numbered, layouts, mesh)
-    return names, _EFFECTS[key]
-
-
-def _asked(
-    line: WholeLine, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device
-) -> tuple[list[str], WholeLine, tuple[Layout, ...], Hashable]:
-    """Names of the tensors that a line reads; the line with them numbered, their layouts, and what its effect follows from."""
-    operands = {name: layout for name in line.reads() if (layout := layout_of.get(name)) is not None}
-    numbered, layouts = _numbered(line, {name: f"v{i}" for i, name in enumerate(operands)}), tuple(operands.values())
-    match numbered:
-        case Convert(step=step):
-            what: Hashable = step
-        case Compute(op=op, kwargs=kwargs, carried=carried):
-            what = op, carried, _frozen(kwargs)
-        case Cut(dim=dim) | Join(dim=dim):
-            what = type(numbered), dim
-    return list(operands), numbered, layouts, (what, len(line.outs), layouts, mesh.axes, device)
-
-
-def _part_effect(
-    line: Start | GoOn | Wait, layout_of: Mapping[str, Layout | None], mesh: Mesh, device: Device
-) -> tuple[list[str], Effect]:
-    """The same of a part of a line that was started."""
-    names, numbered, layouts, key = _asked(line.line, layout_of, mesh, device)
-    assert isinstance(numbered, (Compute, Convert))
-    if key not in _PARTS:
-        with standing_for(device):
-            _PARTS[key] = _probe_parts(numbered, layouts, mesh)
-    match line:
-        case Start():
-            return names, _PARTS[key][0]
-        case GoOn(stop=stop):
-            return [], _PARTS[key][stop]
-    return [], _PARTS[key][-1]
-
-
-def _probe_parts(line: Compute | Convert, layouts: tuple[Layout, ...], mesh: Mesh) -> list[Effect]:
-    """The effects of a line that is split: of its start, of every part between, and of its wait."""
-    begin = eval(
-        f"lambda {', '.join(['rt', *_names(layouts)])}: {_ASKED.expression(Start(line))}", {**HOMES, "torch": torch}
-    )
-    tensors = [layout.tensor() for layout in layouts]
-    storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-    counter = ByteCounter()
-    with torch.no_grad(), counter:
-        handle = begin(_rank(mesh.axes), *tensors)
-        tensors.clear()
-        held = [Out(i, -1, None) for i, storage in enumerate(storages) if storage() is not None]
-        effects = [Effect((Out(-1, 0, None), *held), (counter.alive,), counter.peak)]
-        for _ in range(1, len(line.stops) if isinstance(line, Compute) else 1):
+    def _parts(self, line: WholeLine, layouts: tuple[Layout, ...]) -> list[Effect]:
+        """The effects of a line that is split: of its start, of every part between, and of its wait."""
+        assert isinstance(line, (Compute, Convert)), line
+        call, tensors = call_of(Start(line)), [layout.tensor() for layout in layouts]
+        storages = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+        counter = ByteCounter()
+        with torch.no_grad(), counter:
+            handle = self._last.result(call, _by_name(tensors))
+            tensors.clear()
+            held = [Out(i, -1, None) for i, storage in enumerate(storages) if storage() is not None]
+            effects = [Effect((Out(-1, 0, None), *held), (counter.alive,), counter.peak)]
+            for _ in range(1, len(line.stops) if isinstance(line, Compute) else 1):
+                alive = counter.alive
+                counter.restart()
+                handle.go_on()
+                effects.append(Effect((Out(-1, 0, None),), (counter.alive,), counter.peak - alive))
             alive = counter.alive
             counter.restart()
-            handle.go_on()
-            effects.append(Effect((Out(-1, 0, None),), (counter.alive,), counter.peak - alive))
-        alive = counter.alive
-        counter.restart()
-        result = handle.wait()
-        del handle
-        peak = counter.peak - alive
-    outs, sizes = results_of(result, {})
-    return [*effects, Effect(outs, sizes, peak)]
+            result = handle.wait()
+            del handle
+            peak = counter.peak - alive
+        outs, sizes = results_of(result, {})
+        return [*effects, Effect(outs, sizes, peak)]
+
+    def _whole(self, line: WholeLine, layouts: tuple[Layout, ...]) -> list[Effect]:
+        """The effect of a line that is not split."""
+
+        def on(rank: MetaRank) -> Callable[[list[torch.Tensor]], Any]:
+            return lambda tensors: rank.result(call, _by_name(tensors))
+
+        try:
+            call = call_of(line)
+            definition = find(line.op) if isinstance(line, Compute) else None
+            if definition is not None and definition.hidden_workspace:
+                return [_recurrent(on(self._last), layouts)]
+            self._last.comm.asked_index = False
+            watched = watch(on(self._last), layouts)
+            if self._last.comm.asked_index:  # the last block sees most keys, or in zigzag order the first
+                watched = max(watched, watch(on(self._first), layouts), key=lambda effect: effect.peak)
+        except Exception:  # an op without a meta implementation, or one that looks at data
+            return [_declared(line, self.mesh)]
+        return [watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else _declared(line, self.mesh)]
 
 
-_PARTS: dict[Any, list[Effect]] = {}
-_EFFECTS: dict[Any, Effect] = {}
-_ASKED = Printer()
+def _what(numbered: WholeLine) -> Hashable:
+    """The part of a line that its effect on operands of given layouts follows from."""
+    match numbered:
+        case Convert(step=step):
+            return step
+        case Compute(op=op, kwargs=kwargs, carried=carried):
+            return op, carried, _frozen(kwargs)
+        case Cut(dim=dim) | Join(dim=dim):
+            return type(numbered), dim
 
 
-def _probe(line: WholeLine, layouts: tuple[Layout, ...], mesh: Mesh) -> Effect:
-    names = _names(layouts)
-    try:
-        rank = _rank(mesh.axes)
-        space = {"torch": torch, "aten": torch.ops.aten, **HOMES, "user_ops": _UserOps(), "rt": rank, "call": 0}
-        function = eval(f"lambda {', '.join(names)}: {_ASKED.expression(line)}", space)
-        definition = find(line.op) if isinstance(line, Compute) else None
-        if definition is not None and definition.hidden_workspace:
-            return _recurrent(function, layouts)
-        rank.comm.asked_index = False
-        watched = watch(lambda tensors: function(*tensors), layouts)
-        if rank.comm.asked_index:  # the last block sees most keys, or in zigzag order the first
-            space["rt"] = _rank(mesh.axes, 0)
-            watched = max(watched, watch(lambda tensors: function(*tensors), layouts), key=lambda effect: effect.peak)
-    except Exception:  # an op without a meta implementation, or one that looks at data
-        return _declared(line, mesh)
-    return watched if len(watched.outs) >= len([o for o in line.outs if o != "_"]) else _declared(line, mesh)
+def _by_name(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Operands under the names that a numbered line has for them."""
+    return {f"v{i}": tensor for i, tensor in enumerate(tensors)}
 
 
-def _names(layouts: Sequence[Layout]) -> list[str]:
-    """Names of operands, in text that is run."""
-    return [f"v{i}" for i in range(len(layouts))]
-
-
-def _recurrent(function: Callable[..., Any], layouts: tuple[Layout, ...]) -> Effect:
+def _recurrent(run_on: Callable[[list[torch.Tensor]], Any], layouts: tuple[Layout, ...]) -> Effect:
     """Layers of recurrent networks run in kernels whose workspace no meta function knows: small ones are run, of others a
     few time steps, as everything (time, batch, …) grows with time."""
     if sum(layout.nbytes for layout in layouts) <= SMALL:
-        return watch(lambda tensors: function(*tensors), layouts, "cpu")
+        return watch(run_on, layouts, "cpu")
     steps = next(layout.shape[0] for layout in layouts if len(layout.shape) == 3)
 
     def run(count: int) -> Effect:
         cut = tuple(Layout.dense((count, *x.shape[1:]), x.dtype) if len(x.shape) == 3 else x for x in layouts)
-        return watch(lambda tensors: function(*tensors), cut, "cpu")
+        return watch(run_on, cut, "cpu")
 
     few, more = run(min(steps, 8)), run(min(steps, 16))
     if steps <= 16:
@@ -185,13 +164,6 @@ def _recurrent(function: Callable[..., Any], layouts: tuple[Layout, ...]) -> Eff
         for o in more.outs
     )
     return Effect(outs, grown, more.peak + (more.peak - few.peak) // 8 * (steps - 16))
-
-
-class _UserOps:
-    """Registered ops by name, as the emitted `user_ops` module has them."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.ops.autopar_ops, name)
 
 
 def _declared(line: WholeLine, mesh: Mesh) -> Effect:
@@ -237,16 +209,14 @@ class GatherEffect:
     effect: Effect
 
 
-@cache
-def gather_effect(shards: tuple[GatheredShard, ...], axes: tuple[tuple[str, int], ...]) -> GatherEffect:
-    """The effect of gathering parameters together on a mesh of these axes."""
+def _gather_effect(comm: MetaComm, shards: Shards) -> GatherEffect:
     counter = ByteCounter()
     here = {i: shard.layout.tensor() for i, shard in enumerate(shards) if not shard.tier}
     with counter:
         items: list[Gather] = [
             (here[i] if i in here else shard.layout.tensor(), rows(shard.steps), None) for i, shard in enumerate(shards)
         ]
-        handle = start_gathers(_rank(axes).comm, items, dtypes=[shard.dtype for shard in shards])
+        handle = start_gathers(comm, items, dtypes=[shard.dtype for shard in shards])
         del items
         started, starting_peak = counter.alive, counter.peak
         counter.restart()
@@ -263,15 +233,11 @@ def gather_effect(shards: tuple[GatheredShard, ...], axes: tuple[tuple[str, int]
     return GatherEffect(started, starting_peak, ending_peak, Effect(tuple(outs), tuple(sizes), ending_peak))
 
 
-@cache
-def regather_peak(
-    shards: tuple[tuple[Layout, tuple[RuntimeStep, ...], Layout], ...], axes: tuple[tuple[str, int], ...]
-) -> int:
-    """The most bytes beside shards and storage while updated shards go back to storage: (shard, steps, storage)."""
+def _regather_peak(comm: MetaComm, shards: Returning) -> int:
     items = [(shard.tensor(), rows(steps), storage.tensor()) for shard, steps, storage in shards]
     counter = ByteCounter()
     with torch.no_grad(), counter:
-        start_gathers(_rank(axes).comm, items).wait()
+        start_gathers(comm, items).wait()
     return counter.peak
 
 

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.lines import Function, GoOn, Start, Wait
-from autopar.ir.mesh import Mesh
-from autopar.passes.memory.probe import line_effect
+from autopar.passes.memory.probe import Probe
 from autopar.passes.played.tensors import Effect, Layout
-from autopar.runtime.comm.devices import CPU, Device
 
 
 @dataclass(frozen=True)
@@ -116,20 +114,14 @@ def dropped_after(function: Function, kept: set[str]) -> list[tuple[str, ...]]:
     ]
 
 
-def tape(
-    function: Function,
-    returned: Sequence[str | None],
-    layouts: Sequence[Layout | None],
-    mesh: Mesh,
-    device: Device = CPU,
-) -> Tape:
+def tape(function: Function, returned: Sequence[str | None], layouts: Sequence[Layout | None], probe: Probe) -> Tape:
     """The tape of a template's function; layouts: of its arguments, returned: names in the order they are given back."""
     slots = {name: i for i, name in enumerate(function.args)}
     layout_of: dict[str, Layout | None] = dict(zip(function.args, layouts, strict=True))
     drops = dropped_after(function, {n for n in returned if n})
     events = []
     for line, dropped in zip(function.lines, drops, strict=True):
-        names, effect = line_effect(line, layout_of, mesh, device)
+        names, effect = probe.effect(line, layout_of)
         made = line.outs
         match line:
             case Start(outs=(handle,)):

@@ -7,19 +7,16 @@ the actions. The result is the same for every microbatch; what the gradient stor
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.ir import lines as ir
 from autopar.ir.fusion import fuse_bias
 from autopar.ir.lines import Function, GatherKey, Line, Ref, Stored
-from autopar.ir.lowered import LoweredStage, LoweredTemplate, Port
-from autopar.ir.mesh import Mesh
-from autopar.passes.memory.probe import GatheredShard, gather_effect, line_effect, local
+from autopar.ir.lowered import BoundaryEnd, LoweredStage, LoweredTemplate
+from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
 from autopar.passes.played.tensors import Layout
-from autopar.passes.rules.once import once
-from autopar.runtime.comm.devices import CPU, Device
 
 Binding = LiveValue | list[LiveValue]
 """The value that a local name of a stage's function stands for, or a list of saved ones."""
@@ -61,9 +58,10 @@ class ActionBytes:
         return max([self.top, *(gradient.top for gradient in self.gradients)])
 
 
-def action_bytes(stage: LoweredStage, device: Device = CPU) -> dict[str, ActionBytes]:
-    """A microbatch's F, B and W on a device, each on top of what the same microbatch holds before it."""
-    walk = _Walk(stage, device)
+def action_bytes(stage: LoweredStage, probe: Probe | None = None) -> dict[str, ActionBytes]:
+    """A microbatch's F, B and W, each on top of what the same microbatch holds before it. probe: of the stage's mesh, by default
+    one for a CPU."""
+    walk = _Walk(stage, probe or Probe(stage.mesh))
     return {
         action: walk.run(function, action)
         for action, function in zip("FBW", (stage.forward, stage.backward, stage.weights), strict=True)
@@ -71,19 +69,19 @@ def action_bytes(stage: LoweredStage, device: Device = CPU) -> dict[str, ActionB
     }
 
 
-def kept_by_call(stage: LoweredStage, device: Device = CPU) -> tuple[Machine, dict[int, list[LiveValue]]]:
+def kept_by_call(stage: LoweredStage, probe: Probe | None = None) -> tuple[Machine, dict[int, list[LiveValue]]]:
     """The machine at the end of a microbatch's F, and the values on it that each call keeps for its backward, by its number."""
-    walk = _Walk(stage, device)
+    walk = _Walk(stage, probe or Probe(stage.mesh))
     walk.run(stage.forward, "F")
     calls = [line for line in stage.forward.lines if isinstance(line, ir.CallForward) and line.keeps]
     lists = {line.number: walk.kept.get(line.outs[-1], []) for line in calls}
     return walk.machine, {number: kept for number, kept in lists.items() if isinstance(kept, list)}
 
 
-def held_by_call(stage: LoweredStage, device: Device = CPU) -> dict[int, int]:
+def held_by_call(stage: LoweredStage, probe: Probe | None = None) -> dict[int, int]:
     """Bytes of the device that each call of a stage keeps of a microbatch for its backward, by its number. A storage that several
     calls keep counts with the first; all together they are what is alive at the end of F."""
-    machine, kept = kept_by_call(stage, device)
+    machine, kept = kept_by_call(stage, probe)
     counted = {NOTHING.block, *machine.tier}
     held: dict[int, int] = {}
     for number, values in kept.items():
@@ -96,8 +94,8 @@ def held_by_call(stage: LoweredStage, device: Device = CPU) -> dict[int, int]:
 class _Walk:
     """The machine, what local names stand for, and what one action leaves for the next (`kept`)."""
 
-    def __init__(self, stage: LoweredStage, device: Device) -> None:
-        self.stage, self.device = stage, device
+    def __init__(self, stage: LoweredStage, probe: Probe) -> None:
+        self.stage, self.probe = stage, probe
         self.machine = Machine()
         self.names: dict[str, Binding] = {}
         self.layouts: dict[str, Layout | None] = {}
@@ -109,8 +107,8 @@ class _Walk:
         """Play one of the stage's functions."""
         stage, machine = self.stage, self.machine
         self.names, self.gradients = {}, []
-        ports = {"F": stage.received, "B": stage.gradients_received}.get(action, ())
-        received = self._bind_arguments(function, ports)
+        ends = {"F": stage.received, "B": stage.gradients_received}.get(action, ())
+        received = self._bind_arguments(function, ends)
         machine.top = machine.alive
         returned, handed = {n for n in function.returns if n}, False
         for line, dropped in zip(function.lines, dropped_after(function, returned), strict=True):
@@ -131,11 +129,11 @@ class _Walk:
         sent = before - machine.alive
         return ActionBytes(tuple(self.gradients), top, machine.alive, received, sent, dict(machine.parked))
 
-    def _bind_arguments(self, function: Function, ports: Sequence[Port]) -> int:
+    def _bind_arguments(self, function: Function, ends: Sequence[BoundaryEnd]) -> int:
         """Bytes of the arguments that arrive from other stages. Inputs of the batch are there anyway."""
         received = 0
         free = {row.name for row in self.stage.inputs}
-        arrive = {port.name for port in ports}
+        arrive = {end.name for end in ends}
         for name in function.args:
             if name in self.kept:
                 self._bind(name, self.kept.pop(name))
@@ -176,7 +174,7 @@ class _Walk:
                 self.machine.peak(0)
                 self._bind(line.outs[0], LiveValue(block, layout))
             case ir.Compute() | ir.Convert():
-                names, effect = line_effect(line, self.layouts, self.stage.mesh, self.device)
+                names, effect = self.probe.effect(line, self.layouts)
                 results = self.machine.bind(effect, [self._one(n).block for n in names])
                 for name, result in zip(line.outs, results, strict=False):
                     self._bind(name, result)
@@ -221,13 +219,14 @@ class _Walk:
         taken = list(listed)
         listed.clear()
         ordered = [*taken, *arguments]
-        played = _taped(template, action, tuple(value.layout for value in ordered), self.stage.mesh, self.device)
+        layouts = tuple(value.layout for value in ordered)
+        played = self.probe.memo[_taped](template, action, layouts, self.probe)
         return play(self.machine, played, [value.block for value in ordered], [value.block for value in taken])
 
     def _prefetch(self, line: ir.Prefetch) -> None:
         stage = self.stage
         shards = tuple(GatheredShard.of(gather, stage.parameters[gather.name], stage.mesh) for gather in line.gathers)
-        gathered = gather_effect(shards, stage.mesh.axes)
+        gathered = self.probe.gathered(shards)
         self.machine.peak(gathered.starting_peak)
         block = self.machine.new(gathered.started)
         self.machine.hold(block)
@@ -235,7 +234,7 @@ class _Walk:
 
     def _take(self, line: ir.TakeParameters) -> None:
         block, shards = self.started.pop(line.key)
-        gathered = gather_effect(shards, self.stage.mesh.axes)
+        gathered = self.probe.gathered(shards)
         self.machine.peak(gathered.ending_peak - gathered.started)
         self.machine.drop(block)
         effect = replace(gathered.effect, peak=sum(gathered.effect.fresh))
@@ -323,30 +322,19 @@ class _Walk:
             self.machine.drop(one.block)
 
 
-def _taped(
-    template: LoweredTemplate, action: str, layouts: tuple[Layout | None, ...], mesh: Mesh, device: Device
-) -> Tape:
-    """The tape of a template's function for an action, made once for all stages that share the template. layouts: of the
-    values that it takes out of a list, then of its arguments."""
-    tapes, key = _tapes(template), (action, layouts, mesh.axes, device)
-    if key not in tapes:
-        returned: list[str | None]
-        match action:
-            case "F":
-                function = fuse_bias(template.forward, template.saved)
-                returned = [*filter(None, function.returns), *template.saved]
-            case "B":
-                assert template.backward is not None
-                function = replace(template.backward, args=(*template.saved, *template.backward.args))
-                returned = [*function.returns, *template.later]
-            case _:
-                assert template.weights is not None
-                function, returned = template.weights, [*template.weights.returns]
-        tapes[key] = tape(function, returned, layouts, mesh, device)
-    return tapes[key]
-
-
-@once
-def _tapes(template: LoweredTemplate) -> dict[Hashable, Tape]:
-    """The tapes of a template made so far."""
-    return {}
+def _taped(template: LoweredTemplate, action: str, layouts: tuple[Layout | None, ...], probe: Probe) -> Tape:
+    """The tape of a template's function for an action. layouts: of the values that it takes out of a list, then of its
+    arguments."""
+    returned: list[str | None]
+    match action:
+        case "F":
+            function = fuse_bias(template.forward, template.saved)
+            returned = [*filter(None, function.returns), *template.saved]
+        case "B":
+            assert template.backward is not None
+            function = replace(template.backward, args=(*template.saved, *template.backward.args))
+            returned = [*function.returns, *template.later]
+        case _:
+            assert template.weights is not None
+            function, returned = template.weights, [*template.weights.returns]
+    return tape(function, returned, layouts, probe)

@@ -50,7 +50,7 @@ def ordered(program: Program, rules: RuleBook, order: int) -> Program:
     def back(ref: ValueRef) -> ValueRef:
         template = program.template_of(program.calls[ref.index]) if ref.kind == "call" else None
         places = dims[template.name].get(template.outputs[ref.output], {}) if template is not None else {}
-        return calls.reorder(calls.at(ref), program.type_of(ref), places, Call("", (), (), early=False), back=True)
+        return calls.reorder(calls.at(ref), program.type_of(ref), places, Call("", (), (), prologue=False), back=True)
 
     return replace(
         program,
@@ -96,7 +96,7 @@ class _Calls:
         if (ref, parts) not in self._made:
             name = self._template(type_, places, back)
             self._made[ref, parts] = ValueRef("call", len(self.calls))
-            self.calls.append(Call(name, (), (ref,), reader.path, reader.early, reader.start))
+            self.calls.append(Call(name, (), (ref,), reader.path, reader.prologue, reader.start))
         return self._made[ref, parts]
 
     def _template(self, type_: TensorType, places: dict[int, Part], back: bool) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,9 +16,11 @@ import torch
 from autopar.ir.lines import AddGradient
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.resting import gradient_bytes
 from autopar.ir.steps import bytes_before_per_byte, rows
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
+from autopar.passes.rules.memo import Memo
 from autopar.passes.rules.once import once
 from autopar.runtime.gradients.buckets import Buckets, BucketSizes, bytes_in_buckets
 from autopar.runtime.gradients.compression import Codec, Lost, Unsent
@@ -29,7 +30,7 @@ from autopar.runtime.memory.tiers import Tiers
 
 def unreduced_bytes(p: StoredParameter, mesh: Mesh) -> float:
     """Bytes of a parameter's gradient on a rank before its reduction."""
-    return p.optimizer.local_bytes(p.type, mesh) * bytes_before_per_byte(p.reduce, mesh.sizes)
+    return gradient_bytes(p.updated_bytes(mesh)) * bytes_before_per_byte(p.reduce, mesh.sizes)
 
 
 @dataclass(frozen=True)
@@ -52,27 +53,27 @@ def numbered(stage: LoweredStage) -> tuple[StoredParameter, ...]:
 
 
 @once
-def sent_buckets(stage: LoweredStage) -> tuple[SentBucket, ...]:
-    """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it."""
+def sent_buckets(stage: LoweredStage, memo: Memo) -> tuple[SentBucket, ...]:
+    """The messages that sum a stage's gradients, in the order in which they set out in the last microbatch and after it. memo:
+    of stages that are alike."""
     trained = [p for p in stage.parameters.values() if p.contributions]
     number = {p.name: i for i, p in enumerate(trained)}
     functions = [function for function in (stage.backward, stage.weights) if function is not None]
     lines = [line for function in functions for line in function.lines if isinstance(line, AddGradient)]
     are_sums = stage.microbatches > 1  # which the store made, and nobody else holds
     added = tuple((number[line.parameter], line.owned or are_sums) for line in lines)
-    played = _played(numbered(stage), stage.mesh, added)
+    played = memo[_played](numbered(stage), stage.mesh, added, memo)
     return tuple(
         replace(bucket, sums=tuple((trained[int(name)].name, before) for name, before in bucket.sums))
         for bucket in played
     )
 
 
-@lru_cache(maxsize=1 << 10)
 def _played(
-    parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...]
+    parameters: tuple[StoredParameter, ...], mesh: Mesh, added: tuple[tuple[int, bool], ...], memo: Memo
 ) -> tuple[SentBucket, ...]:
     """The messages of stages that are alike. added: whose gradients in their order, and whether nobody else holds them."""
-    store, before = PlayedStore(parameters, mesh, 1), Counter[str]()
+    store, before = PlayedStore(parameters, mesh, 1, memo), Counter[str]()
     layouts = [Layout.dense(_unreduced_shape(p, mesh), p.type.dtype) for p in parameters]
     buckets: list[SentBucket] = []
 
@@ -92,9 +93,9 @@ def _played(
 
 
 @once
-def sent_in_place(stage: LoweredStage) -> frozenset[str]:
+def sent_in_place(stage: LoweredStage, memo: Memo) -> frozenset[str]:
     """The parameters of a stage whose gradients are reduced where they lie, in a message of their own."""
-    alone = (bucket for bucket in sent_buckets(stage) if not bucket.packed)
+    alone = (bucket for bucket in sent_buckets(stage, memo) if not bucket.packed)
     return frozenset(name for bucket in alone for name, before in bucket.sums if not before)
 
 
@@ -153,11 +154,11 @@ class PlayedStore(GradStore):
     _buckets: _Buckets
 
     def __init__(
-        self, trained: Sequence[StoredParameter], mesh: Mesh, microbatches: int, compensated: bool = False
+        self, trained: Sequence[StoredParameter], mesh: Mesh, microbatches: int, memo: Memo, compensated: bool = False
     ) -> None:
-        self.ledger = Ledger()
+        self.ledger = Ledger(memo)
         table = {p.name: GradEntry(p.contributions, rows(p.reduce), p.type.dtype, p.compression) for p in trained}
-        shards = ((p.optimizer.local_bytes(p.type, mesh), rows(p.reduce)) for p in trained)
+        shards = ((gradient_bytes(p.updated_bytes(mesh)), rows(p.reduce)) for p in trained)
         sizes = BucketSizes(step=sum(bytes_in_buckets(nbytes, steps, mesh.product) for nbytes, steps in shards))
         tiers = {p.name: p.tier for p in trained if p.tier}
         super().__init__(MetaComm(mesh.sizes), table, microbatches, sizes, compensated, _Tiers(self.ledger), tiers)

@@ -1,9 +1,9 @@
 """Tensors that are a layout and a storage of so many bytes, over which the runtime's own code runs.
 
-A function of torch is asked once per layouts of its operands, on meta tensors under a counter: which results are views, which
-are new, and what it needs for a moment. From then on it takes a look-up, ten times less than on meta tensors. What changes a
-tensor in place makes nothing. A storage lives as long as Python holds a tensor that lies in it, as it does when the code runs
-on a device, and the ledger that it is written in says what is alive:
+A function of torch is asked once in a search per layouts of its operands, on meta tensors under a counter: which results are
+views, which are new, and what it needs for a moment. From then on it takes a look-up, ten times less than on meta tensors. What
+changes a tensor in place makes nothing. A storage lives as long as Python holds a tensor that lies in it, as it does when the
+code runs on a device, and the ledger that it is written in says what is alive:
 
     ledger = Ledger()
     x = ledger.tensor(Layout.dense((1024,), torch.float32))     ledger.alive == 4096
@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
 from autopar.counter import ByteCounter
+from autopar.passes.rules.memo import Memo
 
 _ROWS = 3
 """How many of a tensor's rows are walked over: what is done with the others is the same."""
@@ -105,9 +106,11 @@ def results_of(result: Any, given: Mapping[int, int]) -> tuple[tuple[Out, ...], 
 
 class Ledger:
     """The storages that are alive. alive: their bytes on the device; top: the most since it was set; parked: bytes in memory
-    tiers, by tier."""
+    tiers, by tier. memo: of what functions of torch were found to do."""
 
-    def __init__(self) -> None:
+    def __init__(self, memo: Memo | None = None) -> None:
+        memo = memo or Memo()
+        self.effect, self.viewed, self.contiguous = memo[_effect], memo[_viewed], memo[_contiguous]
         self.alive = self.top = 0
         self.parked: dict[str, int] = {}
 
@@ -174,7 +177,7 @@ class PlayedTensor:
         return self.layout.dtype.itemsize
 
     def is_contiguous(self) -> bool:
-        return _contiguous(self.layout)
+        return self.storage.ledger.contiguous(self.layout)
 
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> PlayedTensor:
         sizes = shape if len(shape) != 1 or isinstance(shape[0], int) else shape[0]
@@ -214,16 +217,21 @@ class PlayedTensor:
 def _method(function: Callable[..., Any], tensor: PlayedTensor, *args: Any, **kwargs: Any) -> Any:
     """The result of a tensor's method; most methods give a view."""
     if not kwargs and PlayedTensor not in map(type, args):
-        layout = _viewed(function, tensor.layout, args)
+        ledger = tensor.storage.ledger
+        layout = ledger.viewed(ledger.effect, function, tensor.layout, args)
         if layout is not None:
             return PlayedTensor(tensor.storage, layout)
     return _asked(function, (tensor, *args), kwargs)
 
 
-@lru_cache(maxsize=1 << 16)
-def _viewed(function: Callable[..., Any], layout: Layout, args: tuple[Any, ...]) -> Layout | None:
+def _viewed(
+    effect_of: Callable[..., tuple[Effect, type | None]],
+    function: Callable[..., Any],
+    layout: Layout,
+    args: tuple[Any, ...],
+) -> Layout | None:
     """The layout of the view that a tensor's method gives, if it gives one and needs nothing."""
-    effect, kind = _effect(function, 1 + len(args), (), (layout, *args))
+    effect, kind = effect_of(function, 1 + len(args), (), (layout, *args))
     return None if effect.peak or kind is not None or effect.outs[0].alias else effect.outs[0].layout
 
 
@@ -232,8 +240,8 @@ def _asked(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     values = (*args, *kwargs.values())
     tensors = [value for value in values if type(value) is PlayedTensor]
     known = tuple(value.layout if type(value) is PlayedTensor else value for value in values)
-    effect, kind = _effect(function, len(args), tuple(kwargs), known)
     ledger = tensors[0].storage.ledger
+    effect, kind = ledger.effect(function, len(args), tuple(kwargs), known)
     if effect.peak:
         ledger.peak(effect.peak)
     fresh = [Storage(ledger, nbytes) for nbytes in effect.fresh]
@@ -245,7 +253,6 @@ def _asked(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     return outs[0] if kind is None else kind(outs)
 
 
-@lru_cache(maxsize=1 << 16)
 def _effect(
     function: Callable[..., Any], positional: int, names: tuple[str, ...], values: tuple[Any, ...]
 ) -> tuple[Effect, type | None]:
@@ -263,6 +270,5 @@ def _effect(
     return effect, None if issubclass(kinds[0], torch.Tensor) else kinds[0]
 
 
-@lru_cache(maxsize=1 << 12)
 def _contiguous(layout: Layout) -> bool:
     return layout.tensor().is_contiguous()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
 
 from autopar.costmodel.bill import NOTHING, CallBill, ParameterTraffic, Purpose, StageBill, Work, call_seconds
 from autopar.ir.lines import Compute, Convert, Function, GoOn, Join, Line, Start, Wait
@@ -32,7 +31,6 @@ from autopar.passes.price.link_clock import LinkClock, joined_s, op_seconds, run
 from autopar.passes.price.parameter_clock import shown_parameters
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.rules.once import once
 from autopar.plan import TemplatePlan
 
 
@@ -40,18 +38,13 @@ def template_bill(
     lowered: LoweredTemplate, plan: TemplatePlan, template: Template, pricer: Pricer, rules: RuleBook
 ) -> CallBill:
     """One call's forward, backward and weights on a block, made once for all stages that share them."""
-    bills = _bills(lowered)
-    if pricer not in bills:
+
+    def make() -> CallBill:
         functions = (lowered.forward, lowered.backward, lowered.weights)
         F, B, W = (_function_work(function, plan, template, pricer, rules) for function in functions)
-        bills[pricer] = CallBill(F, B, W, _host_s(pricer, F, B, W))
-    return bills[pricer]
+        return CallBill(F, B, W, _host_s(pricer, F, B, W))
 
-
-@once
-def _bills(lowered: LoweredTemplate) -> WeakKeyDictionary[Pricer, CallBill]:
-    """The bills of a template made so far."""
-    return WeakKeyDictionary()
+    return pricer.memo.get((template_bill, lowered, pricer), make)
 
 
 def template_seconds(
@@ -135,10 +128,10 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
     gathered_along = (m.axis for p in trained for m in regather_messages(p, pricer.mesh))
     reduce_s = sum(reduce_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(reduced_along)
     gather_s = sum(regather_seconds(p, pricer) for p in trained) + pricer.rendezvous_s(gathered_along)
-    early, early_s = _between(stage.prepare, stage, pricer)
-    early_s += call_seconds(CallBill(early), pricer.software).F
+    prologue, prologue_s = _between(stage.prepare, stage, pricer)
+    prologue_s += call_seconds(CallBill(prologue), pricer.software).F
     prepared = Counter((c.template, c.action) for c in stage.prepare.calls) if stage.prepare is not None else {}
-    early_s += sum(
+    prologue_s += sum(
         times * call_seconds(calls[name], pricer.software).by_action[action]
         for (name, action), times in prepared.items()
     )
@@ -147,7 +140,7 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
         ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown),
         sum(optimizer_s(p, stage, pricer, setting) for p in trained),
-        stage.microbatches * early_s,
+        stage.microbatches * prologue_s,
     )
 
 

@@ -40,7 +40,6 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.setting import Setting
 from autopar.ir.steps import AnyStep
-from autopar.ir.types import TensorType
 from autopar.ops.registry import Grouped
 from autopar.passes.played.gradients import sent_in_place, unreduced_bytes
 from autopar.passes.price.compression import compressed_messages, compressing_bytes, wire_share
@@ -138,12 +137,7 @@ def conversion_messages(line: Convert, held: Mapping[str, float], mesh: Mesh, wh
 
 def gather_messages(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """A parameter from its storage to where a call uses it; it is cast before."""
-    return _step_messages(gather.steps, p.storage.local_bytes(gathered_type(gather, p), mesh), mesh, f"gather {p.name}")
-
-
-def gathered_type(gather: ParameterGather, p: StoredParameter) -> TensorType:
-    """The type in which a parameter is gathered."""
-    return p.type if gather.dtype is None else TensorType(p.type.shape, gather.dtype)
+    return _step_messages(gather.steps, p.stored_bytes(mesh, gather.dtype), mesh, f"gather {p.name}")
 
 
 def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
@@ -160,7 +154,7 @@ def gradient_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
 
 def regather_messages(p: StoredParameter, mesh: Mesh) -> Iterator[Message]:
     """One parameter's updated value from the optimizer's shard to storage."""
-    return _step_messages(p.regather, p.optimizer.local_bytes(p.type, mesh), mesh, f"regather {p.name}", GATHERED)
+    return _step_messages(p.regather, p.updated_bytes(mesh), mesh, f"regather {p.name}", GATHERED)
 
 
 def _step_messages(
@@ -217,7 +211,7 @@ class LineCost:
     met_s: float = 0.0
 
     @property
-    def exposed_s(self) -> float:
+    def non_overlapped_s(self) -> float:
         """Seconds of the line without what is hidden of it."""
         return sum(part.own_s + part.share * part.sent_s for part in self.parts)
 
@@ -266,7 +260,7 @@ def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, 
     p, mesh = stage.parameters[line.parameter], stage.mesh
     nbytes, due = unreduced_bytes(p, mesh), p.contributions * stage.microbatches
     added_bytes = (due - 1) * (2 * nbytes + held.get(line.value, nbytes))
-    packed_bytes = 0.0 if p.name in sent_in_place(stage) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
+    packed_bytes = 0.0 if p.name in sent_in_place(stage, pricer.memo) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
     return pricer.copy_s * (added_bytes + packed_bytes) / due
 
 
@@ -278,8 +272,8 @@ def _sums(p: StoredParameter, mesh: Mesh) -> list[Message]:
 def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of a gather's messages, and of what is copied for them."""
     joined = pricer.software.joins_gathers
-    held = float(p.storage.local_bytes(gathered_type(gather, p), pricer.mesh))
     messages = gather_messages(gather, p, pricer.mesh)
+    held = p.stored_bytes(pricer.mesh, gather.dtype)
     sent_s = sum(replace(message, bucketed=joined).seconds(pricer) for message in messages)
     return sent_s + _steps_copied_s(gather.steps, held, pricer)
 
@@ -287,7 +281,7 @@ def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
     """Seconds to cast a stored shard to the dtype in which it is gathered, unless the software keeps a copy of it."""
     kept = gather.dtype is None or pricer.software.copy_bytes is not None
-    return 0.0 if kept else pricer.cast_s(p.type, gathered_type(gather, p), p.storage)
+    return 0.0 if kept else pricer.copy_s * (p.stored_bytes(pricer.mesh) + p.stored_bytes(pricer.mesh, gather.dtype))
 
 
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
@@ -319,7 +313,7 @@ def _compressing_s(p: StoredParameter, pricer: Pricer) -> float:
 def regather_seconds(p: StoredParameter, pricer: Pricer) -> float:
     """Seconds of the messages that bring an updated value to where it is stored, and of what is copied for them."""
     sent_s = _sent_s(regather_messages(p, pricer.mesh), p, pricer.software.copy_bytes, pricer)
-    return sent_s + _steps_copied_s(p.regather, float(p.optimizer.local_bytes(p.type, pricer.mesh)), pricer)
+    return sent_s + _steps_copied_s(p.regather, p.updated_bytes(pricer.mesh), pricer)
 
 
 def _sent_s(messages: Iterable[Message], p: StoredParameter, element_bytes: float | None, pricer: Pricer) -> float:
@@ -334,9 +328,9 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
     work = {}
     for p in stage.parameters.values():
         if p.contributions:
-            exposed_s = pricer.software.reduce_share * reduce_seconds(p, pricer)
-            exposed_s += pricer.software.gather_share * regather_seconds(p, pricer)
-            work[p.name] = exposed_s + optimizer_s(p, stage, pricer, setting)
+            non_overlapped_s = pricer.software.reduce_share * reduce_seconds(p, pricer)
+            non_overlapped_s += pricer.software.gather_share * regather_seconds(p, pricer)
+            work[p.name] = non_overlapped_s + optimizer_s(p, stage, pricer, setting)
     return work
 
 
@@ -344,7 +338,7 @@ def optimizer_s(p: StoredParameter, stage: LoweredStage, pricer: Pricer, setting
     """Seconds of the optimizer's update of one parameter's shard, and to copy it for products where copies are kept."""
     if not (p.owned and p.contributions):
         return 0.0
-    nbytes, itemsize = p.optimizer.local_bytes(p.type, stage.mesh), p.type.dtype.itemsize
-    update_s = float(pricer.update_s(setting.optimizer.ratio(p.name), nbytes))
+    nbytes, itemsize = p.updated_bytes(stage.mesh), p.type.dtype.itemsize
+    update_s = float(pricer.update_s(setting.optimizer.update_elements(p.name), nbytes))
     copy_bytes = pricer.software.copy_bytes or itemsize
     return update_s + (nbytes * (1 + copy_bytes / itemsize) * pricer.copy_s if copy_bytes < itemsize else 0.0)

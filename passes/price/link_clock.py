@@ -99,10 +99,10 @@ def run_line(
 def _send(clock: LinkClock, op: Compute, pricer: Pricer, work_s: float, stops: bool = False) -> None:
     """An op's messages that it waits for itself, which are all, or where it stops for some, the others. work_s: seconds of its
     work."""
-    for one, exposed_s, alone_s in pricer.exposed_s(op.sent, work_s):
+    for one, non_overlapped_s, alone_s in pricer.non_overlapped_s(op.sent, work_s):
         if not stops or one.after is None:
-            clock.send(Purpose(one.axis), one.times * exposed_s)
-            clock.hidden_s += one.times * (alone_s - exposed_s)
+            clock.send(Purpose(one.axis), one.times * non_overlapped_s)
+            clock.hidden_s += one.times * (alone_s - non_overlapped_s)
 
 
 def _run_part(clock: LinkClock, op: Compute, stop: int, handle: str, pricer: Pricer, work_s: float) -> None:
@@ -110,10 +110,10 @@ def _run_part(clock: LinkClock, op: Compute, stop: int, handle: str, pricer: Pri
     done = [0.0, *(sent.after or 0.0 for sent in op.stops), 1.0]
     clock.compute((done[stop + 1] - done[stop]) * work_s)
     if stop < len(op.stops):
-        own = [row for row in pricer.exposed_s(op.sent, work_s) if row[0].after is not None]
-        one, exposed_s, alone_s = own[stop]
-        clock.hidden_s += one.times * (alone_s - exposed_s)
-        clock.start(handle, Purpose(one.axis), one.times * exposed_s)
+        own = [row for row in pricer.non_overlapped_s(op.sent, work_s) if row[0].after is not None]
+        one, non_overlapped_s, alone_s = own[stop]
+        clock.hidden_s += one.times * (alone_s - non_overlapped_s)
+        clock.start(handle, Purpose(one.axis), one.times * non_overlapped_s)
 
 
 def joined_s(line: Join, held: Mapping[str, float], pricer: Pricer) -> float:

@@ -18,6 +18,7 @@ from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.types import dtype_name
 from autopar.ops.registry import Grouped, OpDef, find
 from autopar.passes.price.mixtures import moved_bytes, work_share
+from autopar.passes.rules.memo import Memo
 
 _PLAIN = OpDef()
 _COMPUTABLE = ("float64", "float32", "bfloat16", "float16")
@@ -25,13 +26,14 @@ _COMPUTABLE = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, eq=False)
 class OpSeconds:
-    """An op to be priced on a mesh of devices."""
+    """An op to be priced on a mesh of devices. memo: of the task's prices."""
 
     call: OpCall
     rule: Rule
     mesh: Mesh
     device: DeviceSpec
     software: Software
+    memo: Memo
 
     @property
     def at_peak(self) -> float:
@@ -64,7 +66,7 @@ class OpSeconds:
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
         drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
         drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * imbalance / share)
-        work_s = compute.op_time_s(
+        work_s = self.memo[compute.op_time_s](
             device,
             flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
             nbytes=sum(moved),

@@ -51,7 +51,7 @@ def _run(clock: LinkClock, costs: Iterable[LineCost], reductions: _Reductions | 
             case TakeParameters(key=key):
                 clock.wait(str(key))
             case line:
-                clock.compute(cost.exposed_s)
+                clock.compute(cost.non_overlapped_s)
                 if reductions is not None and isinstance(line, AddGradient):
                     reductions.add()
 
@@ -64,7 +64,7 @@ class _Reductions:
         trained = [p for p in stage.parameters.values() if p.contributions and any(gradient_messages(p, pricer.mesh))]
         self._seconds = {(p.name, i): s for p in trained for i, s in enumerate(sums_seconds(p, pricer))}
         self._rendezvous_s = pricer.rendezvous_s(m.axis for p in trained for m in gradient_messages(p, pricer.mesh))
-        self._left = list(sent_buckets(stage))
+        self._left = list(sent_buckets(stage, pricer.memo))
         self._added = self._started = 0
 
     def add(self) -> None:

@@ -27,6 +27,7 @@ from autopar.passes.price.op_choices import OpChoices, op_choices
 from autopar.passes.price.op_seconds import OpSeconds
 from autopar.passes.rules.alphabet import Shards, shards
 from autopar.passes.rules.lattice import CollectiveCost, Lattice
+from autopar.passes.rules.memo import Memo
 from autopar.passes.rules.sends import sent_by
 
 PIECE = "piece"
@@ -34,36 +35,32 @@ PIECE = "piece"
 
 
 class Pricer:
-    """Prices for one mesh. `lattice(type)` and all times are cached for this mesh only.
+    """Prices for one mesh. `lattice(type)` and all times are known for this mesh only.
 
-    copy_s: seconds per byte that kernels read or write. software: by default that of programs emitted for the cluster.
+    copy_s: seconds per byte that kernels read or write. software: by default that of programs emitted for the cluster. memo:
+    what the task has found out so far.
     """
 
-    def __init__(self, cluster: ClusterSpec, mesh: Mesh, software: Software | None = None) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, mesh: Mesh, software: Software | None = None, memo: Memo | None = None
+    ) -> None:
         self.cluster, self.mesh, self.software = cluster, mesh, software or emitted_on(cluster)
         self.device = cluster.device(mesh.offset)
         self.copy_s = 1.0 / (self.device.memory_bandwidth_Bps * self.device.curve.memory)
         self._groups = {axis: mesh.group((axis,)) for axis in mesh.names}
-        self._lattices: dict[tuple[TensorType, tuple[str, ...], tuple[str, ...], str], Lattice] = {}
-        self._alike: dict[tuple[tuple[int, ...], int, tuple[str, ...], tuple[str, ...], str], Lattice] = {}
-        self._collectives: dict[tuple[str, float, str], float] = {}
         self._choices: dict[str, OpChoices] = {}
-        self._of_pieces: dict[int, Pricer] = {}
-        self._arrivals: dict[tuple[TensorType, Spec], tuple[Spec, float]] = {}
+        self.memo, own = memo or Memo(), Memo()
+        self.of_pieces, self.collective_s = own[self._of_pieces], own[self._collective_s]
+        self.lattice, self._alike = own[self._lattice], own[self._lattice_of]
+        self.arrival, self.hand_over_s = own[self._arrival], own[self._hand_over_s]
 
-    def of_pieces(self, count: int) -> Pricer:
+    def _of_pieces(self, count: int) -> Pricer:
         """Prices of ops that have one of so many pieces of their blocks, cut along the last axis of this pricer's mesh."""
-        if count not in self._of_pieces:
-            mesh = Mesh((*self.mesh.axes, (PIECE, count)), self.mesh.offset)
-            self._of_pieces[count] = Pricer(self.cluster, mesh, self.software)
-        return self._of_pieces[count]
+        return Pricer(self.cluster, Mesh((*self.mesh.axes, (PIECE, count)), self.mesh.offset), self.software, self.memo)
 
-    def collective_s(self, kind: str, nbytes: float, axis: str) -> float:
+    def _collective_s(self, kind: str, nbytes: float, axis: str) -> float:
         """Seconds of one collective along `axis`; nbytes is the full array (see costmodel.collective)."""
-        key = (kind, nbytes, axis)
-        if key not in self._collectives:
-            self._collectives[key] = gloo_time_s(self.cluster, kind, nbytes, self._groups[axis])
-        return self._collectives[key]
+        return gloo_time_s(self.cluster, kind, nbytes, self._groups[axis])
 
     def bucketed_s(self, kind: str, nbytes: float, axis: str, packed: float = 1.0) -> float:
         """Seconds of nbytes inside a larger message: gradients, updated parameters and the loss travel together. packed: bytes
@@ -101,21 +98,26 @@ class Pricer:
         """Whether collectives of some link were measured one by one."""
         return any(level.measured for level in self.cluster.levels)
 
-    def lattice(
+    def _lattice(
         self, type_: TensorType, ops: tuple[str, ...] = ("sum",), joined: tuple[str, ...] = (), compression: str = ""
     ) -> Lattice:
         """Conversions of one tensor type; `ops`: reductions that may be owed. joined, compression: as of `joined_s`. Types of as
         many bytes whose dims divide alike share one lattice."""
         compression = compression_of(type_, compression)
-        key = (type_, ops, joined, compression)
-        if key not in self._lattices:
-            shape = tuple(math.gcd(n, self.mesh.size) for n in type_.shape)
-            alike = (shape, type_.nbytes, ops, joined, compression and f"{compression} {type_.dtype.itemsize}")
-            if alike not in self._alike:
-                price = self.joined_s(joined, compression, type_.dtype.itemsize) if joined else self.collective_s
-                self._alike[alike] = Lattice(shape, type_.nbytes, self.mesh, price, self.copy_s, ops)
-            self._lattices[key] = self._alike[alike]
-        return self._lattices[key]
+        shape = tuple(math.gcd(n, self.mesh.size) for n in type_.shape)
+        return self._alike(shape, type_.nbytes, ops, joined, compression, type_.dtype.itemsize if compression else 1)
+
+    def _lattice_of(
+        self,
+        shape: tuple[int, ...],
+        nbytes: int,
+        ops: tuple[str, ...],
+        joined: tuple[str, ...],
+        compression: str,
+        itemsize: int,
+    ) -> Lattice:
+        price = self.joined_s(joined, compression, itemsize) if joined else self.collective_s
+        return Lattice(shape, nbytes, self.mesh, price, self.copy_s, ops)
 
     def shards(self, type_: TensorType) -> Shards:
         """The specs that a tensor may have on the mesh."""
@@ -136,7 +138,7 @@ class Pricer:
         """Seconds to update a shard of nbytes of a parameter (a number or an array), by elements of state per element."""
         return compute.update_time_s(self.device, states, nbytes)
 
-    def hand_over_s(self, nbytes: float) -> float:
+    def _hand_over_s(self, nbytes: float) -> float:
         """Seconds of a point-to-point message of nbytes to a rank of the next stage, where all stages have as many ranks: on
         average over the places where one follows another, as some of these lie inside a node and some do not."""
         places = self._borders
@@ -153,24 +155,21 @@ class Pricer:
             alike.setdefault(inside, []).append(rank)
         return [(ranks[0], len(ranks)) for ranks in alike.values()]
 
-    def arrival(self, type_: TensorType, wanted: Spec) -> tuple[Spec, float]:
+    def _arrival(self, type_: TensorType, wanted: Spec) -> tuple[Spec, float]:
         """How a value comes from another stage: the spec it is received in, and seconds until it is `wanted`.
 
         Where ranks of a host want the same bytes it pays to receive a share each and gather them locally.
         """
-        key = (type_, wanted)
-        if key not in self._arrivals:
-            ops = tuple(sorted({"sum", *(op for _, op in wanted.partial)}))
-            lattice = self.lattice(type_, ops)
-            column = lattice.costs[:, lattice.index[wanted]]
-            best, least = Spec.replicated(len(type_.shape)), float("inf")
-            for spec, seconds in zip(lattice.specs, column, strict=True):
-                if not spec.partial and seconds < least:
-                    total = float(seconds) + self.hand_over_s(spec.local_bytes(type_, self.mesh))
-                    if total < least:
-                        best, least = spec, total
-            self._arrivals[key] = (best, least)
-        return self._arrivals[key]
+        ops = tuple(sorted({"sum", *(op for _, op in wanted.partial)}))
+        lattice = self.lattice(type_, ops)
+        column = lattice.costs[:, lattice.index[wanted]]
+        best, least = Spec.replicated(len(type_.shape)), float("inf")
+        for spec, seconds in zip(lattice.specs, column, strict=True):
+            if not spec.partial and seconds < least:
+                total = float(seconds) + self.hand_over_s(spec.local_bytes(type_, self.mesh))
+                if total < least:
+                    best, least = spec, total
+        return best, least
 
     def departure(self, type_: TensorType, before: Spec) -> tuple[Spec, float]:
         """The spec in which a value leaves for another stage (it must owe nothing), and seconds until it has it."""
@@ -214,7 +213,7 @@ class Pricer:
             yield one, self.collective_s(one.kind, one.nbytes, one.axis) - min(met_s, meeting_s)
             met_s = max(met_s, meeting_s)
 
-    def exposed_s(self, sent: Iterable[Sent], computed_s: float) -> Iterator[tuple[Sent, float, float]]:
+    def non_overlapped_s(self, sent: Iterable[Sent], computed_s: float) -> Iterator[tuple[Sent, float, float]]:
         """Every message of an op's own, with the seconds of one of them that its work does not hide, and with those alone.
         computed_s: of that work."""
         for one, alone_s in self.alone_s(sent):
@@ -224,8 +223,8 @@ class Pricer:
     def sent_s(self, sent: Iterable[Sent], computed_s: float) -> dict[str, float]:
         """Seconds by axis of an op's own messages that its work does not hide. computed_s: of that work."""
         exposed: dict[str, float] = {}
-        for one, exposed_s, _ in self.exposed_s(sent, computed_s):
-            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * exposed_s
+        for one, non_overlapped_s, _ in self.non_overlapped_s(sent, computed_s):
+            exposed[one.axis] = exposed.get(one.axis, 0.0) + one.times * non_overlapped_s
         return exposed
 
     @cached_property
@@ -247,7 +246,7 @@ class Pricer:
 
     def _op_seconds(self, call: OpCall, rule: Rule) -> OpSeconds:
         """Seconds of an op on blocks of it."""
-        return OpSeconds(call, rule, self.mesh, self.device, self.software)
+        return OpSeconds(call, rule, self.mesh, self.device, self.software, self.memo)
 
 
 class OutOfTime(Exception):
@@ -261,8 +260,8 @@ def _never() -> bool:
 class Pricers:
     """A Pricer per mesh of one cluster, made when first asked for.
 
-    Meshes that lie alike on the links and run on the same device share one: their prices are the same. `lowered`: what
-    lowering has made of templates so far, by template, plan and mesh. is_over: whether the time for a search is over; then
+    Meshes that lie alike on the links and run on the same device share one: their prices are the same. memo: what the task has
+    found out so far, these prices among it. is_over: whether the time for a search is over; then
     asking raises OutOfTime. software: by default that of programs emitted for the cluster.
     """
 
@@ -271,13 +270,12 @@ class Pricers:
     ) -> None:
         self.cluster, self.is_over = cluster, is_over
         self.software = software or emitted_on(cluster)
-        self.lowered: dict[Any, Any] = {}
-        self._made: dict[Any, Pricer] = {}
+        self.memo = Memo()
 
     def until(self, is_over: Callable[[], bool]) -> Pricers:
         """The same prices, given until time is over: every step of a search asks for some, so it ends there."""
         timed = Pricers(self.cluster, self.software, lambda: is_over() or self.is_over())
-        timed.lowered, timed._made = self.lowered, self._made
+        timed.memo = self.memo
         return timed
 
     def least_step_s(self, seconds: float) -> float:
@@ -295,7 +293,5 @@ class Pricers:
             raise OutOfTime
         where = tuple(mesh.offset % level.group_size for level in self.cluster.levels)
         ends = mesh.offset == 0 and mesh.size == self.cluster.size
-        key = (mesh.axes, self.cluster.device(mesh.offset), where[:-1], ends)
-        if key not in self._made:
-            self._made[key] = Pricer(self.cluster, mesh, self.software)
-        return self._made[key]
+        key = (Pricer, mesh.axes, self.cluster.device(mesh.offset), where[:-1], ends)
+        return self.memo.get(key, lambda: Pricer(self.cluster, mesh, self.software, self.memo))

@@ -11,12 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.cluster.tiers import backward_exposed_s, exposed_s, forward_exposed_s, parts_exposed_s
+from autopar.cluster.tiers import (
+    backward_non_overlapped_s,
+    forward_non_overlapped_s,
+    non_overlapped_s,
+    parts_non_overlapped_s,
+)
 from autopar.ir.lines import CallForward, Prefetch
-from autopar.ir.lowered import LoweredStage, LoweredTemplate
+from autopar.ir.lowered import LoweredStage, LoweredTemplate, StoredParameter
 from autopar.ir.mesh import Mesh
+from autopar.ir.resting import on_rank
 from autopar.ir.setting import Setting
-from autopar.ir.steps import RuntimeStep, bytes_before_per_byte
+from autopar.ir.steps import RuntimeStep
+from autopar.passes.played.gradients import unreduced_bytes
 from autopar.passes.price.lines import TemplateSeconds
 from autopar.passes.price.pricer import Pricer
 from autopar.passes.price.storages import storage_owners
@@ -31,7 +38,7 @@ class TierMove:
     tier: str
     nbytes: float
     time_s: float
-    exposed_s: float
+    non_overlapped_s: float
     stage: int = 0
 
 
@@ -45,11 +52,11 @@ class _Traffic:
         before = self.by_tier.get(tier, (0.0, 0.0))
         self.by_tier[tier] = before[0] + nbytes, before[1] + seconds
 
-    def moves(self, kind: str, times: int, exposed_s: float, stage: LoweredStage) -> list[TierMove]:
+    def moves(self, kind: str, times: int, non_overlapped_s: float, stage: LoweredStage) -> list[TierMove]:
         """All of it so many times per step; what is exposed is shared out among tiers by their seconds."""
         whole_s = sum(seconds for _, seconds in self.by_tier.values()) or 1.0
         return [
-            TierMove(kind, tier, nbytes * times, seconds * times, exposed_s * seconds / whole_s, stage.index)
+            TierMove(kind, tier, nbytes * times, seconds * times, non_overlapped_s * seconds / whole_s, stage.index)
             for tier, (nbytes, seconds) in self.by_tier.items()
         ]
 
@@ -79,7 +86,9 @@ def saved_moves(
     parked = {n: (parked_bytes(t, stage.mesh), len(t.offload)) for n, t in stage.templates.items() if t.offload}
     added: dict[str, float] = {}
     traffic = _Traffic()
-    for (action, function), exposed in zip(stage.by_action, (forward_exposed_s, backward_exposed_s), strict=False):
+    for (action, function), exposed in zip(
+        stage.by_action, (forward_non_overlapped_s, backward_non_overlapped_s), strict=False
+    ):
         calls = [
             (call.template, call.template in parked and (not isinstance(call, CallForward) or call.keeps))
             for call in function.calls
@@ -110,7 +119,7 @@ def gather_moves(
             p = stage.parameters[gather.name]
             if not p.tier:
                 continue
-            nbytes = p.storage.local_bytes(p.type, stage.mesh)
+            nbytes = p.stored_bytes(stage.mesh)
             seconds = move_s(pricer, p.tier, nbytes)
             traffic.add(p.tier, nbytes, seconds)
             if gathered(gather.steps, stage.mesh):
@@ -120,7 +129,7 @@ def gather_moves(
         if not early and not at_once:
             continue
         work = [per_call[call.template][action] for call in function.calls]
-        ahead = backward_exposed_s(work, [early.get(call.number, 0.0) for call in function.calls])
+        ahead = backward_non_overlapped_s(work, [early.get(call.number, 0.0) for call in function.calls])
         added[action] = at_once + (ahead if hides(pricer) else sum(early.values()))
     times = stage.microbatches
     return added, traffic.moves("parameters", times, sum(added.values()) * times, stage)
@@ -137,20 +146,19 @@ def gradient_moves(stage: LoweredStage, pricer: Pricer, backward_s: float) -> li
     by_tier: dict[str, list[float]] = {}  # bytes, seconds back in, seconds out
     for p in stage.parameters.values():
         if p.tier and p.contributions:
-            shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
+            reduced, whole = on_rank(p, stage.mesh).gradient, unreduced_bytes(p, stage.mesh)
             again = p.contributions * stage.microbatches - 1
             row = by_tier.setdefault(p.tier, [0.0, 0.0, 0.0])
-            whole = shard * bytes_before_per_byte(p.reduce, stage.mesh.sizes)
-            row[0] += 2 * again * whole + shard
+            row[0] += 2 * again * whole + reduced
             row[1] += again * move_s(pricer, p.tier, whole)
-            row[2] += again * move_s(pricer, p.tier, whole) + move_s(pricer, p.tier, shard)
+            row[2] += again * move_s(pricer, p.tier, whole) + move_s(pricer, p.tier, reduced)
     return [
         TierMove(
             "gradients",
             tier,
             nbytes,
             back + out,
-            back + (exposed_s(out, backward_s) if hides(pricer) else out),
+            back + (non_overlapped_s(out, backward_s) if hides(pricer) else out),
             stage.index,
         )
         for tier, (nbytes, back, out) in by_tier.items()
@@ -162,16 +170,18 @@ def step_parts(stage: LoweredStage, setting: Setting) -> list[tuple[list[str], f
     for them: state, values and gradients."""
     mesh = stage.mesh
     owned = {n: p for n, p in stage.parameters.items() if p.contributions and p.owned and (p.optimizer_tier or p.tier)}
-    sizes = {n: int(p.optimizer.local_bytes(p.type, mesh)) for n, p in owned.items()}
-    parts = []
-    for names in divide(sizes):
-        coming = 0.0
-        for name in names:
-            p = owned[name]
-            state = setting.optimizer.shard_bytes(p.type, sizes[name], name)
-            coming += (state if p.optimizer_tier else 0.0) + (2 * sizes[name] if p.tier else 0.0)
-        parts.append((names, coming))
-    return parts
+    sizes = {n: int(p.updated_bytes(mesh)) for n, p in owned.items()}
+    return [
+        (names, sum(n for name in names for tier, n in _coming(owned[name], mesh, setting) if tier))
+        for names in divide(sizes)
+    ]
+
+
+def _coming(p: StoredParameter, mesh: Mesh, setting: Setting) -> tuple[tuple[str, float], ...]:
+    """The bytes that a parameter's update needs, each with the tier ("": none) from which they come: state, then value and
+    gradient."""
+    held = on_rank(p, mesh)
+    return (p.optimizer_tier, held.state_bytes(setting)), (p.tier, held.updated + held.gradient)
 
 
 def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, update_s: float) -> list[TierMove]:
@@ -182,14 +192,11 @@ def optimizer_moves(stage: LoweredStage, setting: Setting, pricer: Pricer, updat
     for names, _ in step_parts(stage, setting):
         parts_s.append(0.0)
         for name in names:
-            p = stage.parameters[name]
-            shard = float(p.optimizer.local_bytes(p.type, stage.mesh))
-            state = setting.optimizer.shard_bytes(p.type, shard, name)
-            for tier, nbytes in ((p.optimizer_tier, state), (p.tier, 2 * shard)):
+            for tier, nbytes in _coming(stage.parameters[name], stage.mesh, setting):
                 if tier:
                     seconds = move_s(pricer, tier, nbytes)
                     parts_s[-1] += seconds
                     traffic.add(tier, nbytes, seconds)
     time_s = 2 * sum(parts_s)
-    exposed = min(parts_exposed_s(update_s, parts_s, parts_s), time_s) if hides(pricer) else time_s
+    exposed = min(parts_non_overlapped_s(update_s, parts_s, parts_s), time_s) if hides(pricer) else time_s
     return traffic.moves("optimizer", 2, exposed, stage)

@@ -92,8 +92,8 @@ def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], i
         template = program.template_of(call)
         for slot, ref in enumerate(call.inputs):
             target = (template.name, template.inputs[slot])
-            source, crossing = producer(ref), program.crossing(ref)
-            edges.append((source, target, "value" if source else "arrive" if crossing else "read"))
+            source, tensor = producer(ref), program.boundary_tensor(ref)
+            edges.append((source, target, "value" if source else "arrive" if tensor else "read"))
             grad = template.input_grads[slot]
             if grad is None or i not in program.backward_calls:
                 continue
@@ -101,7 +101,7 @@ def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], i
                 back = tangent_of(ref)
                 if back is not None:
                     edges.append(((template.name, grad), back, "value"))
-            elif crossing is not None and crossing.gradient:
+            elif tensor is not None and tensor.gradient:
                 edges.append((None, (template.name, grad), "depart"))
     for ref in program.outputs:
         source = producer(ref)
@@ -113,11 +113,11 @@ def call_edges(program: Program) -> Mapping[tuple[Target | None, Target, str], i
         if back is not None:
             edges.append((None, back, "read"))
     if program.boundary is not None:
-        for crossing, ref in zip(program.boundary.sent, program.boundary.sent_values, strict=True):
+        for tensor, ref in zip(program.boundary.sent, program.boundary.sent_values, strict=True):
             source, back = producer(ref), tangent_of(ref)
             assert source is not None
             edges.append((None, source, "depart"))
-            if crossing.gradient and back is not None:
+            if tensor.gradient and back is not None:
                 edges.append((None, back, "arrive"))
     for ref in program.buffer_updates.values():
         source = producer(ref)

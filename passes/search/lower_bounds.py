@@ -7,41 +7,32 @@ pipelines that cannot fit or cannot win.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
-from autopar.ir.memory_levers import MOVABLE
 from autopar.ir.mesh import Mesh
+from autopar.ir.resting import of_program
 from autopar.passes.price.bills import is_kernel
 from autopar.passes.rules.hubs import flow, phase_is_late
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.rules.recomputation import held_values, recomputation
 from autopar.passes.search.task import Task
 
-_OFFLOADED_WITH = {kind: moved for moved, kinds in MOVABLE.items() for kind in kinds}
-"""The kind of offload (`Setting.offload`) that takes a kind of resting bytes off the device."""
 
-
-def model_bytes(task: Task) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer state, each once: what all ranks together must hold at least."""
-    program, setting = task.program, task.setting
-    nbytes = {"parameters": float(sum(p.type.nbytes for p in program.parameters.values()))}
-    if program.training:
-        types = {name: program.parameters[name].type for name in program.trained}
-        nbytes["gradients"] = float(sum(t.nbytes for t in types.values()))
-        nbytes["optimizer"] = float(sum(setting.optimizer.shard_bytes(t, t.nbytes, n) for n, t in types.items()))
+def model_bytes(task: Task, away: Collection[str] = ()) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer state, each once: what all ranks together must hold at least. away: movable
+    state that is left out."""
+    nbytes: dict[str, float] = {}
+    for row in of_program(task.program, task.setting):
+        if row.moves not in away:
+            nbytes[row.kind] = nbytes.get(row.kind, 0.0) + row.nbytes
     return nbytes
-
-
-def model_bytes_on_devices(task: Task) -> dict[str, float]:
-    """The part of `model_bytes` that does not rest in memory tiers."""
-    away = task.setting.offload
-    return {kind: nbytes for kind, nbytes in model_bytes(task).items() if _OFFLOADED_WITH[kind] not in away}
 
 
 def least_bytes(task: Task) -> tuple[float, float]:
     """(bytes of parameters, gradients and optimizer state, bytes that one microbatch holds for backward) of all ranks
     together, without what rests in memory tiers."""
     program = task.program
-    resting = sum(model_bytes_on_devices(task).values())
+    resting = sum(model_bytes(task, task.setting.offload).values())
     if not program.training or "activations" in task.setting.offload:
         return resting, 0.0
     policy = {"auto": "full"}.get(task.options.recompute, task.options.recompute)

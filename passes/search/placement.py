@@ -117,7 +117,7 @@ def _shared(lowered: LoweredProgram) -> Iterator[Pairs]:
 def _held(stage: LoweredStage, name: str) -> float:
     """Bytes of a parameter's value on a rank of the stage (its gradient goes the other way)."""
     p = stage.parameters.get(name)
-    return float(p.storage.local_bytes(p.type, stage.mesh)) if p is not None else 0.0
+    return p.stored_bytes(stage.mesh) if p is not None else 0.0
 
 
 def _between(source: Mesh, target: Mesh, nbytes: float) -> Pairs:

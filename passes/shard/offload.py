@@ -15,6 +15,7 @@ from autopar.cluster.device import DeviceSpec
 from autopar.cluster.tiers import Tier, place
 from autopar.errors import NoRoomError
 from autopar.ir.program import Program, Template, operand_values, resolve
+from autopar.ir.resting import planned
 from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.rules.hubs import flow
@@ -60,7 +61,7 @@ def parkable(program: Program, name: str, plan: TemplatePlan) -> tuple[str, ...]
         value
         for slot, value in enumerate(template.inputs)
         if all(
-            ref.kind == "buffer" or (ref.kind == "input" and program.crossing(ref) is None)
+            ref.kind == "buffer" or (ref.kind == "input" and program.boundary_tensor(ref) is None)
             for ref in (call.inputs[slot] for call in calls)
         )
     }
@@ -106,26 +107,20 @@ def _parameters(
 ) -> dict[str, ParameterPlan]:
     """The parameters' tiers: stored shards first, then optimizer state, the largest first."""
     placed = dict(stage.parameters)
-    trained = set(program.trained)
+    sizes: dict[str, dict[str, float]] = {"parameters": {}, "optimizer": {}}
+    for name, p in placed.items():
+        names = (name,) if name in program.gradient_places else ()
+        held = planned(program.parameters[name].type, p.storage, p.optimizer, stage.mesh, bool(names), names)
+        for row in held.rows(setting):
+            sizes[row.moves][name] = sizes[row.moves].get(name, 0.0) + row.nbytes
     wanted: dict[str, float] = {}
     if "parameters" in setting.offload:
-        for name, p in stage.parameters.items():
-            type_ = program.parameters[name].type
-            wanted[f"value {name}"] = p.storage.local_bytes(type_, stage.mesh) + (
-                p.optimizer.local_bytes(type_, stage.mesh) if name in trained else 0.0
-            )
+        wanted |= {f"value {name}": nbytes for name, nbytes in sizes["parameters"].items()}
     if "optimizer" in setting.offload and setting.optimizer.elements:
-        sizes = {n: state_bytes(program, stage, n, setting) for n in trained if n in stage.parameters}
-        wanted |= {f"state {n}": size for n, size in sorted(sizes.items(), key=lambda kv: (-kv[1], kv[0]))}
+        largest_first = sorted(sizes["optimizer"].items(), key=lambda kv: (-kv[1], kv[0]))
+        wanted |= {f"state {name}": nbytes for name, nbytes in largest_first}
     for what, tier in place(wanted, list(tiers), used).items():
         kind, _, name = what.partition(" ")
         plan = placed[name]
         placed[name] = replace(plan, tier=tier) if kind == "value" else replace(plan, optimizer_tier=tier)
     return placed
-
-
-def state_bytes(program: Program, stage: StagePlan, name: str, setting: Setting) -> float:
-    """Bytes of one parameter's optimizer state on a rank."""
-    type_ = program.parameters[name].type
-    shard = stage.parameters[name].optimizer.local_bytes(type_, stage.mesh)
-    return setting.optimizer.shard_bytes(type_, shard, name)

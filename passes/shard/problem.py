@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.program import Program, Template
+from autopar.ir.resting import ParameterOnRank, is_copy
 from autopar.ir.rule import Strategy
 from autopar.ir.setting import Setting
 from autopar.ir.spec import REDUCTIONS, Spec
@@ -32,7 +33,6 @@ from autopar.passes.shard.allowed import Allowed
 from autopar.passes.shard.graph import FactorGraph, Key
 from autopar.passes.shard.launching import host_is_slower, launched_s
 from autopar.passes.shard.overlap import overlap_shares
-from autopar.passes.shard.parameters import Resting
 from autopar.passes.shard.template_facts import Operation, Place, TemplateFacts, template_facts
 from autopar.runtime.gradients.buckets import BUCKETED
 from autopar.runtime.gradients.gather import GATHERED
@@ -272,19 +272,29 @@ class Problem:
         shards = self.pricer.shards(type_)
         states = self._stored(name, type_, group, bool(updated))
         stored, optimizer = (self._numbers(type_, [state[i] for state in states]) for i in (0, 1))
-        resting = Resting(
-            type_, shards.of_bytes(type_.nbytes, stored), shards.of_bytes(type_.nbytes, optimizer), updated
-        )
+        shard = shards.of_bytes(type_.nbytes, optimizer)
+        copied = is_copy(*(np.array(type_.shape, int) // shards.per_dim[n] for n in (stored, optimizer))) * shard
+        held = ParameterOnRank(type_, shards.of_bytes(type_.nbytes, stored), shard, bool(updated), updated, copied)
         count = len(group.names)
         seconds = np.zeros(len(states))
         if self._move_s:
-            seconds = count * resting.moved_bytes(self._reads(group) / count, self.setting) * self._move_s
+            seconds = count * self._moved_bytes(held, self._reads(group) / count) * self._move_s
         if updated:
             gather_s = self._gather_s(type_, optimizer, stored)
-            update_s = self.pricer.update_s(self.setting.optimizer.ratio(*updated), resting.shard)
+            update_s = self.pricer.update_s(self.setting.optimizer.update_elements(*updated), shard)
             seconds = seconds + count * (self.shares.update * gather_s + update_s)
-        nbytes = count * resting.nbytes(self.setting)
+        nbytes = count * held.on_device(self.setting, self.setting.offload)
         return self._add(("param", name), states, seconds, nbytes), stored, optimizer
+
+    def _moved_bytes(self, held: ParameterOnRank[np.ndarray], reads: float) -> np.ndarray:
+        """The bytes that go to a memory tier or come from it in a step, where the device has none of them. reads: how often the
+        parameter is used."""
+        moved = np.zeros(len(held.stored))
+        if "parameters" in self.setting.offload:
+            moved = moved + reads * held.stored
+            if held.trained:  # the updated block comes and goes, and so does its gradient
+                moved = moved + 2 * (held.updated + held.gradient)
+        return moved + 2 * held.state_bytes(self.setting) if "optimizer" in self.setting.offload else moved
 
     def _stored(self, name: str, type_: TensorType, group: Group, updated: bool) -> tuple[tuple[Spec, Spec], ...]:
         """How a group of parameters may be stored and updated: as every spec, and its optimizer's shards as every refinement

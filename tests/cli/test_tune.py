@@ -19,9 +19,9 @@ from torch import nn
 import autopar
 from autopar.cli import tune
 from autopar.report import facts
-from autopar.report.beside import Profile
 from autopar.report.candidates import shape_of
 from autopar.report.learned import learned, slowness
+from autopar.report.predicted_vs_measured import Profile
 from autopar.runtime.comm.recorder import Sent, Span, StepRecord
 from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.manifest import Manifest
@@ -159,7 +159,7 @@ def test_what_runs_took_becomes_constants(program):
 
     kinds = [(kind, 10**power) for power in (4, 5, 6, 7) for kind in ("all_gather", "all_reduce")]
     messages = tuple(sent(kind, nbytes, n * 0.02) for n, (kind, nbytes) in enumerate(kinds))
-    waited_s = sum(m.exposed_s for m in messages)
+    waited_s = sum(m.non_overlapped_s for m in messages)
     spans = (Span("F0.0", 0.0, waited_s + 3 * computed_s), Span("B0.0", 0.5, 0.5), Span("update", 0.6, 0.7))
     runs = [(known, Profile(((StepRecord(0.7, spans, messages),),) * 2))]
     assert slowness(runs) == pytest.approx(3)

@@ -97,7 +97,7 @@ def test_a_call_takes_no_less_than_its_launches_and_messages_come_on_top() -> No
 
 
 @pytest.mark.parametrize(
-    ("traffic", "exposed_s"),
+    ("traffic", "non_overlapped_s"),
     [
         (ParameterTraffic(reduce_s=1.0), 0.5),  # a share, though backward (3 s) would hide it
         (ParameterTraffic(reduce_s=10.0), 10.0 - 3.0),
@@ -106,9 +106,9 @@ def test_a_call_takes_no_less_than_its_launches_and_messages_come_on_top() -> No
         (ParameterTraffic(each_forward_s=3.0, each_backward_s=8.0), 2 * (3.0 - 1.0 + 8.0 - 3.0)),
     ],
 )
-def test_parameters_messages_hide_behind_a_microbatch(traffic: ParameterTraffic, exposed_s: float) -> None:
+def test_parameters_messages_hide_behind_a_microbatch(traffic: ParameterTraffic, non_overlapped_s: float) -> None:
     stage = StageBill(((CallBill(Work(1.0), Work(1.0), Work(2.0)), 1),), traffic)
-    assert step_s(stage, FUSED, 2) == pytest.approx(2 * 4.0 + exposed_s)
+    assert step_s(stage, FUSED, 2) == pytest.approx(2 * 4.0 + non_overlapped_s)
     assert step_s(stage, NEUTRAL, 2) == pytest.approx(2 * 4.0 + traffic.total_s(2))
     assert step_s(stage, replace(FUSED, late_reduction=True), 2) == pytest.approx(2 * 4.0 + traffic.total_s(2))
 

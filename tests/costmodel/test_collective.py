@@ -37,10 +37,10 @@ def test_a_cluster_with_plain_links_gives_the_ring_formula():
 
 def test_worked_example_of_four_b200_nodes():
     cluster = two_levels(32, 8, 740.64e9, 50e9)
-    shard_crossing = 2 * 3 / 4 * (2**32 / 8) / 50e9
-    assert shard_crossing * 1e3 == pytest.approx(16.1, abs=0.05)
+    shard_boundary_tensor = 2 * 3 / 4 * (2**32 / 8) / 50e9
+    assert shard_boundary_tensor * 1e3 == pytest.approx(16.1, abs=0.05)
     time = c.collective_time_s(cluster, "all_reduce", 2**32, tuple(range(32)))
-    assert time == pytest.approx(shard_crossing)
+    assert time == pytest.approx(shard_boundary_tensor)
     assert time < textbook.flat_ring_s(cluster, "all_reduce", 2**32, tuple(range(32)))
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.comm.devices import Device, standing_for
@@ -41,7 +41,7 @@ class _Operators(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         own = _OPERATORS.get(func)
-        if own is not None and isinstance(args[0], Tensor) and args[0].is_cuda:
+        if own is not None and isinstance(args[0], Tensor) and (args[0].is_cuda or func in _OF_ANY_DEVICE):
             return own(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -66,15 +66,24 @@ def _contiguous(x: Tensor) -> Tensor:
 
 def _to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     copy = kwargs.pop("copy", False)
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = device or x.device, dtype or x.dtype
     if not copy and device.type == x.device.type and dtype == x.dtype and memory_format is None:
         return x
-    return aten._to_copy.default(x, dtype=dtype, device=device, memory_format=memory_format)
+    return aten._to_copy.default(x, dtype=dtype, device=device, non_blocking=non_blocking, memory_format=memory_format)
 
 
 def _cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
+
+
+def _set_data(x: Tensor, value: Tensor) -> None:
+    """A fake tensor has the device of what it holds, as any tensor has."""
+    Tensor.data.__set__(x, value)  # type: ignore[attr-defined]
+    if isinstance(x, FakeTensor) and isinstance(value, FakeTensor):
+        x.fake_device = value.fake_device
 
 
 _OPERATORS: dict[Any, Callable[..., Any]] = {
@@ -88,7 +97,14 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     Tensor.double: _cast(torch.float64),
     Tensor.int: _cast(torch.int32),
     Tensor.long: _cast(torch.int64),
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.__int__: lambda x: int(x.item()),
+    Tensor.__float__: lambda x: float(x.item()),
+    Tensor.__index__: lambda x: int(x.item()),
 }
+
+
+_OF_ANY_DEVICE = {Tensor.to, Tensor.data.__set__}  # type: ignore[attr-defined]
 
 
 def _parts(x: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:

@@ -10,8 +10,8 @@ import torch
 from autopar.proof.casts import DividedAs
 from autopar.runtime.step.cuda_graphs import CudaCapture
 from autopar.runtime.step.session import Session
+from benchmarks.harness import take_turns
 from benchmarks.one_rank import MODELS
-from benchmarks.turns import take_turns
 from tests.gpu.one_gpu import Beside, beside
 
 pytestmark = pytest.mark.gpu

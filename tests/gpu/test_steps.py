@@ -12,8 +12,8 @@ import autopar
 from autopar.costmodel.calibrate import calibrate
 from autopar.proof.casts import DividedAs
 from autopar.proof.reference import eager_values
+from benchmarks.harness import take_turns
 from benchmarks.one_rank import MODELS
-from benchmarks.turns import take_turns
 from tests.gpu import one_gpu
 from tests.gpu.one_gpu import Beside, beside
 

@@ -23,8 +23,8 @@ from autopar.ir.program import op_call
 from autopar.ir.rule import Rule, Strategy, carried_choices
 from autopar.ir.spec import Spec
 from autopar.ir.types import TensorType
-from autopar.ops.homes import HOMES
 from autopar.ops.registry import Block, find
+from autopar.ops.runtime_modules import RUNTIME_MODULES
 from autopar.passes.lower.body import local_arguments
 from autopar.runtime import run_threads
 from autopar.runtime.comm.axis_comm import Along
@@ -157,7 +157,7 @@ def run_line(line: Compute, held: list[dict[str, Tensor]], mesh: Mesh) -> list[l
             device=torch.device("cpu"),
             guards=Guards(),
         )
-        scope = {"torch": torch, "aten": torch.ops.aten, **HOMES, "rt": rt, "call": 0}
+        scope = {"torch": torch, "aten": torch.ops.aten, **RUNTIME_MODULES, "rt": rt, "call": 0}
         out = eval(Printer().expression(line), scope | {n: t.clone() for n, t in held[comm.rank].items()})
         return [o if isinstance(o, Tensor) else None for o in (out if isinstance(out, (tuple, list)) else [out])]
 

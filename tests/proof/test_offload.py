@@ -13,7 +13,13 @@ import pytest
 import torch
 
 import autopar
-from autopar.cluster.tiers import Tier, backward_exposed_s, forward_exposed_s, parts_exposed_s, place
+from autopar.cluster.tiers import (
+    Tier,
+    backward_non_overlapped_s,
+    forward_non_overlapped_s,
+    parts_non_overlapped_s,
+    place,
+)
 from autopar.errors import ClusterError, InfeasibleError, InputError, PlanError
 from autopar.ir.lines import AwaitSaved, FetchSaved
 from autopar.ir.memory_levers import OFFLOAD_KINDS
@@ -242,21 +248,21 @@ def test_checkpoints_hold_parked_state(tmp_path: Path) -> None:
 
 
 def test_forward_hides_what_later_calls_cover() -> None:
-    assert forward_exposed_s([1, 1, 1], [0.5, 0.5, 0]) == 0
-    assert forward_exposed_s([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the last leaves after the last call
-    assert forward_exposed_s([1, 1, 1], [2, 2, 2]) == 4  # one after another from the end of the first call
+    assert forward_non_overlapped_s([1, 1, 1], [0.5, 0.5, 0]) == 0
+    assert forward_non_overlapped_s([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5  # the last leaves after the last call
+    assert forward_non_overlapped_s([1, 1, 1], [2, 2, 2]) == 4  # one after another from the end of the first call
 
 
 def test_backward_waits_for_its_first_values_and_for_slow_ones() -> None:
-    assert backward_exposed_s([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5
-    assert backward_exposed_s([1, 1, 1], [1, 2, 2]) == 3
-    assert backward_exposed_s([1, 1], [0, 0]) == 0
+    assert backward_non_overlapped_s([1, 1, 1], [0.5, 0.5, 0.5]) == 0.5
+    assert backward_non_overlapped_s([1, 1, 1], [1, 2, 2]) == 3
+    assert backward_non_overlapped_s([1, 1], [0, 0]) == 0
 
 
 def test_parts_hide_transfers_behind_the_update_of_others() -> None:
-    assert parts_exposed_s(0.0, [1, 1, 1], [1, 1, 1]) == 4
-    assert parts_exposed_s(10.0, [1, 1, 1], [1, 1, 1]) == 2
-    assert parts_exposed_s(1.0, [], []) == 0
+    assert parts_non_overlapped_s(0.0, [1, 1, 1], [1, 1, 1]) == 4
+    assert parts_non_overlapped_s(10.0, [1, 1, 1], [1, 1, 1]) == 2
+    assert parts_non_overlapped_s(1.0, [], []) == 0
 
 
 def test_a_transfer_is_priced_by_bandwidth_and_latency() -> None:
@@ -274,7 +280,7 @@ def test_predicted_seconds_are_the_transfers() -> None:
     tier = moved.cluster.device(0).tier("ddr")
     assert move.nbytes == pytest.approx(2 * per_step)
     assert move.time_s > 2 * per_step / tier.bandwidth_Bps
-    assert move.exposed_s == pytest.approx(move.time_s)
+    assert move.non_overlapped_s == pytest.approx(move.time_s)
     assert moved.account.step_time_s - plain.account.step_time_s == pytest.approx(move.time_s, rel=1e-6)
     assert moved.predicted.step_time_s == moved.account.step_time_s
 
@@ -285,7 +291,7 @@ def test_a_gpu_hides_transfers_and_a_slow_tier_shows() -> None:
         return compiled(GPT, "dp", "activations", cluster=cluster)
 
     fast, slow = step(1e15), step(1e9)
-    assert all(move.exposed_s < 0.5 * move.time_s for move in fast.account.moves)
+    assert all(move.non_overlapped_s < 0.5 * move.time_s for move in fast.account.moves)
     assert slow.predicted.step_time_s > fast.predicted.step_time_s
 
 

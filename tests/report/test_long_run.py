@@ -15,6 +15,8 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.reliability import Reliability
 from autopar.errors import ClusterError
 from autopar.report.long_run import long_run, state_bytes
+from autopar.runtime.run.saving import state_bytes as saved_by_all
+from autopar.runtime.step.session import Session
 
 FILE = {
     "preset": "dgx-h100",
@@ -68,3 +70,21 @@ def test_the_report_says_how_often_to_save_and_the_program_does(tmp_path: Path, 
     plain = ClusterSpec.preset("dgx-h100", nodes=2)
     assert long_run(program.with_plan(program.plan)) is not None
     assert "failures:" not in autopar.compile(model, plain, (torch.randn(32, 512),)).report()
+
+
+def test_frozen_parameters_have_no_optimizer_state_to_save() -> None:
+    """All is sharded, so that what ranks save together is what the report counts, and a number of steps per tensor."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[0].requires_grad_(False)
+    adam = functools.partial(torch.optim.Adam, lr=1e-3)
+    batch, options = (torch.randn(8, 64), torch.randn(8, 64)), autopar.Options(strategy="zero3", mesh={"dp": 2})
+    cluster = ClusterSpec.local(2)
+    program = autopar.compile(model, cluster, batch, loss_fn=nn.functional.mse_loss, optimizer=adam, options=options)
+    assert state_bytes(program) == 4 * 64 * 64 * 4, "two matrices and Adam's two of the one that is trained"
+
+    def saved_bytes(session: Session) -> int:
+        session.train_step(program.leaves(batch))
+        return saved_by_all(session)
+
+    saved = program.on_ranks(saved_bytes)[0]
+    assert state_bytes(program) <= saved <= state_bytes(program) + 64

@@ -50,7 +50,7 @@ class Sent(NamedTuple):
     end_s: Seconds
 
     @property
-    def exposed_s(self) -> float:
+    def non_overlapped_s(self) -> float:
         """Seconds that the rank waited."""
         return self.end_s - self.wait_s
 

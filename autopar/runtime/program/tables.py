@@ -63,7 +63,7 @@ class StageTables:
         return self.parameters.get(name) or self.buffers.get(name)
 
 
-class Crossing:
+class BoundaryTensor:
     """A row of TRANSFERS: a transfer with its tensor and its placement on either mesh."""
 
     def __init__(self, transfer: Transfer, row: Mapping[str, Any], dtype: torch.dtype | None) -> None:
@@ -88,8 +88,8 @@ class Pipeline:
         self.inputs = [_input(row, dtype) for row in pipeline.INPUTS]
         self.ranges = tuple(InputRange(**dict(row, also=tuple(row["also"]))) for row in getattr(pipeline, "RANGES", ()))
         self.meshes = [(dict(row["mesh"]), int(row["first_rank"])) for row in pipeline.STAGES]
-        self.crossings = [
-            Crossing(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
+        self.boundary_tensors = [
+            BoundaryTensor(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
             for n, row in enumerate(pipeline.TRANSFERS)
         ]
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
@@ -107,7 +107,7 @@ class Pipeline:
         if stage not in self._tables:
             module = self._modules(stage) if callable(self._modules) else self._modules[stage]
             self._tables[stage] = StageTables(stage, module, self.meshes[stage][0], self.dtype)
-            self._check_ports(stage, module)
+            self._check_ends(stage, module)
         return self._tables[stage]
 
     @property
@@ -189,11 +189,13 @@ class Pipeline:
                 f"actions; they must be ranks 0 to {self.world - 1} once each, with a row per group"
             )
 
-    def _check_ports(self, stage: int, module: Any) -> None:
+    def _check_ends(self, stage: int, module: Any) -> None:
         for table, kind, end in PORTS:
             own = sorted(getattr(module, table, ()))
             transferred = sorted(
-                c.transfer.name for c in self.crossings if c.transfer.kind == kind and getattr(c.transfer, end) == stage
+                c.transfer.name
+                for c in self.boundary_tensors
+                if c.transfer.kind == kind and getattr(c.transfer, end) == stage
             )
             if own != transferred:
                 raise RuntimeProgramError(

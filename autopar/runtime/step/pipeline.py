@@ -55,7 +55,9 @@ class Executor:
         self.stages = stages
         self.microbatches = pipeline.microbatches
         self.recorder: Recorder | None = None
-        own_crossings = [c for c in pipeline.crossings if c.transfer.source in stages or c.transfer.target in stages]
+        own_tensors = [
+            c for c in pipeline.boundary_tensors if c.transfer.source in stages or c.transfer.target in stages
+        ]
         self._channels = {
             c.transfer.number: Channel(
                 f"{c.transfer.kind} {c.transfer.name} (stage {c.transfer.source} to {c.transfer.target})",
@@ -66,9 +68,9 @@ class Executor:
                 c.transfer.number * pipeline.microbatches,
                 comm,
             )
-            for c in own_crossings
+            for c in own_tensors
         }
-        transfers = [c.transfer for c in pipeline.crossings]
+        transfers = [c.transfer for c in pipeline.boundary_tensors]
         slots = plan_order(
             pipeline.rows, pipeline.groups, transfers, pipeline.microbatches, pipeline.training, ahead=not in_order
         )[self.group]

@@ -39,7 +39,7 @@ class Shared:
         self._comm = comm
         self._stages = stages
         self._pipeline = pipeline
-        self._tag = len(pipeline.crossings) * pipeline.microbatches
+        self._tag = len(pipeline.boundary_tensors) * pipeline.microbatches
         self.earning: list[Route] = []
         self.parameters: list[Route] = []
         self.buffers: list[Route] = []

@@ -14,7 +14,7 @@ from autopar.errors import AutoparError, MemoryShortage
 from autopar.ir.text import size_text
 from autopar.passes.memory.peak import peak_kinds
 from autopar.passes.price.pricer import OutOfTime
-from autopar.passes.search.lower_bounds import least_bytes, model_bytes, model_bytes_on_devices
+from autopar.passes.search.lower_bounds import least_bytes, model_bytes
 from autopar.passes.search.microbatches import microbatch_counts
 from autopar.passes.search.refused.smallest import SOLVER_S, SmallPlan, smallest_plans
 from autopar.passes.search.stages.limits import asks_for_pipeline
@@ -91,7 +91,7 @@ def _plan_in_words(task: Task, candidate: PricedPlan) -> str:
 def _lower_bound(task: Task, batch: int) -> MemoryShortage:
     """All that rests on the device, and what the smallest microbatch holds for backward, shared by all ranks."""
     ranks = task.cluster.size
-    by_kind = {kind: nbytes / ranks for kind, nbytes in model_bytes_on_devices(task).items()}
+    by_kind = {kind: nbytes / ranks for kind, nbytes in model_bytes(task, task.setting.offload).items()}
     _, held = least_bytes(task)
     pieces = 1 if task.options.microbatches is not None else max(microbatch_counts(task, batch))
     if "activations" not in task.setting.offload and task.program.training:

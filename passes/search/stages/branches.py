@@ -27,7 +27,7 @@ from autopar.passes.search.stages.draft import Draft
 from autopar.passes.search.stages.limits import StageLimits, asks_for_pipeline
 from autopar.passes.search.stages.plan_of_draft import DraftPlan, best_plan, ranked
 from autopar.passes.search.stages.segment_chain import best_chain
-from autopar.passes.search.stages.segments import branches, crossing_bytes, segments, work_shares
+from autopar.passes.search.stages.segments import boundary_bytes, branches, segments, work_shares
 from autopar.passes.search.stages.submesh import (
     PlansAtTwoCounts,
     SubmeshPlan,
@@ -130,8 +130,8 @@ class BranchSearch:
         if plans.low == plans.high:
             return [plan for a, _ in plans.pairs if (plan := self.submeshes.on(M, a.mesh)) is not None]
         at_low = self.submeshes.tasks.at(plans.low)
-        early = [i for i, call in enumerate(at_low.program.calls) if call.early and M == 1]
-        return [_in_larger_microbatches(a, plans.low, b, plans.high, M, early) for a, b in plans.pairs]
+        prologue = [i for i, call in enumerate(at_low.program.calls) if call.prologue and M == 1]
+        return [_in_larger_microbatches(a, plans.low, b, plans.high, M, prologue) for a, b in plans.pairs]
 
     def exact(self, rough: Draft, share: float, policy: str | None) -> Draft | None:
         """The best grouping at this M that fits in that share of the memory: on the draft's submeshes, or on any."""
@@ -212,23 +212,23 @@ def _option(plan: SubmeshPlan, span: Range) -> SegmentOption:
 
 
 def _in_larger_microbatches(
-    a: SubmeshPlan, low: int, b: SubmeshPlan, high: int, M: int, early: list[int]
+    a: SubmeshPlan, low: int, b: SubmeshPlan, high: int, M: int, prologue: list[int]
 ) -> SubmeshPlan:
     """A guess about larger microbatches: nothing takes less than in small ones, or more than in proportion.
 
-    early: calls that there are only with several microbatches.
+    prologue: calls that there are only with several microbatches.
     """
     line = between(a, low, b, high, M)
     guess = {}
     for name in (f.name for f in fields(Units)):
         small = getattr(a.units, name)
-        guess[name] = np.delete(np.clip(getattr(line.units, name), small, small * low / M), early)
+        guess[name] = np.delete(np.clip(getattr(line.units, name), small, small * low / M), prologue)
     return replace(line, units=Units(**guess))
 
 
 def _problem(task: Task, M: int, priced: PricedSegments, limit: float) -> BranchProblem:
     """The problem that `solve_branches` solves. limit: bytes of a device."""
-    sizes = crossing_bytes(task.program, priced.ranges)
+    sizes = boundary_bytes(task.program, priced.ranges)
     latency_s, rate = _link(task, max(sizes.values(), default=1.0))
     return BranchProblem(
         priced.options,

@@ -65,7 +65,7 @@ def _middle(share: Sequence[float], first: int, last: int, points: frozenset[int
     return min(inside, key=lambda p: abs(sum(share[first:p]) - sum(share[p:last])))
 
 
-def crossing_bytes(program: Program, ranges: Sequence[Range]) -> dict[tuple[int, int], float]:
+def boundary_bytes(program: Program, ranges: Sequence[Range]) -> dict[tuple[int, int], float]:
     """Bytes of a microbatch from segment to segment, gradients back included."""
     home = {i: s for s, (first, last) in enumerate(ranges) for i in range(first, last)}
     nbytes: dict[tuple[int, int], float] = {}
@@ -76,6 +76,6 @@ def crossing_bytes(program: Program, ranges: Sequence[Range]) -> dict[tuple[int,
         both_ways = template.tangents[ref.output] is not None and ref.index in program.backward_calls
         source = home[ref.index]
         for target in {home[i] for i, _ in readers} - {source}:
-            crossing = (2 if both_ways else 1) * program.type_of(ref).nbytes
-            nbytes[source, target] = nbytes.get((source, target), 0.0) + crossing
+            sent = (2 if both_ways else 1) * program.type_of(ref).nbytes
+            nbytes[source, target] = nbytes.get((source, target), 0.0) + sent
     return nbytes

@@ -169,7 +169,7 @@ def bill(program: autopar.Program) -> list[float]:
         total += of_gradient_passes_s(stage, pricer)
         for i in range(*planned.calls):
             call = program.ir.calls[i]
-            if call.early and m == 1:
+            if call.prologue and m == 1:
                 continue
             template, backward = program.ir.template_of(call), i in program.ir.backward_calls
             for node in template.ops:

@@ -196,13 +196,13 @@ def test_without_microbatches_nothing_couples() -> None:
     program = compiled(product_of_means, 1)
     assert autopar.verify(program, program.model, ids_and_labels()).ok
     assert "couple" not in program.report()
-    assert not any(call.early for call in program.ir.calls)
+    assert not any(call.prologue for call in program.ir.calls)
 
 
 def test_a_plain_mean_needs_nothing_beforehand() -> None:
     batch = torch.randn(8, 6), torch.randn(8, 6)
     program = compiled(F.mse_loss, 4, nn.Linear(6, 6), batch)
-    assert not any(call.early for call in program.ir.calls)
+    assert not any(call.prologue for call in program.ir.calls)
     assert autopar.verify(program, program.model, batch).ok
 
 

@@ -95,7 +95,7 @@ def carries_gradient(program: Program, ref: ValueRef, span: Range) -> bool:
     return hit and owner.tangents[ref.output] is not None
 
 
-def check_crossings(program: Program, ranges: list[Range]) -> None:
+def check_boundaries(program: Program, ranges: list[Range]) -> None:
     parts = cut(program, ranges)
     received = [c for part in parts if part.boundary for c in part.boundary.received]
     sent = [c for part in parts if part.boundary for c in part.boundary.sent]
@@ -114,7 +114,7 @@ def test_a_value_is_sent_once_to_every_stage_that_reads_it() -> None:
     sent = [c for part in cut(program, ranges) if part.boundary for c in part.boundary.sent]
     from_first = {c.target for c in sent if c.source == 0}
     assert 3 in from_first, "what the last stage reads comes straight from the first"
-    check_crossings(program, ranges)
+    check_boundaries(program, ranges)
 
 
 def test_a_gradient_comes_back_exactly_where_the_value_carries_one() -> None:
@@ -129,7 +129,7 @@ def test_a_gradient_comes_back_exactly_where_the_value_carries_one() -> None:
 def test_crossings_are_what_the_calls_read(zoo: ZooModel, stages: int) -> None:
     program = on_ranks(zoo.name, 4, 4).ir
     for seed in range(4):
-        check_crossings(program, random_ranges(program, stages, seed))
+        check_boundaries(program, random_ranges(program, stages, seed))
 
 
 @pytest.mark.few(5)
@@ -262,7 +262,7 @@ def test_batch_norm_can_be_cut_everywhere() -> None:
 
 def test_an_early_call_stays_with_its_readers() -> None:
     program = on_ranks("gpt2", 4, 4).ir
-    (early,) = [i for i, call in enumerate(program.calls) if call.early]
+    (early,) = [i for i, call in enumerate(program.calls) if call.prologue]
     assert early + 1 not in cut_points(program)
 
 

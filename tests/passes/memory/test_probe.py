@@ -18,7 +18,7 @@ from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep, Step
 from autopar.ir.types import TensorType
 from autopar.passes.memory import probe
-from autopar.passes.memory.probe import GatheredShard, gather_effect, line_effect, local, regather_peak
+from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.played.tensors import Effect, Layout, Out
 from autopar.runtime.comm.devices import CPU, Device
 from autopar.runtime.kernels import ops
@@ -40,7 +40,7 @@ def compute(op: str, outs: tuple[str, ...] = ("y",), **kwargs: object) -> Comput
 
 
 def effect(line: Compute | Convert, mesh: Mesh = ALONE, **layouts: Layout | None) -> Effect:
-    return line_effect(line, layouts, mesh)[1]
+    return Probe(mesh).effect(line, layouts)[1]
 
 
 def made(one: Effect) -> tuple[tuple[int, ...], int]:
@@ -90,7 +90,7 @@ def test_a_reshape_is_a_view_of_what_is_dense_and_a_copy_of_what_is_turned() -> 
 
 def test_a_view_names_the_operand_that_it_is_of() -> None:
     line = compute("aten.expand_as.default", self=Ref("small"), other=Ref("x"))
-    names, one = line_effect(line, {"x": X, "small": Layout.dense((8, 1), F32)}, ALONE)
+    names, one = Probe(ALONE).effect(line, {"x": X, "small": Layout.dense((8, 1), F32)})
     assert names[one.outs[0].alias] == "small"
     assert one.outs[0].layout == Layout((8, 6), (1, 0), F32)
 
@@ -187,7 +187,6 @@ def test_a_long_recurrent_layer_is_measured_by_its_first_steps(mode: str, monkey
     line = compute("autopar.rnn", ("out", "h", "c"), mode=mode, **refs)
     effects = []
     for small in (probe.SMALL, 0):
-        monkeypatch.setattr(probe, "_EFFECTS", {})
         monkeypatch.setattr(probe, "SMALL", small)
         effects.append(effect(line, **operands))
     run, foretold = effects
@@ -196,15 +195,15 @@ def test_a_long_recurrent_layer_is_measured_by_its_first_steps(mode: str, monkey
 
 
 def test_the_same_line_of_other_names_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_EFFECTS", {})
     asked: list[object] = []
-    real = probe._probe
-    monkeypatch.setattr(probe, "_probe", lambda *args: (asked.append(args), real(*args))[1])
+    real = probe.watch
+    monkeypatch.setattr(probe, "watch", lambda *args: (asked.append(args), real(*args))[1])
+    alone = Probe(ALONE)
     for name in ("a", "b"):
-        names, _ = line_effect(compute("aten.relu.default", (f"{name}_relu",), self=Ref(name)), {name: X}, ALONE)
+        names, _ = alone.effect(compute("aten.relu.default", (f"{name}_relu",), self=Ref(name)), {name: X})
         assert names == [name]
     assert len(asked) == 1
-    line_effect(compute("aten.relu.default", self=Ref("a")), {"a": SHARD}, ALONE)
+    alone.effect(compute("aten.relu.default", self=Ref("a")), {"a": SHARD})
     assert len(asked) == 2
 
 
@@ -255,7 +254,7 @@ def gather(dim: int) -> tuple[RuntimeStep, ...]:
 
 def gathered(n: int, *shards: GatheredShard) -> tuple[int, int, int, tuple[int, ...]]:
     """started, starting_peak, ending_peak and what the results bring."""
-    one = gather_effect(shards, (("dp", n),))
+    one = Probe(Mesh.of(dp=n)).gathered(shards)
     return one.started, one.starting_peak, one.ending_peak, one.effect.fresh
 
 
@@ -269,7 +268,7 @@ def test_a_parameter_is_gathered_straight_along_its_first_dim(n: int) -> None:
 def test_a_parameter_gathered_along_another_dim_is_there_twice_for_a_moment(n: int) -> None:
     full = n * B
     assert gathered(n, GatheredShard(SHARD, gather(1))) == (full, full, 2 * full, (full,))
-    (out,) = gather_effect((GatheredShard(SHARD, gather(1)),), (("dp", n),)).effect.outs
+    (out,) = Probe(Mesh.of(dp=n)).gathered((GatheredShard(SHARD, gather(1)),)).effect.outs
     assert out == Out(-1, 0, Layout.dense((4, 6 * n), F32))
 
 
@@ -293,7 +292,7 @@ def test_small_parameters_travel_in_one_message_which_they_are_copied_to_and_fro
 
 
 def test_a_parameter_that_rests_whole_is_used_where_it_lies() -> None:
-    assert gather_effect((GatheredShard(SHARD, ()),), TWO.axes).effect == Effect((Out(0, -1, SHARD),), (), 0)
+    assert Probe(TWO).gathered((GatheredShard(SHARD, ()),)).effect == Effect((Out(0, -1, SHARD),), (), 0)
 
 
 def test_a_whole_parameter_in_16_bits_is_cast_when_it_is_taken() -> None:
@@ -315,17 +314,17 @@ def returning(n: int, dim: int) -> tuple[Layout, tuple[RuntimeStep, ...], Layout
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_shard_of_the_first_dim_goes_back_without_a_byte_beside_storage(n: int) -> None:
-    assert regather_peak((returning(n, 0),), (("dp", n),)) == 0
+    assert Probe(Mesh.of(dp=n)).regather_peak((returning(n, 0),)) == 0
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_shard_of_another_dim_arrives_beside_storage(n: int) -> None:
-    assert regather_peak((returning(n, 1),), (("dp", n),)) == n * B
+    assert Probe(Mesh.of(dp=n)).regather_peak((returning(n, 1),)) == n * B
 
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_shards_that_go_back_together_need_what_they_send_and_receive(n: int) -> None:
-    assert regather_peak((returning(n, 0), returning(n, 1)), (("dp", n),)) == 2 * B + n * 2 * B
+    assert Probe(Mesh.of(dp=n)).regather_peak((returning(n, 0), returning(n, 1))) == 2 * B + n * 2 * B
 
 
 # --- by device
@@ -340,7 +339,7 @@ def attention_bytes(device: Device, dtype: torch.dtype, rows: int = 256, p: floa
         "autopar.attention_grad", ("dq", "dk", "dv"), g=Ref("g"), **operands, out=Ref("out"), lse=Ref("lse"), **rest
     )
     layouts = dict.fromkeys(("q", "k", "v", "g", "out"), layout) | {"lse": Layout.dense((1, 2, rows), F32)}
-    return tuple(line_effect(line, layouts, ALONE, device)[1].peak for line in (forward, backward))  # type: ignore[return-value]
+    return tuple(Probe(ALONE, device).effect(line, layouts)[1].peak for line in (forward, backward))  # type: ignore[return-value]
 
 
 def test_attention_needs_what_the_kernel_of_the_device_needs() -> None:
@@ -367,7 +366,9 @@ def test_the_kernel_that_draws_for_itself_needs_results_and_a_number_a_row() -> 
 
 def test_a_fused_norm_needs_its_result_alone() -> None:
     line = compute("autopar.rms_norm", ("y", "rstd"), x=Ref("x"), w=None, eps=1e-5, ndim=1)
-    on_cpu, on_gpu = (line_effect(line, {"x": Layout.dense((8, 64), BF16)}, ALONE, device)[1] for device in (CPU, A100))
+    on_cpu, on_gpu = (
+        Probe(ALONE, device).effect(line, {"x": Layout.dense((8, 64), BF16)})[1] for device in (CPU, A100)
+    )
     assert (on_gpu.peak, on_gpu.fresh) == (8 * 64 * 2 + 8 * 4, (8 * 64 * 2, 8 * 4))
     assert on_gpu.fresh == on_cpu.fresh
     assert on_cpu.peak > on_gpu.peak

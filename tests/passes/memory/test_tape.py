@@ -15,6 +15,7 @@ import torch
 from autopar.counter import ByteCounter
 from autopar.ir.lines import Compute, Function, Ref
 from autopar.ir.mesh import Mesh
+from autopar.passes.memory.probe import Probe
 from autopar.passes.memory.tape import NOTHING, LiveValue, Machine, Tape, dropped_after, play, tape
 from autopar.passes.played.tensors import Effect, Layout, Out
 
@@ -134,7 +135,7 @@ CHAIN = [
 
 
 def taped(of: Function, layouts: Sequence[Layout | None] = (X,)) -> Tape:
-    return tape(of, of.returns, layouts, ALONE)
+    return tape(of, of.returns, layouts, Probe(ALONE))
 
 
 def test_names_are_dropped_after_the_line_that_reads_them_last() -> None:
@@ -286,7 +287,7 @@ def test_a_tape_holds_what_real_tensors_hold(seed: int, taken: bool) -> None:
     machine = Machine()
     blocks = held(machine, B, B)
     machine.top = machine.alive
-    values = play(machine, tape(of, of.returns, [X, X], ALONE), blocks, blocks if taken else [])
+    values = play(machine, tape(of, of.returns, [X, X], Probe(ALONE)), blocks, blocks if taken else [])
     assert (machine.alive, machine.top) == (counter.alive, counter.peak)
     assert [value.layout for value in values] == [Layout.of(t) for t in results if t is not None]
     pointers = [t.untyped_storage()._cdata for t in results if t is not None]

@@ -15,7 +15,7 @@ import torch
 from autopar.counter import ByteCounter
 from autopar.ir import lines as ir
 from autopar.ir.lines import Compute, Function, GatherKey, Line, ParameterGather, Ref, Stored
-from autopar.ir.lowered import LoweredStage, LoweredTemplate, Port, Row, StoredParameter
+from autopar.ir.lowered import BoundaryEnd, LoweredStage, LoweredTemplate, Row, StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
 from autopar.ir.steps import RuntimeStep
@@ -77,7 +77,7 @@ def stage(
     **parameters: StoredParameter,
 ) -> LoweredStage:
     """A stage that receives x and sends y; first: x is the batch and nothing goes back."""
-    port = (Port("x", 0, ROWS, spec),)
+    end = (BoundaryEnd("x", 0, ROWS, spec),)
     rows = (Row(0, "x", ROWS, spec, 0),)
     return LoweredStage(
         index=0,
@@ -91,10 +91,10 @@ def stage(
         buffers={},
         inputs=rows if first else (),
         outputs=(),
-        received=() if first else port,
-        sent=(Port("y", 1, ROWS, spec),),
-        gradients_received=(Port("dy", 1, ROWS, spec),),
-        gradients_sent=() if first else port,
+        received=() if first else end,
+        sent=(BoundaryEnd("y", 1, ROWS, spec),),
+        gradients_received=(BoundaryEnd("dy", 1, ROWS, spec),),
+        gradients_sent=() if first else end,
         training=backward is not None,
         microbatches=1,
     )
@@ -199,13 +199,13 @@ def test_real_tensors_hold_the_same() -> None:
         del y
         return torch.mm(g, w), torch.mm(g.t(), x)
 
+    f = action_bytes(two_blocks())["F"]
     with counter:
         x = torch.ones(8, 16)
         y0 = block(x)
         y1 = block(y0)
         first, second = [x, y0], [y0, y1]
         del x, y0, y1
-        f = action_bytes(two_blocks())["F"]
         assert (f.peak, f.end) == (counter.peak, counter.alive)
         d = torch.ones(8, 16)
         for saved in (second, first):

@@ -18,6 +18,7 @@ from autopar.ir.types import TensorType
 from autopar.passes.played.gradients import PlayedStore
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.passes.played.tensors import Layout, Ledger
+from autopar.passes.rules.memo import Memo
 from autopar.runtime.gradients.compression import CODECS
 from autopar.runtime.gradients.grads import GradStore
 
@@ -101,7 +102,7 @@ def test_the_played_gradient_store_holds_what_the_real_one_holds(
     """Two steps, of which the first is the one after which what compression has lost rests, gradient by gradient."""
     rng, microbatches = random.Random(seed), 1 + seed
     parameters = {f"p{i}": parameter(f"p{i}", rng, compression, tiers) for i in range(12)}
-    store = PlayedStore([*parameters.values()], MESH, microbatches, compensated)
+    store = PlayedStore([*parameters.values()], MESH, microbatches, Memo(), compensated)
     comm, tier_of = MetaComm(MESH.sizes, device="cpu"), {n: p.tier for n, p in parameters.items() if p.tier}
     sizes = store._buckets.sizes
     real, counter = GradStore(comm, store.table, microbatches, sizes, compensated, tier_of=tier_of), ByteCounter()

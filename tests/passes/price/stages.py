@@ -47,11 +47,11 @@ def stage(mesh: Mesh = MESH, **parameters: StoredParameter) -> LoweredStage:
     )
 
 
-def exposed_s(line: Line, prices: Pricer, *parameters: StoredParameter, x: Spec = WHOLE) -> float:
+def non_overlapped_s(line: Line, prices: Pricer, *parameters: StoredParameter, x: Spec = WHOLE) -> float:
     """Seconds of a line of a stage that is not hidden. x: the spec of that value, which is of type ROWS."""
     one = stage(**{p.name: p for p in parameters})
     (cost,) = line_costs(Function("forward", ("x",), (line,), (), {"x": (ROWS, x)}), one, prices)
-    return cost.exposed_s
+    return cost.non_overlapped_s
 
 
 def pricer(software: Software | None = None) -> Pricer:

@@ -36,9 +36,9 @@ from .stages import (
     ROWS,
     SCALAR,
     WHOLE,
-    exposed_s,
     gathered,
     in_bucket,
+    non_overlapped_s,
     parameter,
     pricer,
     stage,
@@ -112,15 +112,15 @@ def test_a_stage_bills_its_calls_and_what_is_between_them() -> None:
 
 def test_what_is_hidden_of_a_line_does_not_count() -> None:
     gather = ir.Prefetch(GatherKey(0), (ParameterGather("w", (GATHER_DP,), None),))
-    assert exposed_s(gather, pricer(FULL), parameter(ON_DP)) == pytest.approx(0.25 * gathered(2048, 2))
-    exposed = exposed_s(CONVERTS[0], pricer(FULL), x=BOTH)
+    assert non_overlapped_s(gather, pricer(FULL), parameter(ON_DP)) == pytest.approx(0.25 * gathered(2048, 2))
+    exposed = non_overlapped_s(CONVERTS[0], pricer(FULL), x=BOTH)
     assert exposed == pytest.approx(0.5 * gathered(4096, 4) + COPIED_TO_GATHER)
 
 
 def test_a_lines_seconds_are_the_sum_of_its_messages() -> None:
     line = ir.SumLoss("loss", ("dp", "tp"), outs=("total",), types=(SCALAR,), specs=(Spec(()),))
     expected = in_bucket("all_reduce", 4, 2) + in_bucket("all_reduce", 4, 4)
-    assert exposed_s(line, pricer()) == pytest.approx(expected)
+    assert non_overlapped_s(line, pricer()) == pytest.approx(expected)
 
 
 def block(backward: Sequence[Line] | None = None) -> tuple[LoweredTemplate, Template, TemplatePlan]:

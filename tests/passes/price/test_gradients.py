@@ -18,6 +18,7 @@ from autopar.ir.steps import RuntimeStep
 from autopar.ir.types import TensorType
 from autopar.passes.played.gradients import sent_in_place
 from autopar.passes.price.lines import stored_s
+from autopar.passes.rules.memo import Memo
 from autopar.runtime.comm.comm import Comm
 from autopar.runtime.comm.threads import run_threads
 from autopar.runtime.gradients.buckets import Buckets
@@ -53,19 +54,19 @@ def test_a_sum_over_microbatches_is_the_stores_own() -> None:
 def test_how_large_depends_on_what_was_sent_before() -> None:
     """The first message is small, so that it is early; later ones have half of what is left of the step, up to a bucket."""
     first, second = of_mib("first", 2), of_mib("second", 10)
-    assert sent_in_place(stage_of(first, second)) == {"first", "second"}
-    assert sent_in_place(stage_of(first, second, of_mib("rest", 64))) == {"first", "rest"}
+    assert sent_in_place(stage_of(first, second), Memo()) == {"first", "second"}
+    assert sent_in_place(stage_of(first, second, of_mib("rest", 64)), Memo()) == {"first", "rest"}
 
 
 def test_a_compressed_gradient_is_packed() -> None:
-    assert sent_in_place(stage_of(replace(LARGE, compression="int8"))) == frozenset()
+    assert sent_in_place(stage_of(replace(LARGE, compression="int8")), Memo()) == frozenset()
 
 
 def test_a_gradient_whose_parts_are_exchanged_first_is_nobody_elses() -> None:
     exchange = RuntimeStep("all_to_all", ("dp",), (1, 0))
     type_ = TensorType((16 * MIB // 4, 2), torch.float32)
     exchanged = replace(LARGE, type=type_, optimizer=Spec(((), ("dp",))), reduce=(exchange, ALL_REDUCE))
-    assert sent_in_place(stage_of(exchanged, owned=False)) == {"large"}
+    assert sent_in_place(stage_of(exchanged, owned=False), Memo()) == {"large"}
 
 
 # --- against the runtime
@@ -119,4 +120,4 @@ def test_what_is_sent_in_place_is_what_the_runtime_sends_so(
     alone = {names[0] for names, packed in launched if not packed}
     assert alone
     assert alone < set(stage.parameters)
-    assert sent_in_place(stage) == alone
+    assert sent_in_place(stage, Memo()) == alone

@@ -38,8 +38,8 @@ from .stages import (
     SCALAR,
     WEIGHT,
     WHOLE,
-    exposed_s,
     gathered,
+    non_overlapped_s,
     parameter,
     pricer,
     reduced,
@@ -200,5 +200,5 @@ def test_what_fills_a_bucket_costs_what_it_costs_alone() -> None:
 
 def test_a_gather_in_16_bits_reads_and_writes_its_shard_once_more() -> None:
     low, whole = (ir.Prefetch(GatherKey(0), (ParameterGather("w", (GATHER_DP,), dtype),)) for dtype in (BF16, None))
-    assert exposed_s(low, pricer(), parameter(ON_DP)) == pytest.approx((1024 + 512) / MEMORY + gathered(1024, 2))
-    assert exposed_s(whole, pricer(), parameter(ON_DP)) == pytest.approx(gathered(2048, 2))
+    assert non_overlapped_s(low, pricer(), parameter(ON_DP)) == pytest.approx((1024 + 512) / MEMORY + gathered(1024, 2))
+    assert non_overlapped_s(whole, pricer(), parameter(ON_DP)) == pytest.approx(gathered(2048, 2))

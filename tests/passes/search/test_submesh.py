@@ -90,7 +90,7 @@ def test_what_a_copy_prices_with_does_not_matter_to_the_original() -> None:
 
 def program(*paths: str) -> Any:
     """A chain of calls that start at these modules."""
-    calls = [SimpleNamespace(start=path, path=path, early=False) for path in paths]
+    calls = [SimpleNamespace(start=path, path=path, prologue=False) for path in paths]
     return SimpleNamespace(calls=calls, buffer_updates={})
 
 

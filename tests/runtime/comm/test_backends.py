@@ -17,7 +17,7 @@ from autopar.runtime.comm.backends import CUDA, HOST, Arriving, backend_named, b
 from autopar.runtime.comm.environment import LaunchError, machine_name
 from autopar.runtime.comm.process import TorchComm
 from autopar.runtime.errors import RuntimeProgramError
-from autopar.runtime.run import launch
+from autopar.runtime.run import loaded
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_rank_whose_gpu_another_one_has_is_refused(gpus: Any, monkeypatch: pyt
     with pytest.raises(
         LaunchError, match=r"rank 3: another rank of this machine has the same device, at 0000:1b:00\.0"
     ):
-        launch._join(CUDA, CUDA.device(3), 1.0, SimpleNamespace(placement=()), (store, 3))  # type: ignore[arg-type]
+        loaded._join(CUDA, CUDA.device(3), 1.0, SimpleNamespace(placement=()), (store, 3))  # type: ignore[arg-type]
 
 
 def test_a_backend_that_nobody_knows_is_refused() -> None:

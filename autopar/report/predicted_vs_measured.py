@@ -125,7 +125,7 @@ def _seen(profile: Profile) -> dict[tuple[str, str], Traffic]:
             own.setdefault((m.kind, "stages" if m.kind in ("send", "recv") else m.axes), []).append(m)
         for key, messages in own.items():
             nbytes, seconds = sum(m.nbytes for m in messages), sum(m.end_s - m.start_s for m in messages)
-            traffic = Traffic(len(messages), nbytes, seconds, sum(m.exposed_s for m in messages))
+            traffic = Traffic(len(messages), nbytes, seconds, sum(m.non_overlapped_s for m in messages))
             by_step.setdefault(key, []).append(traffic)
     return {
         key: Traffic(*(statistics.median(column) for column in zip(*map(astuple, found), strict=True)))
@@ -133,7 +133,7 @@ def _seen(profile: Profile) -> dict[tuple[str, str], Traffic]:
     }
 
 
-def beside_text(facts: ProgramFacts, profile: Profile) -> str:
+def predicted_vs_measured_text(facts: ProgramFacts, profile: Profile) -> str:
     """The table of a run beside its prediction."""
     return "\n".join(_lines(facts, profile))
 
@@ -156,14 +156,16 @@ def _lines(facts: ProgramFacts, profile: Profile) -> Iterator[str]:
         waited = time_text(row.measured.waited_s) if row.measured else "–"
         yield _row(f"{row.kind} over {row.axis}", str(row.predicted or "–"), str(row.measured or "–"), waited)
     longest = sorted(
-        (m for rank in profile.ranks for m in rank[profile.typical].messages), key=lambda m: m.exposed_s, reverse=True
+        (m for rank in profile.ranks for m in rank[profile.typical].messages),
+        key=lambda m: m.non_overlapped_s,
+        reverse=True,
     )
-    if longest and longest[0].exposed_s > 0:
+    if longest and longest[0].non_overlapped_s > 0:
         yield "longest waited for, in one step"
     for m in longest[:5]:
         where = f" at {m.site}" if m.site else ""
         during = f", in {m.during}" if m.during else ""
-        yield f"  {time_text(m.exposed_s):>10}  {m.kind} of {size_text(m.nbytes)} over {m.axes}{where}{during}"
+        yield f"  {time_text(m.non_overlapped_s):>10}  {m.kind} of {size_text(m.nbytes)} over {m.axes}{where}{during}"
 
 
 def _row(what: str, *columns: str) -> str:
@@ -207,5 +209,5 @@ def waited_s(step: StepRecord) -> dict[str, float]:
         place = bisect_right(starts, m.wait_s) - 1
         if m.kind == "recv" and place >= 0 and m.wait_s <= step.spans[place].end_s:
             name = step.spans[place].name
-            waited[name] = waited.get(name, 0.0) + m.exposed_s
+            waited[name] = waited.get(name, 0.0) + m.non_overlapped_s
     return waited

@@ -14,7 +14,7 @@ import autopar
 from autopar.cli.dump import main
 from autopar.cli.saved_profile import read_profile
 from autopar.errors import InputError
-from autopar.report.beside import Profile, action_rows, message_rows, waited_s
+from autopar.report.predicted_vs_measured import Profile, action_rows, message_rows, waited_s
 from autopar.report.recorded import measured_timeline
 from autopar.runtime.comm.recorder import Recorder, Sent, Span, StepRecord
 

@@ -1,4 +1,4 @@
-"""Programs that take turns on one machine, and what their step times say.
+"""The harness of all benchmarks: their command lines, programs that take turns on one machine, and what their step times say.
 
 All programs of a comparison live in the same processes and take turns, step by step (A B C D, then D C B A, ...), so that
 whatever else the machine does hits them alike. A step is timed from barrier to barrier. `ratio_of_medians` is one median
@@ -96,6 +96,37 @@ class WorkersFailed(SystemExit):
     """The processes of a benchmark failed; torchrun has said why. The exit status is theirs."""
 
 
+def command_line(
+    doc: str | None,
+    *,
+    steps: int | None = None,
+    warmup: int | None = None,
+    ranks: int | None = None,
+    worker: bool = False,
+    keeps: bool = False,
+) -> argparse.ArgumentParser:
+    """The options that several benchmarks have. steps, warmup, ranks: unless asked otherwise (None: not an option). worker: it
+    starts itself again on several processes, which are told a directory. keeps: it keeps profile, programs and measurements in a
+    directory, and has a process of its own for what is timed (`timed` in calibrated_plans.py)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("--steps", steps), ("--warmup", warmup), ("--ranks", ranks)):
+        if default is not None:
+            parser.add_argument(name, type=int, default=default)
+    if worker:
+        parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    if keeps:
+        parser.add_argument("directory", type=Path, help="of what is kept")
+        parser.add_argument("--by", default="", help="a command that starts what is timed")
+        for hidden in ("--worker", "--time"):
+            parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def printed_object(text: str) -> dict[str, Any]:
+    """The JSON object that a process printed on a line of its own."""
+    return json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+
+
 def run_workers(script: str, ranks: int, arguments: Sequence[object], timeout_s: float | None = None) -> dict[str, Any]:
     """Runs `script` with these arguments on so many processes; the JSON object that rank 0 prints. Raises WorkersFailed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
@@ -110,7 +141,17 @@ def run_workers(script: str, ranks: int, arguments: Sequence[object], timeout_s:
     )
     if ran.returncode:
         raise WorkersFailed(ran.returncode)
-    return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("{")))
+    return printed_object(ran.stdout)
+
+
+def run_saved(
+    script: str, ranks: int, programs: Mapping[str, Any], arguments: Sequence[object], timeout_s: float | None = None
+) -> dict[str, Any]:
+    """The same with `--worker` and a directory in which every program is saved under its name. Raises WorkersFailed."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, program in programs.items():
+            program.save(Path(directory) / name)
+        return run_workers(script, ranks, ["--worker", directory, *arguments], timeout_s)
 
 
 def as_worker(measure: Callable[[], Mapping[str, Any]]) -> None:
@@ -141,12 +182,7 @@ def measure_saved(
 
     compile_programs(directory, ranks); measure(directory, steps, warmup) on every rank. steps, warmup: unless asked otherwise.
     """
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--warmup", type=int, default=warmup)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = command_line(doc, steps=steps, warmup=warmup, ranks=2, worker=True).parse_args()
     if args.worker:
         return as_worker(functools.partial(measure, args.worker, args.steps, args.warmup))
     torch.set_num_threads(1)

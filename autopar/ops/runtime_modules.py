@@ -11,7 +11,7 @@ from autopar.runtime.kernels.attention import attention, zigzag
 from autopar.runtime.kernels.experts import experts
 from autopar.runtime.kernels.images import images, pools
 
-HOMES: dict[str, types.ModuleType] = {
+RUNTIME_MODULES: dict[str, types.ModuleType] = {
     "attention": attention,
     "batch_norm": batch_norm,
     "experts": experts,
@@ -32,6 +32,6 @@ def home_packages(names: Iterable[str]) -> dict[str, list[str]]:
     """Packages of the runtime, below its own name, with the modules of `names` that lie in each: `kernels.images: pools`."""
     packages: dict[str, list[str]] = {}
     for name in sorted(names):
-        package = HOMES[name].__name__.removeprefix(f"{runtime.__name__}.").rpartition(".")[0]
+        package = RUNTIME_MODULES[name].__name__.removeprefix(f"{runtime.__name__}.").rpartition(".")[0]
         packages.setdefault(package, []).append(name)
     return dict(sorted(packages.items()))

@@ -1,7 +1,7 @@
 """Early calls: values of the whole batch that the first forward needs, computed before it by a call of their own.
 
 `sum(losses) / sum(counted)`: each microbatch has its own terms of both sums, but the quotient needs the second one whole.
-It depends on the batch's inputs alone, so a small *early* call computes its terms for every microbatch before the step
+It depends on the batch's inputs alone, so a small *prologue* call computes its terms for every microbatch before the step
 proper, they are added up, and each forward divides by the sum.
 """
 
@@ -20,26 +20,26 @@ Place = tuple[int, str]
 """A value of a call."""
 
 
-def with_early_calls(program: Program, places: Sequence[Place]) -> Program:
-    """The program with these values, each of a call with a template of its own, moved into an early call."""
+def with_prologue(program: Program, places: Sequence[Place]) -> Program:
+    """The program with these values, each of a call with a template of its own, moved into a prologue call."""
     if not places:
         return program
-    early, refs = _early(program, places)
+    prologue, refs = _prologue(program, places)
     at = min(c for c, _ in places)
     sums = {place: ValueRef("call", at, k) for k, place in enumerate(places)}
 
     def moved(ref: ValueRef) -> ValueRef:
-        """Where a value of the program is afterwards: of the early call, or of a call after it."""
+        """Where a value of the program is afterwards: of the prologue call, or of a call after it."""
         if ref.kind != "call":
             return ref
         value = program.template_of(program.calls[ref.index]).outputs[ref.output]
         return sums.get((ref.index, value)) or (replace(ref, index=ref.index + 1) if ref.index >= at else ref)
 
-    templates = program.templates | {early.name: early}
+    templates = program.templates | {prologue.name: prologue}
     calls: list[Call] = []
     for i, call in enumerate(program.calls):
         if i == at:
-            calls.append(Call(early.name, (), tuple(refs), call.path, early=True))
+            calls.append(Call(prologue.name, (), tuple(refs), call.path, prologue=True))
         mine = [value for c, value in places if c == i]
         if mine:
             templates[call.template] = _given(program.templates[call.template], mine)
@@ -64,7 +64,7 @@ def _sources(program: Program, place: Place) -> list[Place]:
     return [(call, v) for v in operand_values(resolve(template.nodes[value])[0])]
 
 
-def _early(program: Program, places: Sequence[Place]) -> tuple[Template, list[ValueRef]]:
+def _prologue(program: Program, places: Sequence[Place]) -> tuple[Template, list[ValueRef]]:
     """A template of everything the sums depend on, across calls, and the program values it reads."""
     graph = fx.Graph()
     inputs: dict[ValueRef, fx.Node] = {}

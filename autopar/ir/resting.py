@@ -1,0 +1,127 @@
+"""Bytes that rest on a rank, told once: whoever counts, prices, places or bounds them reads these rows.
+
+How a rank holds a parameter is a value, `ParameterOnRank`: bytes of its stored block, of the block that the optimizer updates,
+and of the gradient that this needs. Its rows say what rests, and with which of `memory_levers.MOVABLE` that leaves the device:
+
+    kind         bytes                                                            moves with
+    parameters   the stored block                                                 parameters
+    gradients    the reduced gradient, from backward until the optimizer used it  parameters
+    optimizer    the optimizer's state (`OptimizerState`)                         optimizer
+    optimizer    the updated block, where it is a copy beside the stored one      parameters
+
+On two ranks a float32 (8, 4) under Adam, stored whole and updated by columns, has rows of 128, 64, 128 and 64 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+
+from autopar.ir.lowered import LoweredStage, StoredParameter
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.setting import Bytes, Setting
+from autopar.ir.spec import Spec
+from autopar.ir.types import TensorType
+
+
+@dataclass(frozen=True)
+class RestingBytes(Generic[Bytes]):
+    """Bytes of a kind. moves: the state (of MOVABLE) with which they leave the device ("": they never do)."""
+
+    kind: str
+    moves: str
+    nbytes: Bytes
+
+
+@dataclass(frozen=True)
+class ParameterOnRank(Generic[Bytes]):
+    """A parameter as one rank holds it, or as it may hold it in several ways (arrays).
+
+    stored: bytes of its block in storage. updated: of the block that the optimizer updates. trained: whether it has a gradient.
+    names: the parameter's, or those of several that are alike, where an optimizer updates them here; bytes of state are their
+    average. copied: bytes of the updated block where that is a copy.
+    """
+
+    type: TensorType
+    stored: Bytes
+    updated: Bytes
+    trained: bool = False
+    names: tuple[str, ...] = ()
+    copied: Bytes | None = None
+
+    @property
+    def gradient(self) -> Bytes:
+        """Bytes of the reduced gradient."""
+        return gradient_bytes(self.updated) if self.trained else 0 * self.updated
+
+    def state_bytes(self, setting: Setting) -> Bytes:
+        """Bytes of the optimizer's state."""
+        return setting.optimizer.shard_bytes(self.type, self.updated, *self.names) if self.names else 0 * self.updated
+
+    def on_device(self, setting: Setting, away: Collection[str]) -> Bytes:
+        """Bytes of all that rests on the device where the movable state `away` does not."""
+        return sum((row.nbytes for row in self.rows(setting) if row.moves not in away), 0.0 * self.stored)
+
+    def rows(self, setting: Setting) -> Iterator[RestingBytes[Bytes]]:
+        """All that rests for the parameter."""
+        yield RestingBytes("parameters", "parameters", self.stored)
+        if self.trained:
+            yield RestingBytes("gradients", "parameters", self.gradient)
+        if self.names:
+            yield RestingBytes("optimizer", "optimizer", self.state_bytes(setting))
+        if self.names and self.copied is not None:
+            yield RestingBytes("optimizer", "parameters", self.copied)
+
+
+def on_rank(p: StoredParameter, mesh: Mesh) -> ParameterOnRank[float]:
+    """A parameter as one rank of a stage holds it."""
+    return planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, (p.name,) if p.owned else ())
+
+
+def planned(
+    type_: TensorType, storage: Spec, optimizer: Spec, mesh: Mesh, trained: bool, names: tuple[str, ...]
+) -> ParameterOnRank[float]:
+    """A parameter as one rank holds it under two specs. names: as of `ParameterOnRank`, where it is trained."""
+    stored, updated = float(storage.local_bytes(type_, mesh)), float(optimizer.local_bytes(type_, mesh))
+    if not trained:
+        return ParameterOnRank(type_, stored, updated)
+    shapes = (spec.local_shape(type_.shape, mesh) for spec in (storage, optimizer))
+    return ParameterOnRank(type_, stored, updated, True, names, updated if is_copy(*map(np.array, shapes)) else None)
+
+
+def gradient_bytes(updated: Bytes) -> Bytes:
+    """Bytes of a reduced gradient where the optimizer updates a block of so many."""
+    return updated
+
+
+def is_copy(stored: np.ndarray, updated: np.ndarray) -> np.ndarray:
+    """Whether updated blocks are copies, as they are no contiguous part of the stored ones: (…, dims) shapes of both."""
+    before = np.ones_like(updated)
+    before[..., 1:] = np.cumprod(updated[..., :-1], -1)
+    is_apart: np.ndarray = ((stored != updated) & (before != 1)).any(-1)
+    return is_apart
+
+
+def of_program(program: Program, setting: Setting) -> Iterator[RestingBytes[float]]:
+    """All that rests for a program's parameters, each once and whole: no plan has less on all its ranks together."""
+    trained = set(program.trained) if program.training else set()
+    for name, p in program.parameters.items():
+        nbytes, names = float(p.type.nbytes), (name,) if name in trained else ()
+        yield from ParameterOnRank(p.type, nbytes, nbytes, bool(names), names).rows(setting)
+
+
+def resting(stage: LoweredStage, setting: Setting) -> dict[str, dict[str, float]]:
+    """Bytes that one rank of a stage always has, by memory tier ("": the device) and kind. Gradients, which rest only within a
+    step, are the gradient store's."""
+    tiers = {"": dict.fromkeys(("parameters", "gradients", "optimizer"), 0.0)}
+    for p in stage.parameters.values():
+        for row in on_rank(p, stage.mesh).rows(setting):
+            if row.kind != "gradients":
+                kinds = tiers.setdefault(p.tiers[row.moves], {})
+                kinds[row.kind] = kinds.get(row.kind, 0.0) + row.nbytes
+    tiers[""]["buffers"] = float(sum(t.nbytes for t in stage.buffers.values()))
+    return tiers

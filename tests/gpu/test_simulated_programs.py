@@ -1,0 +1,237 @@
+"""Emitted programs of the zoo on simulated GPUs: no races, no memory given back early, every message met."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.cluster.tiers import Tier
+from autopar.runtime.comm.process import TorchComm
+from autopar.runtime.comm.recorder import Recorder
+from autopar.runtime.memory.host_copy import HostCopy
+from autopar.runtime.step import same_data
+from autopar.runtime.step.same_data import SameData
+from autopar.runtime.step.session import Session
+from tests.gpu.simulated import Simulated, on_ranks, simulated
+from tests.gpu.simulation.budgets import COPY, LAUNCH, MESSAGE, SYNC
+from tests.ops.rings import with_attention
+from tests.passes.lower.test_overlap_experts import batch as mixture_batch
+from tests.passes.lower.test_overlap_experts import program as mixture
+from tests.proof.precise import without_dropout
+from tests.zoo.models import BY_NAME, MODELS, ZooModel
+from tests.zoo.programs import compiled_zoo
+
+
+@dataclass(frozen=True)
+class Case:
+    """Options of a program on so many ranks, and what else compile is told. steps: that are simulated; tiers: of the cluster,
+    by default the usual ones."""
+
+    ranks: int
+    options: dict[str, Any]
+    asked: dict[str, Any] = field(default_factory=dict)
+    steps: int = 2
+    tiers: tuple[Tier, ...] = ()
+
+
+CLIPPED: dict[str, Any] = {"clip_grad_norm": 1.0}
+SCALED: dict[str, Any] = {"loss_scaling": True}
+CASES = {
+    "dp": Case(2, {"strategy": "dp"}),
+    "dp4, bf16, microbatches": Case(4, {"strategy": "dp", "precision": "bf16", "microbatches": 2}),
+    "zero1": Case(2, {"strategy": "zero1"}),
+    "zero3": Case(2, {"strategy": "zero3", "microbatches": 2}),
+    "tp": Case(2, {"strategy": "megatron"}),
+    "dp2×tp2": Case(4, {"strategy": "megatron-zero3", "mesh": {"dp": 2, "tp": 2}}),
+    "1f1b": Case(2, {"pp": 2, "schedule": "1f1b", "microbatches": 4}),
+    "zb-h1": Case(2, {"pp": 2, "schedule": "zb-h1", "microbatches": 4}),
+    "zb-v": Case(2, {"pp": 2, "schedule": "zb-v", "microbatches": 4}),
+    "1f1b×dp2": Case(4, {"pp": 2, "schedule": "1f1b", "microbatches": 4, "strategy": "zero1"}),
+    "bf16 gradients": Case(2, {"strategy": "dp", "gradient_compression": "bf16"}),
+    "int8 gradients": Case(2, {"strategy": "zero1", "gradient_compression": "int8"}),
+    "clipped": Case(2, {"strategy": "zero1"}, CLIPPED),
+    "scaled": Case(2, {"strategy": "zero1", "precision": "fp16"}, SCALED),
+    "optimizer offloaded": Case(2, {"strategy": "zero1", "offload": "optimizer"}),
+    "activations offloaded": Case(2, {"strategy": "dp", "offload": "activations", "microbatches": 2}),
+    "parameters offloaded": Case(2, {"strategy": "zero3", "offload": "parameters", "microbatches": 2}),
+    "all offloaded": Case(2, {"strategy": "dp", "offload": "all", "microbatches": 2}),
+    "all offloaded, zero3": Case(2, {"strategy": "zero3", "offload": "all"}),
+    "all offloaded, 1f1b": Case(2, {"pp": 2, "schedule": "1f1b", "microbatches": 4, "offload": "all"}),
+    "all offloaded, files": Case(2, {"strategy": "zero3", "offload": "all"}, tiers=(Tier("nvme", 1e12, 5e9),)),
+    "all offloaded, compensated": Case(
+        2, {"strategy": "dp", "offload": "all", "compensated_sums": True, "microbatches": 4}
+    ),
+    "optimizer offloaded, clipped": Case(2, {"strategy": "zero1", "offload": "optimizer"}, CLIPPED),
+    "cuda graphs": Case(1, {"cuda_graphs": True}, steps=5),
+}
+NOT_ARRIVED = {
+    "parameters offloaded, clipped": Case(2, {"strategy": "zero3", "offload": "parameters"}, CLIPPED),
+    "all offloaded, clipped": Case(2, {"strategy": "dp", "offload": "all"}, CLIPPED),
+    "all offloaded, scaled": Case(2, {"strategy": "dp", "offload": "all", "precision": "fp16"}, SCALED),
+}
+OTHERS = [zoo for zoo in MODELS[1:] if "recurrent" not in zoo.tags]
+RECURRENT = [zoo for zoo in MODELS if "recurrent" in zoo.tags]
+
+
+@functools.cache
+def compiled(zoo: ZooModel, options: str) -> autopar.Program:
+    case = (CASES | NOT_ARRIVED)[options]
+    cluster = autopar.ClusterSpec.homogeneous(devices=case.ranks, device="h100").with_tiers(*case.tiers)
+    asked = dict(case.asked)
+    if case.options.get("cuda_graphs"):
+        asked["model"] = without_dropout(zoo.make())
+    return compiled_zoo(zoo, cluster, options=autopar.Options(coupled="per-microbatch", **case.options), **asked)
+
+
+def simulate(zoo: ZooModel, options: str, body: Callable[[Session], Any] | None = None) -> Simulated:
+    try:
+        program = compiled(zoo, options)
+    except autopar.AutoparError as error:
+        pytest.skip(f"{type(error).__name__}: {error}")
+    return simulated(program, zoo.batch(), (CASES | NOT_ARRIVED)[options].steps, body)
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_a_small_program_is_in_order(options: str) -> None:
+    found = simulate(BY_NAME["mlp"], options)
+    assert not found.findings, str(found)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("zoo", OTHERS, ids=str)
+def test_a_program_is_in_order(zoo: ZooModel, options: str) -> None:
+    found = simulate(zoo, options)
+    assert not found.findings, str(found)
+
+
+def test_rows_of_a_mixture_travel_in_order() -> None:
+    """Every rank's 32 pairs choose 8 experts evenly, which is what the host reads."""
+    found = simulated(mixture("any"), mixture_batch(), answer=lambda told: 4 if is_counts(told) else 0)
+    assert not found.findings, str(found)
+    assert any(unit.kind == "alltoall_base" for unit in found.logs[0].units)
+
+
+def is_counts(told: Tensor) -> bool:
+    return told.dim() == 2 and not told.is_floating_point()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "moe", "t5"])
+def test_a_ring_of_attention_is_in_order(name: str, ranks: int) -> None:
+    zoo = BY_NAME[name]
+    options = autopar.Options(mesh={"cp": ranks}, microbatches=2)
+    found = simulated(with_attention(compiled_zoo(zoo, ranks, options=options), cp="+s+t"), zoo.batch())
+    assert not found.findings, str(found)
+    assert sum(unit.kind == "p2p" for unit in found.logs[0].units) >= 24
+
+
+def test_a_captured_step_is_played() -> None:
+    (budget,) = simulate(BY_NAME["mlp"], "cuda graphs").budgets
+    assert [step for step in range(1, 6) if any(one.op == "graph" for one in budget.of(LAUNCH, step))] == [3, 4, 5]
+
+
+def test_steps_that_are_recorded_are_in_order() -> None:
+    def recorded(session: Session) -> None:
+        session.recorder = Recorder(session.comm.device)
+
+    zoo = BY_NAME["mlp"]
+    found = simulated(compiled(zoo, "1f1b"), zoo.batch(), before=recorded)
+    assert not found.findings, str(found)
+
+
+def test_steps_that_may_be_left_out_are_in_order() -> None:
+    zoo = BY_NAME["resnet"]
+    found = simulated(compiled(zoo, "dp"), zoo.batch(), before=lambda session: session.skip_not_finite())
+    assert not found.findings, str(found)
+
+
+def read_on_the_host(start: int, tensors: Any, parts: Sequence[Tensor]) -> int:
+    for part in parts:
+        part.clone()
+    return 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_are_compared_in_order(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_data, "_folded", read_on_the_host)
+
+    def rank(*_: Any) -> None:
+        same = SameData(TorchComm({"dp": 2}, "cuda"))
+        for step in range(1, 9):
+            batch = torch.ones(16, device=device)
+            same.take([batch], step)
+            batch.add_(1)
+        same.settle("saving", 9)
+
+    found = on_ranks(2, rank)
+    assert not found.findings, str(found)
+
+
+# ---- the host
+
+
+@pytest.mark.parametrize("options", ["dp", "zero3", "1f1b", "int8 gradients", "all offloaded"])
+def test_the_host_waits_for_nothing_but_the_batch(options: str) -> None:
+    """Inputs are copied as they are needed, and guards are read at the end of a step."""
+    for budget in simulate(BY_NAME["mlp"], options).budgets:
+        waits = {place.line.partition(":")[0] for place in (one.place for one in budget.of(SYNC, 2))}
+        assert waits <= {"step/stage.py", "guards.py"}
+
+
+def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
+    zoo = BY_NAME["mlp"]
+    for budget in simulated(compiled(zoo, "1f1b"), zoo.batch(), steps=3).budgets:
+        for kind in (LAUNCH, COPY, MESSAGE, SYNC):
+            assert budget.by_place(kind, 2) == budget.by_place(kind, 3)
+        kernels = [len(budget.of(LAUNCH, 3, microbatch)) for microbatch in range(4)]
+        assert len(set(kernels[1:])) == 1
+        assert 0 < kernels[0] <= kernels[1]  # the first one's gradients are added to nothing
+        assert sum(kernels) < len(budget.of(LAUNCH, 3))
+        moved = sum(budget.bytes_of(LAUNCH, 3, microbatch) for microbatch in range(4))
+        assert 0 < moved < budget.bytes_of(LAUNCH, 3)
+
+
+# ---- faults that there were
+
+
+@pytest.mark.parametrize("options", ["dp", "1f1b"])
+@pytest.mark.parametrize("zoo", RECURRENT, ids=str)
+def test_recurrent_layers_can_be_differentiated(zoo: ZooModel, options: str) -> None:
+    found = simulate(zoo, options)
+    assert not found.findings, str(found)
+
+
+@pytest.mark.parametrize("options", NOT_ARRIVED)
+def test_gradients_in_memory_tiers_have_arrived_where_the_host_reads_them(options: str) -> None:
+    found = simulate(BY_NAME["mlp"], options)
+    assert not found.findings, str(found)
+
+
+def copied(session: Session) -> None:
+    """The state in memory of the host, as a saver takes it."""
+    values = {n: e.value for n, e in session.state_entries().items() if isinstance(e.value, Tensor)}
+    host = HostCopy(values)
+    host.fill(values)
+    for value in host.tensors.values():
+        value.clone()
+
+
+@pytest.mark.parametrize("options", ["dp", "zero3", "1f1b"])
+def test_state_is_copied_before_it_is_written_to_files(options: str) -> None:
+    found = simulate(BY_NAME["mlp"], options, copied)
+    assert not found.findings, str(found)
+
+
+@pytest.mark.parametrize("options", ["optimizer offloaded", "all offloaded"])
+def test_state_in_memory_tiers_has_arrived_where_it_is_saved(options: str) -> None:
+    found = simulate(BY_NAME["mlp"], options, copied)
+    assert not found.findings, str(found)
