@@ -16,7 +16,8 @@ from .errors import RuntimeProgramError
 from .gradients.gather import Gather, start_gathers
 from .gradients.grads import GradStore
 from .guards import Guards
-from .kernels.random import make_key
+from .kernels.draws import Key
+from .kernels.random import StepKeys, make_key
 from .memory.tiers import Tiers
 
 Steps = tuple[TableStep, ...]
@@ -28,7 +29,8 @@ class Rank:
     """State of one rank between and during steps.
 
     params hold storage shards and buffers local values, by name; step counts optimizer steps, microbatch the position
-    inside a step; loss_scale is what backward starts from. in_tier: the parameters whose shards rest in memory tiers.
+    inside a step; loss_scale is what backward starts from;
+    keys holds those of random ops while a step is captured. in_tier: the parameters whose shards rest in memory tiers.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Rank:
         self.step = 0
         self.microbatch = 0
         self.loss_scale = 1.0
+        self.keys: StepKeys | None = None
         self.device: torch.device = comm.device
         self._prefetched: dict[str, Handle[list[Tensor]]] = {}
         self._updated: dict[str, Tensor] = {}
@@ -89,8 +92,10 @@ class Rank:
         """Wait until what was fetched of the list has arrived."""
         self.tiers.ready(saved)
 
-    def key(self, call: int, site: int) -> int:
+    def key(self, call: int, site: int) -> Key:
         """Key of one random op: the same on every rank, and again when backward or recompute asks for it."""
+        if self.keys is not None:
+            return self.keys.of(self.seed, self.step, (self.microbatch, call, site))
         return make_key(self.seed, self.step, self.microbatch, call, site)
 
     def update_buffer(self, name: str, value: Tensor, when: str) -> None:

@@ -328,17 +328,7 @@ def count_chosen(chosen: Tensor, n: int, one_hot: bool, dtype: torch.dtype) -> T
 # --- randomness -------------------------------------------------------------------------------------------------------
 
 
-def dropout(
-    x: Tensor, p: float, key: int, shape: tuple[int, ...] | None = None, offsets: tuple[int, ...] | None = None
-) -> Tensor:
-    """Zero elements with probability p, scale the rest; its own backward when called with the same key."""
-    if p >= 1.0:
-        return torch.zeros_like(x)
-    keep = rng.keep_mask(tuple(x.shape), p, key, shape, offsets, x.device, x.dtype)
-    return keep.mul_(x).mul_(1.0 / (1.0 - p))
-
-
-random_uniform, random_normal = rng.uniform, rng.normal
+dropout, random_uniform, random_normal = rng.dropout, rng.uniform, rng.normal
 
 
 # --- convolution ------------------------------------------------------------------------------------------------------

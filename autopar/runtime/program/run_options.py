@@ -23,7 +23,7 @@ class RunOptions:
     compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
         torch's inductor, at the end of the first step. Memory is promised for the program as it is written.
     cuda_graphs: capture forward and backward of a step on a GPU once as a CUDA graph and play it from then on, so that the
-        host starts one thing instead of every kernel. Where that cannot be (several ranks, dropout, sizes that data decides,
+        host starts one thing instead of every kernel. Where that cannot be (several ranks, sizes that data decides,
         …) a CudaGraphWarning says why when the program runs, and steps run as they are written. Memory is promised for these.
     """
 
