@@ -280,8 +280,9 @@ def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
     """Seconds to cast a stored shard to the dtype in which it is gathered, unless a copy of it is kept."""
-    kept = gather.dtype is None or p.narrow is not None or pricer.software.copy_bytes is not None
-    return 0.0 if kept else pricer.cast_s(p.type, replace(p.type, dtype=gather.dtype), p.storage)
+    if gather.dtype is None or p.narrow is not None or pricer.software.copy_bytes is not None:
+        return 0.0
+    return pricer.cast_s(p.type, replace(p.type, dtype=gather.dtype), p.storage)
 
 
 def narrow_seconds(p: StoredParameter, pricer: Pricer) -> float:

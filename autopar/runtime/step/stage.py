@@ -70,7 +70,7 @@ class Stage:
             tiers=self.tiers,
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
             guards=guards,
-            narrow=self._narrow(params, owner.rt if owner is not None else None),
+            narrow=self._narrow(params, owner),
         )
         self.module, self.regions = tables.module, list[CompiledRegion]()
         if pipeline.compiler != "none":
@@ -167,9 +167,11 @@ class Stage:
             return self.tiers.empty(shape, info.dtype, info.tier)
         return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
 
-    def _narrow(self, params: Mapping[str, Tensor], first: Rank | None) -> dict[str, Tensor]:
-        """Rooms for the copies of parameters in lower precision. first: the rank whose copies serve where it holds the same."""
-        copies = {} if first is None else {n: c for n, c in first.narrow.items() if first.params[n] is params.get(n)}
+    def _narrow(self, params: Mapping[str, Tensor], owner: Stage | None) -> dict[str, Tensor]:
+        """Rooms for the copies of parameters in lower precision; the owner's serve where it stores the same."""
+        copies: dict[str, Tensor] = {}
+        if owner is not None:
+            copies = {n: c for n, c in owner.rt.narrow.items() if owner.rt.params[n] is params.get(n)}
         return {
             name: copies.get(name, torch.empty_like(params[name], dtype=info.narrow))
             for name, info in self.tables.parameters.items()

@@ -80,3 +80,12 @@ def test_gpus_have_copies_where_they_fit() -> None:
 
 def test_without_mixed_precision_there_are_none() -> None:
     assert not any(p.narrow for p in on_gpus().plan.stages[0].parameters.values())
+
+
+def test_kernels_that_widen_what_they_read_give_the_same_bits() -> None:
+    """Programs for GPUs leave casts to a wider dtype to the kernels that read them; here the same plan runs on a CPU."""
+    gpus, cpus = on_gpus(precision="bf16", microbatches=2), program("dp")
+    texts = [one.in_process.stages[0].__source__ for one in (gpus, cpus)]
+    assert texts[0].count(".to(torch.float32)") < texts[1].count(".to(torch.float32)")
+    batch = LLAMA.batch()
+    assert all(map(torch.equal, gpus.run(batch, steps=3).losses, cpus.run(batch, steps=3).losses))
