@@ -101,6 +101,8 @@ def last_lines(log: Path) -> str:
 
 def main(name: str, folder: Path, rehearsal: bool) -> None:
     """The process of a part."""
+    import torch.distributed as dist
+
     from benchmarks.gpu_report.machine import Machine
     from benchmarks.gpu_report.parts import BY_NAME
 
@@ -110,6 +112,8 @@ def main(name: str, folder: Path, rehearsal: bool) -> None:
         found[key] = value
         written.write_text(json.dumps(found))
         written.replace(path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

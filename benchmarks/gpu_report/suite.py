@@ -16,6 +16,8 @@ from benchmarks.gpu_report.parts import Found
 from benchmarks.gpu_report.separate import ROOT
 
 KERNELS = ("tests/runtime/kernels/test_kernels.py", "tests/runtime/kernels/attention/test_attention_kernels.py")
+OWN = "tests/gpu/test_report.py"
+"""The tests of this report, which would make it again."""
 REHEARSED = ("tests/gpu/test_kernels.py",)
 LIMIT_S = 600
 MOST_SAID = 4000
@@ -26,7 +28,8 @@ def files(rehearsal: bool) -> list[str]:
     """The files of the suite."""
     if rehearsal:
         return list(REHEARSED)
-    return [*sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").rglob("test_*.py")), *KERNELS]
+    found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").rglob("test_*.py"))
+    return [file for file in found if file != OWN] + list(KERNELS)
 
 
 def measure(machine: Machine) -> Found:
@@ -38,7 +41,18 @@ def tested(file: str) -> dict[str, Any]:
     """The outcomes of a file of tests: how many, the failed ones with what they said, reasons of those that were skipped."""
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "outcomes.xml"
-        command = [sys.executable, "-m", "pytest", "-q", file, f"--junitxml={xml}", "-p", "no:cacheprovider"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            file,
+            "-m",
+            "gpu or not slow",
+            f"--junitxml={xml}",
+            "-p",
+            "no:cacheprovider",
+        ]
         late = False
         with tempfile.TemporaryFile("w+") as log:
             try:
