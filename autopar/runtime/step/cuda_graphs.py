@@ -17,7 +17,7 @@ scratch and this rank's part of the batch together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import RuntimeProgramError
 from ..guards import Report
-from .stage import Inputs, Stage, inputs_of
+from .stage import Inputs, Stage
 from .step_record import Asked, StepRecord, difference
 
 T = TypeVar("T")
@@ -94,11 +94,11 @@ class StepGraph(Generic[T]):
         self._result: T | None = None
         self._places: list[int] = []
 
-    def __call__(self, batch: Sequence[Tensor]) -> T:
-        """A step on a global batch."""
+    def __call__(self, inputs: Inputs) -> T:
+        """A step on parts of a batch."""
         if self.given_up:
-            return self._compute(inputs_of(batch))
-        self._copy_in(batch)
+            return self._compute(inputs)
+        self._copy_in(inputs)
         if self._result is not None and self._places != self._where():
             self._capture = self._result = None  # parameters lie elsewhere now
         if self._capture is None:
@@ -143,11 +143,11 @@ class StepGraph(Generic[T]):
         with record:
             return self._work()
 
-    def _copy_in(self, batch: Sequence[Tensor]) -> None:
+    def _copy_in(self, inputs: Inputs) -> None:
         """The batch where the captured one lay; the first one makes the room."""
         for index, stage in self._stages.items():
             for microbatch in self._microbatches:
-                own = stage.inputs(batch, microbatch)
+                own = inputs(stage, microbatch)
                 room = self._inputs.get((index, microbatch))
                 if room is None:
                     self._inputs[index, microbatch] = [x.clone(memory_format=torch.contiguous_format) for x in own]
