@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -103,9 +103,10 @@ def simulated(
     answer: Answer = zero,
     before: Callable[[Session], Any] | None = None,
 ) -> Simulated:
-    """Training steps of a program on all its ranks. batch: a global one, in memory of the host; before, body: what comes before
-    and after them."""
-    modules: InProcess = program.in_process
+    """Training steps of a program on all its ranks, as it is written. batch: a global one, in memory of the host; before, body:
+    what comes before and after them."""
+    options = replace(program.in_process.options, compiler="none")
+    modules: InProcess = replace(program.in_process, options=options)
     leaves = program.leaves(batch)
 
     def rank(_: int, machine: Machine) -> None:
