@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -107,9 +107,10 @@ def simulated(
     before: Callable[[Session], Any] | None = None,
     ahead: bool = True,
 ) -> Simulated:
-    """Training steps of a program on all its ranks, whose losses are read as run.py does. batch: a global one, in memory of the
-    host; before, body: what comes before and after them; ahead: batches are ready before their steps."""
-    modules: InProcess = program.in_process
+    """Training steps of a program on all its ranks, as it is written, whose losses are read as run.py does. batch: a global one, in
+    memory of the host; before, body: what comes before and after them; ahead: batches are ready before their steps."""
+    options = replace(program.in_process.options, compiler="none")
+    modules: InProcess = replace(program.in_process, options=options)
     leaves = program.leaves(batch)
 
     def rank(_: int, machine: Machine) -> None:

@@ -24,7 +24,7 @@ from ..comm.backends import backend_of
 from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
-from ..compiled.inductor import compile_met
+from ..compiled.inductor import compile_met, compiler_on
 from ..data.origin import package_of
 from ..errors import RuntimeProgramError
 from ..gradients.buckets import MIB
@@ -86,7 +86,8 @@ class Session(State):
         options: those that the program was compiled with; compare: see that all ranks are given the same batches, where each has
         its own."""
         rule, self.options = as_rule(update), options
-        self.pipeline = Pipeline(pipeline, stages, dtype, options.compiler)
+        compiler = compiler_on(comm.device, options.compiler, options.cuda_graphs)
+        self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
         self.comm = comm
         if comm.world_size != self.pipeline.world:
             raise RuntimeProgramError(
@@ -101,7 +102,7 @@ class Session(State):
         tiers = Tiers(comm.device, tier_directory)
         self.guards = Guards()
         forms: list[Form] = []
-        for own in (self.pipeline, *(Pipeline(*bucket, dtype, options.compiler) for bucket in buckets)):
+        for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
             forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
         self.forms, self._last = tuple(forms), forms[0]
         self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
