@@ -77,7 +77,7 @@ ROOMS = {
         run
     """,
     "runtime.kernels": """
-        kernels tiles random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions
+        kernels tiles random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions overflow
         attention
         experts
         images

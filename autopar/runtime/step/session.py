@@ -191,8 +191,7 @@ class Session(State):
         if why := why_not(self.training, ranks, len(self.forms), scaled, tiers, self.pipeline.compiler):
             say_why(why)
             return
-        microbatches = own.pipeline.microbatches
-        self.step_graph = StepGraph(partial(self._compute, own), own.stages, microbatches, make_capture)
+        self.step_graph = StepGraph(partial(self._compute, own), own.stages, own.pipeline.microbatches, make_capture)
 
     @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
@@ -214,6 +213,7 @@ class Session(State):
             computed = self._compute(form, inputs_of(batch))
         else:
             computed = self.step_graph(batch)
+        form.executor.overflows.end()
         self.absent = form.absent.names(computed.counts)
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss, borrowed = computed.loss, computed.borrowed
