@@ -14,17 +14,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import autopar
+from autopar.counter import ByteCounter
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import op_call
+from autopar.passes.played.meta_comm import MetaComm
+from autopar.passes.rules.sends import sent_by
 from autopar.runtime import ExpertOverflow, Session, run_threads
 from autopar.runtime.comm.axis_comm import Along
 from autopar.runtime.comm.calls import Call, Message, Posted
 from autopar.runtime.comm.comm import Comm
+from autopar.runtime.comm.devices import LEAST_CUDA
 from autopar.runtime.kernels import grouped, overflow
 from autopar.runtime.kernels.experts import experts as local
 from autopar.runtime.kernels.experts import padded
 from autopar.runtime.kernels.experts.dispatch import Promise
 from autopar.runtime.kernels.grouped import Groups
-from tests.ops.test_experts import GATES, ROUTES, check, mixture
+from tests.ops.execution import as_node, rule_of
+from tests.ops.test_experts import GATES, ROUTES, Mixture, check, mixture
+from tests.ops.test_experts_over_nodes import Bytes, run
 from tests.passes.lower.test_overlap_experts import RANKS, batch, model, program
 
 GATE = GATES["swiglu"][0]
@@ -112,6 +119,57 @@ def test_every_message_has_the_size_that_the_plan_says() -> None:
     assert Promise(1.25, "stop").room(576, 4, 576) == 216
     for sent in run_threads(4, {"ep": 4}, on_rank):
         assert sent == [((216,) * 4, (216,) * 4)] * 5
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 4, "ep": 2}], ids=["one axis", "two axes"])
+def test_as_many_bytes_are_sent_as_are_priced(sizes: dict[str, int], backward: bool) -> None:
+    mesh, ranks = Mesh.of(**sizes), math.prod(sizes.values())
+    one = replace(mixture((256 * ranks,), 16, 2), promise=(1.25, "stop"))
+    case = one.cases(one.x)[backward]
+    call = op_call(as_node(case, case.whole())[0])
+    sent = sent_by(call, rule_of(call), ("+t0+e",) * len(sizes), mesh, LEAST_CUDA)
+    for found in run_threads(ranks, sizes, lambda comm: sent_bytes(one, comm, backward)):
+        assert found == {
+            axis: pytest.approx(sum(s.nbytes * (1 - 1 / n) for s in sent if (s.kind, s.axis) == ("exchange", axis)))
+            for axis, n in sizes.items()
+        }
+
+
+def sent_bytes(one: Mixture, comm: Comm, backward: bool) -> dict[str, int]:
+    watcher = Bytes(comm.rank)
+    comm.watch(watcher)
+    run(one, comm, backward, one.promise)
+    return dict(watcher.by_axis)
+
+
+@pytest.mark.parametrize("wait_flops", [0.0, grouped.WAIT_FLOPS])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("sizes", [{"ep": 4}, {"dp": 4, "ep": 2}], ids=["one axis", "two axes"])
+def test_a_step_takes_the_memory_that_is_promised(
+    sizes: dict[str, int], backward: bool, wait_flops: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "WAIT_FLOPS", wait_flops)
+    ranks, (tokens, count, d, inner) = math.prod(sizes.values()), (64, 16, 64, 128)
+    w_in, w_out = torch.randn(count // ranks, d, 2, inner), torch.randn(count // ranks, inner, d)
+    x, weights = torch.randn(tokens, d), torch.rand(tokens, 2)
+    chosen = torch.arange(2 * tokens).view(-1, 2) % count
+
+    def peak(comm: Comm, device: str) -> int:
+        x_here, *operands = (
+            None if t is None else t.to(device) for t in (x, x, w_in, None, w_out, None, chosen, weights)
+        )
+        counter = ByteCounter()
+        with counter:
+            if backward:
+                local.experts_grad(x_here, *operands, True, *GATE, 1.25, "stop", along=Along(comm, *sizes))  # type: ignore[arg-type]
+            else:
+                local.experts(*operands, *GATE, 1.25, "stop", along=Along(comm, *sizes))  # type: ignore[arg-type]
+        return counter.peak
+
+    promised = peak(MetaComm(sizes), "meta")
+    for found in run_threads(ranks, sizes, lambda comm: peak(comm, "cpu")):
+        assert promised * 0.95 <= found <= promised * 1.005
 
 
 def test_room_is_what_is_promised_or_what_random_choices_take() -> None:
