@@ -194,8 +194,7 @@ class Session(State):
         if why := why_not(self.training, ranks, len(self.forms), scaled, tiers, self.pipeline.compiler):
             say_why(why)
             return
-        microbatches = own.pipeline.microbatches
-        self.step_graph = StepGraph(partial(self._compute, own), own.stages, microbatches, make_capture)
+        self.step_graph = StepGraph(partial(self._compute, own), own.stages, own.pipeline.microbatches, make_capture)
 
     @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
@@ -215,6 +214,7 @@ class Session(State):
         form, inputs = self._begin(batch)
         graph = None if self.recorder is not None else self.step_graph
         computed = self._compute(form, inputs) if graph is None else graph(inputs)
+        form.executor.overflows.end()
         self.absent = form.absent.names(computed.counts)
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss, borrowed = computed.loss, computed.borrowed
