@@ -107,8 +107,8 @@ def simulated(
     before: Callable[[Session], Any] | None = None,
     ahead: bool = True,
 ) -> Simulated:
-    """Training steps of a program on all its ranks, as it is written, whose losses are read as run.py does. batch: a global one, in
-    memory of the host; before, body: what comes before and after them; ahead: batches are ready before their steps."""
+    """Training steps of a program on all its ranks, as it is written, whose losses are read as run.py does. batch: a global
+    one, in memory of the host; before, body: what comes before and after them; ahead: batches are ready before their steps."""
     options = replace(program.in_process.options, compiler="none")
     modules: InProcess = replace(program.in_process, options=options)
     leaves = program.leaves(batch)
