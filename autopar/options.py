@@ -98,7 +98,7 @@ class Options(RunOptions):
     constraints: name pattern (shell wildcards) -> spec, such as {"*.q.weight": "[@tp, .]"}. Patterns match parameter
         names (the spec is how the parameter is stored) and values as "template.value".
     memory_fraction: share of device memory that the program may have. Of that, context, workspaces, communicators and gaps of the
-        allocator take their part, on GPUs; the rest is for tensors.
+        allocator take their part on GPUs, and a tenth is left free on CPUs; the rest is for tensors.
     memory_bytes: limit of tensors per rank in bytes, instead of what memory_fraction leaves for them.
     solver_time_limit_s: seconds the solver may spend on one mesh.
     search_s: seconds that the search for a plan may take once there is one that fits; then the best so far is given, and the

@@ -4,7 +4,8 @@
 
 A rank has a communicator for every axis of its stage's mesh, one for all of them and one for all ranks; each has channels, and a
 channel a ring's and a tree's connection. Stages that neighbour it and experts on other ranks are peers, with connections of their
-own. Figures and sources are in data/process.json. A CPU's process takes nothing of this kind.
+own. Figures and sources are in data/process.json. A CPU's process takes nothing of this kind; a tenth of its memory is left to
+Python, libraries and what the heap keeps.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def process_bytes(
 def tensor_room(cluster: ClusterSpec, axes: Mapping[str, int] | None, device: DeviceSpec, memory_bytes: float) -> float:
     """The bytes that tensors of a stage may take of so much memory of a device. axes: as of `process_bytes`."""
     rows = process_bytes(cluster, axes, device)
-    return (memory_bytes - sum(rows.values())) / (1 + fragmentation(device)) if rows else memory_bytes
+    if not rows:
+        return float(load_data("process.json")["host_share"]) * memory_bytes
+    return (memory_bytes - sum(rows.values())) / (1 + fragmentation(device))
 
 
 def fragmentation(device: DeviceSpec) -> float:
