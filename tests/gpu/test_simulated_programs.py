@@ -82,7 +82,7 @@ NOT_ARRIVED = {
     "all offloaded, clipped": Case(2, {"strategy": "dp", "offload": "all"}, CLIPPED),
     "all offloaded, scaled": Case(2, {"strategy": "dp", "offload": "all", "precision": "fp16"}, SCALED),
 }
-OTHERS = [zoo for zoo in MODELS[1:] if "recurrent" not in zoo.tags]
+OTHERS = MODELS[1:]
 RECURRENT = [zoo for zoo in MODELS if "recurrent" in zoo.tags]
 
 
@@ -226,6 +226,14 @@ def test_the_host_waits_for_nothing_but_guards(options: str) -> None:
     for budget in simulate(BY_NAME["mlp"], options).budgets:
         waits = {place.line.partition(":")[0] for place in (one.place for one in budget.of(SYNC, 2))}
         assert waits <= {"guards.py"}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("options", ["dp", "tp", "zero3", "1f1b", "dp4, bf16, microbatches"])
+@pytest.mark.parametrize("name", ["moe", "lstm", "gru"])
+def test_the_host_waits_for_neither_experts_nor_recurrent_layers(name: str, options: str) -> None:
+    for budget in simulate(BY_NAME[name], options).budgets:
+        assert not budget.of(SYNC, 2)
 
 
 def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:
