@@ -61,6 +61,11 @@ def report(program: Compiled) -> str:
             "what is between messages is compiled by inductor when the program starts; predictions are for the program as it is "
             "written"
         )
+    if program.options.matmul_precision != "highest":
+        lines.append(
+            f"products of float32 in {program.options.matmul_precision!r} precision (torch.set_float32_matmul_precision), priced "
+            "as TF32 on devices that have it"
+        )
     if program.options.cuda_graphs:
         lines.append(
             "on a GPU forward and backward are captured as a CUDA graph where they can be, which the program says when it "
