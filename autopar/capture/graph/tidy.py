@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.capture.exported import Exported
+from autopar.capture.graph.channels_last import is_kept
 from autopar.capture.graph.position_masks import without_position_masks
 from autopar.ir.types import TensorType
 
@@ -108,7 +109,7 @@ def _expanded(node: fx.Node) -> fx.Node | None:
 
 def _copied(node: fx.Node) -> fx.Node | None:
     """A copy, or a slice of the whole size."""
-    return _same_type(node, node.args[0])
+    return None if is_kept(node) else _same_type(node, node.args[0])
 
 
 def _cast(node: fx.Node) -> fx.Node | None:
