@@ -30,6 +30,11 @@ from .stage import Inputs, Stage
 Place = tuple[int, int]
 
 
+def most_sends(groups: int) -> int:
+    """The number of actions whose sends may be under way at once in a pipeline of so many groups."""
+    return max(4, 2 * groups) if groups > 1 else 0
+
+
 @dataclass(slots=True)
 class _Step:
     """A slot bound to this rank: the stage, and channels by number. send: (place in SENDS, number, channel) by number.
@@ -77,7 +82,7 @@ class Executor:
             pipeline.rows, pipeline.groups, transfers, pipeline.microbatches, pipeline.training, ahead=not in_order
         )[self.group]
         self._steps = [self._bind(slot, k, slots) for k, slot in enumerate(slots)]
-        self._limit = max(4, 2 * len(pipeline.groups))
+        self._limit = most_sends(len(pipeline.groups))
         self._arriving: dict[Place, Arrival] = {}
         self._kept: dict[Place, Tensor] = {}
         self._sending: deque[tuple[list[Posted], list[Message]]] = deque()
