@@ -200,6 +200,17 @@ def test_a_captured_step_is_played() -> None:
     assert [step for step in range(1, 6) if any(one.op == "graph" for one in budget.of(LAUNCH, step))] == [3, 4, 5]
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_step_with_a_mixture_on_one_rank_is_played(precision: str | None) -> None:
+    options = autopar.Options(cuda_graphs=True, precision=precision)
+    cluster = autopar.ClusterSpec.homogeneous(devices=1, device="h100")
+    made = autopar.compile(mixture_model(), cluster, mixture_batch(), optimizer=SGD, options=options)
+    found = simulated(made, mixture_batch(), steps=5)
+    assert not found.findings, str(found)
+    (budget,) = found.budgets
+    assert [step for step in range(1, 6) if any(one.op == "graph" for one in budget.of(LAUNCH, step))] == [3, 4, 5]
+
+
 def test_steps_that_are_recorded_are_in_order() -> None:
     def recorded(session: Session) -> None:
         session.recorder = Recorder(session.comm.device)
