@@ -117,6 +117,12 @@ def filling_time_s(device: DeviceSpec, result_bytes: float, added_bytes: float) 
     return float(device.kernels.pass_s(FILL, result_bytes - added_bytes)), added_bytes
 
 
+def drawing_time_s(device: DeviceSpec, instructions: float) -> float:
+    """Seconds of so many instructions of 32 bits beside the products of a kernel: as many a second as fused multiply-adds in
+    float32, which are two FLOPs."""
+    return 2 * instructions / device.peak("float32") if device.supports("float32") else 0.0
+
+
 def update_time_s(device: DeviceSpec, states: float, nbytes: Any) -> Any:
     """Seconds to update a parameter's shard of nbytes (a number or an array) by an optimizer that keeps so many elements of state
     for each of the parameter's: gradient, parameter and state are read, parameter and state written."""

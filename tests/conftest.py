@@ -14,6 +14,8 @@ from tests.zoo.models import BY_NAME, ZooModel
 from tests.zoo.shared import shared
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which nothing has done yet
 gc.set_threshold(
     1_000_000, 20, 100
 )  # graphs are large and live long: looking for garbage in them is a fifth of the time

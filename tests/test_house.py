@@ -77,6 +77,7 @@ ROOMS = {
         run
     """,
     "runtime.kernels": """
+        draws fused triton_dropout
         kernels tiles random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions overflow
         attention
         experts
@@ -205,9 +206,22 @@ def test_the_runtime_imports_torch_and_the_standard_library_alone() -> None:
     modules it imports relatively."""
     for module in filter(in_runtime, SOURCES):
         others = {name.split(".")[0] for name in imported(module) if not name.startswith("autopar.runtime.")}
-        assert others <= {"torch", *sys.stdlib_module_names}, module
+        allowed = {"triton"} if _is_of_triton(module) else set()
+        assert others <= {"torch", *allowed, *sys.stdlib_module_names}, module
         absolute = [n.module for n in ast.walk(tree_of(module)) if isinstance(n, ast.ImportFrom) and not n.level]
         assert not any((name or "").startswith("autopar") for name in absolute), module
+
+
+def _is_of_triton(module: str) -> bool:
+    """Whether a module has kernels of Triton, which torch for CUDA brings along, and its CPU build does not."""
+    return module.rpartition(".")[2].startswith("triton_")
+
+
+def test_what_imports_triton_is_imported_where_a_kernel_is_launched() -> None:
+    for module in SOURCES:
+        at_start = ast.Module([node for node in tree_of(module).body if isinstance(node, ast.ImportFrom)], [])
+        names = {alias.name for node in ast.walk(at_start) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert _is_of_triton(module) or not any(name.startswith("triton_") for name in names), module
 
 
 def in_runtime(module: str) -> bool:

@@ -22,11 +22,13 @@ from autopar.ops.attention_pieces import merged
 from autopar.ops.dialect import empty_like, graph_op, lifts
 from autopar.ops.labels import Maker
 from autopar.ops.random import next_site
-from autopar.ops.registry import Block, Gemm, Sending, define
+from autopar.ops.registry import Block, Drawn, Gemm, Sending, define
+from autopar.runtime.comm.devices import Device
 from autopar.runtime.kernels.attention import attention as local
 from autopar.runtime.kernels.attention.plain_scores import softmax_dtype
 from autopar.runtime.kernels.attention.rings import turn_count
 from autopar.runtime.kernels.attention.zigzag import runs
+from autopar.runtime.kernels.kernels import AttentionCall, attention_kernels
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -68,6 +70,23 @@ def _attention_work(call: OpCall, rule: Rule) -> Gemm:
     products = 2 if call.op == "autopar.attention" else 5
     flops = products * b * h * s * k.shape[2] * (d + v.shape[3]) * (0.5 if call["causal"] else 1.0)
     return flops, "attention", (("t",), ("d",))
+
+
+_INSTRUCTIONS = 23
+"""The instructions that dropout adds for a score, a quarter of a hash among them: the mean of the kernels for heads of 64 as
+compiled for sm80 and sm90."""
+
+
+def _drawn(call: OpCall, device: Device) -> Drawn | None:
+    """The hashes of dropout where a kernel makes them. Its backward makes scores, weights and hashes twice, for dq and
+    for dk and dv, which are seven products instead of five."""
+    q, k, v, mask = call.operand("q"), call.operand("k"), call.operand("v"), call.type_of("mask")
+    facts = AttentionCall(q.dtype, q.shape[3], v.shape[3], mask.dtype if mask else None, call["causal"], call["p"] > 0)
+    if attention_kernels(facts, device)[0] != "dropped":
+        return None
+    times, products = (1, 1.0) if call.op == "autopar.attention" else (2, 7 / 5)
+    scores = math.prod(q.shape[:3]) * k.shape[2] * (0.5 if call["causal"] else 1.0)
+    return Drawn(products, times * scores * _INSTRUCTIONS)
 
 
 def _attention_block(block: Block) -> dict[str, Any]:
@@ -207,6 +226,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     result_names=("attended", "lse"),
     sends=_ring_sends,
     merged=merged,
+    drawn=_drawn,
     **_FACTS,
 )
 def attention(call: OpCall) -> Rule:
@@ -222,6 +242,7 @@ def attention(call: OpCall) -> Rule:
     result_names=("dq", "dk", "dv"),
     sends=_ring_grad_sends,
     merged=merged,
+    drawn=_drawn,
     **_FACTS,
 )
 def attention_grad(call: OpCall) -> Rule:

@@ -63,7 +63,7 @@ def _pairs(call: OpCall) -> int:
 
 
 def _padding(call: OpCall, pairs: float, ranks: int, of: float = 1.0) -> float:
-    """Rows of padded messages over those of so many pairs that a rank sends to so many ranks. of: share of them for one."""
+    """Rows of padded messages over those that a rank sends, of so many pairs to so many ranks. of: share that one may get."""
     promise = Promise(call["expert_imbalance"], call["on_overflow"])
     if promise.on_overflow == "chunk" or ranks == 1:
         return 1.0

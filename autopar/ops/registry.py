@@ -151,6 +151,15 @@ class Merged:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """The draws of an op in its own kernel, on the whole. products: those that the kernel makes over those of its work;
+    instructions: of 32 bits, by which it draws."""
+
+    products: float
+    instructions: float
+
+
+@dataclass(frozen=True)
 class OpDef:
     """The facts that the compiler knows of an op. Every field but `rule` has a default that is right for most ops.
 
@@ -163,6 +172,7 @@ class OpDef:
             that skip so many masked keys at once (0: every single one). None: all do alike.
         grouped(call, parts, share): the rows that it computes in groups, where it does. parts, share: as above.
         merged(call, parts, device): the pieces in which it does its work there, where it is not one. parts: as above.
+        drawn(call, device): the draws that it makes there in the kernel of its products. None: it makes none.
         localize(block): arguments that are others on a block than on the whole (shapes, offsets).
         globalize(call): the same arguments on the whole again, out of a call whose types are global already.
     Messages of its own (the carried choices of its rule):
@@ -212,6 +222,7 @@ class OpDef:
     imbalance: Callable[[OpCall, Mapping[str, int], float], float] | None = None
     grouped: Callable[[OpCall, Mapping[str, int], int], Grouped] | None = None
     merged: Callable[[OpCall, Mapping[str, int], Device], Merged | None] | None = None
+    drawn: Callable[[OpCall, Device], Drawn | None] | None = None
     localize: Callable[[Block], dict[str, Any]] | None = None
     globalize: Callable[[OpCall], dict[str, Any]] | None = None
     sends: Callable[[Sending], list[Sent]] | None = field(default=None, compare=False)

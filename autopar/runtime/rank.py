@@ -16,7 +16,8 @@ from .errors import RuntimeProgramError
 from .gradients.gather import Gather, start_gathers
 from .gradients.grads import GradStore
 from .guards import Guards
-from .kernels.random import make_key
+from .kernels.draws import Key
+from .kernels.random import StepKeys, make_key
 from .memory.tiers import Tiers
 
 Steps = tuple[TableStep, ...]
@@ -27,8 +28,9 @@ Wanted = tuple[str, Steps] | tuple[str, Steps, torch.dtype]
 class Rank:
     """State of one rank between and during steps.
 
-    params hold storage shards and buffers local values, by name; step counts optimizer steps, microbatch the position
-    inside a step; loss_scale is what backward starts from. in_tier: the parameters whose shards rest in memory tiers.
+    params hold storage shards and buffers local values, by name; narrow holds the copies of shards in lower precision that are
+    made once a step. step counts optimizer steps, microbatch the position inside a step; loss_scale is what backward starts
+    from; keys holds those of random ops while a step is captured. in_tier: the parameters whose shards rest in memory tiers.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Rank:
         tiers: Tiers | None = None,
         in_tier: frozenset[str] = frozenset(),
         guards: Guards | None = None,
+        narrow: dict[str, Tensor] | None = None,
     ) -> None:
         self.comm = comm
         self.guards = guards or Guards()
@@ -49,12 +52,14 @@ class Rank:
         self.inputs: frozenset[int] = frozenset()
         self.in_tier = in_tier
         self.params = params
+        self.narrow = narrow or {}
         self.buffers = buffers
         self.grads = grads
         self.seed = seed
         self.step = 0
         self.microbatch = 0
         self.loss_scale = 1.0
+        self.keys: StepKeys | None = None
         self.device: torch.device = comm.device
         self._prefetched: dict[str, Handle[list[Tensor]]] = {}
         self._updated: dict[str, Tensor] = {}
@@ -78,7 +83,8 @@ class Rank:
 
     def park(self, saved: list[Any], places: Sequence[int], tier: str) -> None:
         """Move these entries of what a call saved to a memory tier; parameters, buffers and the batch stay where they are."""
-        at_rest = {t.untyped_storage()._cdata for held in (self.params, self.buffers) for t in held.values()}
+        resting = (self.params, self.narrow, self.buffers)
+        at_rest = {t.untyped_storage()._cdata for held in resting for t in held.values()}
         self.tiers.park(saved, places, tier, at_rest | self.inputs)
 
     def fetch(self, saved: list[Any]) -> None:
@@ -89,14 +95,22 @@ class Rank:
         """Wait until what was fetched of the list has arrived."""
         self.tiers.ready(saved)
 
-    def key(self, call: int, site: int) -> int:
+    def key(self, call: int, site: int) -> Key:
         """Key of one random op: the same on every rank, and again when backward or recompute asks for it."""
+        if self.keys is not None:
+            return self.keys.of(self.seed, self.step, (self.microbatch, call, site))
         return make_key(self.seed, self.step, self.microbatch, call, site)
 
     def update_buffer(self, name: str, value: Tensor, when: str) -> None:
         """Note the value of a buffer after the step: the "same" value in every microbatch, or the "sum" of theirs."""
         before = self._updated.get(name)
         self._updated[name] = value if before is None or when == "same" else before + value
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Cast the parameters of which there are copies in lower precision."""
+        if self.narrow:
+            torch._foreach_copy_([*self.narrow.values()], [self.params[name] for name in self.narrow])
 
     def end_step(self) -> None:
         """Write the buffers that the step updated; check that it took all it had prefetched."""
@@ -112,7 +126,7 @@ class Rank:
         for name, steps, *dtype in items:
             if name not in self.params:
                 raise RuntimeProgramError(f"the program has no parameter {name!r}")
-            shard = self.params[name]
+            shard = self.narrow.get(name, self.params[name]) if dtype else self.params[name]
             gathers.append((self.tiers.read(shard) if name in self.in_tier else shard, steps, None))
             dtypes.append(dtype[0] if dtype else None)
         mark = self.tiers.mark()

@@ -252,14 +252,17 @@ def line_costs(
 
 
 def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds of the gradient store's passes for a contribution, the mean of a step: the first is kept, others are added to the
-    sum, and after the last the sum is copied into its message, unless it is sent from where it lies. held: bytes
-    of the function's values."""
+    """Seconds of the gradient store's passes for a contribution, the mean of a step: the first is kept (on GPUs a pass is counted
+    where it is cast), others are added to the sum, and after the last the sum is copied into its message, unless it is sent from
+    where it lies. held: bytes of the function's values."""
     if not pricer.software.gradient_passes:
         return 0.0
     p, mesh = stage.parameters[line.parameter], stage.mesh
     nbytes, due = unreduced_bytes(p, mesh), p.contributions * stage.microbatches
-    added_bytes = (due - 1) * (2 * nbytes + held.get(line.value, nbytes))
+    came_bytes = held.get(line.value, nbytes)
+    added_bytes = (due - 1) * (2 * nbytes + came_bytes)
+    if came_bytes < nbytes and pricer.device.runs_as.type != "cpu":
+        added_bytes += nbytes + came_bytes
     packed_bytes = 0.0 if p.name in sent_in_place(stage, pricer.memo) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
     return pricer.copy_s * (added_bytes + packed_bytes) / due
 
@@ -279,9 +282,17 @@ def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
 
 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds to cast a stored shard to the dtype in which it is gathered, unless the software keeps a copy of it."""
-    kept = gather.dtype is None or pricer.software.copy_bytes is not None
-    return 0.0 if kept else pricer.copy_s * (p.stored_bytes(pricer.mesh) + p.stored_bytes(pricer.mesh, gather.dtype))
+    """Seconds to cast a stored shard to the dtype in which it is gathered, unless a copy of it is kept."""
+    if gather.dtype is None or p.narrow is not None or pricer.software.copy_bytes is not None:
+        return 0.0
+    return pricer.cast_s(p.type, replace(p.type, dtype=gather.dtype), p.storage)
+
+
+def narrow_seconds(p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds to make the copy of a stored shard in lower precision, once a step, where the plan keeps one."""
+    if p.narrow is None or pricer.software.copy_bytes is not None:
+        return 0.0
+    return pricer.cast_s(p.type, replace(p.type, dtype=p.narrow), p.storage)
 
 
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
@@ -330,7 +341,7 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
         if p.contributions:
             non_overlapped_s = pricer.software.reduce_share * reduce_seconds(p, pricer)
             non_overlapped_s += pricer.software.gather_share * regather_seconds(p, pricer)
-            work[p.name] = non_overlapped_s + optimizer_s(p, stage, pricer, setting)
+            work[p.name] = non_overlapped_s + optimizer_s(p, stage, pricer, setting) + narrow_seconds(p, pricer)
     return work
 
 

@@ -64,9 +64,11 @@ class OpSeconds:
         imbalance = facts.imbalance(call, parts, tile) if facts.imbalance else 1.0
         merged = facts.merged(call, parts, device.runs_as) if facts.merged else None
         merging_s = compute.merging_time_s(device, call.op, **vars(merged)) if merged is not None else 0.0
+        drawn = facts.drawn(call, device.runs_as) if facts.drawn else None
+        drawn_s = 0.0 if drawn is None else compute.drawing_time_s(device, drawn.instructions * imbalance / share)
         work_s = self.memo[compute.op_time_s](
             device,
-            flops=work_share(grouped, software) * flops * imbalance / share,
+            flops=work_share(grouped, software) * flops * (drawn.products if drawn else 1.0) * imbalance / share,
             nbytes=sum(moved),
             dtype=self._dtype,
             kind=kind,
@@ -76,7 +78,7 @@ class OpSeconds:
             reached=software.constants.grouped_share if grouped is not None else 1.0,
             moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
-        return merging_s + filled_s + work_s
+        return merging_s + filled_s + drawn_s + work_s
 
     @cached_property
     def _facts(self) -> OpDef:

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from autopar.proof.casts import DividedAs
-from autopar.runtime.step.cuda_graphs import CudaCapture, CudaGraphWarning
+from autopar.runtime.step.cuda_graphs import CudaCapture
 from autopar.runtime.step.session import Session
 from benchmarks.harness import take_turns
 from benchmarks.one_rank import MODELS
-from tests.gpu import one_gpu
 from tests.gpu.one_gpu import Beside, beside
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +25,7 @@ def captured(both: Beside, dtype: torch.dtype | None = None) -> Session:
 
 
 @pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
-@pytest.mark.parametrize("name", one_gpu.NO_DROPOUT)
+@pytest.mark.parametrize("name", MODELS)
 def test_played_steps_are_those_of_the_text_in_float64(name: str) -> None:
     both = beside(name)
     text, played = both.session(torch.float64), captured(both, torch.float64)
@@ -39,19 +38,9 @@ def test_played_steps_are_those_of_the_text_in_float64(name: str) -> None:
         assert float(moved) <= 1e-9 * float(value.abs().max())
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - set(one_gpu.NO_DROPOUT)))
-def test_dropout_is_refused_by_name(name: str) -> None:
-    both = beside(name)
-    session = captured(both)
-    for step in range(2):
-        session.train_step(both.batch(step))
-    with pytest.warns(CudaGraphWarning, match="as random keys are"):
-        session.train_step(both.batch(2))
-
-
 @pytest.mark.filterwarnings("error::autopar.runtime.step.cuda_graphs.CudaGraphWarning")
 @pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("name", one_gpu.NO_DROPOUT)
+@pytest.mark.parametrize("name", MODELS)
 def test_played_steps_take_no_longer(name: str, precision: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     both = beside(name, precision)
     sessions = {"text": both.session(), "graph": captured(both)}

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from autopar.runtime.comm.devices import kind_of
-from autopar.runtime.kernels import ops
+from autopar.runtime.kernels import ops, random
 from autopar.runtime.kernels.attention import scores
 from autopar.runtime.kernels.kernels import AttentionCall, attention_kernels
 from tests.gpu import one_gpu
@@ -36,11 +36,13 @@ def chosen(call: AttentionCall) -> tuple[str, ...]:
 def test_every_kernel_that_may_be_chosen_equals_the_plain_formula(
     dtype: torch.dtype, width: int, kind: str, group: bool, by_rows: bool
 ) -> None:
-    call = AttentionCall(dtype, width, width, torch.bool if kind == "mask" else None, kind == "causal")
+    mask = torch.bool if kind == "mask" else None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # which says by how much a kernel differs
-        for name in chosen(call):
-            assert scores._equals_plain(name, call, by_rows, group, torch.device(one_gpu.DEVICE, 0))
+        for dropout in (False, True):
+            call = AttentionCall(dtype, width, width, mask, kind == "causal", dropout)
+            for name in chosen(call):
+                assert scores._equals_plain(name, call, by_rows, group, torch.device(one_gpu.DEVICE, 0))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -73,3 +75,10 @@ def test_fused_norms_equal_the_formula_on_a_cpu(dtype: torch.dtype) -> None:
     for one, other in zip(found, norms(*(one.double() for one in (x, g, w))), strict=True):
         difference = (one.double().cpu() - other).abs().max() / other.abs().max()
         assert float(difference) < 16 * eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, F32, F16, BF16])
+def test_the_kernel_for_dropout_gives_the_bits_of_a_cpu(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert random._equals_plain(dtype, torch.device(one_gpu.DEVICE, 0))

@@ -25,7 +25,7 @@ from autopar.runtime.step.same_data import SameData
 from autopar.runtime.step.session import Session
 from tests.gpu.fake_cuda import A100, H100
 from tests.gpu.simulated import Simulated, on_ranks, simulated
-from tests.gpu.simulation.budgets import COPY, LAUNCH, MESSAGE, SYNC
+from tests.gpu.simulation.budgets import COPY, LATE, LAUNCH, MESSAGE, SYNC, Budget
 from tests.gpu.simulation.device import Machine
 from tests.ops.rings import with_attention
 from tests.passes.lower.test_overlap_experts import batch as mixture_batch
@@ -105,10 +105,21 @@ def simulate(zoo: ZooModel, options: str, body: Callable[[Session], Any] | None 
     return simulated(program, zoo.batch(), (CASES | NOT_ARRIVED)[options].steps, body)
 
 
+def assert_the_host_runs_ahead(found: Simulated, options: str) -> None:
+    """From the second step on the host waits for the step before alone: its loss, norm and guards. Under loss scaling it also
+    asks whether a gradient overflowed, what goes to files passes through its hands, and a graph is captured in the third step."""
+    step, scaled = CASES[options].steps, options == "scaled"
+    for budget in found.budgets:
+        waits = budget.by_place(SYNC, step)
+        assert sum(waits.values()) == scaled or all("memory/" in place for place in waits if "files" in options), waits
+        assert budget.of(LATE, step)
+
+
 @pytest.mark.parametrize("options", CASES)
 def test_a_small_program_is_in_order(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)
     assert not found.findings, str(found)
+    assert_the_host_runs_ahead(found, options)
 
 
 @pytest.mark.few(3)
@@ -117,6 +128,7 @@ def test_a_small_program_is_in_order(options: str) -> None:
 def test_a_program_is_in_order(zoo: ZooModel, options: str) -> None:
     found = simulate(zoo, options)
     assert not found.findings, str(found)
+    assert_the_host_runs_ahead(found, options)
 
 
 def test_rows_of_a_mixture_travel_in_order() -> None:
@@ -138,8 +150,12 @@ def test_the_host_of_a_mixture_waits_once_before_the_update(choice: str, precisi
         waits = budget.of(SYNC, 2)
         assert [one.op for one in waits] == (["synchronize an event"] if choice != "t0" else [])
         assert {one.action for one in waits} <= {"gradients"}
-        told = [one.action for one in budget.of(COPY, 2) if one.op == "copy_"]
-        assert told == ["F0.0"] * len(waits)  # behind it the device has backward to do
+        assert told_in(budget) == ["F0.0"] * len(waits)  # behind it the device has backward to do
+
+
+def told_in(budget: Budget) -> list[str]:
+    """The actions behind which the most rows that have no room, a number of 8 bytes, set out to the host."""
+    return [one.action for one in budget.of(COPY, 2) if (one.op, one.nbytes) == ("copy_", 16)]
 
 
 @pytest.mark.few(1)
@@ -156,7 +172,7 @@ def test_rows_of_a_pipelines_mixtures_are_told_of_when_all_is_computed(schedule:
     assert not found.findings, str(found)
     for budget in found.budgets:
         assert [one.action for one in budget.of(SYNC, 2)] == ["gradients"]
-        assert [one.action[:2] for one in budget.of(COPY, 2) if one.op == "copy_"] == ["W3"]
+        assert [action[:2] for action in told_in(budget)] == ["W3"]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -251,12 +267,13 @@ def test_batches_are_compared_in_order(device: str, monkeypatch: pytest.MonkeyPa
 # ---- the host
 
 
-@pytest.mark.parametrize("options", ["dp", "zero3", "1f1b", "int8 gradients", "all offloaded"])
-def test_the_host_waits_for_nothing_but_guards(options: str) -> None:
-    """Inputs are copied as they are needed, and guards are read at the end of a step."""
-    for budget in simulate(BY_NAME["mlp"], options).budgets:
-        waits = {place.line.partition(":")[0] for place in (one.place for one in budget.of(SYNC, 2))}
-        assert waits <= {"guards.py"}
+def test_the_host_waits_one_step_late_for_the_loss_the_norm_and_the_guards() -> None:
+    """Every tenth step looks at parameters and gradients too, which is two numbers more."""
+    zoo = BY_NAME["bert"]
+    found = simulated(compiled(zoo, "clipped"), zoo.batch(), steps=12)
+    for budget in found.budgets:
+        waits = {step: [len(budget.of(kind, step)) for kind in (SYNC, LATE)] for step in (1, 2, 3, 11, 12)}
+        assert waits == {1: [0, 0], 2: [0, 3], 3: [0, 3], 11: [0, 5], 12: [0, 3]}
 
 
 @pytest.mark.few(3)

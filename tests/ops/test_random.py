@@ -91,7 +91,7 @@ def test_neighbours_of_a_mask_do_not_know_of_each_other(shape: tuple[int, int], 
 @pytest.mark.parametrize("key", [0, 1, rng.make_key(5, 1)])
 def test_the_sixteen_bits_of_every_lane_are_even(key: int) -> None:
     """Each of the four lanes of a hash, by its high and by its low byte, and the bytes of neighbouring lanes together."""
-    lanes = torch.cat([x.clone() for *_, x in rng._hashes(rng._merged((64, 4096), None, None, 4), key, None, 4)])
+    lanes = torch.cat([x.clone() for *_, x in rng._hashes(rng.merged((64, 4096), None, None, 4), key, None, 4)])
     low, high = lanes & 0xFF, (lanes >> 8) & 0xFF
     evenly = [part.view(-1, 4)[:, lane] for part in (low, high) for lane in range(4)]
     evenly += [16 * (low[:, i::4] >> 4) + (high[:, j::4] >> 4) for i, j in itertools.product(range(4), repeat=2)]

@@ -3,18 +3,20 @@
 A question is about a call and a kind of device, never about a tensor, so it needs no GPU. Of attention the answer is the
 choice that torch's scaled_dot_product_attention makes (`sdp_utils.cpp`), with three differences: cuDNN's kernel has no masks
 here, as nothing says what its log-sum-exp is of a row that sees nothing; head sizes that kernels do not take are padded,
-where torch computes all scores; and dropout, which draws by the place of a score among all, is the plain formula. AMD's
-GPUs have the plain formula too.
+where torch computes all scores; and dropout, which draws by the place of a score among all, has a kernel of our own. AMD's
+GPUs have the plain formula.
 
     what                                              cpu     CUDA
     attention, float32                                cpu     efficient
     attention, 16 bits                                cpu     flash; cudnn on sm90 and sm100; efficient under a mask
-    attention with dropout, or in float64 on a GPU    plain   plain
+    attention with dropout                            plain   dropped from sm80 on, of heads of 256, in float32 of 128
+    attention in float64                              cpu     plain
     RMS norm                                          plain   fused
     gradients of the weight of a norm                 torch   fused (plain on a CPU where x has 16 bits)
     statistics of batch norm                          sums    torch's
     channels of an image, for places of maxima        last    as they lie
     Adam, AdamW, SGD                                  torch's   torch's fused (`optimizer_forms`)
+    dropout                                           torch's ops   a kernel of Triton from sm80 on (`fused`)
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def attention_kernels(call: AttentionCall, device: Device) -> tuple[str, ...]:
 
 @functools.cache
 def _attention_kernels(call: AttentionCall, device: Device) -> tuple[str, ...]:
-    fused = [] if call.dropout or call.keys == 0 else [name for name, takes in _ATTENTION if takes(call, device)]
-    return (*fused, "plain")
+    rows = () if call.keys == 0 else _WITH_DROPOUT if call.dropout else _ATTENTION
+    return (*(name for name, takes in rows if takes(call, device)), "plain")
 
 
 def _cudnn(call: AttentionCall, device: Device) -> bool:
@@ -79,6 +81,11 @@ def _cpu(call: AttentionCall, device: Device) -> bool:
     return device.type == "cpu" and call.dtype in _FLOATS and call.head == call.value
 
 
+def _dropped(call: AttentionCall, device: Device) -> bool:
+    widest = {torch.float32: 128, **dict.fromkeys(HALF, 256)}
+    return _has_triton(device) and max(call.head, call.value) <= widest.get(call.dtype, 0)
+
+
 def _is_cuda(device: Device, least: tuple[int, int] = (0, 0)) -> bool:
     return device.type == "cuda" and least <= device.capability <= _NEWEST
 
@@ -89,6 +96,7 @@ _ATTENTION: tuple[tuple[str, Callable[[AttentionCall, Device], bool]], ...] = (
     ("efficient", _efficient),
     ("cpu", _cpu),
 )
+_WITH_DROPOUT = (("dropped", _dropped),)
 
 
 def has_fused_norm(device: Device) -> bool:
@@ -101,9 +109,24 @@ def has_norm_dw(device: Device, same_dtype: bool) -> bool:
     return has_fused_norm(device) or (device.type == "cpu" and same_dtype)
 
 
+def has_widening_kernels(device: Device) -> bool:
+    """Whether pointwise kernels widen what they read as they read it, without a pass of its own."""
+    return device.type != "cpu"
+
+
 def has_pool_of_planes(device: Device) -> bool:
     """Whether maxima over windows are found fast where every channel is a plane of its own."""
     return device.type != "cpu"
+
+
+def has_fused_dropout(dtype: torch.dtype, device: Device) -> bool:
+    """Whether dropout reads its operand and writes its result, and nothing else."""
+    return _has_triton(device) and dtype in _FLOATS
+
+
+def _has_triton(device: Device) -> bool:
+    """Whether Triton compiles for a device, as its own documentation says; torch for CUDA brings it along."""
+    return _is_cuda(device, (8, 0))
 
 
 def has_fused_update(device_type: str) -> bool:

@@ -3,7 +3,8 @@
 Every random number is a hash of (key, global element position): whichever rank holds an element draws the same number
 for it, whatever the sharding, and a recomputed op draws the same numbers again. The hash is splitmix64 in int64
 arithmetic (Steele, Lea, Flood 2014), of which the top 24 or 53 bits make a uniform number in [0, 1). Where 16 bits decide,
-as in most dropout, a hash serves four neighbours of the last dim: word w of row r, of W words a row, has the counter r · W + w.
+as in most dropout, a hash serves four neighbours of the last dim (`draws`). A GPU's kernel for dropout makes the same
+hashes in registers (`triton_dropout`).
 
 Hashes are made in place, in tiles that stay in a CPU's cache (`tiles`). torch shifts signed integers arithmetically, so that a
 step x ^ x >> n takes two states of the 2^64 to one, which nobody can tell at 2^32 counters, and leaves the sign 0: only the
@@ -12,35 +13,69 @@ last step masks what it shifts.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ..comm.backends import backend_of
+from ..comm.devices import device_of
+from .draws import GOLDEN, LANES, MASK64, MIX1, MIX2, MOST_DIMS, Block, Key, merged, signed, threshold
+from .fused import fused_dropout
+from .kernels import has_fused_dropout
 from .tiles import tile_elements, tiles
 
-_MASK64 = (1 << 64) - 1
 _DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-_LANES = 4
-"""Decisions of 16 bits that a hash holds."""
-
-
-def _signed(value: int) -> int:
-    value &= _MASK64
-    return value - (1 << 64) if value >> 63 else value
-
-
-_GOLDEN, _MIX1, _MIX2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def make_key(*parts: int) -> int:
     """One 63-bit key out of seed, step, microbatch, call and site."""
     state = 0x243F6A8885A308D3
     for part in parts:
-        state = ((state ^ (part & _MASK64)) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK64
+        state = ((state ^ (part & MASK64)) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & MASK64
         state ^= state >> 29
     return state >> 1
+
+
+def _further(key: Key, part: int) -> Key:
+    """`make_key` of a key and a number; of a tensor by int64 arithmetic, whose shifts take the sign along."""
+    if not isinstance(key, torch.Tensor):
+        return make_key(key, part)
+    state = key ^ 0x243F6A8885A308D3
+    state = state * GOLDEN + 0x632BE59BD9B4E019
+    state = (state ^ ((state >> 29) & (MASK64 >> 29)) ^ part) * GOLDEN + 0x632BE59BD9B4E019
+    return ((state ^ ((state >> 29) & (MASK64 >> 29))) >> 1) & (MASK64 >> 1)
+
+
+class StepKeys:
+    """The keys of a step's random ops in a tensor on the device, once one step has shown which ops there are: kernels that are
+    played again read there what `write` has put there for their step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._places: dict[tuple[int, ...], int] = {}
+        self._device = device
+        self.table: torch.Tensor | None = None
+        self._keys: tuple[torch.Tensor, ...] = ()
+
+    def of(self, seed: int, step: int, parts: tuple[int, ...]) -> Key:
+        """The key of a random op by its other parts; a number in the first step, and of an op that was not in that."""
+        place = self._places.setdefault(parts, len(self._places)) if self.table is None else self._places.get(parts, -1)
+        known = self.table is not None and place >= 0
+        return self._keys[place] if known else make_key(seed, step, *parts)
+
+    def write(self, seed: int, step: int) -> None:
+        """Put the keys of a step into the tensor, which is made when there is one to put in."""
+        if not self._places:
+            return
+        pinned = not backend_of(self._device).is_host
+        keys = torch.tensor([make_key(seed, step, *parts) for parts in self._places], pin_memory=pinned)
+        if self.table is None:
+            self.table = torch.empty(len(keys), dtype=torch.int64, device=self._device)
+            self._keys = self.table.unbind()
+        self.table.copy_(keys, non_blocking=True)
 
 
 def positions(
@@ -56,36 +91,8 @@ def positions(
     return index.expand(local)
 
 
-class _Block(NamedTuple):
-    """A block of a tensor: its sizes, those of the tensor, and where it starts."""
-
-    local: tuple[int, ...]
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor of as many elements, all dims but the last as one."""
-        return x.view(math.prod(self.local[:-1]), self.local[-1])
-
-
-def _merged(local: Sequence[int], shape: Sequence[int] | None, offsets: Sequence[int] | None, lanes: int = 1) -> _Block:
-    """A block in as few dims as number its elements alike, at least one.
-
-    A dim that it has whole joins the one before it, the last dim where hashes of so many lanes end with it.
-    """
-    block = [(1, 1, 0)]
-    last = len(local) - 1
-    for dim, row in enumerate(zip(local, shape or local, offsets or (0,) * len(local), strict=True)):
-        n, size, start = row
-        if (n == size and (dim < last or size % lanes == 0)) or block[-1] == (1, 1, 0):
-            rows, of_rows, before = block.pop()
-            row = (rows * n, of_rows * size, before * size + start)
-        block.append(row)
-    return _Block(*(tuple(numbers) for numbers in zip(*block, strict=True)))
-
-
 def _hashes(
-    block: _Block, key: int, device: torch.device | None, lanes: int = 1
+    block: Block, key: Key, device: torch.device | None, lanes: int = 1
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Rows and columns of a block as a matrix, and integers for them, int64 or `lanes` of a hash each.
 
@@ -93,21 +100,24 @@ def _hashes(
     """
     local, shape, offsets = block
     first, after = offsets[-1] // lanes, -(-(offsets[-1] + local[-1]) // lanes)
-    made = tile_elements(device) // _LANES
-    rows = torch.full((1, 1), _signed(key), dtype=torch.int64, device=device)
+    made = tile_elements(device) // LANES
+    if isinstance(key, torch.Tensor):
+        rows = key.view(1, 1)
+    else:
+        rows = torch.full((1, 1), signed(key), dtype=torch.int64, device=device)
     if len(local) > 1:
         words_a_row = -(-shape[-1] // lanes)
         places = positions(local[:-1], shape[:-1], offsets[:-1], device).reshape(-1, 1)
-        rows = places * _signed(words_a_row * _GOLDEN) + rows
+        rows = places * signed(words_a_row * GOLDEN) + rows
     room: list[torch.Tensor] = []
     for some, wide in tiles((len(rows), after - first), made, device):
         size = (some.stop - some.start, wide.stop - wide.start)
         room = room or [torch.empty(size, dtype=torch.int64, device=device) for _ in range(2)]
         x, shifted = room if room[0].shape == size else [half.view(-1)[: math.prod(size)].view(size) for half in room]
-        words = torch.arange(first + wide.start, first + wide.stop, out=shifted.view(-1)[: size[1]]).mul_(_GOLDEN)
+        words = torch.arange(first + wide.start, first + wide.stop, out=shifted.view(-1)[: size[1]]).mul_(GOLDEN)
         torch.add(rows[some], words, out=x)
-        x.bitwise_xor_(torch.bitwise_right_shift(x, 30, out=shifted)).mul_(_MIX1)
-        x.bitwise_xor_(torch.bitwise_right_shift(x, 27, out=shifted)).mul_(_MIX2)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 30, out=shifted)).mul_(MIX1)
+        x.bitwise_xor_(torch.bitwise_right_shift(x, 27, out=shifted)).mul_(MIX2)
         x.bitwise_xor_(torch.bitwise_right_shift(x, 31, out=shifted).bitwise_and_(0x1FFFFFFFF))
         numbers = x if lanes == 1 else x.view(torch.int16)
         begin = (first + wide.start) * lanes - offsets[-1]
@@ -118,7 +128,7 @@ def _hashes(
 def uniform(
     local: Sequence[int],
     dtype: torch.dtype,
-    key: int,
+    key: Key,
     shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
@@ -129,7 +139,7 @@ def uniform(
     """
     digits = _DIGITS.get(dtype, 53)
     out = torch.empty((*local,), dtype=dtype, device=device)
-    block = _merged(local, shape, offsets)
+    block = merged(local, shape, offsets)
     for rows, columns, bits in _hashes(block, key, device):
         numbers = bits.bitwise_right_shift_(64 - digits).to(torch.float64 if digits > 24 else torch.float32)
         block.matrix(out)[rows, columns].copy_(numbers.mul_(2.0**-digits).add_(0.5))
@@ -139,14 +149,14 @@ def uniform(
 def normal(
     local: Sequence[int],
     dtype: torch.dtype,
-    key: int,
+    key: Key,
     shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """Standard normal numbers by Box and Muller, one pair of hashes an element."""
-    u = uniform(local, torch.float64, make_key(key, 1), shape, offsets, device)
-    v = uniform(local, torch.float64, make_key(key, 2), shape, offsets, device)
+    u = uniform(local, torch.float64, _further(key, 1), shape, offsets, device)
+    v = uniform(local, torch.float64, _further(key, 2), shape, offsets, device)
     radius = u.neg_().log1p_().mul_(-2.0).sqrt_()
     return v.mul_(2 * math.pi).cos_().mul_(radius).to(dtype)
 
@@ -154,19 +164,16 @@ def normal(
 def keep_mask(
     local: Sequence[int],
     p: float,
-    key: int,
+    key: Key,
     shape: Sequence[int] | None = None,
     offsets: Sequence[int] | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.bool,
 ) -> torch.Tensor:
-    """1 where an element is kept, which it is with probability 1 - p, 0 elsewhere. 16 bits decide where they tell p to a
-    thousandth, else all of a hash."""
-    coarse = abs(round(p * 65536) - p * 65536) <= p * 65536 / 1000
-    lanes, bits = (_LANES, 16) if coarse else (1, 64)
-    least = round(p * 2**bits) - 2 ** (bits - 1) - 1
+    """1 where an element is kept, which it is with probability 1 - p, 0 elsewhere."""
+    lanes, least = threshold(p)
     out = torch.empty((*local,), dtype=dtype, device=device)
-    block = _merged(local, shape, offsets, lanes)
+    block = merged(local, shape, offsets, lanes)
     for rows, columns, numbers in _hashes(block, key, device, lanes):
         tile = block.matrix(out)[rows, columns]
         if dtype in (torch.float32, torch.float64):
@@ -174,3 +181,47 @@ def keep_mask(
         else:  # comparisons are vectorized where numbers are compared in their own dtype, which must hold 16 bits
             tile.copy_(numbers.float().gt_(least))
     return out
+
+
+def dropout(
+    x: torch.Tensor, p: float, key: Key, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Zero elements with probability p, scale the rest; its own backward when called with the same key."""
+    if p >= 1.0:
+        return torch.zeros_like(x)
+    if x.numel() and has_fused_dropout(x.dtype, device_of(x)) and _fits(x, shape, offsets):
+        return fused_dropout(x, p, key, shape, offsets)
+    return plain_dropout(x, p, key, shape, offsets)
+
+
+def plain_dropout(
+    x: torch.Tensor, p: float, key: Key, shape: Sequence[int] | None = None, offsets: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The same by torch's ops."""
+    keep = keep_mask(tuple(x.shape), p, key, shape, offsets, x.device, x.dtype)
+    return keep.mul_(x).mul_(1.0 / (1.0 - p))
+
+
+def _fits(x: torch.Tensor, shape: Sequence[int] | None, offsets: Sequence[int] | None) -> bool:
+    """Whether the kernel of a GPU takes a block, and gives there what torch's ops give."""
+    if x.ndim > MOST_DIMS and len(merged(x.shape, shape, offsets, LANES).local) > MOST_DIMS:
+        return False
+    return not (x.is_cuda and torch.cuda.is_available()) or _equals_plain(x.dtype, x.device)
+
+
+@functools.cache
+def _equals_plain(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel of a GPU gives the bits of torch's ops on a CPU; a warning says where it does not."""
+    place = (11, (4, 10, 301), (1, 2, 7))
+    x = torch.linspace(-1.0, 1.0, 3 * 5 * 37, dtype=torch.float64).view(3, 5, 37).to(dtype)
+    said = "gives other bits than torch's ops"
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            results = ((fused_dropout(x.to(device), p, *place).cpu(), plain_dropout(x, p, *place)) for p in (0.1, 3e-6))
+            if all(torch.equal(one, other) for one, other in results):
+                return True
+        except Exception as error:  # Triton's are of many kinds
+            said = f"fails: {(str(error).splitlines() or [repr(error)])[0]}"
+    text = f"the kernel for dropout {said} on {torch.cuda.get_device_name(device)}; torch's ops are used"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return False

@@ -1,8 +1,8 @@
 """Forward and backward of a step as one CUDA graph: the host starts one thing instead of thousands of kernels.
 
 What is captured is all from the batch to the gradients. The update is not: a learning rate, a scheduler, clipping and a
-skipped step stay Python, and its kernels are few. The batch of every step is copied to where the captured one lay;
-parameters and buffers are written in place as ever.
+skipped step stay Python, and its kernels are few. The batch of every step is copied to where the captured one lay, and
+so are the keys of its random numbers; parameters and buffers are written in place as ever.
 
     1       as it is written, on a side stream: kernels are chosen, libraries take their workspaces
     2       the same, recorded (step_record.py)
@@ -17,7 +17,8 @@ scratch and this rank's part of the batch together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from ..errors import RuntimeProgramError
 from ..guards import Report
-from .stage import Inputs, Stage, inputs_of
+from ..kernels.random import StepKeys
+from .stage import Inputs, Stage
 from .step_record import Asked, StepRecord, difference
 
 T = TypeVar("T")
@@ -90,15 +92,18 @@ class StepGraph(Generic[T]):
         self.given_up = ""
         self._capture: Capture | None = None
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._keys = {index: StepKeys(stage.rt.device) for index, stage in stages.items()}
         self._asked: list[Asked] = []
         self._result: T | None = None
         self._places: list[int] = []
 
-    def __call__(self, batch: Sequence[Tensor]) -> T:
-        """A step on a global batch."""
+    def __call__(self, inputs: Inputs) -> T:
+        """A step on parts of a batch."""
         if self.given_up:
-            return self._compute(inputs_of(batch))
-        self._copy_in(batch)
+            return self._compute(inputs)
+        self._copy_in(inputs)
+        for index, stage in self._stages.items():
+            self._keys[index].write(stage.rt.seed, stage.rt.step)
         if self._result is not None and self._places != self._where():
             self._capture = self._result = None  # parameters lie elsewhere now
         if self._capture is None:
@@ -131,8 +136,19 @@ class StepGraph(Generic[T]):
         return self._looked_at(result)
 
     def _work(self) -> T:
-        with self._guards.unread() as self._found:
+        with self._guards.unread() as self._found, self._keyed():
             return self._compute(lambda stage, microbatch: list(self._inputs[stage.index, microbatch]))
+
+    @contextmanager
+    def _keyed(self) -> Iterator[None]:
+        """Inside, random ops find their keys in memory."""
+        try:
+            for index, stage in self._stages.items():
+                stage.rt.keys = self._keys[index]
+            yield
+        finally:
+            for stage in self._stages.values():
+                stage.rt.keys = None
 
     def _looked_at(self, result: T) -> T:
         """The result of a step, once its guards were seen to find nothing."""
@@ -143,11 +159,11 @@ class StepGraph(Generic[T]):
         with record:
             return self._work()
 
-    def _copy_in(self, batch: Sequence[Tensor]) -> None:
+    def _copy_in(self, inputs: Inputs) -> None:
         """The batch where the captured one lay; the first one makes the room."""
         for index, stage in self._stages.items():
             for microbatch in self._microbatches:
-                own = stage.inputs(batch, microbatch)
+                own = inputs(stage, microbatch)
                 room = self._inputs.get((index, microbatch))
                 if room is None:
                     self._inputs[index, microbatch] = [x.clone(memory_format=torch.contiguous_format) for x in own]
@@ -157,8 +173,10 @@ class StepGraph(Generic[T]):
 
     def _at_rest(self) -> list[Tensor]:
         """The tensors that stay where they are for all steps."""
-        held = [t for stage in self._stages.values() for t in (*stage.rt.params.values(), *stage.rt.buffers.values())]
-        return [*held, *(x for inputs in self._inputs.values() for x in inputs)]
+        rts = [stage.rt for stage in self._stages.values()]
+        held = [t for rt in rts for t in (*rt.params.values(), *rt.narrow.values(), *rt.buffers.values())]
+        keys = [keys.table for keys in self._keys.values() if keys.table is not None]
+        return [*held, *keys, *(x for inputs in self._inputs.values() for x in inputs)]
 
     def _where(self) -> list[int]:
         return [t.data_ptr() for t in self._at_rest()]

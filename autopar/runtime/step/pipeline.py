@@ -30,6 +30,11 @@ from .stage import Inputs, Stage
 Place = tuple[int, int]
 
 
+def most_sends(groups: int) -> int:
+    """The number of actions whose sends may be under way at once in a pipeline of so many groups."""
+    return max(4, 2 * groups) if groups > 1 else 0
+
+
 @dataclass(slots=True)
 class _Step:
     """A slot bound to this rank: the stage, and channels by number. send: (place in SENDS, number, channel) by number.
@@ -79,7 +84,7 @@ class Executor:
         self._steps = [self._bind(slot, k, slots) for k, slot in enumerate(slots)]
         forwards = [k for k, step in enumerate(self._steps) if step.kind == "F"]
         self._told_after = forwards[-1] if forwards and len(pipeline.groups) == 1 else -1  # where all ranks are at once
-        self._limit = max(4, 2 * len(pipeline.groups))
+        self._limit = most_sends(len(pipeline.groups))
         self._arriving: dict[Place, Arrival] = {}
         self._kept: dict[Place, Tensor] = {}
         self._sending: deque[tuple[list[Posted], list[Message]]] = deque()
@@ -97,6 +102,8 @@ class Executor:
 
     def _run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
+        for stage in self.stages.values():
+            stage.rt.begin_step()
         self._prepared = {index: self._prepare(stage, inputs) for index, stage in self.stages.items()}
         self._exchange([], self._steps[0].receive if self._steps else [])
         for k, step in enumerate(self._steps):

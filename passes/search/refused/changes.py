@@ -131,7 +131,7 @@ def _on_one_mesh(task: Task, batch: int, end: float, limit_s: float) -> Iterator
     """Accounts of the smallest plans that fit, for a third of the time, and then of the fastest plans on the same meshes."""
     smallest = []
     for small in smallest_plans(task, batch):
-        if small.account.peak_bytes <= task.limit:
+        if task.short_bytes(small.candidate.plan, small.account) <= 0:
             smallest.append(small)
             yield small.account
         if smallest and time.monotonic() > end - 2 * limit_s / 3:
@@ -237,4 +237,4 @@ def _divides(task: Task, batch: int) -> bool:
 def _hopeless(task: Task, batch: int) -> bool:
     """Whether no plan can fit: not even all that rests, and what one sample holds for backward, shared by all ranks."""
     most = 1 if task.options.microbatches is not None else max(batch, 1)
-    return not could_fit(task, least_bytes(task), 1 / most)
+    return not could_fit(task, least_bytes(task), [task.room_bytes], [1 / most])

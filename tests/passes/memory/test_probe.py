@@ -353,9 +353,15 @@ def test_attention_needs_what_the_kernel_of_the_device_needs() -> None:
 
 
 def test_tiles_are_as_large_as_those_of_the_device() -> None:
-    on_cpu, on_gpu = (attention_bytes(device, F32, rows=4096, p=0.5)[0] for device in (CPU, A100))
+    """The plain formula has tiles; a GPU that is too old for our kernel has it too."""
+    on_cpu, on_gpu = (attention_bytes(device, F32, rows=4096, p=0.5)[0] for device in (CPU, Device("cuda", (7, 0))))
     assert on_cpu < 3 << 22
     assert on_gpu > 2 * (1 << 24) * 4
+
+
+def test_the_kernel_that_draws_for_itself_needs_results_and_a_number_a_row() -> None:
+    x, lse, delta = 2 * 256 * 64 * 2, 2 * 256 * 4, 2 * 256 * 4
+    assert attention_bytes(A100, BF16, p=0.5) == (x + lse, 3 * x + delta)
 
 
 def test_a_fused_norm_needs_its_result_alone() -> None:

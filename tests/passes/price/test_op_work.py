@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -69,6 +71,27 @@ def test_attention_is_two_products_of_scores_and_backward_five(causal: bool, kv_
     )
     assert forward == 4 * b * h * s**2 * d / (2 if causal else 1)
     assert backward == 2.5 * forward
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_in_a_gpus_attention_adds_its_hashes_and_two_products_of_backward(causal: bool) -> None:
+    """On a CPU, which does it by the plain formula, the price is as it is without."""
+    b, h, s, d = 2, 8, 64, 16
+
+    def seconds(kind: Literal["cpu", "gpu"], p: float) -> list[float]:
+        device = replace(DEVICE, kind=kind, launch_overhead_s=0.0, curve=EfficiencyCurve(attention=1.0))
+        pricer = Pricer(ClusterSpec("test", ((1, device),), (LinkLevel("node", 1, 1e9, 1e-5),)), Mesh.of(dp=1))
+        template = traced(
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, p, causal), [zeros(b, h, s, d) for _ in "qkv"]
+        )
+        calls = [call for call in template.op_calls.values() if call.op.startswith("autopar.attention")]
+        return [pricer.op_s(call, RULES.rule(call), ("",)) for call in calls]
+
+    (forward, backward), (forward_drop, backward_drop) = seconds("gpu", 0.0), seconds("gpu", 0.1)
+    drawn_s = 2 * 23 * b * h * s**2 * (0.5 if causal else 1.0) / 1e12
+    assert forward_drop == pytest.approx(forward + drawn_s)
+    assert backward_drop == pytest.approx(backward * 7 / 5 + 2 * drawn_s)
+    assert seconds("cpu", 0.1) == seconds("cpu", 0.0)
 
 
 @pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 2)])

@@ -44,7 +44,12 @@ def test_a_mask_is_for_the_efficient_kernel_in_the_dtype_of_the_queries() -> Non
 
 
 def test_dropout_is_ours_everywhere() -> None:
-    assert {first(device, dtype, dropout=True) for device in (CPU, A100, H100) for dtype in (F32, BF16)} == {"plain"}
+    for dtype in (F32, BF16):
+        names = [first(device, dtype, dropout=True) for device in (CPU, V100, A100, H100, MI300X)]
+        assert names == ["plain", "plain", "dropped", "dropped", "plain"]
+    assert [first(H100, dtype, head=192, dropout=True) for dtype in (F64, F32, BF16)] == ["plain", "plain", "dropped"]
+    assert first(H100, BF16, mask=F32, causal=True, dropout=True) == "dropped"
+    assert first(H100, BF16, keys=0, dropout=True) == "plain"
 
 
 @pytest.mark.parametrize(

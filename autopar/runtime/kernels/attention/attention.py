@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ...comm.axis_comm import Along
+from ..draws import Key
 from . import scores as kernels
 from .plain_scores import softmax_dtype
 from .rings import Blocks, Part, go_round, go_round_and_home, turns
@@ -48,7 +49,7 @@ class _Scores:
     p: float
     causal: bool
     scale: float
-    key: int
+    key: Key
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
@@ -111,7 +112,7 @@ def attention(
     scale: float,
     order: int = 0,
     offset: int = 0,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
     *,
@@ -154,7 +155,7 @@ def attention_grad(
     scale: float,
     order: int = 0,
     offset: int = 0,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
     *,
@@ -199,7 +200,7 @@ def attention_mask_grad(
     scale: float,
     order: int = 0,
     offset: int = 0,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
     *,
@@ -285,7 +286,7 @@ def _scores(
     causal: bool,
     scale: float,
     order: int,
-    key: int,
+    key: Key,
     shape: tuple[int, ...] | None,
     offsets: tuple[int, ...],
     along: Along | None,

@@ -12,6 +12,7 @@ hidden here:
     flash       GPU, 16 bits, no mask: key heads as on CPUs
     cudnn       the same; log-sum-exp (batch, heads, query, 1)
     efficient   GPU: log-sum-exp in rows of whole 32, infinite beyond the last; masks as on CPUs, key heads repeated
+    dropped     GPU: our own, with dropout; masks and key heads as they are (`dropped`)
 
 On a GPU heads are padded to whole 16 bytes. What a kernel needs inside is no tensor that anybody sees: where tensors have no
 data, and are asked what they need, one of its size is there while the kernel is (`_inside`). The sizes are those of
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 
 from ..kernels import HALF
 from . import plain_scores
+from .dropped import Dropped
 from .plain_scores import Config, softmax_dtype
 
 Tensor = torch.Tensor
@@ -150,6 +152,7 @@ KERNELS: dict[str, Kernel] = {
     "flash": _Flash(),
     "cudnn": _Cudnn(),
     "efficient": _Efficient(),
+    "dropped": Dropped(),
 }
 """The kernels by the names that `kernels` gives."""
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from .. import random as rng
+from ..draws import Key
 from ..kernels import HALF
 from ..tiles import LOG2_E, tile_elements, tiles
 
@@ -43,7 +44,7 @@ class Config(NamedTuple):
     p: float
     causal: bool
     scale: float
-    key: int
+    key: Key
     shape: tuple[int, ...] | None
     offsets: tuple[int, ...] | None
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...comm.devices import device_of
+from ..draws import Key
 from ..kernels import AttentionCall, attention_kernels
 from . import plain_scores as plain
 from .attention_kernels import KERNELS, Kernel
@@ -46,7 +47,7 @@ def attend(
     p: float,
     causal: bool,
     scale: float,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ def attend_grad(
     p: float,
     causal: bool,
     scale: float,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +90,7 @@ def mask_grad(
     p: float,
     causal: bool,
     scale: float,
-    key: int = 0,
+    key: Key = 0,
     shape: tuple[int, ...] | None = None,
     offsets: tuple[int, ...] | None = None,
 ) -> Tensor:
@@ -133,13 +134,13 @@ def _equals_plain(name: str, call: AttentionCall, by_rows: bool, group: bool, de
     with _disable_current_modes(), torch.no_grad():
         try:
             difference = _difference(name, call, by_rows, group, device)
-        except RuntimeError as error:
-            difference, said = float("inf"), f"fails: {str(error).splitlines()[0]}"
+        except Exception as error:  # Triton's are of many kinds
+            difference, said = float("inf"), f"fails: {(str(error).splitlines() or [repr(error)])[0]}"
         else:
             said = f"differs from the plain formula by {difference:.1e} of its scale"
     if difference <= 8 * (1e-4 if call.dtype == torch.float32 else torch.finfo(call.dtype).eps):
         return True
-    text = f"torch's {name} attention {said} on {torch.cuda.get_device_name(device)}; the next choice is used"
+    text = f"the kernel {name} of attention {said} on {torch.cuda.get_device_name(device)}; the next choice is used"
     warnings.warn(text, RuntimeWarning, stacklevel=2)
     return False
 
@@ -162,7 +163,8 @@ def _difference(name: str, call: AttentionCall, by_rows: bool, group: bool, devi
         mask = (
             seen if call.mask == torch.bool else torch.zeros_like(seen, dtype=call.mask).masked_fill_(~seen, -torch.inf)
         )
-    config = Config(mask, 0.0, call.causal, call.head**-0.5, 0, None, None)
+    place = ((4, 8, 300, 500), (1, 2, 3, 4)) if call.dropout else (None, None)
+    config = Config(mask, 0.1 if call.dropout else 0.0, call.causal, call.head**-0.5, 11, *place)
     out, lse = KERNELS[name].attend(q, k, v, config)
     found = (out, lse, *KERNELS[name].attend_grad(g, q, k, v, out, lse, config))
     q, k, v, g = (x.double() for x in (q, k, v, g))
