@@ -2,8 +2,8 @@
 
 Llama3-70B is fine-tuned in 8 bits on 32 H100 (skills/nemo-mbridge-perf-memory-tuning and -activation-recompute), Moonlight-16B is
 trained in bfloat16 on 8 (card.yaml of the latter, with the recipe's 16-bit gradients and moments). How wide Llama's gradients are
-is not said: 16 bits are taken, as in the other performance recipes; with 32 it would come out 2 to 28 % too high. Its baseline ended
-for lack of memory on rank 0, so 58.8 GB may be less than it would have taken.
+is not said: 16 bits are taken, as in the other performance recipes; with 32 it would come out 2 to 28 % too high. Its baseline
+ended for lack of memory on rank 0, so 58.8 GB may be less than it would have taken.
 """
 
 from __future__ import annotations
