@@ -30,8 +30,6 @@ OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 NO_DROPOUT = [name for name in MODELS if "dropout" not in name]
 Batch = tuple[Tensor, Tensor]
 
-WRITTEN = RunOptions(compiler="none")
-
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
@@ -43,13 +41,14 @@ class Beside:
     loss_of: Callable[[nn.Module, Batch], Tensor]
     precision: str | None
 
-    def session(self, dtype: torch.dtype | None = None) -> Session:
+    def session(self, dtype: torch.dtype | None = None, compiler: str = "none") -> Session:
         """The program's only rank, with its weights: nobody to talk to. dtype: in the place of all that the program names."""
         program = self.program
-        modules = dataclasses.replace(program.in_process, options=WRITTEN)
+        modules = program.in_process
         if dtype is not None:
             sources = stage_sources(program.lowered.stages, lambda stage: "", replaced(dtype))
             modules = load(program.lowered, sources, pipeline_source(program.lowered, program.ir, "", replaced(dtype)))
+        modules = dataclasses.replace(modules, options=RunOptions(compiler=compiler))
         comm = MetaComm(world_mesh(modules.pipeline), 0, DEVICE)
         session = modules.session(comm, program.request.update, program.options.seed, dtype)
         session.load_weights(program.weights())

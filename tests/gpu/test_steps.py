@@ -35,15 +35,29 @@ def test_a_step_in_float64_is_that_of_eager_on_a_cpu(name: str) -> None:
         assert float((value - other).abs().max()) <= 1e-9 * float(other.abs().max())
 
 
+@pytest.mark.parametrize("name", one_gpu.NO_DROPOUT)
+def test_compiled_steps_in_float64_are_those_that_are_written(name: str) -> None:
+    both = beside(name)
+    sessions = [both.session(torch.float64, compiler) for compiler in ("none", "auto")]
+    written, compiled = (
+        [float(session.train_step(both.batch(step, torch.float64))) for step in range(3)] for session in sessions
+    )
+    regions = [region for stage in sessions[1].stages.values() for region in stage.regions]
+    assert regions
+    assert not any(region.given_up for region in regions)
+    assert compiled == pytest.approx(written, rel=1e-9)
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_takes_no_longer_than_eagers(
     name: str, precision: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = beside(name, precision)
-    session = both.session()
+    session, compiled = both.session(), both.session(compiler="auto")
     programs = {
         "autopar": lambda batch: float(session.train_step(batch)),
+        "autopar, compiled": lambda batch: float(compiled.train_step(batch)),
         "eager": both.eager_step(),
         "torch.compile": both.eager_step(compiled=True),
     }
