@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,16 +39,23 @@ class Outcome:
 def run_part(name: str, limit_s: float, folder: Path, rehearsal: bool, progress: Callable[[str], None]) -> Outcome:
     """Run a part and wait for its end. progress: told every name that it gives."""
     command = [sys.executable, "-m", __spec__.name, name, str(folder), *(["--rehearse"] if rehearsal else [])]
-    return run_command(command, name, limit_s, folder, progress)
+    settings = {"CUDA_VISIBLE_DEVICES": ""} if rehearsal else {}  # programs compute on a GPU where they see one
+    return run_command(command, name, limit_s, folder, progress, settings)
 
 
 def run_command(
-    command: Sequence[str], name: str, limit_s: float, folder: Path, progress: Callable[[str], None]
+    command: Sequence[str],
+    name: str,
+    limit_s: float,
+    folder: Path,
+    progress: Callable[[str], None],
+    settings: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run the process of a part."""
+    """Run the process of a part. settings: variables of its environment."""
     log, path = folder / f"{name}.log", folder / f"{name}.json"
     path.unlink(missing_ok=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": paths} | dict(settings or {})
     start, told = time.monotonic(), 0
     with log.open("wb") as said:
         process = subprocess.Popen(

@@ -172,6 +172,7 @@ def test_two_draws_of_one_distribution_are_equal_however_few_their_elements() ->
         assert not any(alarms)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a program that sees a GPU computes on it")
 def test_a_gradient_that_is_off_by_a_hundred_thousandth_is_found_in_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
