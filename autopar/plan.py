@@ -100,13 +100,15 @@ class ParameterPlan:
     """storage: how the parameter rests between steps. optimizer: gradient and optimizer state (refines storage).
 
     tier: the memory tier in which the stored shard and its gradient rest; optimizer_tier: that of the optimizer's state
-    ("": on the device).
+    ("": on the device). by_microbatch: the gradient is reduced after every microbatch, so that its shard alone rests in between,
+    and not once after the last.
     """
 
     storage: SpecText
     optimizer: SpecText
     tier: TierOrDevice = field(default="", metadata=SPARSE)
     optimizer_tier: TierOrDevice = field(default="", metadata=SPARSE)
+    by_microbatch: bool = field(default=False, metadata=SPARSE)
 
 
 @dataclass(frozen=True)

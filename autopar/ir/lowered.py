@@ -59,7 +59,8 @@ class StoredParameter:
 
     owned: its optimizer state is here (a parameter of several stages is owned by one). tier: where the stored shard and
     its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device). compression: how its gradient
-    travels while it is reduced, a name of `runtime.gradients.compression.CODECS` ("": as it is).
+    travels while it is reduced, a name of `runtime.gradients.compression.CODECS` ("": as it is). by_microbatch: it is reduced
+    after every microbatch, and its shards are summed, instead of once.
     """
 
     name: str
@@ -74,6 +75,7 @@ class StoredParameter:
     tier: str = ""
     optimizer_tier: str = ""
     compression: str = ""
+    by_microbatch: bool = False
 
     @property
     def tiers(self) -> dict[str, str]:

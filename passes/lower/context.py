@@ -195,6 +195,7 @@ class StageContext:
                 planned.tier,
                 planned.optimizer_tier,
                 self._compression(parameter.type, gradient.steps) if not planned.tier else "",
+                planned.by_microbatch and bool(gradient.steps),
             )
         return stored
 
