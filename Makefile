@@ -5,6 +5,7 @@
 #                       it pip takes the torch it finds, which on Linux may be the larger CUDA build: both work
 #   PY=/path/to/python  use this interpreter as it is, and make no .venv
 #   JOBS=4              test processes
+#   ARGS=--rehearse     of `make gpu`
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -24,7 +25,7 @@ PYTEST := $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: help demo test-fast test test-all gpu lint typecheck bench models clean
 help:
-	@sed -n '1,8s/^# \{0,1\}//p' Makefile
+	@sed -n '1,9s/^# \{0,1\}//p' Makefile
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -57,12 +58,9 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST)
 
-# Kernels, seconds and bytes on this machine's GPU; without one that leaves itself out and says so, and programs and
-# kernels run on fake CUDA tensors: signatures, shapes, dtypes and devices.
+# One report of this machine's GPUs, a file to send (benchmarks/gpu_report): ARGS="--parts facts,steps", ARGS=--rehearse without one.
 gpu: $(READY)
-	@$(PY) -c 'import torch; gpus = torch.cuda.device_count(); print(f"{gpus} GPUs" if gpus else \
-		"no GPU: what needs one is skipped, the rest runs on fake CUDA tensors")'
-	$(PY) -m pytest -q -rs tests/gpu tests/runtime/kernels/test_kernels.py tests/runtime/kernels/attention/test_attention_kernels.py
+	$(PY) -m benchmarks.gpu_report $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from autopar.runtime.comm.backends import HOST, Backend
+from autopar.runtime.comm.environment import started
 
 VOCAB = 512
 
@@ -60,6 +62,12 @@ class Turns:
             "ratio_of_pairs": round(statistics.median(pairs), 3),
         }
 
+    def quartiles(self, ours: str, theirs: str) -> tuple[float, float]:
+        """The spread of step-by-step ratios: the first and the third quartile."""
+        pairs = [a / b for a, b in zip(self.times_s[ours], self.times_s[theirs], strict=True)]
+        first, _, third = statistics.quantiles(pairs, n=4, method="inclusive")
+        return round(first, 3), round(third, 3)
+
     def summary(self) -> dict[str, Any]:
         """The summary of the programs that every benchmark prints."""
         return {
@@ -76,19 +84,23 @@ def take_turns(
     steps: int,
     warmup: int,
     barrier: Callable[[], Any] = dist.barrier,
+    clock: Backend = HOST,
 ) -> Turns:
-    """Runs every program on the same batches; the first `warmup` steps are not timed."""
+    """Runs every program on the same batches; the first `warmup` steps are not timed. clock: the kind of device whose marks time
+    a step, which are events of its stream where it has streams; `barrier` waits for them then."""
     times: dict[str, list[float]] = {name: [] for name in programs}
     losses: dict[str, float] = {}
     for index in range(warmup + steps):
         batch = batch_of(index)
         for name in programs if index % 2 == 0 else list(programs)[::-1]:
             barrier()
-            start = time.perf_counter()
+            start = clock.mark()
             losses[name] = programs[name](batch)
             barrier()
+            end = clock.mark()
             if index >= warmup:
-                times[name].append(time.perf_counter() - start)
+                clock.catch_up(clock.current())
+                times[name].append(clock.seconds(start, end))
     return Turns(times, losses)
 
 
@@ -128,20 +140,22 @@ def printed_object(text: str) -> dict[str, Any]:
 
 
 def run_workers(script: str, ranks: int, arguments: Sequence[object], timeout_s: float | None = None) -> dict[str, Any]:
-    """Runs `script` with these arguments on so many processes; the JSON object that rank 0 prints. Raises WorkersFailed."""
+    """Runs `script` with these arguments on so many processes; the JSON object that rank 0 prints. Raises WorkersFailed, and
+    subprocess.TimeoutExpired after timeout_s."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script]
-    ran = subprocess.run(
-        [*command, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=timeout_s,
-    )
-    if ran.returncode:
-        raise WorkersFailed(ran.returncode)
-    return printed_object(ran.stdout)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, *map(str, arguments)], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as torchrun:
+        try:
+            said, _ = torchrun.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            torchrun.terminate()  # so that it ends its ranks
+            torchrun.communicate()
+            raise
+    if torchrun.returncode:
+        raise WorkersFailed(torchrun.returncode)
+    return printed_object(said)
 
 
 def run_saved(
@@ -154,10 +168,11 @@ def run_saved(
         return run_workers(script, ranks, ["--worker", directory, *arguments], timeout_s)
 
 
-def as_worker(measure: Callable[[], Mapping[str, Any]]) -> None:
-    """One process of `run_workers`: joins the others, measures; rank 0 prints."""
+def as_worker(measure: Callable[[], Mapping[str, Any]], backend: Backend = HOST) -> None:
+    """One process of `run_workers`: joins the others, measures; rank 0 prints. backend: the kind of its device."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    backend.module.set_device(backend.device(started().local_rank))
+    dist.init_process_group(backend.transport.name)
     result = measure()
     if dist.get_rank() == 0:
         print(json.dumps(result))

@@ -24,34 +24,43 @@ def autopar_step(directory: Path) -> Step:
     return lambda batch: float(program(batch))
 
 
-def ddp_step(model: Model, make_optimizer: MakeOptimizer, bucket_mb: float = 25.0) -> Step:
-    """DistributedDataParallel, whose gradients are views of its buckets."""
+def ddp_step(
+    model: Model, make_optimizer: MakeOptimizer, bucket_mb: float = 25.0, low: torch.dtype | None = None
+) -> Step:  # fmt: skip
+    """DistributedDataParallel, whose gradients are views of its buckets. low: under autocast."""
     ddp = nn.parallel.DistributedDataParallel(
         model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
     )
-    return data_parallel_step(ddp, make_optimizer)
+    return data_parallel_step(ddp, make_optimizer, low)
 
 
-def fsdp2_step(model: Model, make_optimizer: MakeOptimizer, reshard: bool = True) -> Step:
-    """FSDP2 per block. reshard: parameters of blocks are gathered again for backward."""
+def fsdp2_step(
+    model: Model, make_optimizer: MakeOptimizer, reshard: bool = True, low: torch.dtype | None = None
+) -> Step:  # fmt: skip
+    """FSDP2 per block. reshard: parameters of blocks are gathered again for backward. low: gathered and computed with in that
+    dtype, gradients summed in float32."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    sums = torch.float32 if low is not None else None
+    policy, of_root = MixedPrecisionPolicy(low, sums), MixedPrecisionPolicy(low, sums, output_dtype=sums)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=of_root)
     return data_parallel_step(model, make_optimizer)
 
 
-def data_parallel_step(model: nn.Module, make_optimizer: MakeOptimizer) -> Step:
-    """A step on this rank's rows of the global batch; the loss is the mean over ranks."""
+def data_parallel_step(model: nn.Module, make_optimizer: MakeOptimizer, low: torch.dtype | None = None) -> Step:
+    """A step on this rank's rows of the global batch; the loss is the mean over ranks. low: under autocast."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     optimizer = make_optimizer(model.parameters())
+    device = next(model.parameters()).device
 
     def step(batch: Batch) -> float:
-        ids, labels = (t.chunk(ranks)[rank] for t in batch)
-        loss = next_token_loss(model(ids), labels)
+        ids, labels = (t.chunk(ranks)[rank].to(device) for t in batch)
+        with torch.autocast(device.type, low, enabled=low is not None):
+            loss = next_token_loss(model(ids), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -136,4 +136,4 @@ def _targets(names: Sequence[str]) -> str:
 
 
 def _param(p: Ref | Stored) -> str:
-    return local(p.name) if isinstance(p, Ref) else f"rt.params[{quoted(p.name)}]"
+    return local(p.name) if isinstance(p, Ref) else f"rt.{'narrow' if p.narrow else 'params'}[{quoted(p.name)}]"

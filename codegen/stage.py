@@ -104,6 +104,7 @@ def _parameter(p: StoredParameter, printer: Printer) -> str:
     row += f", opt_spec={p.optimizer.dims!r}, trainable={p.trainable!r}, gather={rows(p.regather)!r}"
     row += f", tier={p.tier!r}" if p.tier else ""
     row += f", optimizer_tier={p.optimizer_tier!r}" if p.optimizer_tier else ""
+    row += f", narrow={printer.dtype(p.narrow)!r}" if p.narrow else ""
     return row + ")"
 
 

@@ -1,4 +1,4 @@
-"""A rewriting of lowered functions that emitted files and their memory's account share: products take their bias along."""
+"""Rewritings of lowered functions, line by line: products take their bias along, kernels widen what they read themselves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,44 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from autopar.ir.lines import Compute, Function, Line, Ref
+from autopar.ir.types import TensorType
 
 _BIAS = {"autopar.linear": "b", "autopar.einsum": "bias"}
 """Products -> the argument that takes a vector along their last dim."""
+
+
+_WIDENING = ("aten.add.Tensor", "aten.div.Tensor", "aten.mul.Tensor", "aten.sub.Tensor")
+"""Ops of two operands whose kernels read one of a narrower dtype than the other, and compute in the wider one."""
+
+
+def without_widening(function: Function, saved: Iterable[str] = ()) -> Function:
+    """Casts to a wider dtype are left out where every reader has another operand in that dtype: it reads the narrow value and
+    widens it inside. The numbers are the same, and a pass over memory is saved."""
+    types: dict[str, TensorType | None] = {n: t for n, (t, _) in function.arg_types.items()}
+    types |= {name: type_ for line in function.lines for name, type_, _ in line.made()}
+    kept = {n for n in function.returns if n} | set(saved)
+    narrow: dict[str, Ref] = {}
+    for line in function.lines:
+        match line:
+            case Compute("aten._to_copy.default", {"self": Ref(name=value)}, outs=(out,)) if out not in kept:
+                before, after = types.get(value), types[out]
+                if before and after and before.dtype.is_floating_point and before.dtype.itemsize < after.dtype.itemsize:
+                    narrow[out] = Ref(value)
+    for line in function.lines:
+        for name in [n for n in line.reads() if n in narrow]:
+            others = [n for n in line.reads() if n != name]
+            widens = isinstance(line, Compute) and line.op in _WIDENING and len(others) == 1
+            other = types.get(others[0]) if widens and others[0] not in narrow else None
+            if other is None or not other.shape or other.dtype != types[name].dtype:  # type: ignore[union-attr]
+                narrow.pop(name, None)
+    lines = (
+        replace(line, kwargs={k: narrow.get(v.name, v) if isinstance(v, Ref) else v for k, v in line.kwargs.items()})
+        if isinstance(line, Compute) and narrow.keys() & {*line.reads()}
+        else line
+        for line in function.lines
+        if not (line.outs and line.outs[0] in narrow)
+    )
+    return replace(function, lines=tuple(lines))
 
 
 def fuse_bias(function: Function, saved: Iterable[str] = ()) -> Function:

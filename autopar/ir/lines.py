@@ -47,9 +47,10 @@ class Ref:
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter's stored shard, by the parameter's name."""
+    """A parameter's stored shard, by the parameter's name. narrow: its copy in lower precision is meant."""
 
     name: str
+    narrow: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.ir.actions import StageGraph, Table
-from autopar.ir.lines import Function, Line
+from autopar.ir.lines import Function, Line, Stored
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Join
 from autopar.ir.spec import Spec
@@ -59,8 +59,9 @@ class StoredParameter:
 
     owned: its optimizer state is here (a parameter of several stages is owned by one). tier: where the stored shard and
     its gradient rest, optimizer_tier: where the optimizer's state does ("": on the device). compression: how its gradient
-    travels while it is reduced, a name of `runtime.gradients.compression.CODECS` ("": as it is). by_microbatch: it is reduced
-    after every microbatch, and its shards are summed, instead of once.
+    travels while it is reduced, a name of `runtime.gradients.compression.CODECS` ("": as it is). narrow: dtype of a copy of the
+    stored shard that is made once a step for the uses that read it so (None: there is none). by_microbatch: the gradient is
+    reduced after every microbatch, and its shards are summed, instead of once.
     """
 
     name: str
@@ -75,12 +76,17 @@ class StoredParameter:
     tier: str = ""
     optimizer_tier: str = ""
     compression: str = ""
+    narrow: torch.dtype | None = None
     by_microbatch: bool = False
 
     @property
     def tiers(self) -> dict[str, str]:
         """Where the parameter's state of each kind that can move rests (`autopar.ir.memory_levers.MOVABLE`)."""
         return {"parameters": self.tier, "optimizer": self.optimizer_tier}
+
+    def type_of(self, read: Stored) -> TensorType:
+        """The type of what rests, or of its copy in lower precision."""
+        return TensorType(self.type.shape, self.narrow) if read.narrow and self.narrow else self.type
 
     def stored_bytes(self, mesh: Mesh, dtype: torch.dtype | None = None) -> float:
         """Bytes of the stored block on one rank, as it is or cast."""

@@ -5,6 +5,7 @@ and of the gradient that this needs. Its rows say what rests, and with which of 
 
     kind         bytes                                                            moves with
     parameters   the stored block                                                 parameters
+    parameters   its copy in lower precision, where the plan keeps one            parameters
     gradients    the reduced gradient, from backward until the optimizer used it  parameters
     optimizer    the optimizer's state (`OptimizerState`)                         optimizer
     optimizer    the updated block, where it is a copy beside the stored one      parameters
@@ -15,7 +16,7 @@ On two ranks a float32 (8, 4) under Adam, stored whole and updated by columns, h
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
 import numpy as np
@@ -43,7 +44,7 @@ class ParameterOnRank(Generic[Bytes]):
 
     stored: bytes of its block in storage. updated: of the block that the optimizer updates. trained: whether it has a gradient.
     names: the parameter's, or those of several that are alike, where an optimizer updates them here; bytes of state are their
-    average. copied: bytes of the updated block where that is a copy.
+    average. copied: bytes of the updated block where that is a copy. narrow: of the copy of the stored block in lower precision.
     """
 
     type: TensorType
@@ -52,6 +53,7 @@ class ParameterOnRank(Generic[Bytes]):
     trained: bool = False
     names: tuple[str, ...] = ()
     copied: Bytes | None = None
+    narrow: float = 0.0
 
     @property
     def gradient(self) -> Bytes:
@@ -68,7 +70,7 @@ class ParameterOnRank(Generic[Bytes]):
 
     def rows(self, setting: Setting) -> Iterator[RestingBytes[Bytes]]:
         """All that rests for the parameter."""
-        yield RestingBytes("parameters", "parameters", self.stored)
+        yield RestingBytes("parameters", "parameters", self.stored + self.narrow)
         if self.trained:
             yield RestingBytes("gradients", "parameters", self.gradient)
         if self.names:
@@ -79,7 +81,8 @@ class ParameterOnRank(Generic[Bytes]):
 
 def on_rank(p: StoredParameter, mesh: Mesh) -> ParameterOnRank[float]:
     """A parameter as one rank of a stage holds it."""
-    return planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, (p.name,) if p.owned else ())
+    held = planned(p.type, p.storage, p.optimizer, mesh, p.contributions > 0, (p.name,) if p.owned else ())
+    return replace(held, narrow=p.stored_bytes(mesh, p.narrow)) if p.narrow is not None else held
 
 
 def planned(

@@ -8,13 +8,15 @@ each rank on its own part; the rank that finds a violation raises, and the other
 (threads at once; processes when torchrun, or their own collective that names the dead rank, ends them).
 
 Of tensors in host memory a violation is raised on the spot. Of tensors on a GPU it is written down by kernels beside the
-step and read at the step's end, so that the host does not wait in the middle; until then an index that may be used stands for
-the one that may not, since a kernel that reads outside its table ends the process's use of the GPU before anything is read.
+step and read at the step's end, or as late as losses are, so that the host does not wait in the middle; until then an index that
+may be used stands for the one that may not, since a kernel that reads outside its table ends the process's use of the GPU before
+anything is read.
 What a captured step (cuda_graphs.py) finds is written down for whoever plays it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,10 +56,12 @@ Report = tuple[Tensor, tuple[int, ...], Say]
 
 
 class Guards:
-    """The guards of one rank."""
+    """The guards of one rank. late: steps that are done before what a step on a GPU wrote down is read."""
 
     def __init__(self) -> None:
+        self.late = 0
         self._late: list[tuple[Arriving, tuple[int, ...], Say]] = []
+        self._unread_steps: deque[list[tuple[Arriving, tuple[int, ...], Say]]] = deque()
         self._unread: list[Report] | None = None
 
     @contextmanager
@@ -122,10 +126,20 @@ class Guards:
         return condition
 
     def end_step(self) -> None:
-        """Raise what was written down on the way. Waits until the device has passed the step's last guard."""
-        late, self._late = self._late, []
-        for found, shape, say in late:
-            _raise_reported(found.wait()[0], shape, say)
+        """Raise what was written down in the step that is to be read now. Waits until the device has passed its last guard."""
+        self._unread_steps.append(self._late)
+        self._late = []
+        self.settle(self.late)
+
+    def settle(self, late: int = 0) -> None:
+        """Raise what was written down in all steps but so many of the last ones."""
+        while len(self._unread_steps) > late:
+            for found, shape, say in self._unread_steps.popleft():
+                _raise_reported(found.wait()[0], shape, say)
+
+    def forget(self) -> None:
+        """Steps that were not read were taken back."""
+        self._unread_steps.clear()
 
     def _range(self, x: Tensor, low: int, high: int, also: Sequence[int], what: str, source: str) -> Tensor:
         """x; where a violation is told later, with `low` in the places of integers that may not be there."""

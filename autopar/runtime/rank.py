@@ -28,9 +28,9 @@ Wanted = tuple[str, Steps] | tuple[str, Steps, torch.dtype]
 class Rank:
     """State of one rank between and during steps.
 
-    params hold storage shards and buffers local values, by name; step counts optimizer steps, microbatch the position
-    inside a step; loss_scale is what backward starts from;
-    keys holds those of random ops while a step is captured. in_tier: the parameters whose shards rest in memory tiers.
+    params hold storage shards and buffers local values, by name; narrow holds the copies of shards in lower precision that are
+    made once a step. step counts optimizer steps, microbatch the position inside a step; loss_scale is what backward starts
+    from; keys holds those of random ops while a step is captured. in_tier: the parameters whose shards rest in memory tiers.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Rank:
         tiers: Tiers | None = None,
         in_tier: frozenset[str] = frozenset(),
         guards: Guards | None = None,
+        narrow: dict[str, Tensor] | None = None,
     ) -> None:
         self.comm = comm
         self.guards = guards or Guards()
@@ -51,6 +52,7 @@ class Rank:
         self.inputs: frozenset[int] = frozenset()
         self.in_tier = in_tier
         self.params = params
+        self.narrow = narrow or {}
         self.buffers = buffers
         self.grads = grads
         self.seed = seed
@@ -81,7 +83,8 @@ class Rank:
 
     def park(self, saved: list[Any], places: Sequence[int], tier: str) -> None:
         """Move these entries of what a call saved to a memory tier; parameters, buffers and the batch stay where they are."""
-        at_rest = {t.untyped_storage()._cdata for held in (self.params, self.buffers) for t in held.values()}
+        resting = (self.params, self.narrow, self.buffers)
+        at_rest = {t.untyped_storage()._cdata for held in resting for t in held.values()}
         self.tiers.park(saved, places, tier, at_rest | self.inputs)
 
     def fetch(self, saved: list[Any]) -> None:
@@ -103,6 +106,12 @@ class Rank:
         before = self._updated.get(name)
         self._updated[name] = value if before is None or when == "same" else before + value
 
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Cast the parameters of which there are copies in lower precision."""
+        if self.narrow:
+            torch._foreach_copy_([*self.narrow.values()], [self.params[name] for name in self.narrow])
+
     def end_step(self) -> None:
         """Write the buffers that the step updated; check that it took all it had prefetched."""
         for name, value in self._updated.items():
@@ -117,7 +126,7 @@ class Rank:
         for name, steps, *dtype in items:
             if name not in self.params:
                 raise RuntimeProgramError(f"the program has no parameter {name!r}")
-            shard = self.params[name]
+            shard = self.narrow.get(name, self.params[name]) if dtype else self.params[name]
             gathers.append((self.tiers.read(shard) if name in self.in_tier else shard, steps, None))
             dtypes.append(dtype[0] if dtype else None)
         mark = self.tiers.mark()

@@ -66,7 +66,7 @@ def _takes(
     for argument, name in zip(arguments, function.args, strict=True):
         if isinstance(argument, Stored):
             parameter = stage.parameters[argument.name]
-            given: Typed | None = parameter.type, parameter.storage
+            given: Typed | None = parameter.type_of(argument), parameter.storage
         else:
             given = known.get(argument.name)
         wanted = function.arg_types[name]

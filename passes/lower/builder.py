@@ -60,4 +60,7 @@ class Builder:
                     phase="B" if backward else "F",
                 )
             )
-        return tuple(Ref(local[i]) if i in local else Stored(call.params[use.slot]) for i, use in enumerate(uses))
+        return tuple(
+            Ref(local[i]) if i in local else Stored(call.params[use.slot], use.dtype is not None)
+            for i, use in enumerate(uses)
+        )

@@ -4,7 +4,8 @@ reach the store."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,7 @@ class GradientSteps:
 class ParameterUse:
     """A parameter as calls of a template want it: the slot it is passed in, the steps from its storage and the dtype it is
     cast to before (None: as stored), and the type and spec that come out. stem: of its local name. tier: where the shard
-    rests ("": on the device)."""
+    rests ("": on the device). narrow: a copy in the dtype rests beside it."""
 
     slot: int
     steps: tuple[RuntimeStep, ...]
@@ -52,11 +53,12 @@ class ParameterUse:
     type: TensorType
     wanted: Spec
     tier: str = ""
+    narrow: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether what is stored is not what is wanted, where it is wanted."""
-        return bool(self.steps) or self.dtype is not None or bool(self.tier)
+        return bool(self.steps) or (self.dtype is not None and not self.narrow) or bool(self.tier)
 
 
 @dataclass
@@ -76,7 +78,8 @@ class StageContext:
         program, stage = self.program, self.stage
         if set(program.templates) - set(stage.templates) or set(program.parameters) - set(stage.parameters):
             raise PlanError("the plan misses templates or parameters of this model; compile again without plan=")
-        self.kinds = _kinds(program, stage)
+        self.narrow = _narrow(program, stage)
+        self.kinds = _kinds(program, stage, self.narrow)
         needs_backward = {program.calls[i].template for i in program.backward_calls}
         self.templates: dict[str, LoweredTemplate] = {
             name: self._template(t, name in needs_backward) for name, t in program.templates.items()
@@ -152,7 +155,8 @@ class StageContext:
             if steps is None:
                 raise PlanError(f"parameter {name}: no gather leads from {stored.storage} to {wanted}")
             dtype = None if type_ == self.program.parameters[name].type else type_.dtype
-            uses.append(ParameterUse(slot, steps, dtype, template.params[slot], type_, wanted, stored.tier))
+            narrow = name in self.narrow and dtype is not None
+            uses.append(ParameterUse(slot, steps, dtype, template.params[slot], type_, wanted, stored.tier, narrow))
         return tuple(uses)
 
     def _gradient_steps(self, name: str) -> GradientSteps:
@@ -195,6 +199,7 @@ class StageContext:
                 planned.tier,
                 planned.optimizer_tier,
                 self._compression(parameter.type, gradient.steps) if not planned.tier else "",
+                self.narrow.get(name),
                 planned.by_microbatch and bool(gradient.steps),
             )
         return stored
@@ -205,12 +210,30 @@ class StageContext:
         return compression_of(type_, self.compression) if sums else ""
 
 
-def _kinds(program: Program, stage: StagePlan) -> dict[str, int]:
+def _narrow(program: Program, stage: StagePlan) -> dict[str, torch.dtype]:
+    """The dtypes of the copies that rest beside parameters: that in which all calls read it that do not read it as stored."""
+    planned = {name for name, p in stage.parameters.items() if p.narrow and not p.tier}
+    read = {(name, dtype) for name, dtype in narrow_reads(program) if name in planned}
+    times = Counter(name for name, _ in read)
+    return {name: dtype for name, dtype in read if times[name] == 1}
+
+
+def narrow_reads(program: Program) -> Iterator[tuple[str, torch.dtype]]:
+    """The parameters that calls read in another dtype than they are stored in, with that dtype."""
+    for call in program.calls:
+        template = program.template_of(call)
+        for param, name in zip(template.params, call.params, strict=True):
+            type_ = template.type_of(param)
+            if type_ != program.parameters[name].type:
+                yield name, type_.dtype
+
+
+def _kinds(program: Program, stage: StagePlan, narrow: Mapping[str, torch.dtype]) -> dict[str, int]:
     """Numbers of the stage's parameters, the same for those that are of one type and rest alike."""
     numbers: dict[tuple[object, ...], int] = {}
     kinds = {}
     for name, parameter in program.parameters.items():
         planned = stage.parameters[name]
-        kind = parameter.type, planned.storage, planned.optimizer, planned.tier
+        kind = parameter.type, planned.storage, planned.optimizer, planned.tier, narrow.get(name)
         kinds[name] = numbers.setdefault(kind, len(numbers))
     return kinds

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import PlanError, ShardingError
+from autopar.ir.fusion import without_widening
 from autopar.ir.lines import Function
 from autopar.ir.lowered import LoweredTemplate
 from autopar.ir.program import Template, operand_nodes, resolve
@@ -23,6 +24,7 @@ from autopar.passes.price.pricer import Pricer
 from autopar.passes.rules.book import RuleBook
 from autopar.passes.rules.hubs import phase_is_late
 from autopar.plan import TemplatePlan
+from autopar.runtime.kernels.kernels import has_widening_kernels
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,10 @@ def _finished(
     keeps: frozenset[str] = frozenset(),
 ) -> tuple[Function, dict[str, Parts]]:
     """The function in pieces and with lines run while messages travel, as the plan says; and what of `keeps` is in pieces alone.
-    starts: arguments that may be cut, each with its dim; given: values that come in pieces."""
+    starts: arguments that may be cut, each with its dim; given: values that come in pieces; keeps: values that outlive it."""
     parts: dict[str, Parts] = {}
+    if has_widening_kernels(planned.pricer.device.runs_as):
+        function = without_widening(function, keeps)
     if planned.plan.pieces > 1:
         function, parts = in_pieces(function, planned, starts, given, keeps)
     return overlapped(function, planned.plan, planned.pricer, planned.op_s), parts
@@ -159,7 +163,7 @@ def _backward(planned: PlannedTemplate, front: _Front, late_params: tuple[int, .
     saved = [name for _, name, _ in front.saved]
     function = body.function(f"{template.name}_backward", args, (name for name, _ in returned), saved)
     return _Back(
-        _finished(function, planned, body.cuts([*saved, *args]), front.parts)[0],
+        _finished(function, planned, body.cuts([*saved, *args]), front.parts, frozenset(later))[0],
         tuple(spec for _, spec in input_grads),
         tuple(spec for _, spec in param_grads),
         again_params,

@@ -17,7 +17,7 @@ import torch
 
 from autopar.codegen.runtime_call import call_of
 from autopar.counter import ByteCounter
-from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, ParameterGather, Ref, Start, Wait
+from autopar.ir.lines import Compute, Convert, Cut, GoOn, Join, Line, ParameterGather, Ref, Start, Stored, Wait
 from autopar.ir.lowered import StoredParameter
 from autopar.ir.mesh import Mesh
 from autopar.ir.spec import Spec
@@ -196,7 +196,8 @@ class GatheredShard:
     @staticmethod
     def of(gather: ParameterGather, p: StoredParameter, mesh: Mesh) -> GatheredShard:
         """A parameter's stored shard on its way to where a call uses it."""
-        return GatheredShard(local(p.type, p.storage, mesh), gather.steps, gather.dtype, p.tier)
+        shard = local(p.type_of(Stored(p.name, gather.dtype is not None)), p.storage, mesh)
+        return GatheredShard(shard, gather.steps, gather.dtype, p.tier)
 
 
 @dataclass(frozen=True)

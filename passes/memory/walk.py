@@ -290,7 +290,7 @@ class _Walk:
         if isinstance(p, Ref):
             return self._one(p.name)
         stored = self.stage.parameters[p.name]
-        return LiveValue(-1, local(stored.type, stored.storage, self.stage.mesh))
+        return LiveValue(-1, local(stored.type_of(p), stored.storage, self.stage.mesh))
 
     def _one(self, name: str) -> LiveValue:
         value = self.names.get(name, NOTHING)

@@ -22,6 +22,7 @@ from autopar.passes.price.lines import (
     dispatches,
     gradient_messages,
     line_costs,
+    narrow_seconds,
     optimizer_s,
     reduce_seconds,
     regather_messages,
@@ -140,7 +141,7 @@ def stage_bill(stage: LoweredStage, calls: Mapping[str, CallBill], pricer: Price
         ((CallBill(F, B, W), 1), *_call_bills(stage, calls, pricer)),
         ParameterTraffic(forward_s, backward_s + weights_s, reduce_s, gather_s, shown, each_reduce_s),
         sum(optimizer_s(p, stage, pricer, setting) for p in trained),
-        stage.microbatches * prologue_s,
+        stage.microbatches * prologue_s + sum(narrow_seconds(p, pricer) for p in stage.parameters.values()),
     )
 
 

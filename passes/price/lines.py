@@ -286,9 +286,17 @@ def gather_alone_s(gather: ParameterGather, p: StoredParameter, pricer: Pricer) 
 
 
 def cast_seconds(gather: ParameterGather, p: StoredParameter, pricer: Pricer) -> float:
-    """Seconds to cast a stored shard to the dtype in which it is gathered, unless the software keeps a copy of it."""
-    kept = gather.dtype is None or pricer.software.copy_bytes is not None
-    return 0.0 if kept else pricer.copy_s * (p.stored_bytes(pricer.mesh) + p.stored_bytes(pricer.mesh, gather.dtype))
+    """Seconds to cast a stored shard to the dtype in which it is gathered, unless a copy of it is kept."""
+    if gather.dtype is None or p.narrow is not None or pricer.software.copy_bytes is not None:
+        return 0.0
+    return pricer.cast_s(p.type, replace(p.type, dtype=gather.dtype), p.storage)
+
+
+def narrow_seconds(p: StoredParameter, pricer: Pricer) -> float:
+    """Seconds to make the copy of a stored shard in lower precision, once a step, where the plan keeps one."""
+    if p.narrow is None or pricer.software.copy_bytes is not None:
+        return 0.0
+    return pricer.cast_s(p.type, replace(p.type, dtype=p.narrow), p.storage)
 
 
 def reduce_seconds(p: StoredParameter, pricer: Pricer) -> float:
@@ -337,7 +345,7 @@ def gradient_work(stage: LoweredStage, pricer: Pricer, setting: Setting) -> dict
         if p.contributions:
             non_overlapped_s = sent_times(p, stage) * pricer.software.reduce_share * reduce_seconds(p, pricer)
             non_overlapped_s += pricer.software.gather_share * regather_seconds(p, pricer)
-            work[p.name] = non_overlapped_s + optimizer_s(p, stage, pricer, setting)
+            work[p.name] = non_overlapped_s + optimizer_s(p, stage, pricer, setting) + narrow_seconds(p, pricer)
     return work
 
 

@@ -7,14 +7,13 @@ pipelines that cannot fit or cannot win.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.resting import of_program
 from autopar.passes.price.bills import is_kernel
-from autopar.passes.rules.hubs import flow, phase_is_late
-from autopar.passes.rules.policies import policy_set
-from autopar.passes.rules.recomputation import held_values, recomputation
+from autopar.passes.recompute.least_held import least_held_bytes
+from autopar.passes.rules.hubs import phase_is_late
 from autopar.passes.search.task import Task
 
 
@@ -35,19 +34,27 @@ def least_bytes(task: Task) -> tuple[float, float]:
     resting = sum(model_bytes(task, task.setting.offload).values())
     if not program.training or "activations" in task.setting.offload:
         return resting, 0.0
-    policy = {"auto": "full"}.get(task.options.recompute, task.options.recompute)
-    held = 0.0
-    for name, times in program.multiplicity.items():
-        template = program.templates[name]
-        recomputed = recomputation(template, flow(template), policy_set(template, policy))
-        held += times * sum(template.type_of(v).nbytes for v in held_values(template, recomputed))
-    return resting, held
+    return resting, least_held_bytes(program, task.options.recompute)
 
 
-def could_fit(task: Task, bytes_at_least: tuple[float, float], in_flight: float = 1.0) -> bool:
-    """Whether `least_bytes`, shared by all ranks, keep to the limit. in_flight: microbatches held for backward at once."""
+def could_fit(
+    task: Task, bytes_at_least: tuple[float, float], room: Sequence[float], in_flight: Sequence[float]
+) -> bool:
+    """Whether `least_bytes` keep to the limit of groups of ranks, wherever the stages are cut. room: bytes that every group has;
+    in_flight: microbatches that it holds at least, before there are gradients.
+
+    What is held takes least room where fewest microbatches are in flight, so what rests lies in the other groups.
+    """
     resting, held = bytes_at_least
-    return (resting + held * in_flight) / task.cluster.size <= task.limit
+    if resting > sum(room):
+        return False
+    rests = resting - model_bytes(task, task.setting.offload).get("gradients", 0.0)
+    most_held = 0.0
+    for count, nbytes in sorted(zip(in_flight, room, strict=True), reverse=True):
+        taken = min(rests, nbytes)
+        rests -= taken
+        most_held += (nbytes - taken) / count
+    return held <= most_held
 
 
 def template_work_s(task: Task) -> dict[str, float]:

@@ -12,6 +12,7 @@ from itertools import chain
 
 from autopar.ir.actions import splits_backward
 from autopar.passes.account.program import Account, under
+from autopar.passes.lower.context import narrow_reads
 from autopar.passes.lower.pipeline import outline
 from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.passes.search.task import RankedPlans, Task, account_of
@@ -27,13 +28,33 @@ LEAST_WON = 0.02
 def overlapped(plans: RankedPlans) -> RankedPlans:
     """The plans with overlap, the fastest of those that fit first."""
     (task, best), *others = plans
-    first = (task, with_overlap(task, task.finish(best)))
-    ranked = [first, *((owner, one if one.account is None else with_overlap(owner, one)) for owner, one in others)]
+    counted = [(task, task.finish(best)), *others]
+    ranked = [
+        (owner, one if one.account is None else with_overlap(owner, with_narrow_copies(owner, one)))
+        for owner, one in counted
+    ]
     fits = [one.account is not None and not _groups_short(owner, one.account, one.plan) for owner, one in ranked[1:]]
     fastest = min((0, *(i for i, fit in enumerate(fits, 1) if fit)), key=lambda i: ranked[i][1].step_s)
     owner, winner = ranked.pop(fastest)
     winner = with_pieces(owner, winner)
     return [(owner, replace(winner, left_out=best.left_out)), *ranked]
+
+
+def with_narrow_copies(task: Task, candidate: PricedPlan) -> PricedPlan:
+    """A candidate that was accounted for, with copies of parameters in the precision that calls read, made once a step, if a step
+    is faster so and the copies fit. On CPUs every use casts, as products there are what takes the time."""
+    names = {name for name, _ in narrow_reads(task.program)}
+    if not names or task.cluster.device(0).runs_as.type == "cpu":
+        return candidate
+    counted, stages = account_of(candidate), []
+    for stage in candidate.plan.stages:
+        narrow = {n: replace(p, narrow=True) for n, p in stage.parameters.items() if n in names and not p.tier}
+        stages.append(replace(stage, parameters=stage.parameters | narrow))
+    plan = replace(candidate.plan, stages=tuple(stages))
+    costs = under(task.stage_costs(plan, splits_backward(counted.table)), counted.table)
+    if costs.step_time_s >= counted.step_time_s or _groups_short(task, costs, plan):
+        return candidate
+    return replace(candidate, plan=plan, lowered=None, account=costs)
 
 
 def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:

@@ -66,6 +66,13 @@ class Task:
         first_ranks = accumulate((count for count, _ in self.cluster.devices), initial=0)
         return min(self.limit_at(rank) for rank in list(first_ranks)[:-1])
 
+    @cached_property
+    def room_bytes(self) -> float:
+        """Bytes that a plan may use on all ranks together."""
+        counts = [count for count, _ in self.cluster.devices]
+        first_ranks = accumulate(counts, initial=0)
+        return sum(count * self.limit_at(rank) for count, rank in zip(counts, first_ranks, strict=False))
+
     def limit_at(self, rank: int) -> float:
         """Bytes that a plan may use on one rank."""
         if self.options.memory_bytes is not None:

@@ -1,7 +1,7 @@
 """CUDA tensors without data, also where torch has no CUDA: signatures, shapes, dtypes and devices of what a GPU would run.
 
 FakeTensorMode does nearly all of it. Some of Python's operators look for a GPU before they ask the mode, so they are taken apart
-here into the ops that they are made of.
+here into the ops that they are made of. Other ops torch itself would take apart, as it has no kernel of CUDA for them here.
 """
 
 from __future__ import annotations
@@ -20,18 +20,34 @@ from autopar.runtime.comm.devices import Device, standing_for
 
 aten = torch.ops.aten
 A100, H100 = Device("cuda", (8, 0)), Device("cuda", (9, 0))
+ONE_KERNEL = ("_fused_rms_norm", "mish_backward", "silu_backward")
+"""Ops that are one kernel on CUDA, and that torch without CUDA takes apart."""
 
 
 @contextmanager
 def fake_cuda(device: Device = H100) -> Iterator[FakeTensorMode]:
     """Inside, tensors are fake, and those on "cuda" stand for ones on this device."""
     with ExitStack() as stack:
-        for name in () if torch.cuda.is_available() else ("Stream", "Event", "current_stream"):
-            stack.enter_context(mock.patch.object(torch.cuda, name))
+        if not torch.cuda.is_available():
+            for name in ("Stream", "Event", "current_stream"):
+                stack.enter_context(mock.patch.object(torch.cuda, name))
+            stack.enter_context(_kernels())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(standing_for(device))
         stack.enter_context(_Operators())
         yield mode
+
+
+@contextmanager
+def _kernels() -> Iterator[None]:
+    """Inside, ops that CUDA has kernels for have some; none is ever reached, as tensors are fake."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in ONE_KERNEL:
+            library.impl(name, mock.Mock(), "CUDA")
+        yield
+    finally:
+        library._destroy()
 
 
 class _Operators(TorchFunctionMode):

@@ -27,9 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import autopar
 from autopar.codegen.in_process import InProcess
+from autopar.runtime.comm.backends import backend_of
 from autopar.runtime.comm.devices import Device
 from autopar.runtime.comm.process import TorchComm
 from autopar.runtime.program.tables import world_mesh
+from autopar.runtime.run.train_loop import LossReader
 from autopar.runtime.step.session import Session
 from tests.gpu.fake_cuda import H100, fake_cuda
 from tests.gpu.simulation.autograd import autograd_doubles
@@ -103,8 +105,8 @@ def simulated(
     answer: Answer = zero,
     before: Callable[[Session], Any] | None = None,
 ) -> Simulated:
-    """Training steps of a program on all its ranks. batch: a global one, in memory of the host; before, body: what comes before
-    and after them."""
+    """Training steps of a program on all its ranks, whose losses are read as run.py does. batch: a global one, in memory of the
+    host; before, body: what comes before and after them."""
     modules: InProcess = program.in_process
     leaves = program.leaves(batch)
 
@@ -113,9 +115,12 @@ def simulated(
         session = modules.session(comm, program.request.update, program.options.seed)
         if before is not None:
             before(session)
+        losses = LossReader(session, reads=True, late=backend_of(comm.device).ahead)
         for step in range(1, steps + 1):
-            machine.budget.step, machine.budget.action = step, ""
-            session.train_step([torch.empty(x.shape, dtype=x.dtype) for x in leaves])
+            machine.begin_step(step)
+            loss = session.train_step([torch.empty(x.shape, dtype=x.dtype) for x in leaves])
+            for _ in losses.read(step, None, loss, 0.0, at_once=False):
+                pass
         if body is not None:
             body(session)
 

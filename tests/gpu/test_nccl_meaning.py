@@ -28,7 +28,7 @@ from tests.warm import python
 ON_DEVICE = RUN.replace(
     "from autopar_runtime.run import launch\n",
     'import nccl_meaning\nnccl_meaning.install("autopar_runtime")\nfrom autopar_runtime.run import launch, train_loop\n'
-    'train_loop.Loop.__init__.__kwdefaults__["late"] = here.name == "late"\n',
+    'if here.name in ("0", "1"):\n    train_loop.Loop.__init__.__kwdefaults__["late"] = int(here.name)\n',
 )
 SIGNALLED = """
 def signalled():
@@ -49,17 +49,17 @@ def on_device(out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program of the faults, in folders `now` and `late`: there losses are read one step late."""
-    now = on_device(test_faults.out.__wrapped__(tmp_path_factory))
-    (now / "data.py").write_text(test_faults.DATA + SIGNALLED)
+    """The program of the faults, in folders by how many steps late losses are read."""
+    program = on_device(test_faults.out.__wrapped__(tmp_path_factory))
+    (program / "data.py").write_text(test_faults.DATA + SIGNALLED)
     folder = tmp_path_factory.mktemp("programs")
-    for name in ("now", "late"):
-        shutil.copytree(now, folder / name, symlinks=True)
+    for late in ("default", "0", "1"):
+        shutil.copytree(program, folder / late, symlinks=True)
     return folder
 
 
-def run(out: Path, folder: Path, fault: str, *more: object, late: bool = False) -> Ended:
-    return stage(out / ("late" if late else "now"), folder, fault, "--backend", NAME, *more)
+def run(out: Path, folder: Path, fault: str, *more: object, late: str = "default") -> Ended:
+    return stage(out / late, folder, fault, "--backend", NAME, *more)
 
 
 def final(ended: Ended, step: int) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def final(ended: Ended, step: int) -> dict[str, torch.Tensor]:
 def test_healthy_runs_are_those_of_gloo_and_faults_are_named(out, tmp_path):
     done: dict[str, Ended] = {}
 
-    def ran(name: str, fault: str, *more: object, late: bool = False) -> None:
+    def ran(name: str, fault: str, *more: object, late: str = "default") -> None:
         done[name] = run(out, tmp_path / name, fault, *more, late=late)
 
     steps = ("--steps", 12, "--save-every", 4)
@@ -81,14 +81,14 @@ def test_healthy_runs_are_those_of_gloo_and_faults_are_named(out, tmp_path):
         {
             "gloo": functools.partial(ran, "gloo", "nothing", "--backend", "gloo", *steps),
             "device": functools.partial(ran, "device", "nothing", *steps),
-            "late": functools.partial(ran, "late", "nothing", *steps, late=True),
+            "at once": functools.partial(ran, "at once", "nothing", *steps, late="0"),
             "stopped": functools.partial(ran, "stopped", "stopped"),
         },
         most=4,
     )
     wanted, saved = losses(done["gloo"].said), final(done["gloo"], 12)
     assert len(wanted) == 12
-    for name in ("device", "late"):
+    for name in ("device", "at once"):
         assert done[name].codes == [0] * 4, done[name].said
         assert losses(done[name].said) == wanted
         assert not (done[name].run / "flight").exists()
@@ -99,6 +99,54 @@ def test_healthy_runs_are_those_of_gloo_and_faults_are_named(out, tmp_path):
     assert "this run hangs: rank 2 no longer runs (stopped" in done["stopped"].said
     assert done["stopped"].culprits == (2,)
     assert len(booked(done["stopped"].run)) == 1
+
+
+GOES_ON = {
+    "skip": (
+        "not_numbers --on-nan skip --grad-norm",
+        "default",
+        ["the loss of step 10 is nan: its update is skipped, 2 so far"],
+    ),
+    "rewind": (
+        "not_numbers --on-nan rewind --recheck 3",
+        "1",
+        ["step 8: the loss is nan; back to step 4", "step 6: the loss is nan; back to step 4"],
+    ),
+}
+"""Runs whose losses are not as they should be, how late the same run over Gloo reads them, and what both say."""
+
+
+def step_lines(said: str) -> list[list[str]]:
+    return [line.split("  ")[:-1] for line in said.splitlines() if line.startswith("step ") and "  loss " in line]
+
+
+@pytest.mark.timeout(200)
+def test_what_listeners_do_about_a_loss_is_what_they_do_over_gloo(out, tmp_path):
+    """Losses that are read late take back one step more, and its batch."""
+    done: dict[tuple[str, str], Ended] = {}
+
+    def ran(name: str, backend: str, late: str, fault: str, *more: str) -> None:
+        own = ("--steps", 12, "--save-every", 4, *more, "--backend", backend)
+        done[name, backend] = run(out, tmp_path / f"{name} {backend}", fault, *own, late=late)
+
+    cases = {
+        (name, b): (late if b == "gloo" else "default", *how.split())
+        for name, (how, late, _) in GOES_ON.items()
+        for b in ("gloo", NAME)
+    }
+    at_once({key: functools.partial(ran, *key, *row) for key, row in cases.items()}, most=2)
+    for name, (_, _, said) in GOES_ON.items():
+        over_gloo, on_device = done[name, "gloo"], done[name, NAME]
+        (step,) = {RunDirectory(one.run).steps()[0] for one in (over_gloo, on_device)}
+        assert over_gloo.codes == on_device.codes == [0] * 4, on_device.said
+        assert step_lines(on_device.said) == step_lines(over_gloo.said)
+        for part in said:
+            assert part in on_device.said
+            assert part in over_gloo.said
+        assert RunDirectory(on_device.run).read(step).position == RunDirectory(over_gloo.run).read(step).position
+        own, other = final(on_device, step), final(over_gloo, step)
+        assert own.keys() == other.keys()
+        assert all(torch.equal(own[key], other[key]) for key in other)
 
 
 NAMED = [
@@ -125,7 +173,7 @@ def test_every_staged_fault_is_named(out, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", ["default", "0"])
 def test_a_signal_ends_all_ranks_after_the_same_step(out, tmp_path, late):
     done = run(out, tmp_path / "run", "signalled", late=late)
     assert done.codes == [0] * 4, done.said

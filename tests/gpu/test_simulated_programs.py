@@ -20,7 +20,7 @@ from autopar.runtime.step import same_data
 from autopar.runtime.step.same_data import SameData
 from autopar.runtime.step.session import Session
 from tests.gpu.simulated import Simulated, on_ranks, simulated
-from tests.gpu.simulation.budgets import COPY, LAUNCH, MESSAGE, SYNC
+from tests.gpu.simulation.budgets import COPY, LATE, LAUNCH, MESSAGE, SYNC
 from tests.ops.rings import with_attention
 from tests.passes.lower.test_overlap_experts import batch as mixture_batch
 from tests.passes.lower.test_overlap_experts import program as mixture
@@ -98,10 +98,21 @@ def simulate(zoo: ZooModel, options: str, body: Callable[[Session], Any] | None 
     return simulated(program, zoo.batch(), (CASES | NOT_ARRIVED)[options].steps, body)
 
 
+def assert_the_host_runs_ahead(found: Simulated, options: str) -> None:
+    """From the second step on the host waits for the step before alone: its loss, norm and guards. Under loss scaling it also
+    asks whether a gradient overflowed, what goes to files passes through its hands, and a graph is captured in the third step."""
+    step, scaled = CASES[options].steps, options == "scaled"
+    for budget in found.budgets:
+        waits = budget.by_place(SYNC, step)
+        assert sum(waits.values()) == scaled or all("memory/" in place for place in waits if "files" in options), waits
+        assert budget.of(LATE, step)
+
+
 @pytest.mark.parametrize("options", CASES)
 def test_a_small_program_is_in_order(options: str) -> None:
     found = simulate(BY_NAME["mlp"], options)
     assert not found.findings, str(found)
+    assert_the_host_runs_ahead(found, options)
 
 
 @pytest.mark.few(3)
@@ -110,6 +121,7 @@ def test_a_small_program_is_in_order(options: str) -> None:
 def test_a_program_is_in_order(zoo: ZooModel, options: str) -> None:
     found = simulate(zoo, options)
     assert not found.findings, str(found)
+    assert_the_host_runs_ahead(found, options)
 
 
 def test_rows_of_a_mixture_travel_in_order() -> None:
@@ -179,12 +191,13 @@ def test_batches_are_compared_in_order(device: str, monkeypatch: pytest.MonkeyPa
 # ---- the host
 
 
-@pytest.mark.parametrize("options", ["dp", "zero3", "1f1b", "int8 gradients", "all offloaded"])
-def test_the_host_waits_for_nothing_but_guards(options: str) -> None:
-    """Inputs are copied as they are needed, and guards are read at the end of a step."""
-    for budget in simulate(BY_NAME["mlp"], options).budgets:
-        waits = {place.line.partition(":")[0] for place in (one.place for one in budget.of(SYNC, 2))}
-        assert waits <= {"guards.py"}
+def test_the_host_waits_one_step_late_for_the_loss_the_norm_and_the_guards() -> None:
+    """Every tenth step looks at parameters and gradients too, which is two numbers more."""
+    zoo = BY_NAME["bert"]
+    found = simulated(compiled(zoo, "clipped"), zoo.batch(), steps=12)
+    for budget in found.budgets:
+        waits = {step: [len(budget.of(kind, step)) for kind in (SYNC, LATE)] for step in (1, 2, 3, 11, 12)}
+        assert waits == {1: [0, 0], 2: [0, 3], 3: [0, 3], 11: [0, 5], 12: [0, 3]}
 
 
 def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:

@@ -148,6 +148,33 @@ def test_what_a_gpu_wrote_down_is_raised_at_the_end_of_the_step(monkeypatch: pyt
     assert all(event.passed for event in events[3:])
 
 
+def test_what_a_gpu_wrote_down_may_be_raised_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, events = torch.empty, list[Event]()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: events.append(Event()) or events[-1])
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **given: empty(*size, **given))
+
+    def step(value: int) -> None:
+        x = torch.tensor([[1, value]])
+        guards.look(
+            [(violation(x > 5, x).as_subclass(OnGpu), (1, 2), lambda value, place: f"{value} at {list(place)}")]
+        )
+        guards.end_step()
+
+    guards = Guards()
+    guards.late = 1
+    for value in (2, 7):
+        step(value)
+    assert [event.passed for event in events] == [True, False]
+    with pytest.raises(GuardError, match=r"7 at \[0, 1\]"):
+        step(9)
+    with pytest.raises(GuardError, match=r"9 at \[0, 1\]"):
+        guards.settle()
+    step(8)
+    guards.forget()
+    guards.settle()
+    assert [event.passed for event in events] == [True, True, True, False]
+
+
 def test_what_is_not_to_be_looked_at_yet_is_raised_by_whoever_looks() -> None:
     guards = Guards()
     with guards.unread() as reports:

@@ -79,6 +79,8 @@ class Backend:
 
     is_host: ClassVar[bool] = False
     """Whether tensors lie in host memory, and kernels are over when their calls return."""
+    ahead: ClassVar[int] = 1
+    """Steps that the host of a training loop begins before it waits for what the device computed in an earlier one."""
 
     @property
     def module(self) -> Any:
@@ -150,6 +152,7 @@ class Host(Backend):
     """The processors of a machine."""
 
     is_host: ClassVar[bool] = True
+    ahead: ClassVar[int] = 0
 
     def device(self, local_rank: int) -> torch.device:
         return torch.device(self.device_type)

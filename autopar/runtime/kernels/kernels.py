@@ -109,6 +109,11 @@ def has_norm_dw(device: Device, same_dtype: bool) -> bool:
     return has_fused_norm(device) or (device.type == "cpu" and same_dtype)
 
 
+def has_widening_kernels(device: Device) -> bool:
+    """Whether pointwise kernels widen what they read as they read it, without a pass of its own."""
+    return device.type != "cpu"
+
+
 def has_pool_of_planes(device: Device) -> bool:
     """Whether maxima over windows are found fast where every channel is a plane of its own."""
     return device.type != "cpu"

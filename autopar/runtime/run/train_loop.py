@@ -3,7 +3,8 @@
     while step < last:  begin → a batch → before_step → the step → its loss is read → on_loss → save, where it is time to
 
 What a run does beside its steps is done by *listeners*, each with one concern (metrics, saving, stopping, …), which are called in
-the order in which the run lists them. What the device computed is read in one place, `LossReader`.
+the order in which the run lists them. What the device computed is read in one place, `LossReader`: where kernels queue behind the
+host, one step late, so that there is always a step for the device to do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
-from ..comm.backends import Arriving
+from ..comm.backends import Arriving, backend_of
 from ..comm.comm import Comm
 from ..program.batches import random_batches, user_batches
 from ..step.session import Session
@@ -39,12 +40,14 @@ class Done:
 
 
 class LossReader:
-    """The one place of the loop where the host waits for what the device computed: a step's loss, and its gradients' norm. Every
-    rank waits for the loss, so that no host runs further ahead of another one; its copy to the host begins with its own step."""
+    """The one place of the loop where the host waits for what the device computed: a step's loss, its gradients' norm, and before
+    these what guards and looks at parameters found. Every rank waits for the loss, so that no host runs further ahead of another
+    one; its copy to the host begins with its own step."""
 
     def __init__(self, session: Session, reads: bool, late: int) -> None:
         """reads: whether this rank does; late: later steps that are done before a loss is read."""
         self._session, self._reads, self._late = session, reads, late
+        session.guards.late = session.updater.late = late
         self._unread: deque[tuple[Done, Arriving | None, Arriving | None]] = deque()
         self._read_at = 0.0
 
@@ -55,12 +58,17 @@ class LossReader:
         values = result if session.training else None, session.grad_norm
         loss, norm = (None if value is None else Arriving([value]) for value in values)
         self._unread.append((done, loss, norm))
+        if at_once:
+            session.guards.settle()
+            updater.settle_look(step)
         while len(self._unread) > (0 if at_once else self._late):
             yield self._read(*self._unread.popleft())
 
     def forget(self) -> None:
         """Losses that were not read belong to steps that were taken back."""
         self._unread.clear()
+        self._session.guards.forget()
+        self._session.updater.forget_look()
 
     def _read(self, done: Done, *values: Arriving | None) -> Done:
         arrived = [None if value is None else value.wait()[0] for value in values]
@@ -103,12 +111,13 @@ class Loop:
         save_every: int,
         *,
         reads: bool,
-        late: int = 0,
+        late: int | None = None,
     ) -> None:
-        """seed: of random batches; save_every: steps (0: the last one alone is saved); reads, late: of `LossReader`."""
+        """seed: of random batches; save_every: steps (0: the last one alone is saved); reads, late: of `LossReader` (default: as
+        the kind of device has it)."""
         self.program = program
         self.steps = self.last = arguments.steps
-        self.late = late
+        late = self.late = backend_of(program.session.comm.device).ahead if late is None else late
         self.save_s = 0.0
         self._save_every = save_every
         self._losses = LossReader(program.session, reads, late)

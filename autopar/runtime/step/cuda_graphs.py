@@ -173,7 +173,8 @@ class StepGraph(Generic[T]):
 
     def _at_rest(self) -> list[Tensor]:
         """The tensors that stay where they are for all steps."""
-        held = [t for stage in self._stages.values() for t in (*stage.rt.params.values(), *stage.rt.buffers.values())]
+        rts = [stage.rt for stage in self._stages.values()]
+        held = [t for rt in rts for t in (*rt.params.values(), *rt.narrow.values(), *rt.buffers.values())]
         keys = [keys.table for keys in self._keys.values() if keys.table is not None]
         return [*held, *keys, *(x for inputs in self._inputs.values() for x in inputs)]
 

@@ -87,6 +87,8 @@ class Executor:
     def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
         """One step's actions: stage -> per microbatch its outputs (those of training may be Handles)."""
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
+        for stage in self.stages.values():
+            stage.rt.begin_step()
         self._prepared = {index: self._prepare(stage, inputs) for index, stage in self.stages.items()}
         self._exchange([], self._steps[0].receive if self._steps else [])
         for k, step in enumerate(self._steps):

@@ -52,9 +52,10 @@ class Stage:
         self.comm = comm
         self.held = held or {}
         self.tiers = tiers or Tiers(comm.device)
+        params = {name: self._storage(info) for name, info in tables.parameters.items()}
         self.rt = Rank(
             comm,
-            {name: self._storage(info) for name, info in tables.parameters.items()},
+            params,
             {name: self._storage(info) for name, info in tables.buffers.items()},
             GradStore(
                 comm,
@@ -69,6 +70,7 @@ class Stage:
             tiers=self.tiers,
             in_tier=frozenset(name for name, info in tables.parameters.items() if info.tier),
             guards=guards,
+            narrow=self._narrow(params, owner),
         )
         self.module, self.regions = tables.module, list[CompiledRegion]()
         if pipeline.compiler != "none":
@@ -164,6 +166,17 @@ class Stage:
         if info.tier:
             return self.tiers.empty(shape, info.dtype, info.tier)
         return torch.empty(shape, dtype=info.dtype, device=self.comm.device)
+
+    def _narrow(self, params: Mapping[str, Tensor], owner: Stage | None) -> dict[str, Tensor]:
+        """Rooms for the copies of parameters in lower precision; the owner's serve where it stores the same."""
+        copies: dict[str, Tensor] = {}
+        if owner is not None:
+            copies = {n: c for n, c in owner.rt.narrow.items() if owner.rt.params[n] is params.get(n)}
+        return {
+            name: copies.get(name, torch.empty_like(params[name], dtype=info.narrow))
+            for name, info in self.tables.parameters.items()
+            if info.narrow is not None
+        }
 
     def _gradient_bytes(self) -> int:
         """The bytes that gradients put into buckets in a step."""

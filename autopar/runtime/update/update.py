@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..comm.backends import Arriving
 from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..errors import RuntimeProgramError
@@ -36,14 +38,23 @@ LOOK_EVERY = 10
 SKIPPED = "optim_skipped"
 
 
+@dataclass(frozen=True)
+class _Look:
+    """A look at parameters and gradients. updates: up to it; names: of the parameters; numbers: how many of all ranks are spoilt,
+    and which of these."""
+
+    updates: int
+    names: Sequence[str]
+    numbers: Arriving
+
+
 class Updater:
     """The optimizers of one rank with what surrounds them; every method is called by all ranks together.
 
     parts: names that one `optimizer.step()` updates at a time (None: all at once), inside `bring(names)`; away: parameters that
     rest in memory tiers, with their gradients, which the host may use after `settle()`. skip_not_finite,
-    measure_norm: on request; set alike on all ranks. Set by a step: skipped, not_finite (it was skipped because the loss or a
-    gradient is no number), grad_norm, skips, spoiled (None, or where a parameter of any rank and its gradient are no numbers,
-    those of this rank).
+    measure_norm: on request; late: steps that are done before it is read whether parameters were spoilt; set alike on all ranks.
+    Set by a step: skipped, not_finite (it was skipped because the loss or a gradient is no number), grad_norm, skips.
     """
 
     def __init__(
@@ -77,7 +88,8 @@ class Updater:
         self.skip_not_finite = False
         self.measure_norm = False
         self.skips = Skips()
-        self.spoiled: list[str] | None = None
+        self.late = 0
+        self._look: _Look | None = None
         self._steps = 0
         self._taken_by = {id(p): one for one in self.optimizers for group in one.param_groups for p in group["params"]}
 
@@ -113,13 +125,30 @@ class Updater:
     def judge(self, step: int, loss: Handle[Tensor]) -> str:
         """The message after a step whose update was left out, as those before it. Raises TooManySkips, and
         RuntimeProgramError where parameters were spoilt."""
-        if self.spoiled is not None:
-            raise RuntimeProgramError(
-                f"step {step}: there are parameters with entries that are no numbers, and so are their gradients "
-                f"({', '.join(self.spoiled[:4]) or 'on other ranks'}); no later step trains them. Go back to a checkpoint and "
-                "look for what overflows or divides by zero there; --run-dir with --on-nan skip leaves such updates out"
-            )
+        if self._look is not None and self._steps - self._look.updates >= self.late:
+            self.settle_look(step)
         return self.skips.judge(step, loss.wait().item(), self.loss_scale) if self.skips.in_a_row > 1 else ""
+
+    def settle_look(self, step: int) -> None:
+        """Raises RuntimeProgramError where the last look found a parameter of any rank and its gradient to be no numbers. step:
+        the last one."""
+        look = self._look
+        self.forget_look()
+        if look is None:
+            return
+        count, both = look.numbers.wait()
+        if count.item():
+            spoiled = [name for name, nan in zip(look.names, both.tolist(), strict=True) if nan]
+            raise RuntimeProgramError(
+                f"step {step - self._steps + look.updates}: there are parameters with entries that are no numbers, and so are "
+                f"their gradients ({', '.join(spoiled[:4]) or 'on other ranks'}); no later step trains them. Go back to a "
+                "checkpoint and look for what overflows or divides by zero there; --run-dir with --on-nan skip leaves such "
+                "updates out"
+            )
+
+    def forget_look(self) -> None:
+        """A look that was not read is of a step that was taken back."""
+        self._look = None
 
     def step_in_parts(self, grads: Mapping[str, Tensor], parts: Iterable[Sequence[str]]) -> None:
         """The optimizers' step, over the parameters of one part after the other; gradients stay on the parameters."""
@@ -155,7 +184,7 @@ class Updater:
         self._steps += 1
         looked = scaler is None and not self.skip_not_finite and self._steps % LOOK_EVERY == 0
         reduced = norm_type is not None or scaler is not None or self.skip_not_finite or looked
-        self.not_finite, self.spoiled = False, None
+        self.not_finite = False
         if not reduced and value is None:
             return True
         if self.away:
@@ -190,8 +219,8 @@ class Updater:
                 overflow = bool(total[0].item())
                 scaler.update(overflow)
             self.not_finite = self.skip_not_finite and bool(total[1].item())
-            if looked and total[1].item():
-                self.spoiled = [name for name, nan in zip(names, both.tolist(), strict=True) if nan]
+            if looked:
+                self._look = _Look(self._steps, names, Arriving([total[1], both]))
             if self.not_finite or (scaler is not None and overflow):
                 return False
         if clip is not None and own:

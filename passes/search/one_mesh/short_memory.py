@@ -60,7 +60,7 @@ class _FasterPlans:
             if not self._may_win(bound_s):
                 return
             task = self.tasks.at(M)
-            if not (offload or could_fit(task, least_bytes(task))):
+            if not (offload or could_fit(task, least_bytes(task), [task.limit * task.cluster.size], [1.0])):
                 continue
             task = task.offloading(offload)
             joint = joint_on(task, mesh)

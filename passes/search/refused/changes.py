@@ -237,4 +237,4 @@ def _divides(task: Task, batch: int) -> bool:
 def _hopeless(task: Task, batch: int) -> bool:
     """Whether no plan can fit: not even all that rests, and what one sample holds for backward, shared by all ranks."""
     most = 1 if task.options.microbatches is not None else max(batch, 1)
-    return not could_fit(task, least_bytes(task), 1 / most)
+    return not could_fit(task, least_bytes(task), [task.room_bytes], [1 / most])

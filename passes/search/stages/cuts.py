@@ -29,6 +29,7 @@ from autopar.passes.search.stages.submesh import (
     flight_rule,
     held_apart,
     option_of,
+    possible_schedules,
     two_counts,
 )
 from autopar.passes.search.task import Task
@@ -62,7 +63,8 @@ class CutSearch:
     def rough(self) -> list[Draft]:
         """Cuts by an optimistic estimate, best first."""
         task = self.task
-        if not could_fit(task, least_bytes(task), 0.0) or least_step_s(task) >= self.best_s:
+        resting, _ = least_bytes(task)
+        if resting > task.room_bytes or least_step_s(task) >= self.best_s:
             return []
         counts = self.submeshes.tasks.counts()
         if not counts:
@@ -137,11 +139,16 @@ class CutSearch:
     # --- exact ----------------------------------------------------------------------------------------------------------
 
     def within_reach(self, rough: Draft) -> bool:
-        """Whether the cut could fit if everything were sharded over all ranks and every stage held the same."""
+        """Whether the cut could fit if everything were sharded over all ranks, wherever the stages begin."""
         task, groups = rough.task, len(rough.solution.groups)
         if task.program not in self._least_bytes:
             self._least_bytes[task.program] = least_bytes(task)
-        return could_fit(task, self._least_bytes[task.program], min(groups, rough.microbatches))
+        counts, M = [1.0], rough.microbatches
+        if rough.chunks == 1 and len(rough.used_meshes()) == 1:  # else other cuts may have more or fewer groups
+            rules = [row.in_flight(1) for row in possible_schedules(task) if row.serves(1)]
+            counts = [min(rule(after, groups, M) for rule in rules) for after in range(groups)]
+        room = [task.room_bytes / len(counts)] * len(counts)
+        return could_fit(task, self._least_bytes[task.program], room, counts)
 
     def exact(self, rough: Draft, share: float, policy: str | None) -> Draft | None:
         """The best cut at this M and on these submeshes that fits in that share of the memory, under a recompute policy."""

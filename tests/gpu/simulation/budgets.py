@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.gpu.simulation.findings import Place
 
-LAUNCH, COPY, MESSAGE, SYNC = "launch", "copy", "message", "sync"
+LAUNCH, COPY, MESSAGE, SYNC, LATE = "launch", "copy", "message", "sync", "late"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One thing that the host asked for. kind: a launch of a kernel, a copy between host and device, a message (one NCCL
-    kernel), or a sync, where the host waits for the device; step, action: what the rank was doing; nbytes: that it reads and
-    writes, every tensor once."""
+    kernel), or a sync, where the host waits for the device (late: only for what it was told before this step); step, action:
+    what the rank was doing; nbytes: that it reads and writes, every tensor once."""
 
     kind: str
     op: str

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.simulation.accesses import Captured, Memory
-from tests.gpu.simulation.budgets import LAUNCH, SYNC, Budget
+from tests.gpu.simulation.budgets import LATE, LAUNCH, SYNC, Budget
 from tests.gpu.simulation.clocks import Timeline
 from tests.gpu.simulation.findings import Finding, Place, Places
 
@@ -35,6 +35,7 @@ class Machine:
         self._findings: dict[tuple[str, tuple[Place, ...]], Finding] = {}
         self._numbers = itertools.count(1)
         self.timelines = [self.main.timeline]
+        self._before_step: dict[str, int] = {}
 
     @property
     def findings(self) -> list[Finding]:
@@ -50,6 +51,11 @@ class Machine:
         self.timelines.append(made.timeline)
         return made
 
+    def begin_step(self, step: int) -> None:
+        """A step begins: all that streams were told so far is of those before."""
+        self.budget.step, self.budget.action = step, ""
+        self._before_step = {one.name: one.clock.get(one.name, 0) for one in (self.host, *self.timelines)}
+
     def launch(self, timeline: Timeline | None = None) -> tuple[Timeline, int]:
         """The host starts something on a stream, by default the current one; its event there."""
         timeline = timeline or self.current.timeline
@@ -60,7 +66,9 @@ class Machine:
         """The host waits. Raises RuntimeError while a graph is captured, as CUDA does."""
         if self.memory.captured is not None:
             raise RuntimeError(f"{what}: the host cannot wait for a stream that is being captured")
-        self.budget.note(SYNC, what, self.places.here())
+        streams = [name for name in clock if name != self.host.name]
+        late = bool(streams) and all(clock[name] <= self._before_step.get(name, 0) for name in streams)
+        self.budget.note(LATE if late else SYNC, what, self.places.here())
         self.host.join(clock)
 
     def settle(self) -> None:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.capture.build import capture_program
 from autopar.cluster import ClusterSpec
 from autopar.ir.mesh import Mesh
+from autopar.ir.schedules import SCHEDULES
 from autopar.ir.setting import Setting
 from autopar.options import Options
 from autopar.passes.batch.microbatches import Microbatches
+from autopar.passes.lower.cut import cut
+from autopar.passes.memory.walk import action_bytes
+from autopar.passes.recompute.least_held import least_held_bytes
 from autopar.passes.rules.book import RuleBook
-from autopar.passes.search.lower_bounds import least_busy_s
+from autopar.passes.search.lower_bounds import could_fit, least_busy_s, least_bytes
 from autopar.passes.search.microbatches import TasksByCount
 from autopar.passes.search.stages.submesh import SubmeshPlans
 from autopar.passes.search.task import Task
+from tests.passes.memory.test_held import parts
+from tests.passes.recompute.recomputed import with_policy
+from tests.zoo.models import MODELS, ZooModel
+from tests.zoo.pipelined import on_ranks
 
 MESHES = [Mesh.of(dp=1), Mesh.of(dp=4), Mesh.of(dp=2, tp=2)]
 
@@ -34,3 +45,44 @@ def test_no_rank_is_busy_for_less_than_the_bound(width: int, mesh: Mesh) -> None
     units, least_s = plan.units, least_busy_s(task, mesh)
     busy_s = float(sum(seconds.sum() for seconds in (units.forward_s, units.backward_s, units.weights_s)))
     assert 0.2 * busy_s < least_s <= busy_s * (1 + 1e-9)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("zoo", MODELS, ids=str)
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_no_stage_of_any_plan_holds_less_than_the_bound(zoo: ZooModel, policy: str) -> None:
+    for _, program, _, stage in parts(zoo, policy):
+        if program.training:
+            held = action_bytes(stage)["F"].end * stage.mesh.size
+            assert least_held_bytes(program, policy) <= held
+            assert least_held_bytes(program, "auto") <= held
+            if stage.mesh.size == 1:
+                assert least_held_bytes(program, policy) >= 0.9 * held
+
+
+def test_inputs_that_rest_or_are_shared_cost_nothing() -> None:
+    """A first stage keeps the batch alone, a second one what it receives."""
+    made = on_ranks("mlp", 2, 1)
+    first, second, _ = cut(made.ir, [(0, 1), (1, 2), (2, len(made.ir.calls))])
+    assert least_held_bytes(first, "full") == 0.0
+    ((_, received),) = second.inputs
+    assert 0.99 * received.nbytes < least_held_bytes(second, "full") <= received.nbytes
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-auto", "zb-v"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_pipeline_peaks_below_the_bound(schedule: str, seed: int) -> None:
+    """The bound of random cuts, which in-flight rules say how many microbatches are held, is below the peaks of all groups."""
+    base = on_ranks("llama", 4, 4)
+    plan = autopar.random_plan(base, seed, pp=2, schedule=schedule, pieces=1)
+    made = base.with_plan(with_policy(base, plan, "full"))
+    sizes = [made.plan.stages[group[0]].mesh.size for group in made.account.graph.groups]
+    room = [n * peak for n, peak in zip(sizes, made.account.peaks, strict=True)]
+    row, V, p = SCHEDULES[schedule], len(made.plan.stages) // len(sizes), len(sizes)
+    rule, M = row.in_flight(V), made.plan.microbatches
+    counts = [1.0] * p if V > 1 else [rule(after, p, M) for after in reversed(range(p))]
+    setting = replace(made.setting, microbatches=M)
+    task = Task(made.ir, made.cluster, made.rules, setting, Options(recompute="full"), None)  # type: ignore[arg-type]
+    bound = least_bytes(task)
+    assert could_fit(task, bound, room, counts)
+    assert not could_fit(task, bound, [0.1 * nbytes for nbytes in room], counts)

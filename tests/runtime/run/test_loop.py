@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.runtime.comm.backends import CUDA, HOST, OF_TYPE, Backend
 from autopar.runtime.program.arguments import parser
 from autopar.runtime.program.batches import BatchInput
 from autopar.runtime.run import train_loop
@@ -19,10 +20,13 @@ from autopar.runtime.run.metrics import StepLine
 def loop_of(steps: int, training: bool = True, **how: Any) -> train_loop.Loop:
     """A loop over a program whose loss is the position in the data; every third step is saved."""
     comm = types.SimpleNamespace(rank=0, device=torch.device("cpu"), excused=lambda what: contextlib.nullcontext())
+    heard = how.pop("heard", lambda what: None)
     updater = types.SimpleNamespace(not_finite=False, skips=types.SimpleNamespace(in_a_row=0))
+    updater.settle_look, updater.forget_look = (lambda step: heard(f"look {step}")), (lambda: None)
+    guards = types.SimpleNamespace(settle=lambda: heard("guards"), forget=lambda: None)
 
     class Program:
-        session = types.SimpleNamespace(comm=comm, training=training, updater=updater, grad_norm=None)
+        session = types.SimpleNamespace(comm=comm, training=training, updater=updater, guards=guards, grad_norm=None)
         manifest = types.SimpleNamespace(inputs=[BatchInput(shape=(1,), dtype="float32")], show=lambda: "a program")
 
         def __call__(self, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -71,6 +75,26 @@ def test_losses_are_heard_in_order_before_a_save_and_a_step_that_was_taken_back_
     loop.go_to(0, 0)
     loop.run([noting])
     assert noting.heard == [*heard.split(", "), "loss 6 of 5 at 5", "save 5"]
+
+
+def test_what_else_is_read_late_is_read_before_a_save():
+    noting = Noting()
+    noting.went_back = True
+    loop = loop_of(4, late=1, heard=noting.heard.append)
+    loop.go_to(0, 0)
+    loop.run([noting])
+    said = ", ".join(noting.heard)
+    assert (
+        "loss 0 of 1 at 2, guards, look 3, loss 1 of 2 at 3, loss 2 of 3 at 3, save 3, guards, look 4, loss 3 of 4"
+        in said
+    )
+    assert (loop.program.session.guards.late, loop.program.session.updater.late) == (1, 1)
+
+
+@pytest.mark.parametrize(("row", "late"), [(HOST, 0), (CUDA, 1)])
+def test_losses_are_read_late_where_kernels_queue_behind_the_host(row: Backend, late: int, monkeypatch):
+    monkeypatch.setitem(OF_TYPE, "cpu", row)
+    assert loop_of(1).late == late
 
 
 def test_batches_that_are_inferred_are_counted_and_have_no_loss(capsys):

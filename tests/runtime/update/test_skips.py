@@ -44,8 +44,9 @@ def endless(program, value):
     return program
 
 
-def until_it_ends(comm, program, rule, state=None, skip=False, steps=40):
+def until_it_ends(comm, program, rule, state=None, skip=False, steps=40, late=0):
     session = session_of(program, comm, rule)
+    session.updater.late = late
     session.load_weights(stages.weights())
     if skip:
         session.skip_not_finite()
@@ -92,13 +93,16 @@ def test_no_numbers_for_ever_end_at_the_eleventh_step_that_is_skipped_on_request
         assert said == "a gradient of step 14 is no number, after 10 updates in a row that were skipped for this"
 
 
+@pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("rule", ["plain", "clipped", "largest", "clamped"])
-def test_parameters_that_nobody_kept_from_such_gradients_are_named_within_twenty_steps(rule):
+def test_parameters_that_nobody_kept_from_such_gradients_are_named_within_twenty_steps(rule, late):
     """Eager trains on; here the step after the tenth of a session looks."""
     program = endless(stages.mlp(2, 1), math.nan)
-    ended = run_threads(2, program.mesh, lambda comm: until_it_ends(comm, program, RULES[rule]), timeout_s=60)
+    ended = run_threads(
+        2, program.mesh, lambda comm: until_it_ends(comm, program, RULES[rule], late=late), timeout_s=60
+    )
     for steps, said, _, _ in ended:
-        assert steps == 10
+        assert steps == 10 + late
         assert said.startswith(
             "step 10: there are parameters with entries that are no numbers, and so are their gradients (w1"
         )
