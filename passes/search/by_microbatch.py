@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import accumulate
 
 from autopar.ir.lowered import LoweredStage
 from autopar.passes.played.gradients import unreduced_bytes
@@ -48,21 +49,30 @@ def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
     over = account_of(whole).peak_bytes - task.limit
     if over <= 0 or not may_be(task) or whole.lowered is None or len(whole.lowered.stages) > 1:
         return whole
-    saved = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
-    total = sum(nbytes for _, nbytes in saved)
+    largest_first = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
+    total = sum(nbytes for _, nbytes in largest_first)
     if total < over:
         return whole
     best, part = whole, total
     for _ in range(2):
-        names, held = list[str](), 0.0
-        for name, nbytes in saved:
-            if held >= part:
-                break
-            names.append(name)
-            held += nbytes
-        plan = reduced_by_microbatch(candidate.plan, frozenset(names))
-        tried = task.finish(replace(candidate, plan=plan, lowered=None, account=None))
+        before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
+        names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}
+        tried = _tried(task, candidate, names)
         if account_of(tried).peak_bytes > task.limit:
             break
         best, part = tried, max(total / 2, over)
     return best
+
+
+def smallest(task: Task, candidate: PricedPlan) -> PricedPlan:
+    """The candidate lowered and accounted for, with all gradients reduced after every microbatch where its peak is lower so."""
+    whole = task.finish(candidate)
+    if not may_be(task):
+        return whole
+    reduced = _tried(task, candidate, frozenset(task.program.trained))
+    return min(whole, reduced, key=lambda one: account_of(one).peak_bytes)
+
+
+def _tried(task: Task, candidate: PricedPlan, names: Collection[str]) -> PricedPlan:
+    plan = reduced_by_microbatch(candidate.plan, names)
+    return task.finish(replace(candidate, plan=plan, lowered=None, account=None))
