@@ -78,7 +78,7 @@ ROOMS = {
     """,
     "runtime.kernels": """
         draws fused triton_dropout
-        kernels tiles random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions
+        kernels tiles random ops softmax scans selection moves losses rnn ctc batch_norm grouped gates convolutions overflow
         attention
         experts
         images

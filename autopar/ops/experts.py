@@ -7,7 +7,7 @@ The carried choice `+t+e` is expert parallelism: one axis shards tokens and expe
 that they chose and back (`autopar.runtime.kernels.experts.dispatch`), and nothing is owed over it. Two axes may take it:
 then a row travels along the first once to every node that has any of its experts, and inside that along the second
 (`autopar.runtime.kernels.experts.two_level_dispatch`). How many rows a rank gets only the data decides; memory is counted
-for `Options.expert_imbalance` times the mean.
+for `Options.expert_imbalance` times the mean; on a device that the host runs ahead of messages are always that large.
 
 gate and up have a dim of their own in w_in, so that the inner dim shards: a view of the matrix that holds both.
 """
@@ -29,7 +29,9 @@ from autopar.ir.visits import visits
 from autopar.ops.dialect import differentiable, empty_like, given, graph_op
 from autopar.ops.labels import Maker
 from autopar.ops.registry import Block, Gemm, Grouped, Sending
+from autopar.runtime.comm.devices import CPU
 from autopar.runtime.kernels.experts import experts as local
+from autopar.runtime.kernels.experts.dispatch import Promise
 from autopar.runtime.kernels.gates import ACTIVATIONS
 
 Tensor = torch.Tensor
@@ -58,6 +60,14 @@ def _carried(call: OpCall) -> list[Carried]:
 
 def _pairs(call: OpCall) -> int:
     return math.prod(call.operand("chosen").shape)
+
+
+def _padding(call: OpCall, pairs: float, ranks: int, of: float = 1.0) -> float:
+    """Rows of padded messages over those that a rank sends, of so many pairs to so many ranks. of: share that one may get."""
+    promise = Promise(call["expert_imbalance"], call["on_overflow"])
+    if promise.on_overflow == "chunk" or ranks == 1:
+        return 1.0
+    return promise.room(int(pairs), ranks, int(pairs * of)) * ranks / pairs
 
 
 def _products(call: OpCall) -> tuple[float, float]:
@@ -90,12 +100,13 @@ def _grouped(call: OpCall, parts: Mapping[str, int], share: int) -> Grouped:
     x = call.operand("x")
     rows, width = _pairs(call) * parts["f"] / share, x.nbytes / math.prod(x.shape)
     carries = math.prod(parts.values()) > share
+    padding = _padding(call, rows if carries else rows * parts["e"], parts["e"])
     of = (call["x"].index, call.operand("chosen").shape[-1], call.operand("w_in").shape[0] // parts["e"])
     row_bytes, inner_bytes = rows * width * d, rows * width * (halves + 1) * f / parts["f"]
     if call.op.startswith("autopar.experts_grad"):
         again = _products(call)[0] / _work(call, Rule((), (), {}))[0]
-        return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, again)
-    return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes)
+        return Grouped(*of, 1.5 * row_bytes, 10 if carries else 6, 1.5 * inner_bytes, again, padding)
+    return Grouped(*of, row_bytes, 11 if carries else 7, inner_bytes, padding=padding)
 
 
 def _block(block: Block) -> dict[str, Any]:
@@ -109,25 +120,29 @@ def _block(block: Block) -> dict[str, Any]:
 
 def _through_nodes(sends: Callable[[Sending], list[Sent]]) -> Callable[[Sending], list[Sent]]:
     """The messages inside a node, of its experts' rows; where rows come to the node along an axis of their own also those of this
-    leg: all ranks know all counts, tokens go out with what they chose, and one row a token and node comes back. The work that
-    hides messages hides those of the leg."""
+    leg: all ranks know all counts, but of padded messages, tokens go out with what they chose, and one row a token and node comes
+    back. The work that hides messages hides those of the leg."""
 
     def through(sending: Sending) -> list[Sent]:
         if not sending.inner:
             return sends(sending)
         ((inner, ranks),) = sending.inner
         experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
-        copies = visits(sending.ranks, choices)
+        copies, pairs = visits(sending.ranks, choices), _pairs_sent(sending)
+        padded = sending.device != CPU and sending.call["on_overflow"] != "chunk"
+        if padded:
+            tokens, most = pairs / choices, min(choices, sending.ranks)
+            copies = most * _padding(sending.call, tokens * most, sending.ranks, 1 / most)
         backward = sending.call.op.startswith("autopar.experts_grad")
         row, shares, numbers = (sending.bytes_of(name) for name in ("x", "weights", "chosen"))
         known = 8.0 * (experts + sending.ranks) * ranks
         counts, *there, back = sends(replace(sending, axis=inner, ranks=ranks, inner=()))
+        gathers = [Sent("all_gather", inner, known), Sent("all_gather", sending.axis, known * sending.ranks)]
         further = [Sent("exchange", sending.axis, copies * row, behind=one.behind, joins=True) for one in there[1:]]
         returning = copies * (row + (shares if backward else 0.0))
         return [
-            Sent("all_gather", inner, known),
-            Sent("all_gather", sending.axis, known * sending.ranks),
-            Sent("exchange", sending.axis, copies * (row + shares + numbers), after=0.0, joins=True),
+            *(() if padded else gathers),
+            Sent("exchange", sending.axis, copies * (row + shares + numbers), after=0.0, joins=not padded),
             *further,
             replace(counts, nbytes=counts.nbytes / sending.ranks),
             *(replace(one, behind=0.0) for one in there),
@@ -138,12 +153,18 @@ def _through_nodes(sends: Callable[[Sending], list[Sent]]) -> Callable[[Sending]
     return through
 
 
+def _pairs_sent(sending: Sending) -> float:
+    """The pairs of tokens and choices of a rank."""
+    return sending.bytes_of("chosen") / sending.call.operand("chosen").dtype.itemsize
+
+
 def _rows_sent(sending: Sending) -> tuple[Sent, float]:
-    """The gathered counts, and the bytes of the rows that a rank sends, as many as all others: what is promised of the busiest
-    is room that is kept for it, and products are priced by the mean too."""
+    """The gathered counts, and the bytes of the rows that a rank sends, as many as all others, with padding
+    where there is any: what is promised of the busiest is room that is kept for it, and products are priced by the mean too."""
     experts, choices = sending.call.operand("w_in").shape[0], sending.call.operand("chosen").shape[-1]
     counts = Sent("all_gather", sending.axis, 8.0 * experts * sending.ranks)
-    return counts, sending.bytes_of("x") * choices
+    padding = 1.0 if sending.device == CPU else _padding(sending.call, _pairs_sent(sending), sending.ranks)
+    return counts, sending.bytes_of("x") * choices * padding
 
 
 @_through_nodes
@@ -161,7 +182,7 @@ def _grad_sends(sending: Sending) -> list[Sent]:
     counts, rows = _rows_sent(sending)
     work = _work(sending.call, Rule((), (), {}))[0]
     first, second = _products(sending.call)
-    shares = sending.bytes_of("weights")
+    shares = rows / sending.bytes_of("x") * sending.bytes_of("weights") / sending.call.operand("chosen").shape[-1]
     return [
         counts,
         Sent("exchange", sending.axis, rows, after=0.0, joins=True),

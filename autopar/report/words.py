@@ -54,10 +54,10 @@ def report(program: Compiled) -> str:
             f"{sum(bool(p.compression) for p in trained)} of {len(trained)} gradients travel as {plan.gradient_compression}, as "
             "was asked for; verify leaves that out"
         )
-    if program.options.compiler != "none":
+    if program.options.compiler == "inductor":
         lines.append(
-            f"what is between messages is compiled by {program.options.compiler} when the program starts; predictions are "
-            "for the program as it is written"
+            "what is between messages is compiled by inductor when the program starts; predictions are for the program as it is "
+            "written"
         )
     if program.options.cuda_graphs:
         lines.append(

@@ -253,15 +253,17 @@ def line_costs(
 
 
 def stored_s(line: AddGradient, held: Mapping[str, float], stage: LoweredStage, pricer: Pricer) -> float:
-    """Seconds of the gradient store's passes for a contribution, the mean of a step: the first is kept, others are added to the
-    sum, and after the last the sum is copied into its message, unless it is sent from where it lies. held: bytes
-    of the function's values."""
+    """Seconds of the gradient store's passes for a contribution, the mean of a step: the first is kept (on GPUs a pass is counted
+    where it is cast), others are added to the sum, and after the last the sum is copied into its message, unless it is sent from
+    where it lies. held: bytes of the function's values."""
     if not pricer.software.gradient_passes:
         return 0.0
     p, mesh = stage.parameters[line.parameter], stage.mesh
     nbytes, due, times = unreduced_bytes(p, mesh), p.contributions * stage.microbatches, sent_times(p, stage)
-    added_bytes = (due - times) * (2 * nbytes + held.get(line.value, nbytes))
-    added_bytes += (times - 1) * 3 * on_rank(p, mesh).gradient
+    came_bytes = held.get(line.value, nbytes)
+    added_bytes = (due - times) * (2 * nbytes + came_bytes) + (times - 1) * 3 * on_rank(p, mesh).gradient
+    if came_bytes < nbytes and pricer.device.runs_as.type != "cpu":
+        added_bytes += times * (nbytes + came_bytes)
     packed_bytes = 0.0 if p.name in sent_in_place(stage, pricer.memo) else 2 * sum(m.nbytes for m in _sums(p, mesh)[:1])
     return pricer.copy_s * (added_bytes + times * packed_bytes) / due
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autopar.costmodel.software import Software
 from autopar.ir.visits import visits
 from autopar.ops.registry import Grouped
+from autopar.runtime.comm.devices import CPU, Device
 
 LEG_PASSES = 6
 """Passes over rows that go to nodes: gathered as they set out, and as they come back read, cast and added."""
@@ -17,9 +18,9 @@ def work_share(grouped: Grouped | None, software: Software) -> float:
     return 1.0 - grouped.again if grouped is not None and software.keeps_rows else 1.0
 
 
-def moved_bytes(grouped: Grouped | None, software: Software, along: Sequence[int] = ()) -> float:
+def moved_bytes(grouped: Grouped | None, software: Software, along: Sequence[int] = (), device: Device = CPU) -> float:
     """Bytes that an op reads and writes beside its products. along: ranks of the axes that its rows travel along; of several the
-    first leads to nodes, each of which a row visits once."""
+    first leads to nodes, each of which a row visits once; device: that it runs on."""
     if grouped is None:
         return 0.0
     c = software.constants
@@ -27,4 +28,5 @@ def moved_bytes(grouped: Grouped | None, software: Software, along: Sequence[int
     if len(along) > 1 and not software.keeps_rows:
         passes += LEG_PASSES * visits(along[0], grouped.choices) / grouped.choices
     inner = c.fused_passes if software.kernels == "fused" else c.eager_passes
-    return passes * grouped.row_bytes + inner * grouped.inner_bytes
+    padding = 1.0 if device == CPU or software.keeps_rows else grouped.padding
+    return padding * (passes * grouped.row_bytes + inner * grouped.inner_bytes)

@@ -76,7 +76,7 @@ class OpSeconds:
             eager=software.kernels != "fused",
             op=call.op,
             reached=software.constants.grouped_share if grouped is not None else 1.0,
-            moved_bytes=moved_bytes(grouped, software, along),
+            moved_bytes=moved_bytes(grouped, software, along, device.runs_as),
         )
         return merging_s + filled_s + drawn_s + work_s
 

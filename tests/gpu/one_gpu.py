@@ -20,7 +20,7 @@ from autopar.codegen.in_process import load
 from autopar.codegen.pipeline import pipeline_source
 from autopar.codegen.stage import stage_sources
 from autopar.passes.played.meta_comm import MetaComm
-from autopar.runtime.program.run_options import DEFAULTS
+from autopar.runtime.program.run_options import RunOptions
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.session import Session
 from benchmarks.one_rank import MODELS
@@ -29,6 +29,8 @@ DEVICE = "cuda"
 OPTIMIZER = functools.partial(torch.optim.AdamW, lr=1e-3)
 NO_DROPOUT = [name for name in MODELS if "dropout" not in name]
 Batch = tuple[Tensor, Tensor]
+
+WRITTEN = RunOptions(compiler="none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Beside:
     def session(self, dtype: torch.dtype | None = None) -> Session:
         """The program's only rank, with its weights: nobody to talk to. dtype: in the place of all that the program names."""
         program = self.program
-        modules = dataclasses.replace(program.in_process, options=DEFAULTS)
+        modules = dataclasses.replace(program.in_process, options=WRITTEN)
         if dtype is not None:
             sources = stage_sources(program.lowered.stages, lambda stage: "", replaced(dtype))
             modules = load(program.lowered, sources, pipeline_source(program.lowered, program.ir, "", replaced(dtype)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -32,6 +32,7 @@ from autopar.runtime.comm.devices import Device
 from autopar.runtime.comm.process import TorchComm
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.run.train_loop import LossReader
+from autopar.runtime.step.ready import made_ready
 from autopar.runtime.step.session import Session
 from tests.gpu.fake_cuda import H100, fake_cuda
 from tests.gpu.simulation.autograd import autograd_doubles
@@ -104,10 +105,12 @@ def simulated(
     device: Device = H100,
     answer: Answer = zero,
     before: Callable[[Session], Any] | None = None,
+    ahead: bool = True,
 ) -> Simulated:
-    """Training steps of a program on all its ranks, whose losses are read as run.py does. batch: a global one, in memory of the
-    host; before, body: what comes before and after them."""
-    modules: InProcess = program.in_process
+    """Training steps of a program on all its ranks, as it is written, whose losses are read as run.py does. batch: a global
+    one, in memory of the host; before, body: what comes before and after them; ahead: batches are ready before their steps."""
+    options = replace(program.in_process.options, compiler="none")
+    modules: InProcess = replace(program.in_process, options=options)
     leaves = program.leaves(batch)
 
     def rank(_: int, machine: Machine) -> None:
@@ -118,7 +121,9 @@ def simulated(
         losses = LossReader(session, reads=True, late=backend_of(comm.device).ahead)
         for step in range(1, steps + 1):
             machine.begin_step(step)
-            loss = session.train_step([torch.empty(x.shape, dtype=x.dtype) for x in leaves])
+            given = [torch.empty(x.shape, dtype=x.dtype) for x in leaves]
+            session.next_inputs.ready = made_ready(given, session.shapes, session.forms) if ahead else None
+            loss = session.train_step(given)
             for _ in losses.read(step, None, loss, 0.0, at_once=False):
                 pass
         if body is not None:

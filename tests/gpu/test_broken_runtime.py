@@ -19,6 +19,7 @@ from autopar.runtime.gradients.buckets import Buckets
 from autopar.runtime.memory.tiers import Tiers
 from autopar.runtime.step.channels import Arrival, Channel
 from autopar.runtime.step.pipeline import Executor
+from autopar.runtime.step.ready import NextInputs
 from autopar.runtime.step.stage import Stage
 from tests.gpu.simulated import simulated
 from tests.gpu.simulation.accesses import Memory
@@ -110,6 +111,19 @@ def the_allocator_is_not_told_of_copies_out(patch: pytest.MonkeyPatch) -> None:
 @lack("offloaded", "race", "memory/tiers.py")
 def events_are_recorded_and_mean_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Event, "record", nothing)
+
+
+@lack("dp", "race", "step/ready.py")
+def inputs_are_read_before_they_arrive(patch: pytest.MonkeyPatch) -> None:
+    wait = Stream.wait_event
+    patch.setattr(Stream, "wait_event", lambda self, event: None if self.timeline.name == "main" else wait(self, event))
+
+
+@lack("pp", "race", "step/ready.py")
+def a_microbatch_is_copied_to_the_room_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
+    made = NextInputs._room
+    rooms: dict[tuple[int, ...], Any] = {}
+    patch.setattr(NextInputs, "_room", lambda self, like: rooms.setdefault(tuple(like[0].shape), made(self, like)))
 
 
 @lack("zero3", "race", "autopar_stage_0")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar.passes.played.meta_comm import MetaComm
 from autopar.runtime.comm.devices import Device
-from autopar.runtime.program.run_options import DEFAULTS
+from autopar.runtime.program.run_options import RunOptions
 from autopar.runtime.program.tables import world_mesh
 from autopar.runtime.step.step_record import StepRecord, difference
 from tests.gpu.fake_cuda import A100, H100, fake_cuda
@@ -61,7 +61,8 @@ def test_records_of_steps_on_fake_gpus_are_equal_and_hold_nothing_that_a_graph_c
     program = compiled(name, 1, precision, without_dropout(zoo.make()))
     with fake_cuda(H100):
         comm = MetaComm(world_mesh(program.in_process.pipeline), 0, "cuda")
-        session = program.in_process.session(comm, program.request.update, program.options.seed)
+        modules = dataclasses.replace(program.in_process, options=RunOptions(compiler="none"))
+        session = modules.session(comm, program.request.update, program.options.seed)
         batch = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in program.leaves(zoo.batch())]
         session.train_step(batch)
         parts = {(stage.index, 0): stage.inputs(batch, 0) for stage in session.stages.values()}
@@ -80,7 +81,7 @@ def fake_step(
 ) -> tuple[set[str], dict[str, Tensor], Tensor]:
     """The ops of a step on a rank, the gradients and the loss."""
     program = compiled(name, ranks, precision)
-    modules = dataclasses.replace(program.in_process, options=DEFAULTS)
+    modules = dataclasses.replace(program.in_process, options=RunOptions(compiler="none"))
     leaves = program.leaves(BY_NAME[name].batch())
     with fake_cuda(device):
         comm = MetaComm(world_mesh(modules.pipeline), 0, "cuda")

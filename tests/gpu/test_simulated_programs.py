@@ -13,14 +13,20 @@ from torch import Tensor
 
 import autopar
 from autopar.cluster.tiers import Tier
+from autopar.runtime.comm.axis_comm import Along
+from autopar.runtime.comm.devices import Device
 from autopar.runtime.comm.process import TorchComm
 from autopar.runtime.comm.recorder import Recorder
+from autopar.runtime.kernels.experts import experts
+from autopar.runtime.kernels.overflow import Overflows
 from autopar.runtime.memory.host_copy import HostCopy
 from autopar.runtime.step import same_data
 from autopar.runtime.step.same_data import SameData
 from autopar.runtime.step.session import Session
+from tests.gpu.fake_cuda import A100, H100
 from tests.gpu.simulated import Simulated, on_ranks, simulated
 from tests.gpu.simulation.budgets import COPY, LATE, LAUNCH, MESSAGE, SYNC
+from tests.gpu.simulation.device import Machine
 from tests.ops.rings import with_attention
 from tests.passes.lower.test_overlap_experts import batch as mixture_batch
 from tests.passes.lower.test_overlap_experts import program as mixture
@@ -129,6 +135,41 @@ def test_rows_of_a_mixture_travel_in_order() -> None:
     found = simulated(mixture("any"), mixture_batch(), answer=lambda told: 4 if is_counts(told) else 0)
     assert not found.findings, str(found)
     assert any(unit.kind == "alltoall_base" for unit in found.logs[0].units)
+
+
+@pytest.mark.parametrize("device", [H100, A100], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("choice", ["+t0+e", "e", "t0"])
+def test_the_host_of_a_mixture_waits_once_before_the_update(choice: str, precision: str | None, device: Device) -> None:
+    """Only where rows may have no room does it ask whether they had."""
+    overlap = "any" if choice == "+t0+e" else ""
+    found = simulated(mixture(overlap, False, "stop", precision, choice), mixture_batch(), device=device)
+    assert not found.findings, str(found)
+    for budget in found.budgets:
+        waits = budget.of(SYNC, 2)
+        assert [one.op for one in waits] == (["synchronize an event"] if choice != "t0" else [])
+        assert {one.action for one in waits} <= {"gradients"}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_that_go_to_nodes_first_are_never_counted_by_the_host(backward: bool) -> None:
+    def rank(_: int, machine: Machine) -> None:
+        comm = TorchComm({"dp": 2, "ep": 2}, "cuda")
+        x, w_in, w_out = (torch.empty(shape, device="cuda") for shape in ((32, 8), (2, 8, 2, 4), (2, 4, 8)))
+        chosen, weights = torch.zeros(32, 2, dtype=torch.long, device="cuda"), torch.empty(32, 2, device="cuda")
+        operands = (x, w_in, None, w_out, None, chosen, weights)
+        told: dict[str, Any] = {"on_overflow": "stop", "along": Along(comm, "dp", "ep")}
+        with Overflows(comm, True).told():
+            asked = len(machine.budget.asked)
+            if backward:
+                experts.experts_grad(x, *operands, True, "silu", 1.0, None, 0.0, **told)
+            else:
+                experts.experts(*operands, "silu", 1.0, None, 0.0, **told)
+            assert not [one for one in machine.budget.asked[asked:] if one.kind == SYNC]
+
+    found = on_ranks(4, rank)
+    assert not found.findings, str(found)
+    assert sum(unit.kind == "alltoall_base" for unit in found.logs[0].units) == (11 if backward else 6)
 
 
 def is_counts(told: Tensor) -> bool:

@@ -67,6 +67,11 @@ def kind_of(device: torch.device) -> Device:
     return _present(row, device.index or 0)
 
 
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host runs ahead of a device's kernels and messages, so that it had to wait to know what they find."""
+    return kind_of(device) != CPU
+
+
 @functools.cache
 def _present(row: Backend, index: int) -> Device:
     """A device of this machine."""

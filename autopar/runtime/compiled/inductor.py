@@ -35,7 +35,7 @@ from ..rank import Rank
 from .kernel_files import KernelFile, one_file
 from .regions import cut
 
-COMPILERS = ("none", "inductor")
+COMPILERS = ("auto", "none", "inductor")
 CACHE = "compile_cache"
 """The folder beside a program's files in which its compiled regions are kept for the next start."""
 CACHE_IS_CHOSEN = "TORCHINDUCTOR_CACHE_DIR" in os.environ
@@ -53,6 +53,30 @@ _one_at_a_time = threading.RLock()
 
 class CompilerWarning(UserWarning):
     """A part of the program runs uncompiled."""
+
+
+def compiler_on(device: torch.device, compiler: str, captures: bool = False) -> str:
+    """The compiler that sessions on a device have: "auto" is inductor where most ops are passes over memory that a kernel each
+    launches, unless steps are to be captured as graphs. Where inductor cannot make kernels for the device a warning says so, and
+    the program runs as it is written."""
+    backend = backend_of(device)
+    if compiler == "auto":
+        compiler = "none" if backend.is_host or captures else "inductor"
+    if compiler == "inductor" and not backend.is_host and not _has_triton():
+        warnings.warn(
+            f"the program is not compiled, it runs as it is written: inductor finds no Triton that makes kernels for "
+            f"{device.type}; install triton, or pass --compiler none",
+            CompilerWarning,
+            stacklevel=3,
+        )
+        return "none"
+    return compiler
+
+
+def _has_triton() -> bool:
+    from torch.utils._triton import has_triton
+
+    return bool(has_triton())
 
 
 def compiled_stage(module: Any, rt: Rank, index: int) -> tuple[types.ModuleType, list[CompiledRegion]]:

@@ -105,7 +105,8 @@ class Flight:
         self._excuse = ("", 0.0)
         self._excuses: deque[tuple[float, float]] = deque(maxlen=KEPT_STANDSTILLS)
         self._beats = 0
-        self._main = threading.get_ident()
+        self.thread: int | None = threading.get_ident()
+        """The thread whose lines are told: the one that trains, or the one whose batch it waits for."""
         self._steps_s: deque[float] = deque(maxlen=KEPT_STEPS)
         self._step_began = time.monotonic()
 
@@ -287,8 +288,8 @@ class Flight:
         return replace(self.beat(), line=line, error=f"{type(error).__name__}: {error}", blamed=blamed)
 
     def _line(self) -> str:
-        """The innermost line of Python that is not the runtime's or torch's, of the thread that trains."""
-        frame: FrameType | None = sys._current_frames().get(self._main)
+        """The innermost line of Python that is not the runtime's or torch's."""
+        frame: FrameType | None = sys._current_frames().get(self.thread or 0)
         while frame is not None and not _is_users(frame):
             frame = frame.f_back
         return "" if frame is None else _place(frame)

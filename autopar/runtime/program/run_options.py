@@ -20,14 +20,15 @@ Seed = Annotated[int, integer(-(1 << 63), (1 << 63) - 1)]
 class RunOptions:
     """Options that reach run time.
 
-    compiler: of what the program computes between its messages: "none", or "inductor": each distinct block is compiled once by
-        torch's inductor, at the end of the first step. Memory is promised for the program as it is written.
+    compiler: of what the program computes between its messages: "none", "inductor" (each distinct block is compiled once by
+        torch's inductor, at the end of the first step), or "auto": inductor on GPUs, none on CPUs and where steps are captured
+        as CUDA graphs. Memory is promised for the program as it is written.
     cuda_graphs: capture forward and backward of a step on a GPU once as a CUDA graph and play it from then on, so that the
         host starts one thing instead of every kernel. Where that cannot be (several ranks, sizes that data decides,
         …) a CudaGraphWarning says why when the program runs, and steps run as they are written. Memory is promised for these.
     """
 
-    compiler: Annotated[str, choice(COMPILERS)] = "none"
+    compiler: Annotated[str, choice(COMPILERS)] = "auto"
     cuda_graphs: bool = False
 
     def at_run_time(self) -> RunOptions:

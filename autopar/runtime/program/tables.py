@@ -115,6 +115,11 @@ class Pipeline:
     def stages(self) -> range:
         return range(len(self.meshes))
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a stage of any rank has a mixture of experts."""
+        return any(hasattr(self.tables(stage).module, "experts") for stage in self.stages)
+
     def covers(self, stage: int) -> bool:
         """Whether every rank runs this stage."""
         return mesh_size(self.meshes[stage][0]) == self.world

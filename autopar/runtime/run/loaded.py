@@ -110,7 +110,7 @@ def load(
     are GPUs, else gloo). Weights come from `weights`, a checkpoint or a Hugging Face directory of
     safetensors, else from those emitted with the program; without either they are uninitialized until load_state_dict or
     resume. tier_directory: for the files of what rests in the memory tier "nvme" (default: that of temporary files).
-    compiler: "none" or "inductor", instead of what the program was compiled with. An optimizer that is not of torch.optim
+    compiler: "auto", "none" or "inductor", instead of what the program was compiled with. An optimizer that is not of torch.optim
     comes from a module that run.py or the calling script imports (manifest.py). met: where this round's workers have met already
     (`meeting.joined`). Raises RuntimeProgramError, and
     WrongWorldSize before any process group is made.
@@ -135,8 +135,6 @@ def load(
         compare(notes, dist.get_rank(), dist.get_world_size(), hashes(manifest, seed), timeout_s)
     pipeline = manifest.load_pipeline()
     options = replace(manifest.options, compiler=compiler) if compiler else manifest.options
-    if options.compiler != "none":
-        keep_beside(manifest.directory)
     comm = TorchComm(world_mesh(pipeline), device, timeout_s=timeout_s, store=notes, check=check)
     if backend_of(comm.device).is_host:
         keep_freed_memory()
@@ -152,6 +150,8 @@ def load(
         options=options,
         compare=True,
     )
+    if session.pipeline.compiler != "none":
+        keep_beside(manifest.directory)
     if session.same_data is not None:
         session.same_data.waiting = Leaving(dist.PrefixStore("leaving", notes), comm, session.same_data).waiting
     source = weights or manifest.weights_folder

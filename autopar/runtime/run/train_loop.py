@@ -12,16 +12,20 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
 from ..comm.backends import Arriving, backend_of
 from ..comm.comm import Comm
+from ..errors import RuntimeProgramError
 from ..program.batches import random_batches, user_batches
+from ..step.ready import Ready, made_ready
 from ..step.session import Session
 from .loaded import LoadedProgram
+from .read_ahead import InTurn, ReadAhead
 
 
 @dataclass(frozen=True)
@@ -121,17 +125,22 @@ class Loop:
         self.save_s = 0.0
         self._save_every = save_every
         self._losses = LossReader(program.session, reads, late)
-        self._batches_from = (
+        self._batches_from: Callable[[int], Iterator[Any]] = (
             partial(user_batches, arguments.data)
             if arguments.data
             else partial(random_batches, program.manifest.inputs, seed)
         )
+        self.batches: ReadAhead | InTurn | None = None
 
     def go_to(self, step: int, position: int) -> None:
         """Go on after a step, from a position in the data."""
         self.step, self.position = step, position
-        self.batches: Iterator[Any] = self._batches_from(position)
         self._losses.forget()
+        if self.batches is not None:
+            self.batches.close()
+        batches, comm = partial(self._batches_from, position), self.program.session.comm
+        ahead = backend_of(comm.device).ahead
+        self.batches = ReadAhead(batches, self._prepared, comm) if ahead else InTurn(batches)
 
     def run(self, listeners: Sequence[Listener]) -> None:
         """Steps until the last."""
@@ -145,11 +154,20 @@ class Loop:
         for one in listeners:
             one.at_end(self)
 
+    def _prepared(self, batch: Any) -> Ready | None:
+        """A batch made ready for its step; nothing of one that the program refuses."""
+        session = self.program.session
+        with suppress(RuntimeProgramError):
+            return made_ready(self.program.leaves(batch), session.shapes, session.forms)
+        return None
+
     def _do_step(self, listeners: Sequence[Listener]) -> None:
         start_s = time.perf_counter()
-        batch = next(self.batches)
+        assert self.batches is not None
+        batch, ready = self.batches.take(more=self.step + 1 < self.last)
         for one in listeners:
             one.before_step(self, batch)
+        self.program.session.next_inputs.ready = ready
         result = self.program(batch)
         step = self.step = self.step + 1
         self.position += 1

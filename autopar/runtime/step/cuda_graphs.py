@@ -17,7 +17,7 @@ scratch and this rank's part of the batch together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import RuntimeProgramError
 from ..guards import Report
 from ..kernels.random import StepKeys
-from .stage import Inputs, Stage, inputs_of
+from .stage import Inputs, Stage
 from .step_record import Asked, StepRecord, difference
 
 T = TypeVar("T")
@@ -97,11 +97,11 @@ class StepGraph(Generic[T]):
         self._result: T | None = None
         self._places: list[int] = []
 
-    def __call__(self, batch: Sequence[Tensor]) -> T:
-        """A step on a global batch."""
+    def __call__(self, inputs: Inputs) -> T:
+        """A step on parts of a batch."""
         if self.given_up:
-            return self._compute(inputs_of(batch))
-        self._copy_in(batch)
+            return self._compute(inputs)
+        self._copy_in(inputs)
         for index, stage in self._stages.items():
             self._keys[index].write(stage.rt.seed, stage.rt.step)
         if self._result is not None and self._places != self._where():
@@ -159,11 +159,11 @@ class StepGraph(Generic[T]):
         with record:
             return self._work()
 
-    def _copy_in(self, batch: Sequence[Tensor]) -> None:
+    def _copy_in(self, inputs: Inputs) -> None:
         """The batch where the captured one lay; the first one makes the room."""
         for index, stage in self._stages.items():
             for microbatch in self._microbatches:
-                own = stage.inputs(batch, microbatch)
+                own = inputs(stage, microbatch)
                 room = self._inputs.get((index, microbatch))
                 if room is None:
                     self._inputs[index, microbatch] = [x.clone(memory_format=torch.contiguous_format) for x in own]

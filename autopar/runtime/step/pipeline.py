@@ -20,6 +20,7 @@ from ..comm.calls import Message, Posted
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, spanned
 from ..errors import RuntimeProgramError
+from ..kernels.overflow import Overflows
 from ..program.layout import TensorInfo
 from ..program.order import Slot, plan_order
 from ..program.tables import Pipeline
@@ -55,6 +56,7 @@ class Executor:
         self.stages = stages
         self.microbatches = pipeline.microbatches
         self.recorder: Recorder | None = None
+        self.overflows = Overflows(comm, pipeline.mixes)
         own_tensors = [
             c for c in pipeline.boundary_tensors if c.transfer.source in stages or c.transfer.target in stages
         ]
@@ -85,7 +87,11 @@ class Executor:
 
     @torch.no_grad()
     def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
-        """One step's actions: stage -> per microbatch its outputs (those of training may be Handles)."""
+        """One step's actions: stage -> per microbatch its outputs (in training maybe Handles); then `overflows` are told."""
+        with self.overflows.told():
+            return self._run(inputs)
+
+    def _run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
         for stage in self.stages.values():
             stage.rt.begin_step()
@@ -108,7 +114,8 @@ class Executor:
         return outputs
 
     def finish(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything sent has left. Raises ExpertOverflow."""
+        self.overflows.end()
         while self._sending:
             self._release()
 

@@ -24,7 +24,7 @@ from ..comm.backends import backend_of
 from ..comm.calls import Handle
 from ..comm.comm import Comm
 from ..comm.recorder import Recorder, recorded, spanned
-from ..compiled.inductor import compile_met
+from ..compiled.inductor import compile_met, compiler_on
 from ..data.origin import package_of
 from ..errors import RuntimeProgramError
 from ..gradients.buckets import MIB
@@ -42,9 +42,10 @@ from ..update.update_rule import REFUSED_OPTIMIZERS, WHOLE_TENSOR_OPTIMIZERS, Op
 from .buffer_copies import BufferCopies
 from .cuda_graphs import Capture, CudaCapture, StepGraph, say_why, why_not
 from .pipeline import Executor, join_microbatches, joined_shape
+from .ready import NextInputs
 from .same_data import SameData
 from .shape_variants import Form
-from .stage import Inputs, SliceReader, inputs_of
+from .stage import Inputs, SliceReader
 from .state import State
 
 
@@ -85,7 +86,8 @@ class Session(State):
         options: those that the program was compiled with; compare: see that all ranks are given the same batches, where each has
         its own."""
         rule, self.options = as_rule(update), options
-        self.pipeline = Pipeline(pipeline, stages, dtype, options.compiler)
+        compiler = compiler_on(comm.device, options.compiler, options.cuda_graphs)
+        self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
         self.comm = comm
         if comm.world_size != self.pipeline.world:
             raise RuntimeProgramError(
@@ -100,7 +102,7 @@ class Session(State):
         tiers = Tiers(comm.device, tier_directory)
         self.guards = Guards()
         forms: list[Form] = []
-        for own in (self.pipeline, *(Pipeline(*bucket, dtype, options.compiler) for bucket in buckets)):
+        for own in (self.pipeline, *(Pipeline(*bucket, dtype, compiler) for bucket in buckets)):
             forms.append(Form(own, comm, seed, bucket_bytes, rule.compensated, tiers, self.guards, forms))
         self.forms, self._last = tuple(forms), forms[0]
         self.shapes = Shapes([form.pipeline.inputs for form in forms], pad)
@@ -110,6 +112,7 @@ class Session(State):
             comm.barrier(site="start")  # NCCL makes its communicator when all ranks come together
         self.grads: dict[str, Tensor] = {}
         self.absent: frozenset[str] = frozenset()
+        self.next_inputs = NextInputs(comm.device)
         self.opt_params = {n: p for stage in self.stages.values() for n, p in stage.opt_params.items()}
         self.updater = self._updater(rule)
         for one in self.updater.optimizers:
@@ -191,8 +194,7 @@ class Session(State):
         if why := why_not(self.training, ranks, len(self.forms), scaled, tiers, self.pipeline.compiler):
             say_why(why)
             return
-        microbatches = own.pipeline.microbatches
-        self.step_graph = StepGraph(partial(self._compute, own), own.stages, microbatches, make_capture)
+        self.step_graph = StepGraph(partial(self._compute, own), own.stages, own.pipeline.microbatches, make_capture)
 
     @recorded
     def train_step(self, batch: Sequence[Tensor]) -> Tensor:
@@ -209,11 +211,10 @@ class Session(State):
             stage.rt.grads.forget()
         if self.buffer_copies is not None:
             self.buffer_copies.take()
-        form, batch = self._begin(batch)
-        if self.step_graph is None or self.recorder is not None:
-            computed = self._compute(form, inputs_of(batch))
-        else:
-            computed = self.step_graph(batch)
+        form, inputs = self._begin(batch)
+        graph = None if self.recorder is not None else self.step_graph
+        computed = self._compute(form, inputs) if graph is None else graph(inputs)
+        form.executor.overflows.end()
         self.absent = form.absent.names(computed.counts)
         self.grads = {n: grad for n, grad in computed.grads.items() if n not in self.absent}
         loss, borrowed = computed.loss, computed.borrowed
@@ -241,8 +242,8 @@ class Session(State):
         """The outputs for a global batch: full tensors on every rank, or this rank's shards (None elsewhere)."""
         if self.training:
             raise RuntimeProgramError("this program was compiled for training; use train_step()")
-        form, batch = self._begin(batch)
-        runs = form.executor.run(inputs_of(batch))
+        form, inputs = self._begin(batch)
+        runs = form.executor.run(inputs)
         results: list[Tensor | None] = []
         for index, info in form.pipeline.outputs():
             output: Tensor | None = None
@@ -250,26 +251,26 @@ class Session(State):
                 place = form.pipeline.tables(index).outputs.index(info)
                 values = [outputs[place] for outputs in runs[index]]
                 if not local:
-                    what, own = f"output {info.name}", form.stages[index].comm
-                    values = [gather_full(value, info.spec, own, what) for value in values]
+                    values = [gather_full(v, info.spec, form.stages[index].comm, f"output {info.name}") for v in values]
                 output = values[0] if len(values) == 1 else join_microbatches(values, *info.join)
             joined = joined_shape(info, form.pipeline.microbatches)
             results.append(output if local else self._tell(index, output, joined, info))
         self._end_step(advance=False)
         return results
 
-    def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Sequence[Tensor]]:
-        """The form that is for a batch, and the batch as it takes it, before the actions of a step."""
+    def _begin(self, batch: Sequence[Tensor]) -> tuple[Form, Inputs]:
+        """The form that is for a batch, and the inputs that it takes, before the actions of a step."""
         if self.same_data is not None:
             self.same_data.take(batch, self.rt.step + 1)
-        place, batch = self.shapes.of(batch)
+        place, shaped = self.shapes.of(batch)
         form = self.forms[place]
-        batch = self.guards.check_batch(batch, form.pipeline.inputs, form.pipeline.ranges)
+        checked = self.guards.check_batch(shaped, form.pipeline.inputs, form.pipeline.ranges)
+        inputs = self.next_inputs.of(batch, shaped, checked)
         for stage in form.stages.values():
             stage.rt.step, stage.rt.loss_scale = self.rt.step, self.updater.loss_scale
         self._last = form
         form.shared.before_step()
-        return form, batch
+        return form, inputs
 
     def _compute(self, form: Form, inputs: Inputs) -> _Computed:
         """Forward and backward of a step, up to reduced gradients and the loss of the whole batch."""

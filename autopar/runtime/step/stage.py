@@ -113,21 +113,31 @@ class Stage:
 
     def inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
         """This rank's part of a microbatch's leaves."""
-        local_inputs = []
+        return [self._brought(view, dtype) for view, dtype in self._views(batch, microbatch)]
+
+    def own_inputs(self, batch: Sequence[Tensor], microbatch: int) -> list[Tensor]:
+        """The same in memory of their own, where they are: in pinned memory, if they are to go to the device."""
+        return [self._pinned(view, dtype) for view, dtype in self._views(batch, microbatch)]
+
+    def _views(self, batch: Sequence[Tensor], microbatch: int) -> Iterator[tuple[Tensor, torch.dtype]]:
         for info, cuts in zip(self.tables.inputs, self.cuts, strict=True):
             leaf = batch[info.index]
-            view = leaf[cuts[microbatch]] if cuts[microbatch] else leaf
-            local_inputs.append(self._brought(view, info.dtype))
-        return local_inputs
+            yield leaf[cuts[microbatch]] if cuts[microbatch] else leaf, info.dtype
+
+    def _travels(self, part: Tensor) -> bool:
+        """Whether a part of the batch goes from the host's memory to that of the device."""
+        device = self.comm.device
+        return not (part.device.type == device.type or backend_of(device).is_host) and backend_of(part.device).is_host
+
+    def _pinned(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(part, dtype=dtype, pin_memory=self._travels(part)).copy_(part)
 
     def _brought(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """A part of the batch on the rank's device. From the host's memory it goes by way of pinned memory, so that the host does
         not wait for the kernels before; torch keeps that memory until the copy is over."""
-        device = self.comm.device
-        if part.device.type == device.type or backend_of(device).is_host or not backend_of(part.device).is_host:
-            return part.to(device=device, dtype=dtype)
-        pinned = torch.empty_like(part, dtype=dtype, pin_memory=True).copy_(part)
-        return pinned.to(device=device, non_blocking=True)
+        if not self._travels(part):
+            return part.to(device=self.comm.device, dtype=dtype)
+        return self._pinned(part, dtype).to(device=self.comm.device, non_blocking=True)
 
     def start_regather(self) -> Callable[[], Any]:
         """Bring updated optimizer shards back to storage; the returned function waits for it."""

@@ -68,15 +68,22 @@ def model(crowded: bool = False) -> Model:
 
 
 @functools.cache
-def program(overlap: str, crowded: bool = False, on_overflow: str = "chunk") -> autopar.Program:
+def program(
+    overlap: str, crowded: bool = False, on_overflow: str = "chunk", precision: str | None = None, choice: str = "+t0+e"
+) -> autopar.Program:
     cluster = autopar.ClusterSpec.local(RANKS)
     cluster = replace(cluster, levels=(replace(cluster.levels[0], bandwidth_Bps=1e7, latency_s=1e-6),))
     options = autopar.Options(
-        mesh={"ep": RANKS}, microbatches=1, recompute="none", on_overflow=on_overflow, overlap=False
+        mesh={"ep": RANKS},
+        microbatches=1,
+        recompute="none",
+        on_overflow=on_overflow,
+        overlap=False,
+        precision=precision,
     )
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
     made = autopar.compile(model(crowded), cluster, batch(), optimizer=optimizer, options=options)
-    made = with_choices(made, "experts", {"ep": "+t0+e"})
+    made = with_choices(made, "experts", {"ep": choice})
     return made.with_plan(overlapping(made.plan, overlap))
 
 

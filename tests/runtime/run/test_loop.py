@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autopar.runtime.comm.backends import CUDA, HOST, OF_TYPE, Backend
+from autopar.runtime.errors import RuntimeProgramError
 from autopar.runtime.program.arguments import parser
 from autopar.runtime.program.batches import BatchInput
 from autopar.runtime.run import train_loop
@@ -26,8 +27,18 @@ def loop_of(steps: int, training: bool = True, **how: Any) -> train_loop.Loop:
     guards = types.SimpleNamespace(settle=lambda: heard("guards"), forget=lambda: None)
 
     class Program:
-        session = types.SimpleNamespace(comm=comm, training=training, updater=updater, guards=guards, grad_norm=None)
+        session = types.SimpleNamespace(
+            comm=comm,
+            training=training,
+            updater=updater,
+            guards=guards,
+            grad_norm=None,
+            next_inputs=types.SimpleNamespace(),
+        )
         manifest = types.SimpleNamespace(inputs=[BatchInput(shape=(1,), dtype="float32")], show=lambda: "a program")
+
+        def leaves(self, batch: Any) -> list[torch.Tensor]:
+            raise RuntimeProgramError("a batch that the program refuses")
 
         def __call__(self, batch: list[torch.Tensor]) -> torch.Tensor:
             return torch.full((1,) if training else (2,), float(loop.position))

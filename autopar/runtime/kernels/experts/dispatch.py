@@ -18,28 +18,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from ...comm.axis_comm import Along
 from ...comm.calls import Handle
 from ...errors import ExpertOverflow
-from ..grouped import by_group
+from ..grouped import Groups, by_group
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Promise:
-    """The promise of how many rows memory is kept for. source: the user's line."""
+    """The promise of how many rows memory is kept for. source: the user's line; notes: rows without room are noted
+    (../overflow.py), which forward does for backward too."""
 
     imbalance: float
     on_overflow: str
     source: str = ""
+    notes: bool = True
 
     def most(self, rows: int, ranks: int = 1) -> int:
         """Rows that are computed at once where so many are shared by so many ranks."""
         return math.ceil(self.imbalance * rows / ranks)
+
+    def room(self, rows: int, ranks: int, all_rows: int) -> int:
+        """Rows of a message to one of so many ranks that share as many, of all that there are: as many as are promised, or six
+        standard deviations of a random choice more than the mean."""
+        mean = rows / ranks
+        return min(all_rows, max(self.most(rows, ranks), math.ceil(mean + 6 * math.sqrt(mean))))
 
 
 @dataclass(frozen=True)
@@ -59,19 +68,24 @@ class Piece:
     """Rows that are computed at once.
 
     pairs: (n,) numbers of the (token, choice) pairs that this rank sends, sorted by expert. place: (tokens, choices), where
-    each pair is among these; out of range for pairs of other pieces. ends: (experts here,) where the rows of every expert
-    end among those that arrive. arrange: which of the arriving rows stand where, once sorted by expert (None: as they are).
-    few: most choices of the tokens are not among the pairs.
+    each pair is among these; out of range for pairs of other pieces. arrival: which of the arriving rows stand where, once
+    sorted by expert (None: as they are), and where the rows of every expert end then. few: most choices of the tokens are not
+    among the pairs; padded: some pairs are only there to fill a message.
     """
 
     pairs: Tensor
     place: Tensor
-    ends: Tensor
+    arrival: Handle[tuple[Tensor | None, Tensor]]
     along: Along | None = None
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
-    arrange: Tensor | None = None
     few: bool = False
+    padded: bool = False
+
+    @cached_property
+    def groups(self) -> Groups:
+        """The rows of every expert among those that arrive."""
+        return Groups(self.arrival.wait()[1], len(self.pairs) if self.along is None else sum(self.received))
 
     def of_tokens(self, x: Tensor) -> Tensor:
         """The row of x, (tokens, …), that every pair has."""
@@ -81,16 +95,20 @@ class Piece:
         """One row per pair, to where it is computed, sorted by expert there."""
         if self.along is None:
             return Handle(None, rows)
-        handle, arrange = self.along.start_exchange(rows, self.sent, self.received), self.arrange
-        return handle if arrange is None else handle.then(lambda arrived: arrived[arrange])
+        return self.along.start_exchange(rows, self.sent, self.received).then(self._arranged)
+
+    def _arranged(self, arrived: Tensor) -> Tensor:
+        arrange = self.arrival.wait()[0]
+        return arrived if arrange is None else arrived[arrange]
 
     def back(self, rows: Tensor) -> Handle[Tensor]:
         """One row per pair, from where it was computed, in the order of `pairs`."""
         if self.along is None:
             return Handle(None, rows)
-        if self.arrange is not None:
+        arrange = self.arrival.wait()[0]
+        if arrange is not None:
             as_arrived = torch.empty_like(rows)
-            as_arrived[self.arrange] = rows
+            as_arrived[arrange] = rows
             rows = as_arrived
         return self.along.start_exchange(rows, self.received, self.sent)
 
@@ -101,11 +119,19 @@ class Piece:
         if self.few:
             self._add_few(y, rows, weights)
             return
-        for choice in range(self.place.shape[1]):
-            place = self.place[:, choice]
-            here = (place >= 0) & (place < len(rows))
-            weight = here.to(y.dtype) if weights is None else (weights[:, choice] * here).to(y.dtype)
-            y.addcmul_(rows[place.clamp(0, len(rows) - 1)].to(y.dtype), weight.unsqueeze(-1))
+        here = (self.place >= 0) & (self.place < len(rows))
+        share = (here if weights is None else weights * here).to(y.dtype).unsqueeze(-1)
+        place = self.place.clamp(0, len(rows) - 1)
+        for choice in range(place.shape[1]):
+            y.addcmul_(rows[place[:, choice]].to(y.dtype), share[:, choice])
+
+    def put(self, into: Tensor, values: Tensor) -> None:
+        """into[token, choice] = the value of its pair. values: (n, 1), in the order of `pairs`."""
+        if self.padded:
+            found = values[self.place.clamp(min=0).flatten(), 0].view_as(into)
+            into.copy_(found.masked_fill_(self.place < 0, 0))
+        else:
+            into.view(-1)[self.pairs] = values.squeeze(1)
 
     def _add_few(self, y: Tensor, rows: Tensor, weights: Tensor | None) -> None:
         """The same without a look at the pairs that are elsewhere; of one choice a token has one row."""
@@ -128,22 +154,23 @@ def pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread) -> It
         yield from _sent_pieces(chosen, experts, promise, spread, spread.along)
         return
     order, ends = by_group(chosen, spread.first, experts)
-    place = _placed(order, len(order)).view_as(chosen)
+    place = placed(order, len(order)).view_as(chosen)
     if spread.parts == 1:
-        yield Piece(order, place, ends)
+        yield Piece(order, place, Handle(None, (None, ends)))
         return
     most = promise.most(chosen.numel(), spread.parts)
     rows = min(most, chosen.numel()) if chosen.is_meta else int(ends[-1])
     for start in range(0, rows, most):
         count = min(most, rows - start)
-        yield Piece(order[start : start + count], place - start, (ends - start).clamp(0, count))
+        sorted_ends = (ends - start).clamp(0, count)
+        yield Piece(order[start : start + count], place - start, Handle(None, (None, sorted_ends)))
 
 
 def _sent_pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread, along: Along) -> Iterator[Piece]:
     order, ends = by_group(chosen, spread.first, experts * along.size)
     counting = along.start_all_gather(torch.diff(ends, prepend=ends.new_zeros(1)).unsqueeze(0), 0)
     mean, few = chosen.numel() if spread.mean is None else spread.mean, spread.mean is not None
-    place, most = _placed(order, len(order)), promise.most(mean)
+    place, most = placed(order, len(order)), promise.most(mean)
     if chosen.is_meta:
         yield _promised_piece(order, place.view_as(chosen), experts, most, along, few)
         return
@@ -158,14 +185,14 @@ def _sent_pieces(chosen: Tensor, experts: int, promise: Promise, spread: Spread,
         sent, arriving = piece[along.index], piece[:, mine]
         pairs = _ranges(starts, sent).to(order.device)
         starts = starts + sent
+        arrange = None if experts == 1 else _by_expert(arriving).to(order.device)
         yield Piece(
             order[pairs],
-            _placed(pairs, len(order))[place].view_as(chosen),
-            arriving.sum(0).cumsum(0).to(ends.device),
+            placed(pairs, len(order))[place].view_as(chosen),
+            Handle(None, (arrange, arriving.sum(0).cumsum(0).to(ends.device))),
             along,
             tuple(sent.view(along.size, experts).sum(1).tolist()),
             tuple(arriving.sum(1).tolist()),
-            None if experts == 1 else _by_expert(arriving).to(order.device),
             few,
         )
 
@@ -194,7 +221,7 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return shift + torch.arange(len(shift))
 
 
-def _placed(order: Tensor, size: int) -> Tensor:
+def placed(order: Tensor, size: int) -> Tensor:
     """(size,): where in `order` each number stands, -1 for those that it lacks."""
     place = order.new_full((size,), -1)
     place[order] = torch.arange(len(order), device=order.device)
@@ -206,7 +233,8 @@ def _promised_piece(order: Tensor, place: Tensor, experts: int, most: int, along
     arrange, leaving = None if experts == 1 else order.new_empty(most), min(len(order), max(most, along.size))
     sent, received = in_equal_parts(leaving, along.size), in_equal_parts(most, along.size)
     pairs = order.new_empty(leaving)
-    return Piece(pairs, place.clone(), order.new_empty(experts), along, sent, received, arrange, few)
+    arrival = Handle(None, (arrange, order.new_empty(experts)))
+    return Piece(pairs, place.clone(), arrival, along, sent, received, few)
 
 
 def in_equal_parts(rows: int, parts: int) -> tuple[int, ...]:

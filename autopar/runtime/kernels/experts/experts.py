@@ -3,9 +3,9 @@
     y[t] = sum over j of weights[t, j] · expert[chosen[t, j]](x[t])
     expert[i](x) = gate(x @ w_in[i] + b_in[i]) @ w_out[i] + b_out[i]
 
-A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py), both; along two axes
-rows go to a node first and then inside it (two_level_dispatch.py). It may also have a block of the inner dim. Choices that
-are no number of an expert add nothing. Both ops stop while rows travel (suspended.py). Backward computes the first product
+A rank has a block of the tokens, a block of the experts, or, along an axis that sends rows (dispatch.py, padded.py), both; along
+two axes rows go to a node first and then inside it (two_level_dispatch.py). It may also have a block of the inner dim. Choices
+that are no number of an expert add nothing. Both ops stop while rows travel (suspended.py). Backward computes the first product
 again, as the rows that a rank gets are known only while it runs.
 """
 
@@ -21,9 +21,9 @@ from ...comm.axis_comm import Along
 from ...comm.calls import Handle
 from ...comm.suspended import Parts, whole_or_suspended
 from ..gates import Gate
-from ..grouped import add_outer_products, products, spans
-from .dispatch import Promise, Spread, pieces
-from .two_level_dispatch import legs
+from ..grouped import Groups, add_outer_products, add_sums, products
+from .dispatch import Promise, Spread
+from .padded import legs, pieces
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ def _mixed(
     """The weighted sums of rows, (tokens, d)."""
     y = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, shares.dtype))
     for leg in legs(choices, len(layers.w_in), promise, spread):
-        comings = [leg.out(t) for t in (rows, choices, shares)]
+        comings = [leg.out(rows), leg.choices_out(choices), leg.out(shares)]
         yield
         here = [coming.wait() for coming in comings]
         del comings
@@ -83,11 +83,11 @@ def _mixed(
         yield
         arrived = coming.wait()
         del coming
-        h = layers.first(arrived, piece.ends)
+        h = layers.first(arrived, piece.groups)
         del arrived
         a = layers.value(h)
         del h
-        out = layers.second(a, piece.ends)
+        out = layers.second(a, piece.groups)
         del a
         returning = piece.back(out)
         del out
@@ -131,7 +131,7 @@ def _experts_grad(
     for grad in grads:
         grad.zero_()
     promise, spread, to = (
-        Promise(expert_imbalance, on_overflow, source),
+        Promise(expert_imbalance, on_overflow, source, notes=False),
         Spread(first, parts, along),
         grads if of_layers else (),
     )
@@ -158,7 +158,8 @@ def _mixed_grad(
     dx = rows.new_zeros(rows.shape, dtype=torch.promote_types(rows.dtype, shares.dtype))
     dshares = torch.zeros_like(shares, memory_format=torch.contiguous_format)
     for leg in legs(choices, len(layers.w_in), promise, spread):
-        comings, gs_here = [leg.out(t) for t in (rows, choices, shares)], leg.out(gs.wait())
+        comings = [leg.out(rows), leg.choices_out(choices), leg.out(shares)]
+        gs_here = leg.out(gs.wait())
         yield
         here = [coming.wait() for coming in comings]
         del comings
@@ -178,27 +179,27 @@ def _mixed_grad(
         share_coming = piece.to_experts(shares.reshape(-1)[piece.pairs].unsqueeze(1))
         yield
         row = row_coming.wait()
-        h = layers.first(row, piece.ends)
+        h = layers.first(row, piece.groups)
         g_coming = g_coming or piece.to_experts(piece.of_tokens(gs.wait()))
         yield
         gy, share = g_coming.wait(), share_coming.wait()
         del row_coming, g_coming, share_coming
-        a, da = layers.value(h), layers.second_dx(gy, piece.ends)
+        a, da = layers.value(h), layers.second_dx(gy, piece.groups)
         dshare = (a * da).sum(1, keepdim=True, dtype=share.dtype)
         if layers.b_out is not None:
-            dshare += (gy * _of_rows(layers.b_out, piece.ends, len(gy))).sum(1, keepdim=True, dtype=share.dtype)
+            dshare += (gy * _of_rows(layers.b_out, piece.groups)).sum(1, keepdim=True, dtype=share.dtype)
         dshare_coming = piece.back(dshare)
         dh = layers.slope_(da.mul_(share), h)
         del da, h
-        dx_coming = piece.back(layers.first_dx(dh, piece.ends))
+        dx_coming = piece.back(layers.first_dx(dh, piece.groups))
         if grads:
-            later.append(partial(layers.add_gradients, grads, row, dh, a.mul_(share), gy, share, piece.ends))
+            later.append(partial(layers.add_gradients, grads, row, dh, a.mul_(share), gy, share, piece.groups))
         del row, dh, a, gy, share
         if spread.mean is None:
             _do(later)
         yield
         piece.add_to(dx, dx_coming.wait())
-        dshares.view(-1)[piece.pairs] = dshare_coming.wait().squeeze(1)
+        piece.put(dshares, dshare_coming.wait())
         del dx_coming, dshare, dshare_coming
     gs.wait()  # also where none of them chose an expert here: a message that nobody waits for may be lost
     return dx, dshares
@@ -224,15 +225,15 @@ class _Layers:
     b_out: Tensor | None
     gate: Gate
 
-    def first(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def first(self, rows: Tensor, groups: Groups) -> Tensor:
         """(r, d) -> what the gate takes."""
-        h = products(rows, _joined(self.w_in, self.w_in), ends)
+        h = products(rows, _joined(self.w_in, self.w_in), groups)
         if self.b_in is not None:
-            h.add_(_of_rows(_joined(self.b_in, self.w_in), ends, len(rows)))
+            h.add_(_of_rows(_joined(self.b_in, self.w_in), groups))
         return h if self.w_in.shape[2] == 1 else h.unflatten(1, (-1, 2) if _interleaved(self.w_in) else (2, -1))
 
-    def first_dx(self, dh: Tensor, ends: Tensor) -> Tensor:
-        return products(dh.flatten(1), _joined(self.w_in, self.w_in).transpose(1, 2), ends)
+    def first_dx(self, dh: Tensor, groups: Groups) -> Tensor:
+        return products(dh.flatten(1), _joined(self.w_in, self.w_in).transpose(1, 2), groups)
 
     def value(self, h: Tensor) -> Tensor:
         return self.gate.value(h, _interleaved(self.w_in))
@@ -240,28 +241,28 @@ class _Layers:
     def slope_(self, g: Tensor, h: Tensor) -> Tensor:
         return self.gate.slope_(g, h, _interleaved(self.w_in))
 
-    def second(self, a: Tensor, ends: Tensor) -> Tensor:
+    def second(self, a: Tensor, groups: Groups) -> Tensor:
         """(r, f) -> (r, d)."""
-        y = products(a, self.w_out, ends)
-        return y if self.b_out is None else y.add_(_of_rows(self.b_out, ends, len(a)))
+        y = products(a, self.w_out, groups)
+        return y if self.b_out is None else y.add_(_of_rows(self.b_out, groups))
 
-    def second_dx(self, g: Tensor, ends: Tensor) -> Tensor:
-        return products(g, self.w_out.transpose(1, 2), ends)
+    def second_dx(self, g: Tensor, groups: Groups) -> Tensor:
+        return products(g, self.w_out.transpose(1, 2), groups)
 
     def add_gradients(
-        self, grads: tuple[Tensor, ...], rows: Tensor, dh: Tensor, a: Tensor, g: Tensor, share: Tensor, ends: Tensor
+        self, grads: tuple[Tensor, ...], rows: Tensor, dh: Tensor, a: Tensor, g: Tensor, share: Tensor, groups: Groups
     ) -> None:
         """To `grads` what these rows give. a: times their weights, g: without them."""
         dw_in, db_in, dw_out, db_out = grads
         interleaved = _interleaved(self.w_in)
         matrices = (dw_in.transpose(2, 3) if interleaved else dw_in).view(*dw_in.shape[:2], -1)
-        add_outer_products(matrices, rows, dh.flatten(1), ends)
-        add_outer_products(dw_out, a, g, ends)
+        add_outer_products(matrices, rows, dh.flatten(1), groups)
+        add_outer_products(dw_out, a, g, groups)
         if self.b_in is not None:
             pairs = dh.transpose(1, 2) if interleaved else dh
-            _add_sums(db_in, pairs if pairs.ndim == 3 else pairs.unsqueeze(1), ends)
+            add_sums(db_in, pairs if pairs.ndim == 3 else pairs.unsqueeze(1), groups)
         if self.b_out is not None:
-            _add_sums(db_out, g * share, ends)
+            add_sums(db_out, g * share, groups)
 
 
 def gradient_room(
@@ -291,13 +292,6 @@ def _flat(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _of_rows(b: Tensor, ends: Tensor, rows: int) -> Tensor:
+def _of_rows(b: Tensor, groups: Groups) -> Tensor:
     """b: (experts, n) -> (rows, n): that of every row's expert, 0 for rows after the last."""
-    group = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
-    return torch.cat([b, torch.zeros_like(b[:1])])[group]
-
-
-def _add_sums(out: Tensor, t: Tensor, ends: Tensor) -> None:
-    """out: (experts, …), to which the sums of every expert's rows are added. t: (rows, …)."""
-    for total, (start, end) in zip(out, spans(ends), strict=False):
-        total += t[start:end].sum(0)
+    return torch.cat([b, torch.zeros_like(b[:1])])[groups.numbers]

@@ -37,7 +37,8 @@ Tensor = torch.Tensor
 class Leg:
     """Tokens that travel to nodes and back at once.
 
-    tokens: (rows sent,) their numbers, node by node. inside: where the experts are that rows are sent on to.
+    tokens: (rows sent,) their numbers, node by node. inside: where the experts are that rows are sent on to. real: (rows sent,)
+    False for those that only fill a message, which choose no expert there, so that zeros come back.
     """
 
     along: Along
@@ -45,10 +46,18 @@ class Leg:
     sent: tuple[int, ...]
     received: tuple[int, ...]
     inside: Spread
+    real: Tensor | None = None
 
     def out(self, rows: Tensor) -> Handle[Tensor]:
         """The rows of tokens to the nodes that these visit."""
         return self.along.start_exchange(rows[self.tokens], self.sent, self.received)
+
+    def choices_out(self, choices: Tensor) -> Handle[Tensor]:
+        """The choices of the tokens to the same nodes."""
+        if self.real is None:
+            return self.out(choices)
+        own = choices[self.tokens].masked_fill_(~self.real.unsqueeze(1), -1)
+        return self.along.start_exchange(own, self.sent, self.received)
 
     def back(self, rows: Tensor) -> Handle[Tensor]:
         """One row for every one that came, to where it came from."""
@@ -72,7 +81,7 @@ def _legs(chosen: Tensor, experts: int, promise: Promise, along: Along, inner: A
     nodes, of_node, mean = along.size, experts * inner.size, tokens * min(choices, along.size)
     inside = Spread(along.index * of_node, 1, inner, chosen.numel())
     room = min(max(promise.most(mean), nodes), nodes * tokens)
-    visited = _visited(chosen, nodes, of_node)
+    visited = visited_nodes(chosen, nodes, of_node)
     own = torch.cat([visited.sum(0), _counts(chosen, nodes * of_node)]).unsqueeze(0)
     inside_counting = inner.start_all_gather(own, 0)
     counting = along.start_all_gather(inside_counting.wait(), 0)
@@ -95,7 +104,7 @@ def _legs(chosen: Tensor, experts: int, promise: Promise, along: Along, inner: A
         yield Leg(along, numbers, tuple(leaving.tolist()), tuple(arriving.tolist()), inside)
 
 
-def _visited(chosen: Tensor, nodes: int, of_node: int) -> Tensor:
+def visited_nodes(chosen: Tensor, nodes: int, of_node: int) -> Tensor:
     """(tokens, nodes): whether a node has an expert that the token chose."""
     exists = (chosen >= 0) & (chosen < nodes * of_node)
     node = torch.where(exists, chosen // of_node, nodes)

@@ -46,7 +46,7 @@ def test_every_pair_travels_once_to_its_expert_and_no_piece_is_larger_than_promi
         for piece in parts:
             arrived = piece.to_experts(pairs[piece.pairs]).wait()
             assert len(arrived) <= most
-            starts = [0, *piece.ends.tolist()]
+            starts = [0, *piece.groups.ends.tolist()]
             for i in range(experts):
                 assert (arrived[starts[i] : starts[i + 1], 2] == comm.rank * experts + i).all()
             assert torch.equal(piece.back(arrived).wait(), pairs[piece.pairs])
@@ -65,7 +65,7 @@ def test_pieces_of_one_rank_hold_every_pair_once_and_say_where() -> None:
     assert most == 5
     parts = list(pieces(chosen, 2, Promise(0.9, "chunk"), Spread(first=1, parts=2)))
     assert [len(piece.pairs) for piece in parts] == [5, 3]
-    assert [piece.ends.tolist() for piece in parts] == [[2, 5], [0, 3]]
+    assert [piece.groups.ends.tolist() for piece in parts] == [[2, 5], [0, 3]]
     assert torch.cat([chosen.flatten()[piece.pairs] for piece in parts]).tolist() == [1, 1, 2, 2, 2, 2, 2, 2]
     for piece in parts:
         place = piece.place.flatten()

@@ -1,0 +1,98 @@
+"""Rows beyond the room of a message, or of a rank, where the host does not know how many there are: the device counts them.
+
+Sizes are then those of the plan (experts/padded.py), and rows that have no room are not computed. So no step may end with
+them: what every mixture found is noted as a tensor, one message after backward tells all ranks the most, and the host reads that
+once, before the update. Every rank raises the same ExpertOverflow, and nothing is applied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..comm.backends import Arriving
+from ..comm.comm import Comm
+from ..comm.devices import runs_ahead
+from ..errors import ExpertOverflow
+
+Say = Callable[[list[int], str], str]
+"""The message for the loads of a note, with the words that say which of the step's calls they are of."""
+_OF_THREAD = threading.local()
+
+
+@dataclass(frozen=True)
+class _Note:
+    """loads: rows by where they go; excess: how many of the largest are beyond the room; site: the user's line."""
+
+    loads: Tensor
+    excess: Tensor
+    site: str
+    say: Say
+
+
+def note(loads: Tensor, room: int, site: str, say: Say) -> None:
+    """Note how many rows go where, of which at most `room` have room each; what nobody will read later is read at once, and
+    raises ExpertOverflow."""
+    if loads.is_meta:
+        return
+    notes: list[_Note] | None = getattr(_OF_THREAD, "notes", None)
+    if notes is not None:
+        notes.append(_Note(loads, loads.amax() - room, site, say))
+    elif int(loads.amax()) > room:
+        raise ExpertOverflow(say(loads.tolist(), ""))
+
+
+class Overflows:
+    """The notes of the mixtures of a step on one rank, which there are in every step or in none. mixes: any rank may have a
+    mixture; else, and on a device that the host does not run ahead of, there are none."""
+
+    def __init__(self, comm: Comm, mixes: bool) -> None:
+        self._comm, self._mixes = comm, mixes and comm.world_size > 1 and runs_ahead(comm.device)
+        self._agreed = False
+        self._notes: list[_Note] = []
+        self._most: Arriving | None = None
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Inside, notes of this thread are kept; then all ranks are told the most rows that any rank has beyond its room."""
+        if not self._mixes:
+            yield
+            return
+        self._notes = _OF_THREAD.notes = []
+        try:
+            yield
+        finally:
+            _OF_THREAD.notes = None
+        if not self._agreed:  # a mixture whose experts are all on its rank notes nothing
+            self._mixes, self._agreed = any(self._comm.share(bool(self._notes))), True
+        if not self._mixes:
+            return
+        own = [one.excess for one in self._notes] or [torch.zeros((), dtype=torch.long, device=self._comm.device)]
+        most = self._comm.all_reduce(
+            torch.stack(own).amax().reshape(1), tuple(self._comm.mesh), "max", "rows with no room"
+        )
+        self._most = Arriving([most])
+
+    def end(self) -> None:
+        """Wait for what was told. Raises ExpertOverflow on every rank alike where a row had no room."""
+        notes, self._notes = self._notes, []
+        most, self._most = self._most, None
+        if most is None or int(most.wait()[0]) <= 0:
+            return
+        raise ExpertOverflow(next(text for text in self._comm.share(self._text(notes)) if text))
+
+    def _text(self, notes: list[_Note]) -> str:
+        """The message for the worst of these, "" where all rows had room."""
+        excess = [int(one.excess) for one in notes]
+        place = max(range(len(notes)), key=excess.__getitem__, default=-1)
+        if place < 0 or excess[place] <= 0:
+            return ""
+        worst = notes[place]
+        alike = [at for at, one in enumerate(notes) if (one.site, one.loads.shape) == (worst.site, worst.loads.shape)]
+        which = f" (rank {self._comm.rank}, call {alike.index(place) + 1} of {len(alike)} of this line in the step)"
+        return worst.say(worst.loads.tolist(), which)
