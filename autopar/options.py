@@ -99,8 +99,9 @@ class Options(RunOptions):
         are cast before they are gathered. None: as the model is.
     constraints: name pattern (shell wildcards) -> spec, such as {"*.q.weight": "[@tp, .]"}. Patterns match parameter
         names (the spec is how the parameter is stored) and values as "template.value".
-    memory_fraction: share of device memory that a plan may use.
-    memory_bytes: limit per rank in bytes instead of the device's memory times memory_fraction.
+    memory_fraction: share of device memory that the program may have. Of that, context, workspaces, communicators and gaps of the
+        allocator take their part on GPUs, and a tenth is left free on CPUs; the rest is for tensors.
+    memory_bytes: limit of tensors per rank in bytes, instead of what memory_fraction leaves for them.
     solver_time_limit_s: seconds the solver may spend on one mesh.
     search_s: seconds that the search for a plan may take once there is one that fits; then the best so far is given, and the
         report names the kinds of plans that were left out. Ctrl-C ends it the same way. None: the search ends by itself.
@@ -143,7 +144,7 @@ class Options(RunOptions):
     offload: OffloadKind = "auto"
     precision: Precision | None = None
     constraints: Mapping[str, str] = field(default_factory=dict)
-    memory_fraction: Share = 0.9
+    memory_fraction: Share = 1.0
     memory_bytes: Bytes | None = None
     solver_time_limit_s: PositiveSeconds = 60.0
     search_s: Seconds | None = None

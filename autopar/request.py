@@ -134,7 +134,7 @@ class Request:
             microbatches=microbatches,
             order=order,
         )
-        request = replace(self, cluster=cluster, options=options, plan=None)
+        request = replace(self, cluster=as_computed(cluster, options), options=options, plan=None)
         _check(request)
         return request
 
@@ -161,7 +161,15 @@ def make_request(
     inputs, *others = [inputs] if buckets is None else bucket_examples(inputs, buckets)
     pad = checked_pad_values(pad_values, inputs)
     request = Request(
-        model, as_cluster(cluster), inputs, targets, loss_fn, update, options, buckets=tuple(others), pad_values=pad
+        model,
+        as_computed(as_cluster(cluster), options),
+        inputs,
+        targets,
+        loss_fn,
+        update,
+        options,
+        buckets=tuple(others),
+        pad_values=pad,
     )
     if plan is not None:
         return request.replaying(checked_plan(plan))
@@ -185,6 +193,11 @@ def as_cluster(cluster: ClusterSpec | str | Path) -> ClusterSpec:
             return ClusterSpec.from_file(cluster)
         return ClusterSpec.preset(str(cluster))
     raise InputError(f"cluster must be a ClusterSpec, a preset's name or a file, not {type(cluster).__name__}")
+
+
+def as_computed(cluster: ClusterSpec, options: Options) -> ClusterSpec:
+    """A cluster whose devices compute as the options say."""
+    return cluster.with_tf32() if options.matmul_precision != "highest" else cluster
 
 
 def _check(request: Request) -> None:

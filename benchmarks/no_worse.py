@@ -32,6 +32,7 @@ import torch
 
 import autopar
 from autopar import ClusterSpec, Plan
+from autopar.cluster.process import tensor_room
 from autopar.passes.rules.structure import parameter_groups
 from autopar.passes.shard.allowed import allowed_states
 from benchmarks.harness import command_line
@@ -151,11 +152,12 @@ def priced(program: autopar.ParallelProgram) -> dict[str, Any]:
 
 
 def limit_bytes(program: autopar.ParallelProgram) -> float:
-    """Bytes that a plan may use on every rank."""
+    """Bytes that tensors of a plan may take on every rank at most."""
     options = program.options
     if options.memory_bytes is not None:
         return options.memory_bytes
-    return min(device.memory_bytes for _, device in program.cluster.devices) * options.memory_fraction
+    cluster, share = program.cluster, options.memory_fraction
+    return min(tensor_room(cluster, None, device, share * device.memory_bytes) for _, device in cluster.devices)
 
 
 def is_asked_for(program: autopar.ParallelProgram) -> bool:

@@ -113,6 +113,15 @@ class ClusterSpec(Description):
         devices = tuple((n, replace(d, tiers=tiers or usual_tiers(d))) for n, d in self.devices)
         return replace(self, devices=devices)
 
+    def with_tf32(self) -> ClusterSpec:
+        """The same cluster, where products of float32 run in TF32 on devices that have it."""
+
+        def of(device: DeviceSpec) -> DeviceSpec:
+            peaks = {**device.peak_flops}
+            return replace(device, peak_flops=peaks | {"float32": peaks["tfloat32"]}) if "tfloat32" in peaks else device
+
+        return replace(self, devices=tuple((n, of(device)) for n, device in self.devices))
+
     @staticmethod
     def local(n: Ranks = 1, *, memory_bytes: Rate | None = None) -> ClusterSpec:
         """n processes (or threads) of this machine's CPU: what tests and laptops use. Raises ClusterError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.capture.examples.trees import shapes_text
+from autopar.cluster.process import fragmentation, process_bytes
 from autopar.compiled import Compiled
 from autopar.ir.lowered import LoweredStage, StoredParameter
 from autopar.ir.program import Program
@@ -42,6 +43,7 @@ def report(program: Compiled) -> str:
         f"peak {size_text(predicted.peak_bytes)} per rank ("
         + ", ".join(f"{k} {size_text(v)}" for k, v in program.peak_kinds.items() if v >= 0.5)
         + ")",
+        *_beside_tensors(program),
     ]
     if plan.precision:
         lines.append(
@@ -58,6 +60,11 @@ def report(program: Compiled) -> str:
         lines.append(
             "what is between messages is compiled by inductor when the program starts; predictions are for the program as it is "
             "written"
+        )
+    if program.options.matmul_precision != "highest":
+        lines.append(
+            f"products of float32 in {program.options.matmul_precision!r} precision (torch.set_float32_matmul_precision), priced "
+            "as TF32 on devices that have it"
         )
     if program.options.cuda_graphs:
         lines.append(
@@ -207,6 +214,21 @@ def _failures(program: Compiled) -> list[str]:
         f"{known.save_every} steps ({time_text(known.interval_s)}), {known.goodput:.1%} of the time of {DAYS} days of work is "
         f"work that stays ({known.outcome.failures} failures, {time_text(known.outcome.lost_s)} of work done again)"
     ]
+
+
+def _beside_tensors(program: Compiled) -> list[str]:
+    """The line about what a process takes of its device beside tensors, on the rank that takes most; none on CPUs."""
+    groups = zip(program.lowered.graph.groups, program.account.peaks, strict=True)
+    taken: list[tuple[float, dict[str, float], float]] = []
+    for group, peak in groups:
+        mesh = program.plan.stages[group[0]].mesh
+        device = program.cluster.device(mesh.offset)
+        rows = process_bytes(program.cluster, dict(mesh.axes), device)
+        rows |= {"gaps of the allocator": fragmentation(device) * peak} if rows else {}
+        taken.append((peak + sum(rows.values()), rows, device.memory_bytes))
+    nbytes, rows, had = max(taken, key=lambda one: one[0])
+    causes = ", ".join(f"{cause} {size_text(n)}" for cause, n in rows.items() if n >= 0.5)
+    return [f"  with {causes}: {size_text(nbytes)} of {size_text(had)}"] if rows else []
 
 
 def _tiers(program: Compiled) -> list[str]:

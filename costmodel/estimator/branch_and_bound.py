@@ -46,7 +46,7 @@ from autopar.costmodel.estimator.pipeline_time import (
 from autopar.costmodel.estimator.schedules import ESTIMATED
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import Space, micro_batches, pipelines, sizes, storages
-from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate, adam_s, estimate, parameter_traffic
+from autopar.costmodel.estimator.step import Estimate, adam_s, estimate, parameter_traffic
 from autopar.costmodel.estimator.workload import StepPlan, Workload
 from autopar.costmodel.software import Software
 
@@ -117,7 +117,7 @@ class BranchAndBound:
         self.model, self.cluster, self.batch, self.space = model, cluster, batch, space
         self.software = software.canonical()
         self.device = cluster.slowest(self.software.precision)
-        self.room = USABLE_SHARE * self.device.memory_bytes if room is None else room
+        self.room = self.device.memory_bytes if room is None else room
         self.layers: dict[tuple[Any, ...], ReadLayers] = {}
         self.least = float("inf")
         self.opened = self.timed = self.short = 0

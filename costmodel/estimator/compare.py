@@ -18,7 +18,7 @@ from autopar.costmodel.estimator.schedules import same_form, schedule_name
 from autopar.costmodel.estimator.search import EstimatedPlan, reason, search
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
 from autopar.costmodel.estimator.space import PLAIN, Space
-from autopar.costmodel.estimator.step import USABLE_SHARE, estimate_workload
+from autopar.costmodel.estimator.step import estimate_workload
 from autopar.costmodel.estimator.workload import Workload
 from autopar.costmodel.software import Software
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
@@ -90,7 +90,7 @@ def compare(row: Mapping[str, Any], answers: Answers | None = None, *, plain: bo
     space = row_space(plan, name, plain)
     answers = Answers() if answers is None else answers
     ran = "oom" not in row.get("score_on", [])
-    room = USABLE_SHARE * w.device.memory_bytes
+    room = w.device.memory_bytes
     strict = answers.best(w, space, room)
     best = strict
     if not e.fits and ran:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from autopar.cluster import ClusterSpec
 from autopar.cluster.device import dtype_bytes
+from autopar.cluster.process import tensor_room
 from autopar.costmodel.bill import call_seconds
 from autopar.costmodel.collective import strided_time_s
 from autopar.costmodel.estimator.layer import head_bill, layer_bill
 from autopar.costmodel.estimator.shape import ParallelConfig, TransformerShape
-from autopar.costmodel.estimator.step import USABLE_SHARE
 from autopar.costmodel.estimator.workload import StepPlan, Workload
 from autopar.costmodel.software import Software
 
@@ -82,4 +82,5 @@ def estimate_inference(
     }
     held["total"] = sum(held.values())
     rate = batch * new_tokens / (prefill + new_tokens * per_token) / (p.tp * p.pp * p.cp)
-    return InferenceEstimate(prefill, per_token, rate, held, held["total"] <= USABLE_SHARE * device.memory_bytes)
+    room = tensor_room(cluster, {"dp": p.dp, "cp": p.cp, "tp": p.tp}, device, device.memory_bytes)
+    return InferenceEstimate(prefill, per_token, rate, held, held["total"] <= room)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.cluster.process import fragmentation, process_bytes
 from autopar.costmodel.estimator.schedules import microbatches_held
 from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 
@@ -16,7 +17,8 @@ from autopar.costmodel.estimator.workload import LOW_PRECISIONS, Workload
 @dataclass(frozen=True)
 class Memory:
     """Bytes on the fullest rank. `total` is what tensors take at the peak; `reserved` adds what the allocator loses to
-    fragmentation (slack) and the process itself (runtime): this must fit on the device."""
+    fragmentation (slack: fragmented is its share) and what the process takes itself (`autopar.cluster.process`): this must fit
+    on the device."""
 
     parameters: float = 0.0
     gradients: float = 0.0
@@ -24,6 +26,8 @@ class Memory:
     activations: float = 0.0
     temporary: float = 0.0
     buffers: float = 0.0
+    process: float = 0.0
+    fragmented: float = 0.0
 
     @property
     def total(self) -> float:
@@ -33,23 +37,17 @@ class Memory:
     @property
     def slack(self) -> float:
         """Bytes lost to fragmentation."""
-        return SLACK * (self.activations + self.temporary)
+        return self.fragmented * self.total
 
     @property
     def reserved(self) -> float:
         """Bytes the process takes from the device."""
-        return self.total + self.slack + RUNTIME_BYTES
+        return self.total + self.slack + self.process
 
     def to_dict(self) -> dict[str, float]:
-        """Bytes by kind, with slack, runtime, reserved and total."""
-        kinds = dict(self.__dict__)
-        return {**kinds, "slack": self.slack, "runtime": RUNTIME_BYTES, "reserved": self.reserved, "total": self.total}
-
-
-RUNTIME_BYTES = 1.0e9
-"""Driver context, library workspaces and communicator buffers of one GPU process."""
-SLACK = 0.03
-"""Share of activations and temporaries that the allocator loses to fragmentation."""
+        """Bytes by kind, with slack, process, reserved and total."""
+        kinds = {kind: nbytes for kind, nbytes in self.__dict__.items() if kind != "fragmented"}
+        return {**kinds, "slack": self.slack, "reserved": self.reserved, "total": self.total}
 
 
 def layer_activation_bytes(w: Workload, recompute: str) -> float:
@@ -107,7 +105,8 @@ def stage_memory(w: Workload, stage: int, layers: int) -> Memory:
         gathered = model.layer_params(True, 1 / p.ep) if model.experts else model.layer_params(False)
         temporary += 2 * 2 * gathered / p.tp
     buffers = w.software.buffer_bytes + (4 * T * model.hidden if p.tp > 1 else 0.0)
-    return Memory(weights, gradients, optimizer, activations, temporary, buffers)
+    process = sum(process_bytes(w.cluster, {"dp": p.dp, "cp": p.cp, "tp": p.tp}, w.device, p.ep).values())
+    return Memory(weights, gradients, optimizer, activations, temporary, buffers, process, fragmentation(w.device))
 
 
 def state_bytes(w: Workload, shared: float, experts: float) -> tuple[float, float, float]:

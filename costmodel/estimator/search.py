@@ -16,7 +16,7 @@ from autopar.cluster import ClusterSpec
 from autopar.costmodel.estimator.branch_and_bound import BranchAndBound, Part
 from autopar.costmodel.estimator.shape import TransformerShape
 from autopar.costmodel.estimator.space import Space
-from autopar.costmodel.estimator.step import USABLE_SHARE, Estimate
+from autopar.costmodel.estimator.step import Estimate
 from autopar.costmodel.estimator.workload import StepPlan
 from autopar.costmodel.software import Software
 from autopar.errors import InfeasibleError
@@ -54,7 +54,7 @@ def search(
 ) -> SearchResult:
     """The `top` fastest plans that fit, of those that differ in sizes, chunks or microbatch.
 
-    room_bytes: what a process may take of a device, the usable share of its memory by default. Raises InfeasibleError
+    room_bytes: what a process may take of a device, its memory by default. Raises InfeasibleError
     saying what is short and what would do.
     """
     q = BranchAndBound(model, cluster, batch, software or Software(), space or Space(), room_bytes)
@@ -104,9 +104,9 @@ def infeasible(model: TransformerShape, cluster: ClusterSpec, least: float) -> s
         f"{cluster.size} x {device.name} have {total / 1e12:,.2f} TB"
     )
     if state > total:
-        need = int(-(-state // (USABLE_SHARE * device.memory_bytes)))
+        need = int(-(-state // device.memory_bytes))
         short = (state - total) / 1e12
         return f"{text}: {short:,.2f} TB short. Use {need:,} such devices or more, or offload that much to host or NVMe"
-    over = (least - USABLE_SHARE * device.memory_bytes) / 1e9
+    over = (least - device.memory_bytes) / 1e9
     advice = "use a smaller microbatch or sequence, more devices, or offload"
     return f"{text}, but the leanest plan is {over:,.1f} GB over on the fullest device; {advice}"

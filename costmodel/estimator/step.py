@@ -57,10 +57,6 @@ class Estimate:
         return {**self.__dict__, "notes": list(self.notes)}
 
 
-USABLE_SHARE = 0.96
-"""Share of the device's memory that a process can have before it runs out."""
-
-
 def estimate(
     model: TransformerShape,
     cluster: ClusterSpec,
@@ -106,7 +102,7 @@ def estimate_workload(w: Workload, check: bool = True) -> Estimate:
         memory_bytes=memory.to_dict(),
         comm=communication_by_kind(w, bills, once.parameters.total_s(m), read, m * max(map(sum, layers))),
         bubble_fraction=max(0.0, 1 - m * work / read.span_s),
-        fits=memory.reserved <= USABLE_SHARE * w.device.memory_bytes,
+        fits=memory.reserved <= w.device.memory_bytes,
         breakdown={
             "compute": m * work - layer_exposed,
             "exposed_layer_comm": layer_exposed,

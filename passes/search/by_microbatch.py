@@ -46,7 +46,7 @@ def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
     """The candidate lowered and accounted for (`Task.finish`); where its peak is too high, with gradients that are reduced after
     every microbatch, if it fits so."""
     whole = task.finish(candidate)
-    over = account_of(whole).peak_bytes - task.limit
+    over = task.short_bytes(whole.plan, account_of(whole))
     if over <= 0 or not may_be(task) or whole.lowered is None or len(whole.lowered.stages) > 1:
         return whole
     largest_first = sorted(saved_bytes(whole.lowered.stages[0]).items(), key=lambda item: (-item[1], item[0]))
@@ -58,7 +58,7 @@ def finished(task: Task, candidate: PricedPlan) -> PricedPlan:
         before = accumulate((nbytes for _, nbytes in largest_first), initial=0.0)
         names = {name for (name, _), held in zip(largest_first, before, strict=False) if held < part}
         tried = _tried(task, candidate, names)
-        if account_of(tried).peak_bytes > task.limit:
+        if task.short_bytes(tried.plan, account_of(tried)) > 0:
             break
         best, part = tried, max(total / 2, over)
     return best

@@ -98,7 +98,7 @@ def _groups_short(task: Task, counted: Account, plan: Plan) -> list[tuple[int, .
     return [
         group
         for group, peak in zip(counted.graph.groups, counted.peaks, strict=True)
-        if peak > task.limit_at(plan.stages[group[0]].mesh.offset)
+        if peak > task.limit_at(plan.stages[group[0]].mesh)
     ]
 
 

@@ -7,13 +7,15 @@ them share their prices.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 from autopar.cluster import ClusterSpec
+from autopar.cluster.device import DeviceSpec
+from autopar.cluster.process import tensor_room
 from autopar.costmodel.software import Software
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
@@ -62,22 +64,33 @@ class Task:
 
     @cached_property
     def limit(self) -> float:
-        """Bytes that a plan may use on every rank."""
-        first_ranks = accumulate((count for count, _ in self.cluster.devices), initial=0)
-        return min(self.limit_at(rank) for rank in list(first_ranks)[:-1])
+        """Bytes that tensors of a plan may take on every rank at most; `limit_at` says what its mesh leaves of them."""
+        return min(self._room(device) for _, device in self.cluster.devices)
 
     @cached_property
     def room_bytes(self) -> float:
         """Bytes that a plan may use on all ranks together."""
-        counts = [count for count, _ in self.cluster.devices]
-        first_ranks = accumulate(counts, initial=0)
-        return sum(count * self.limit_at(rank) for count, rank in zip(counts, first_ranks, strict=False))
+        return sum(count * self._room(device) for count, device in self.cluster.devices)
 
-    def limit_at(self, rank: int) -> float:
-        """Bytes that a plan may use on one rank."""
+    def limit_at(self, mesh: Mesh) -> float:
+        """Bytes that tensors may take on a rank of a mesh, beside what the process takes of the device."""
+        first_ranks = accumulate((count for count, _ in self.cluster.devices), initial=0)
+        end = mesh.offset + mesh.size
+        return min(
+            self._room(device, dict(mesh.axes))
+            for first, (count, device) in zip(first_ranks, self.cluster.devices, strict=False)
+            if first < end and mesh.offset < first + count
+        )
+
+    def short_bytes(self, plan: Plan, counted: Account) -> float:
+        """Bytes by which a plan breaks the limit of the group that is shortest of memory; none are short up to 0."""
+        groups = zip(counted.graph.groups, counted.peaks, strict=True)
+        return max(peak - self.limit_at(plan.stages[group[0]].mesh) for group, peak in groups)
+
+    def _room(self, device: DeviceSpec, axes: Mapping[str, int] | None = None) -> float:
         if self.options.memory_bytes is not None:
             return float(self.options.memory_bytes)
-        return self.cluster.device(rank).memory_bytes * self.options.memory_fraction
+        return tensor_room(self.cluster, axes, device, device.memory_bytes * self.options.memory_fraction)
 
     def changed(self, **fields: Any) -> Task:
         """The same task with some of its fields changed; prices are shared where the cluster stays the same."""

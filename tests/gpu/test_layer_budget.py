@@ -107,8 +107,7 @@ def regions_of(layers: int) -> dict[str, RegionKernels]:
 
 
 def test_a_compiled_layer_is_two_regions_of_few_kernels() -> None:
-    """Kernels are those that inductor's scheduler makes for an H100; outside the regions the gradients of seven weights are
-    cast to the dtype of their sums."""
+    """Kernels are those that inductor's scheduler makes for an H100. Outside the regions gradients of seven weights are cast."""
     regions = regions_of(2)
     assert regions.keys() == {"blocks_forward", "blocks_backward"}
     made = sum(regions.values(), NO_KERNELS)

@@ -82,7 +82,7 @@ NOT_ARRIVED = {
     "all offloaded, clipped": Case(2, {"strategy": "dp", "offload": "all"}, CLIPPED),
     "all offloaded, scaled": Case(2, {"strategy": "dp", "offload": "all", "precision": "fp16"}, SCALED),
 }
-OTHERS = [zoo for zoo in MODELS[1:] if "recurrent" not in zoo.tags]
+OTHERS = MODELS[1:]
 RECURRENT = [zoo for zoo in MODELS if "recurrent" in zoo.tags]
 
 
@@ -239,6 +239,14 @@ def test_the_host_waits_one_step_late_for_the_loss_the_norm_and_the_guards() -> 
     for budget in found.budgets:
         waits = {step: [len(budget.of(kind, step)) for kind in (SYNC, LATE)] for step in (1, 2, 3, 11, 12)}
         assert waits == {1: [0, 0], 2: [0, 3], 3: [0, 3], 11: [0, 5], 12: [0, 3]}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("options", ["dp", "tp", "zero3", "1f1b", "dp4, bf16, microbatches"])
+@pytest.mark.parametrize("name", ["moe", "lstm", "gru"])
+def test_the_host_waits_for_neither_experts_nor_recurrent_layers(name: str, options: str) -> None:
+    for budget in simulate(BY_NAME[name], options).budgets:
+        assert not budget.of(SYNC, 2)
 
 
 def test_what_a_pipeline_asks_for_is_counted_by_step_and_microbatch() -> None:

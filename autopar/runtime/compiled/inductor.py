@@ -7,8 +7,8 @@ parameters are arguments; numbers of the rank (its place on an axis) are constan
 comes with other strides. What cannot be compiled runs as it is written, and a warning says so; what the cache of compiled
 regions is damaged for is compiled anew.
 
-Memory is promised for the program as it is written. Here what a region takes lives until its end, and the compiler has buffers of
-its own: more by what one region takes and makes, and not counted.
+Memory is promised for the program as it is written. What a region takes is freed after its last use, as there; the compiler's
+kernels hold fewer values on the way, and may hold some for longer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ convolutions that want channels last would then convert there and back in every 
 
 Form = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 """Shapes, strides and dtypes of arguments."""
-Compiled = Callable[..., Sequence[Tensor]]
+Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
+"""A function of the tensors in a list, which it empties."""
 _one_at_a_time = threading.RLock()
 """Ranks that are threads of one process: the compiler's state belongs to the process. No message is sent inside."""
 
@@ -117,7 +118,7 @@ class CompiledRegion:
         self.compiled: dict[Form, Compiled] = {}
         self.given_up = False
 
-    def __call__(self, rt: Rank, *tensors: Tensor) -> Sequence[Tensor]:
+    def __call__(self, rt: Rank, tensors: list[Tensor]) -> Sequence[Tensor]:
         if not self.given_up:
             try:
                 form = tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
@@ -126,10 +127,10 @@ class CompiledRegion:
             else:
                 if (compiled := self.compiled.get(form)) is not None:
                     with _one_at_a_time:
-                        return compiled(*tensors)
+                        return compiled(tensors)
                 if form not in self.met:
                     self.met[form] = [t.device for t in tensors]
-        return self.function(rt, *tensors)
+        return self.function(rt, tensors)
 
     def start(self, form: Form) -> Callable[[], None]:
         """Lower the region for arguments of a form that it has met; the function that is given waits for its code."""
@@ -141,7 +142,7 @@ class CompiledRegion:
                     for (shape, strides, dtype), device in zip(form, devices, strict=True)
                 ]
             with whole():
-                graph = make_fx(lambda *given: self.function(self.rt, *given), tracing_mode="fake")(*tensors)
+                graph = make_fx(lambda *given: self.function(self.rt, [*given]), tracing_mode="fake")(*tensors)
             join_backward(graph.graph)
             graph.recompile()
             finish = lowered(graph, tensors)
@@ -183,7 +184,7 @@ def lowered(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[[], Compi
     from torch._inductor.utils import fresh_cache
 
     def made() -> Compiled:
-        return inductor(graph, list(tensors), options=dict(SETTINGS))
+        return emptying(graph, inductor(graph, list(tensors), options=dict(SETTINGS)))
 
     def made_again() -> Compiled:
         """The kernels compiled as torch does it, without what a process that was killed may have left half written in
@@ -206,3 +207,21 @@ def lowered(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[[], Compi
         return compiled
 
     return finish
+
+
+def emptying(graph: GraphModule, compiled: Callable[..., Sequence[Tensor]]) -> Compiled:
+    """A compiled graph as a function of a list. Under inductor's functions of separate arguments, which hold these until they
+    return, lies one that takes a list and empties it; where that is not found, or the graph has tensors of its own, which come
+    before the arguments, the outer one is called."""
+    inner: Any = compiled
+    while inner.__name__ == "forward" and hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    if getattr(inner, "_boxed_call", False) and inner is not compiled and not {*graph.buffers(), *graph.parameters()}:
+        return inner  # type: ignore[no-any-return]
+
+    def separate(tensors: list[Tensor]) -> Sequence[Tensor]:
+        given = tuple(tensors)
+        tensors.clear()
+        return compiled(*given)
+
+    return separate

@@ -1,21 +1,24 @@
 """The regions of a stage file that a compiler may take: its templates' functions, cut where they speak to other ranks.
 
-A region is a run of statements of a function of a template that only compute. It becomes a function of tensors; what sends,
+A region is a run of statements of a function that only compute. It becomes a function of tensors; what sends,
 waits, draws random numbers or looks at data stays where it is, so that messages start and end in the order of the file.
 
     def block_forward(rt, call, w, v, x):              def block_forward(rt, call, w, v, x):
-        h = ops.linear(x, w)                               y = block_forward_1(rt, x, w, v)
+        h = ops.linear(x, w)                               _given = [x, w, v]
         a = aten.gelu(h)                                   del w, v
-        del w, h                                           y_reduced = rt.comm.all_reduce(y, 'tp')
-        y = ops.linear(a, v)                               del y
-        del v, a                                           return y_reduced, [x]
-        y_reduced = rt.comm.all_reduce(y, 'tp')
-        del y                                          def block_forward_1(rt, x, w, v):
-        return y_reduced, [x]                              h = ops.linear(x, w)
+        del w, h                                           y = block_forward_1(rt, _given)
+        y = ops.linear(a, v)                               y_reduced = rt.comm.all_reduce(y, 'tp')
+        del v, a                                           del y
+        y_reduced = rt.comm.all_reduce(y, 'tp')            return y_reduced, [x]
+        del y
+        return y_reduced, [x]                          def block_forward_1(rt, _given):
+                                                           x, w, v = _given
+                                                           _given.clear()
+                                                           h = ops.linear(x, w)
                                                            … return y
 
-The statements are those of the file, and a function without messages is one region. What is not known here to be a
-computation is none.
+Tensors come in a list that the region empties, so that one that nobody else holds is freed after its last use. The statements
+are those of the file, and a function without messages is one region. What is not known here to be a computation is none.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ METHODS = ("reshape", "permute", "expand", "sum", "to")
 MOVES = ("reshape", "permute", "expand")
 OF_THE_RANK = ("rt.comm.axis_index", "rt.comm.shard")
 """The questions that a region may ask of its rank: the answers are the same in every step, and nothing is sent."""
+GIVEN = "_given"
+"""The list of what a region is given."""
 FEWEST = 2
 """Statements that are not views of what there is; fewer have nothing to be fused with."""
 
@@ -82,11 +87,9 @@ def _cut_function(function: ast.FunctionDef, lines: Sequence[str]) -> Iterator[t
             number += 1
             name = f"{function.name}_{number}"
             takes, gives, first = run.takes(local), run.gives(), run.statements[0]
-            made = _function(name, ["rt", *takes], [*run.statements, _return(gives)], first)
+            made = _function(name, [*_taken(takes), *run.statements, _return(gives)], first)
             yield made, Region(name, function.name, first.lineno, _comment_above(lines, first.lineno))
-            body.append(_call(name, takes, gives, first))
-            if gone := [n for n in run.deleted if n not in run.made]:
-                body.append(ast.copy_location(ast.Delete([ast.Name(n, ast.Del()) for n in gone]), run.statements[-1]))
+            body += _call(name, takes, [n for n in run.deleted if n not in run.made], gives, first)
         else:
             body += run.statements
         local |= set(run.made)
@@ -207,14 +210,24 @@ def _comment_above(lines: Sequence[str], number: int) -> str:
 # --- text of its own --------------------------------------------------------------------------------------------------
 
 
-def _function(name: str, args: list[str], body: list[ast.stmt], at: ast.stmt) -> ast.FunctionDef:
-    arguments = ast.arguments([], [ast.arg(a) for a in args], None, [], [], None, [])
+def _function(name: str, body: list[ast.stmt], at: ast.stmt) -> ast.FunctionDef:
+    arguments = ast.arguments([], [ast.arg("rt"), ast.arg(GIVEN)], None, [], [], None, [])
     return ast.copy_location(ast.FunctionDef(name, arguments, body, []), at)
 
 
-def _call(name: str, takes: list[str], gives: list[str], at: ast.stmt) -> ast.stmt:
-    call = ast.Call(ast.Name(name, ast.Load()), [ast.Name(n, ast.Load()) for n in ("rt", *takes)], [])
-    return ast.copy_location(ast.Assign([_tuple(gives, ast.Store())], call), at)
+def _taken(takes: list[str]) -> list[ast.stmt]:
+    """The names of what is given, which the list then holds no longer."""
+    return [ast.Assign([_tuple(takes, ast.Store())], ast.Name(GIVEN, ast.Load())), *ast.parse(f"{GIVEN}.clear()").body]
+
+
+def _call(name: str, takes: list[str], gone: list[str], gives: list[str], at: ast.stmt) -> Iterator[ast.stmt]:
+    """The call of a region. gone: names that are not read after it."""
+    given = ast.List([ast.Name(n, ast.Load()) for n in takes], ast.Load())
+    yield ast.copy_location(ast.Assign([ast.Name(GIVEN, ast.Store())], given), at)
+    if gone:
+        yield ast.copy_location(ast.Delete([ast.Name(n, ast.Del()) for n in gone]), at)
+    call = ast.Call(ast.Name(name, ast.Load()), [ast.Name(n, ast.Load()) for n in ("rt", GIVEN)], [])
+    yield ast.copy_location(ast.Assign([_tuple(gives, ast.Store())], call), at)
 
 
 def _return(gives: list[str]) -> ast.Return:

@@ -83,9 +83,9 @@ class Session(State):
         one); comm: of all ranks; update: how parameters follow from gradients, or an optimizer factory alone; dtype: hold
         every floating tensor in it instead of the tables'; tier_directory: for the files of what rests in "nvme"; buckets:
         pipeline and stages for batches of other shapes; pad: what inputs are padded with up to the next of these, by name;
-        options: those that the program was compiled with; compare: see that all ranks are given the same batches, where each has
-        its own."""
+        options: those that the program was compiled with; compare: see that all ranks are given the same batches."""
         rule, self.options = as_rule(update), options
+        options.set_in_torch()
         compiler = compiler_on(comm.device, options.compiler, options.cuda_graphs)
         self.pipeline = Pipeline(pipeline, stages, dtype, compiler)
         self.comm = comm

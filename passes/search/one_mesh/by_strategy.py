@@ -40,11 +40,11 @@ def search_strategies(task: Task) -> tuple[list[PricedPlan], bool]:
         if not candidates:
             break
         with task.workers.answers(partial(finished_within, task), candidates) as finished:
-            peak = account_of(finished[0]).peak_bytes
-            if peak <= task.limit:
+            short = task.short_bytes(finished[0].plan, account_of(finished[0]))
+            if short <= 0:
                 plans = _fastest_first(task, candidates, finished)
                 return plans, fell_short or any(_paid_for_memory(task, c) for c in plans)
-        budget -= _MARGIN * (peak - task.limit)
+        budget -= _MARGIN * short
         if budget <= 0:
             break
     return [], True
@@ -61,7 +61,8 @@ def _fastest_first(
     for i in sorted(others.keys() - hopeless):
         if others[i].step_s < _CLOSE * best.step_s:
             others[i] = finished[i]
-            if others[i].step_s < best.step_s and account_of(others[i]).peak_bytes <= task.limit:
+            fits = task.short_bytes(others[i].plan, account_of(others[i])) <= 0
+            if others[i].step_s < best.step_s and fits:
                 best, others[i] = others[i], best
     return [best, *sorted(others.values(), key=lambda c: (c.step_s, c.solution.memory))]
 

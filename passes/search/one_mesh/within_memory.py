@@ -48,16 +48,17 @@ def fastest_within_limit(task: Task, joint: JointSearch, useless_from_s: float =
     best: tuple[float, PricedPlan] | None = None  # with the bytes that its point counts
     too_many_bytes = least_peak = math.inf
     point, first = joint.fastest, 0
-    if point.nbytes > task.limit * _HOPELESS:
+    limit = task.limit_at(point.problem.mesh)
+    if point.nbytes > limit * _HOPELESS:
         too_many_bytes, point, first = point.nbytes, joint.smallest(), 1
     for attempt in range(first, _TRIES):
-        if point.nbytes > task.limit * _HOPELESS:
+        if point.nbytes > limit * _HOPELESS:
             peak = point.nbytes
         else:
             candidate = finished(task, candidate_at(task, point, joint.fastest.seconds))
             peak = account_of(candidate).peak_bytes
         least_peak = min(least_peak, peak)
-        if peak > task.limit:
+        if peak > limit:
             too_many_bytes = min(too_many_bytes, point.nbytes)
         elif best is None or candidate.step_s < best[1].step_s:
             best = point.nbytes, candidate

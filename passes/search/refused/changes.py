@@ -131,7 +131,7 @@ def _on_one_mesh(task: Task, batch: int, end: float, limit_s: float) -> Iterator
     """Accounts of the smallest plans that fit, for a third of the time, and then of the fastest plans on the same meshes."""
     smallest = []
     for small in smallest_plans(task, batch):
-        if small.account.peak_bytes <= task.limit:
+        if task.short_bytes(small.candidate.plan, small.account) <= 0:
             smallest.append(small)
             yield small.account
         if smallest and time.monotonic() > end - 2 * limit_s / 3:

@@ -53,7 +53,7 @@ def memory_shortage(task: Task, batch: int) -> MemoryShortage:
     return in_words(
         MemoryShortage(
             task.cluster.size,
-            task.limit,
+            smallest.task.limit_at(smallest.candidate.plan.stages[0].mesh),
             counted.peak_bytes,
             peak_kinds(lowered, [s.memory for s in counted.stages]),
             model_bytes(task),

@@ -200,7 +200,7 @@ class CutSearch:
         if boundaries is not None and task.program is not self.task.program:
             boundaries = boundary_calls(task.program, task.options.stage_boundaries or ())
         return StageProblem(
-            tuple(option_of(plan, limits.kinds, share * task.limit_at(plan.mesh.offset)) for plan in plans),
+            tuple(option_of(plan, limits.kinds, share * task.limit_at(plan.mesh)) for plan in plans),
             limits.available,
             M,
             plans[0].units.boundary_s,

@@ -37,6 +37,7 @@ def fitted(
     level to level; where the last level does not fit (what runs again needs room itself), levels between are looked at.
     """
     by_group = levels(task, plan, groups)
+    limits = [task.limit_at(plan.stages[members[0]].mesh) for members in groups]
 
     def at(chosen: Sequence[int]) -> tuple[Plan, Account]:
         changed = _with_levels(plan, [group[k] for group, k in zip(by_group, chosen, strict=True)])
@@ -45,10 +46,10 @@ def fitted(
     low = [-1] * len(by_group)
     high = [len(group) - 1 for group in by_group]
     last = at(high)
-    if last[1].peak_bytes > task.limit:
+    if task.short_bytes(*last) > 0:
         inner = [at([round(part * (len(group) - 1)) for group in by_group]) for part in _INNER]
         return min(
-            (result for result in inner if result[1].peak_bytes <= task.limit),
+            (result for result in inner if task.short_bytes(*result) <= 0),
             key=lambda result: result[1].step_time_s,
             default=min(result[1].peak_bytes for result in (*inner, last)),
         )
@@ -58,7 +59,7 @@ def fitted(
         result = seen[tuple(middle)] = at(middle)
         for g, peak in enumerate(result[1].peaks):
             if high[g] - low[g] > 1:
-                side = high if peak <= task.limit else low
+                side = high if peak <= limits[g] else low
                 side[g] = middle[g]
     return seen.get(tuple(high)) or at(high)
 

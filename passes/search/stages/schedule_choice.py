@@ -20,6 +20,8 @@ from autopar.plan import Plan
 
 _FASTER = 1e-3
 """A schedule replaces a simpler one that is slower by more than this, relative."""
+_LESS_ROOM = 0.995
+"""A timed schedule is made in this share of its room too: what fills it greedily is at times slower in a little more of it."""
 
 
 def scheduled(plan: Plan, draft: Draft, useless_from_s: float = math.inf) -> PricedPlan | float:
@@ -57,7 +59,8 @@ def fastest_schedule(
     room = _room(apart.graph, apart, limits_bytes)
     one_microbatch = _full_with_one(apart.graph, limits_bytes, room)
     least_s = {True: _least_step_s(apart, limits_bytes), False: _least_step_s(together, limits_bytes)}
-    for name in schedule_names(draft.task, draft):
+    rooms = [room, replace(room, bound=tuple(_LESS_ROOM * nbytes for nbytes in room.bound))]
+    for name, space in [(n, r) for n in schedule_names(draft.task, draft) for r in rooms[: 1 + schedule_row(n).timed]]:
         to_beat_s = useless_from_s if best is None else best[1].step_time_s * (1 - _FASTER)
         row = schedule_row(name)
         if least_s[row.splits_backward] >= to_beat_s:
@@ -65,7 +68,7 @@ def fastest_schedule(
         if row.timed and one_microbatch > 1:
             no_room = one_microbatch
             continue
-        table = schedule_table(name, draft, apart, room)
+        table = schedule_table(name, draft, apart, space)
         if table is None:
             continue
         counted = under(apart if splits_backward(table) else together, table)
@@ -136,7 +139,7 @@ def schedule_table(name: str, draft: Draft, apart: Account, room: MemoryRoom) ->
 
 def _limits(plan: Plan, draft: Draft, graph: StageGraph) -> list[float]:
     """Bytes that a rank of every group has."""
-    return [draft.task.limit_at(plan.stages[stages[0]].mesh.offset) for stages in graph.groups]
+    return [draft.task.limit_at(plan.stages[stages[0]].mesh) for stages in graph.groups]
 
 
 def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoom:

@@ -86,7 +86,7 @@ class SubmeshPlans:
         policy = policy or self._policy()
         key = (M, mesh, share, policy)
         if key not in self._plans:
-            budget = share * groups * task.limit_at(mesh.offset)
+            budget = share * groups * task.limit_at(mesh)
             joint = self._joint(task, M, mesh, groups) if policy == "auto" else None
             solved = _by_joint(joint, budget) if joint is not None else _by_policy(task, mesh, budget, groups, policy)
             self._plans[key] = _measured(task, self._short(task), mesh, *solved) if solved is not None else None

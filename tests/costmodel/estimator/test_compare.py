@@ -28,7 +28,10 @@ TINY_MOE = replace(TINY, experts=4, topk=2, first_dense_layers=1)
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(SAMPLE[3::4], id="a fourth"), pytest.param(SAMPLE, id="all", marks=pytest.mark.slow)],
+    params=[
+        pytest.param([*SAMPLE[3::4], SAMPLE[22]], id="a fourth"),
+        pytest.param(SAMPLE, id="all", marks=pytest.mark.slow),
+    ],
 )
 def rows(request):
     """Rows of the sample; of every kind some: runs that fit, that are said not to, and that ran out of memory."""

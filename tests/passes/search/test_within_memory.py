@@ -20,6 +20,10 @@ class HandPoint:
     nbytes: float
 
     @property
+    def problem(self) -> Any:
+        return SimpleNamespace(mesh=None)
+
+    @property
     def seconds(self) -> float:
         return 1000.0 / self.nbytes
 
@@ -68,7 +72,7 @@ def task(limit: float, lowered: list[float] | None = None) -> Any:
         solution = SimpleNamespace(cost=point.seconds)
         return SimpleNamespace(solution=solution, step_s=point.seconds, account=account, point=point)
 
-    return SimpleNamespace(limit=limit, finish=finish)
+    return SimpleNamespace(limit_at=lambda mesh: limit, finish=finish)
 
 
 def fitted(joint: Any, limit: float, lowered: list[float] | None = None) -> Any:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.errors import InputError
@@ -100,8 +102,8 @@ def trained(program: autopar.ParallelProgram, compiler: str, batches: list[Any])
 
 def met(where: str, function: Callable[..., Any], *tensors: Tensor) -> inductor.CompiledRegion:
     """A region that was called with tensors, and compiled then."""
-    region = inductor.CompiledRegion(where, function, None)
-    region(None, *tensors)
+    region = inductor.CompiledRegion(where, lambda rt, given: function(rt, *given), None)
+    region(None, [*tensors])
     inductor.compile_met([region])
     return region
 
@@ -185,10 +187,31 @@ def test_what_is_fresh_in_the_text_is_fresh_when_compiled() -> None:
 
     x = torch.randn(8, 8)
     region = met("results", results, x)
-    own, written = region(None, x), results(None, x)
+    own, written = region(None, [x]), results(None, x)
     assert not region.given_up
     assert storages((x, *own)) == storages((x, *written))
     assert [t.stride() for t in own] == [t.stride() for t in written]
+
+
+@needs_a_compiler
+def test_a_region_empties_the_list_that_it_is_given_and_frees_what_is_in_it() -> None:
+    """The first product's operand is gone when the second product runs: nobody's list of arguments holds it."""
+    seen: list[bool] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.mm:
+                seen.append(first() is not None)
+            return func(*args, **(kwargs or {}))
+
+    region = met("products", lambda rt, x, w: (torch.mm(torch.mm(x, w).sin(), w),), torch.ones(8, 8), torch.ones(8, 8))
+    assert not region.given_up
+    given = [torch.ones(8, 8), torch.ones(8, 8)]
+    first = weakref.ref(given[0])
+    with Watch(), torch.no_grad():
+        region(None, given)
+    assert given == []
+    assert seen == [True, False]
 
 
 def test_what_cannot_be_compiled_says_so_once_and_runs() -> None:
@@ -200,16 +223,16 @@ def test_what_cannot_be_compiled_says_so_once_and_runs() -> None:
         region = met("up_forward of stage 0 (stage_0.py, line 7; up: x)", depends_on_the_data, torch.ones(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (again,) = region(None, torch.ones(3))
+        (again,) = region(None, [torch.ones(3)])
         inductor.compile_met([region])
     assert again.shape == (3,)
 
 
 def test_a_number_that_may_change_is_never_a_constant() -> None:
-    region = inductor.CompiledRegion("scaled", lambda rt, x, n: (x * n,), None)
+    region = inductor.CompiledRegion("scaled", lambda rt, given: (given[0] * given[1],), None)
     with pytest.warns(inductor.CompilerWarning, match="scaled is not compiled"):
-        assert region(None, torch.ones(2), 3)[0].tolist() == [3, 3]
-    assert region(None, torch.ones(2), 4)[0].tolist() == [4, 4]
+        assert region(None, [torch.ones(2), 3])[0].tolist() == [3, 3]
+    assert region(None, [torch.ones(2), 4])[0].tolist() == [4, 4]
 
 
 def test_a_stage_without_a_compiler_is_its_module() -> None:
@@ -275,11 +298,11 @@ def test_a_saved_program_runs_with_either_compiler(tmp_path: Path) -> None:
 REGION = """
 import torch
 from autopar.runtime.compiled.inductor import CompiledRegion, compile_met
-region = CompiledRegion("doubled", lambda rt, x: ((x * 2).sum(0) + 1, x.sin()), None)
-region(None, torch.ones(37, 16))
+region = CompiledRegion("doubled", lambda rt, given: ((given[0] * 2).sum(0) + 1, given[0].sin()), None)
+region(None, [torch.ones(37, 16)])
 compile_met([region])
 assert region.compiled
-print(region(None, torch.ones(37, 16))[0].sum().item(), region.given_up)
+print(region(None, [torch.ones(37, 16)])[0].sum().item(), region.given_up)
 """
 
 
