@@ -17,6 +17,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2": (2, {"strategy": "zero2", "microbatches": 4}),
     "zero3": (2, {"strategy": "zero3", "microbatches": 2}),
     "megatron-zero2": (4, {"strategy": "megatron-zero2", "mesh": {"dp": 2, "tp": 2}, "microbatches": 2}),
+    "many": (2, {"strategy": "zero2", "microbatches": 8}),
     "1f1b": (4, {"strategy": "zero2", "pp": 2, "schedule": "1f1b", "microbatches": 4}),
     "zb-h1": (4, {"strategy": "zero2", "pp": 2, "schedule": "zb-h1", "microbatches": 4}),
     "zb-v": (4, {"strategy": "zero3", "pp": 2, "schedule": "zb-v", "microbatches": 4}),
