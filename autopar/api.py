@@ -111,7 +111,8 @@ def _compiled(request: Request, rules: RuleBook, first: ParallelProgram | None =
         if request.plan is not None:
             plans = [(task, replayed(task, request.plan))]
         else:
-            plans = overlapped(_searched(task, request.batch, setting_for))
+            several_shapes = bool(request.buckets) or first is not None
+            plans = overlapped(_searched(task, request.batch, setting_for), several_shapes)
         plans = [(owner, replace(one, plan=replace(one.plan, order=owner.order))) for owner, one in plans]
         task, best = plans[0]
         if first is not None:

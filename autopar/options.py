@@ -118,9 +118,11 @@ class Options(RunOptions):
         "refuse" them by name, or "as-example": the program takes the example batch's way, and stops, where guards run, on
         a batch that goes another.
     expert_imbalance: where the rows of a mixture travel to ranks that have its experts, how many a rank may get, as a multiple
-        of what it would get if all got as many: memory is planned for that.
+        of what it would get if all got as many: memory is planned for that. On GPUs this is said of every pair of ranks, whose
+        messages are always that large (or as large as random choices may ask), so that no host waits for counts.
     on_overflow: what becomes of a step in which a rank gets more: "stop" it by name (ExpertOverflow, on every rank of the axis
-        alike), or "chunk": compute it in more pieces within the same memory.
+        alike; on GPUs on every rank, before the update), or "chunk": compute it in more pieces within the same memory, for which
+        a GPU's host waits for counts in every layer.
     order: of the sequence of causal attention: n, in 2n chunks of which every rank of n has one from the front and one from the
         back, so that all do as much; 0, as it is. None: what the search finds best.
     overlap: let lines of a block run while messages of others travel, where that is faster and fits. False: every message is

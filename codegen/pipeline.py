@@ -7,8 +7,8 @@ import types
 from typing import Any
 
 from autopar.codegen.marks import number, quoted
-from autopar.codegen.printer import Dtypes, Printer
-from autopar.codegen.stage import render
+from autopar.codegen.printer import Dtypes, Printer, home_of
+from autopar.codegen.stage import computed, render
 from autopar.codegen.table import table_lines
 from autopar.codegen.text import comment
 from autopar.ir.actions import show_row, splits_backward
@@ -57,6 +57,7 @@ def pipeline_source(
         nodes=table_lines([_ranks(ranks) for ranks in by_node.nodes]),
         by_node=[f"dict(stage={one.stage}, axis={one.axis!r}, least={dict(one.least)!r})" for one in by_node.axes],
         conditions=table_lines([f"{quoted(n)}: {_ways(ways)}" for n, ways in program.conditions.items()], named=True),
+        has_room=has_room(lowered),
         shared={name: list(held) for name, held in lowered.shared.items()},
         groups=[list(g) for g in lowered.graph.groups],
         table=[_wrapped(show_row(row)) for row in lowered.table],
@@ -69,6 +70,12 @@ def pipeline_module(source: str) -> types.ModuleType:
     module = types.ModuleType("autopar_pipeline")
     exec(compile(source, "<pipeline>", "exec"), module.__dict__)
     return module
+
+
+def has_room(lowered: LoweredProgram) -> bool:
+    """Whether rows of a mixture go to ranks of other experts with room for so many alone."""
+    mixtures = (line for s in lowered.stages for line in computed(s) if home_of(line) == "experts")
+    return any(o.kwargs["on_overflow"] != "chunk" and bool(o.carried or "parts" in o.kwargs) for o in mixtures)
 
 
 def batch_shapes(program: Program, microbatches: int) -> list[tuple[int, ...]]:

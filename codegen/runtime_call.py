@@ -34,6 +34,7 @@ _BINARY = {
 }
 _METHODS = {"aten.reshape.default": "reshape", "aten.permute.default": "permute", "aten.expand.default": "expand"}
 _DROPPED = ("device", "layout", "pin_memory", "memory_format")
+_KEPT_LAYOUTS = (torch.channels_last, torch.channels_last_3d)
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ def _aten(line: Compute) -> RuntimeCall:
     if line.op == "aten.sum.dim_IntList" and arguments.get("dtype") is None:
         keep = {"keepdim": True} if arguments.get("keepdim") else {}
         return RuntimeCall(".sum", (arguments["self"], arguments["dim"]), keep)
+    if line.op == "aten.clone.default" and (layout := line.kwargs.get("memory_format")) in _KEPT_LAYOUTS:
+        return RuntimeCall(".contiguous", (arguments["self"],), {"memory_format": layout})
     if line.op == "aten._to_copy.default":
         return RuntimeCall(".to", (arguments["self"], arguments["dtype"]))
     definition = find(line.op)

@@ -74,11 +74,12 @@ def _source(
         },
         mesh=dict(stage.mesh.axes),
         user_ops=bool(registered_ops(stage)),
-        homes=home_packages(RUNTIME_MODULES.keys() & {"ops", *(home_of(line) for line in _computed(stage))}),
+        homes=home_packages(RUNTIME_MODULES.keys() & {"ops", *(home_of(line) for line in computed(stage))}),
     )
 
 
-def _computed(stage: LoweredStage) -> Iterator[Compute]:
+def computed(stage: LoweredStage) -> Iterator[Compute]:
+    """The ops of a stage's templates."""
     lines = (line for t in stage.templates.values() for f in t.functions for line in f.lines)
     begun = (line.line if isinstance(line, Start) else line for line in lines)
     return (line for line in begun if isinstance(line, Compute))
@@ -86,7 +87,7 @@ def _computed(stage: LoweredStage) -> Iterator[Compute]:
 
 def registered_ops(stage: LoweredStage) -> frozenset[str]:
     """Names of the ops that the user registered and the stage's templates use."""
-    ops = (line.op.split(".") for line in _computed(stage))
+    ops = (line.op.split(".") for line in computed(stage))
     return frozenset(name for namespace, name, *_ in ops if namespace == "autopar_ops")
 
 

@@ -63,9 +63,10 @@ class Software:
     precision of the products: float16, bfloat16, float8, mxfp8 (block-scaled), float4, float32. kernels: "fused"
     (Transformer Engine, compiled), "eager" (a framework's own), or "apart": every op reads and writes memory by itself.
     overlap_tp: whether the all-gathers and reduce-scatters of sequence parallelism overlap with their products.
-    grad_bytes, reduce_bytes: of one gradient in memory and on the wire. copy_bytes: of one element of the copies of
-    parameters that products read; they are made once a step, and sent when parameters are updated. The lines of a program say
-    their own gradients in memory; None: they also say what is on the wire, and cast parameters for every microbatch.
+    grad_bytes, reduce_bytes: of one gradient in memory and on the wire. moment_bytes: of one of Adam's two moments.
+    copy_bytes: of one element of the copies of parameters that products read; they are made once a step, and sent when parameters
+    are updated. The lines of a program say their own gradients in memory; None: they also say what is on the wire, and cast
+    parameters for every microbatch.
     late_reduction: gradients are reduced after the whole backward, so all of them are held at the peak whatever ZeRO
     shards. late_gather: updated parameters are gathered before the step ends, not behind the next forward.
     buffer_bytes: communication buckets of the framework. bucket_bytes: of one message of gradients or updated parameters.
@@ -82,6 +83,7 @@ class Software:
     overlap_tp: bool = True
     grad_bytes: float = 4.0
     reduce_bytes: float | None = 2.0
+    moment_bytes: float = 4.0
     copy_bytes: float | None = 2.0
     late_reduction: bool = False
     late_gather: bool = False

@@ -22,6 +22,7 @@ from autopar.capture.export.export import export_step
 from autopar.capture.export.fake import fake_mode
 from autopar.capture.export.faster_export import lean
 from autopar.capture.exported import Captured, Exported
+from autopar.capture.graph.channels_last import keep_channels_last
 from autopar.capture.graph.head_losses import join_head_losses
 from autopar.capture.graph.index_guards import guard_indices, without_guards
 from autopar.capture.graph.precision import lower_precision, use_dtype
@@ -60,6 +61,7 @@ def capture_program(
         whole, conditions = with_conditions(
             export_step(model, inputs, loss_fn, targets, mode, pieces, as_example, guards)
         )
+        keep_channels_last(whole, model)
         exported = tidied(whole)
         tell_options(exported.graph, told)
         if precision is not None:

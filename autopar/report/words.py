@@ -56,7 +56,8 @@ def report(program: Compiled) -> str:
             f"{sum(bool(p.compression) for p in trained)} of {len(trained)} gradients travel as {plan.gradient_compression}, as "
             "was asked for; verify leaves that out"
         )
-    if program.options.compiler == "inductor":
+    on_gpus = program.cluster.device(0).runs_as.type != "cpu" and not program.options.cuda_graphs
+    if program.options.compiler == "inductor" or (program.options.compiler == "auto" and on_gpus):
         lines.append(
             "what is between messages is compiled by inductor when the program starts; predictions are for the program as it is "
             "written"
@@ -66,6 +67,8 @@ def report(program: Compiled) -> str:
             f"products of float32 in {program.options.matmul_precision!r} precision (torch.set_float32_matmul_precision), priced "
             "as TF32 on devices that have it"
         )
+    if any(p.narrow for stage in program.stages for p in stage.parameters.values()):
+        lines.append("parameters are cast once a step: their copies in lower precision rest beside them")
     if program.options.cuda_graphs:
         lines.append(
             "on a GPU forward and backward are captured as a CUDA graph where they can be, which the program says when it "

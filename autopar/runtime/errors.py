@@ -15,7 +15,8 @@ class GuardError(RuntimeProgramError):
 
 
 class ExpertOverflow(RuntimeProgramError):
-    """A rank is to compute more rows for its experts than memory is promised for. Every rank of the axis raises it."""
+    """A rank is to compute more rows for its experts than memory is promised for. Every rank of the axis raises it; on a device
+    that the host runs ahead of every rank, before the update."""
 
 
 class CollectiveMismatch(RuntimeProgramError):

@@ -114,11 +114,12 @@ def state_bytes(w: Workload, shared: float, experts: float) -> tuple[float, floa
     p, software = w.parallel, w.software
     data_ranks = p.shard_group or p.data_ranks
     weights = gradients = optimizer = 0.0
+    moments = 2 * software.moment_bytes
     master = 4.0 if w.full_precision or (w.eager and p.zero >= 2) else 2.0
     for params, ranks in ((shared, data_ranks), (experts, min(p.expert_data_ranks, data_ranks))):
         weights += master * params / (ranks if p.zero == 3 else 1)
         gradients += software.grad_bytes * params / (ranks if p.zero >= 2 and not software.late_reduction else 1)
-        optimizer += (8 if w.full_precision else 14 - master) * params / (ranks if p.zero >= 1 else 1)
+        optimizer += (moments if w.full_precision else 6 + moments - master) * params / (ranks if p.zero >= 1 else 1)
     return weights, gradients, optimizer
 
 

@@ -59,7 +59,7 @@ def search(
     """
     q = BranchAndBound(model, cluster, batch, software or Software(), space or Space(), room_bytes)
     body = model.layers * model.layer_params(bool(model.experts))
-    least_state = body * (12 + q.software.grad_bytes) / cluster.size
+    least_state = body * (4 + 2 * q.software.moment_bytes + q.software.grad_bytes) / cluster.size
     if least_state > q.room:
         raise InfeasibleError(infeasible(model, cluster, least_state))
     order = count()

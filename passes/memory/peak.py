@@ -9,6 +9,7 @@ is held then and what the action needs beside it; or what the optimizer needs wh
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,8 @@ from autopar.passes.memory.probe import GatheredShard, Probe, local
 from autopar.passes.memory.walk import ActionBytes, action_bytes
 from autopar.passes.price.tiers import step_parts
 from autopar.passes.schedule.held import held_after
+from autopar.runtime.comm.devices import CPU
+from autopar.runtime.step.pipeline import most_sends
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class StageMemory:
     last: of a stage's first and last action of a kind, where gradients begin or end. step: the most beside what rests
     when gradients are finished, parameters updated and gathered. tiers: bytes by kind that are always in a memory tier,
     per tier; gradients: bytes of gradients there when the step ends; copied: bytes of gradients that there are more from the time
-    when they are changed, each in a tensor of its own."""
+    when they are changed, each in a tensor of its own. runs_ahead: the host starts actions long before the device runs them, so
+    that what was sent stays until the host has waited for it."""
 
     resting: dict[str, float]
     actions: dict[str, Moment]
@@ -59,6 +63,7 @@ class StageMemory:
     tiers: dict[str, dict[str, float]] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)
     copied: float = 0.0
+    runs_ahead: bool = False
 
     @property
     def resting_bytes(self) -> float:
@@ -73,7 +78,7 @@ def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = No
     played = action_bytes(stage, probe)
     if not stage.training:
         actions = {k: Moment(a.peak, a.end, 0.0, a.received, a.sent) for k, a in played.items()}
-        return StageMemory(resting, actions, tiers=tiers)
+        return StageMemory(resting, actions, tiers=tiers, runs_ahead=probe.device != CPU)
     step = step_bytes(stage, played.values(), setting, probe.memo)
     order = _moments_of(played, step)
     if len(order) > REPLAYED:
@@ -83,7 +88,8 @@ def stage_memory(stage: LoweredStage, setting: Setting, probe: Probe | None = No
         resting["unsent gradients"] = float(step.unsent)
     top = max(step.reduced.top, step.copied.top, step.copied.held + _update_peak(stage, setting, probe))
     gradients, copied = dict(step.copied.parked), step.copied.held - step.reduced.held
-    return StageMemory(resting, middle, order[0], order[-1], float(top), tiers, gradients, copied)
+    ahead = probe.device != CPU
+    return StageMemory(resting, middle, order[0], order[-1], float(top), tiers, gradients, copied, ahead)
 
 
 def _grown_at_once(order: Sequence[dict[str, Moment]]) -> list[dict[str, Moment]]:
@@ -147,13 +153,17 @@ def _moment(
 
 def group_peaks(graph: StageGraph, table: Table, stages: Sequence[StageMemory]) -> tuple[float, ...]:
     """Largest bytes on a rank of every group over a step."""
-    groups = zip(graph.groups, table, strict=True)
-    return tuple(sum(stages[s].resting_bytes for s in group) + _worst(group, row, stages)[0] for group, row in groups)
+    rows, sends = zip(graph.groups, table, strict=True), most_sends(len(graph.groups))
+    return tuple(
+        sum(stages[s].resting_bytes for s in group) + _worst(group, row, stages, sends)[0] for group, row in rows
+    )
 
 
-def _worst(group: Sequence[int], row: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:
-    """The most bytes of a group over a step beside what rests; of these gradients, and what microbatches left behind that are
-    waiting then.
+def _worst(
+    group: Sequence[int], row: Sequence[Action], stages: Sequence[StageMemory], sends: int
+) -> tuple[float, float, float, float]:
+    """The most bytes of a group over a step beside what rests; of these gradients, what microbatches left behind that are
+    waiting then, and what was sent before. sends: of so many actions at most.
 
     An action needs its moment's peak, or what it leaves; what it receives is posted before the one ahead of it runs, and what it
     sends is there until the receives of the action after the next are posted.
@@ -165,38 +175,44 @@ def _worst(group: Sequence[int], row: Sequence[Action], stages: Sequence[StageMe
     before = {"F": [0.0] * len(stages), "B": after_F, "W": after_B}
     coming = [*(moment.received for moment in moments[1:]), 0.0, 0.0]
     sums = dict.fromkeys(group, 0.0)
-    summed = worst = gradients = waiting = 0.0
+    summed = worst = gradients = waiting = leaving = 0.0
+    under_way: deque[float] = deque(maxlen=sends)
     for i, (action, moment, held) in enumerate(zip(row, moments, held_after(row, after_F, after_B), strict=True)):
         others = held - moment.after
         left = moment.after + moment.sums + moment.sent + coming[i + 1]
         need = max(moment.peak, left) + coming[i]
-        if others + summed + need > worst:
-            worst = others + summed + need
+        sent = sum(under_way)
+        if others + summed + need + sent > worst:
+            worst, leaving = others + summed + need + sent, sent
             own = min(before[action.kind][action.stage] or moment.after, need)
             gradients, waiting = summed + min(max(moment.sums, 0.0), need - own), others + own
         summed += moment.sums
         sums[action.stage] += moment.sums
+        if moment.sent and stages[action.stage].runs_ahead:
+            under_way.append(moment.sent)
     copied = sum(stages[s].copied for s in group)
     last = max(stages[s].step + summed - sums[s] + copied - stages[s].copied for s in group)
-    return (last, min(summed + copied, last), 0.0) if last > worst else (worst, gradients, waiting)
+    return (last, min(summed + copied, last), 0.0, 0.0) if last > worst else (worst, gradients, waiting, leaving)
 
 
 def peak_kinds(lowered: LoweredProgram, stages: list[StageMemory]) -> dict[str, float]:
     """The largest peak of any group by kind; the kinds add up to the largest of `group_peaks`.
 
     "held for backward": what microbatches left behind that are waiting then; "gradients": with those that the action adds;
-    "for a moment": what the action (or the optimizer's step) that makes the peak needs beside.
+    "for a moment": what the action (or the optimizer's step) that makes the peak needs beside; "sends under way": what actions
+    before it sent, where the host runs ahead.
     """
     largest: dict[str, float] = {}
     for group, row in zip(lowered.graph.groups, lowered.table, strict=True):
         resting = {kind: sum(stages[s].resting.get(kind, 0.0) for s in group) for kind in stages[group[0]].resting}
-        worst, gradients, waiting = _worst(group, row, stages)
+        worst, gradients, waiting, sent = _worst(group, row, stages, most_sends(len(lowered.graph.groups)))
         kinds = {
             **resting,
             "gradients": resting.get("gradients", 0.0) + gradients,
             "held for backward": waiting,
-            "for a moment": worst - gradients - waiting,
+            "for a moment": worst - gradients - waiting - sent,
         }
+        kinds |= {"sends under way": sent} if sent else {}
         largest = max(largest, kinds, key=lambda kinds: sum(kinds.values()))
     return largest
 

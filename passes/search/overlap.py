@@ -1,12 +1,14 @@
 """Plans with lines run while messages travel (`autopar.passes.lower.overlap`), where that is faster and fits.
 
-The solver counts every message in full, so this comes last, for the plans whose seconds and bytes are counted: the best one,
-and those that it was compared with. Lines change places as far as that pays in the stages whose ranks have room for it, and
-less far in others. Then it is tried to cut blocks in pieces.
+The solver counts every message and every cast in full, so this comes last, for the plans whose seconds and bytes are counted: the
+best one, and those that it was compared with. On GPUs parameters are cast once a step in the stages that have room for the
+copies. Lines change places as far as that pays in the stages whose ranks have room for it, and less far in others. Then it is
+tried to cut blocks in pieces.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import chain
 
@@ -17,7 +19,7 @@ from autopar.passes.lower.pipeline import outline
 from autopar.passes.search.pieces import PIECES, in_pieces
 from autopar.passes.search.task import RankedPlans, Task, account_of
 from autopar.passes.shard.priced_plan import PricedPlan
-from autopar.plan import OVERLAPS, Plan
+from autopar.plan import OVERLAPS, Plan, StagePlan
 
 LEAST_SENT = 0.05
 """Share of a step that messages take at least where it is cut in pieces for them."""
@@ -25,14 +27,14 @@ LEAST_WON = 0.02
 """Share of a step that pieces win at least: they are more and smaller ops, of which prices know less."""
 
 
-def overlapped(plans: RankedPlans) -> RankedPlans:
-    """The plans with overlap, the fastest of those that fit first."""
+def overlapped(plans: RankedPlans, several_shapes: bool = False) -> RankedPlans:
+    """The plans with overlap, the fastest of those that fit first. several_shapes: programs for other shapes compute with the
+    same parameters; the copies of one would rest while another runs, so they keep none."""
     (task, best), *others = plans
     counted = [(task, task.finish(best)), *others]
-    ranked = [
-        (owner, one if one.account is None else with_overlap(owner, with_narrow_copies(owner, one)))
-        for owner, one in counted
-    ]
+    if not several_shapes:
+        counted = [(owner, one if one.account is None else with_narrow_copies(owner, one)) for owner, one in counted]
+    ranked = [(owner, one if one.account is None else with_overlap(owner, one)) for owner, one in counted]
     fits = [one.account is not None and not _groups_short(owner, one.account, one.plan) for owner, one in ranked[1:]]
     fastest = min((0, *(i for i, fit in enumerate(fits, 1) if fit)), key=lambda i: ranked[i][1].step_s)
     owner, winner = ranked.pop(fastest)
@@ -41,20 +43,29 @@ def overlapped(plans: RankedPlans) -> RankedPlans:
 
 
 def with_narrow_copies(task: Task, candidate: PricedPlan) -> PricedPlan:
-    """A candidate that was accounted for, with copies of parameters in the precision that calls read, made once a step, if a step
-    is faster so and the copies fit. On CPUs every use casts, as products there are what takes the time."""
+    """A candidate that was accounted for, with copies of parameters in the precision that calls read, made once a step, in the
+    stages where they fit, if a step is faster so. On CPUs every use casts."""
     names = {name for name, _ in narrow_reads(task.program)}
     if not names or task.cluster.device(0).runs_as.type == "cpu":
         return candidate
-    counted, stages = account_of(candidate), []
-    for stage in candidate.plan.stages:
-        narrow = {n: replace(p, narrow=True) for n, p in stage.parameters.items() if n in names and not p.tier}
-        stages.append(replace(stage, parameters=stage.parameters | narrow))
-    plan = replace(candidate.plan, stages=tuple(stages))
-    costs = under(task.stage_costs(plan, splits_backward(counted.table)), counted.table)
-    if costs.step_time_s >= counted.step_time_s or _groups_short(task, costs, plan):
-        return candidate
-    return replace(candidate, plan=plan, lowered=None, account=costs)
+    counted, wanted = account_of(candidate), set(range(len(candidate.plan.stages)))
+    while wanted:
+        stages = (_copying(stage, names) if s in wanted else stage for s, stage in enumerate(candidate.plan.stages))
+        plan = replace(candidate.plan, stages=tuple(stages))
+        costs = under(task.stage_costs(plan, splits_backward(counted.table)), counted.table)
+        if costs.step_time_s >= counted.step_time_s:
+            return candidate
+        short = wanted & {*chain(*_groups_short(task, costs, plan))}
+        if not short:
+            return replace(candidate, plan=plan, lowered=None, account=costs)
+        wanted -= short
+    return candidate
+
+
+def _copying(stage: StagePlan, names: Collection[str]) -> StagePlan:
+    """The stage with copies of these of its parameters, where they rest on the device."""
+    narrow = {n: replace(p, narrow=True) for n, p in stage.parameters.items() if n in names and not p.tier}
+    return replace(stage, parameters=stage.parameters | narrow)
 
 
 def with_overlap(task: Task, candidate: PricedPlan) -> PricedPlan:

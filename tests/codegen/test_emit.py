@@ -193,6 +193,8 @@ def test_emitted_files_import_torch_and_the_copied_runtime_only(two, tmp_path):
             )
             for name in found:
                 top = name.split(".")[0]
+                if top == "triton" and path.name.startswith("triton_"):
+                    continue  # torch for CUDA brings it along, and nothing imports these files where no kernel is launched
                 assert top in standard or top in sys.stdlib_module_names, f"{path}: imports {name}"
 
 

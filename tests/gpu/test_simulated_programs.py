@@ -29,9 +29,10 @@ from tests.gpu.simulation.budgets import COPY, LATE, LAUNCH, MESSAGE, SYNC
 from tests.gpu.simulation.device import Machine
 from tests.ops.rings import with_attention
 from tests.passes.lower.test_overlap_experts import batch as mixture_batch
+from tests.passes.lower.test_overlap_experts import model as mixture_model
 from tests.passes.lower.test_overlap_experts import program as mixture
 from tests.proof.precise import without_dropout
-from tests.zoo.models import BY_NAME, MODELS, ZooModel
+from tests.zoo.models import BY_NAME, MODELS, SGD, ZooModel
 from tests.zoo.programs import compiled_zoo
 
 
@@ -149,6 +150,25 @@ def test_the_host_of_a_mixture_waits_once_before_the_update(choice: str, precisi
         waits = budget.of(SYNC, 2)
         assert [one.op for one in waits] == (["synchronize an event"] if choice != "t0" else [])
         assert {one.action for one in waits} <= {"gradients"}
+        told = [one.action for one in budget.of(COPY, 2) if one.op == "copy_"]
+        assert told == ["F0.0"] * len(waits)  # behind it the device has backward to do
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_rows_of_a_pipelines_mixtures_are_told_of_when_all_is_computed(schedule: str) -> None:
+    """Rows travel in the first of two stages, or in both."""
+    options = autopar.Options(mesh={"ep": 2}, pp=2, schedule=schedule, microbatches=4, on_overflow="stop")
+    made = autopar.compile(
+        mixture_model(), autopar.ClusterSpec.local(4), mixture_batch(), optimizer=SGD, options=options
+    )
+    plans = (autopar.random_plan(made, seed) for seed in range(40))
+    plan = next(plan for plan in plans if len(plan.stages) == 2 and "+t0+e" in plan.to_json())
+    found = simulated(made.with_plan(plan), mixture_batch())
+    assert not found.findings, str(found)
+    for budget in found.budgets:
+        assert [one.action for one in budget.of(SYNC, 2)] == ["gradients"]
+        assert [one.action[:2] for one in budget.of(COPY, 2) if one.op == "copy_"] == ["W3"]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -159,7 +179,7 @@ def test_rows_that_go_to_nodes_first_are_never_counted_by_the_host(backward: boo
         chosen, weights = torch.zeros(32, 2, dtype=torch.long, device="cuda"), torch.empty(32, 2, device="cuda")
         operands = (x, w_in, None, w_out, None, chosen, weights)
         told: dict[str, Any] = {"on_overflow": "stop", "along": Along(comm, "dp", "ep")}
-        with Overflows(comm, True).told():
+        with Overflows(comm, True).noted():
             asked = len(machine.budget.asked)
             if backward:
                 experts.experts_grad(x, *operands, True, "silu", 1.0, None, 0.0, **told)
@@ -189,6 +209,17 @@ def test_a_ring_of_attention_is_in_order(name: str, ranks: int) -> None:
 
 def test_a_captured_step_is_played() -> None:
     (budget,) = simulate(BY_NAME["mlp"], "cuda graphs").budgets
+    assert [step for step in range(1, 6) if any(one.op == "graph" for one in budget.of(LAUNCH, step))] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_step_with_a_mixture_on_one_rank_is_played(precision: str | None) -> None:
+    options = autopar.Options(cuda_graphs=True, precision=precision)
+    cluster = autopar.ClusterSpec.homogeneous(devices=1, device="h100")
+    made = autopar.compile(mixture_model(), cluster, mixture_batch(), optimizer=SGD, options=options)
+    found = simulated(made, mixture_batch(), steps=5)
+    assert not found.findings, str(found)
+    (budget,) = found.budgets
     assert [step for step in range(1, 6) if any(one.op == "graph" for one in budget.of(LAUNCH, step))] == [3, 4, 5]
 
 

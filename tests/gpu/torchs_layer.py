@@ -60,7 +60,7 @@ def torchs_graphs(block: LlamaBlock, x: Tensor, cos: Tensor, sin: Tensor) -> tup
         return (x + product(F.silu(product(y, "gate")) * product(y, "up"), "down"),)
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        given = [torch.empty_like(one, requires_grad=True) for one in (x, cos, sin, *block.parameters())]
+        given = [torch.empty_like(one, device="cpu", requires_grad=True) for one in (x, cos, sin, *block.parameters())]
         given[1:3] = [one.detach() for one in given[1:3]]
     joint = aot_export_joint_simple(layer, tuple(given), trace_joint=True, decompositions=select_decomp_table())
     for node in list(joint.graph.nodes):

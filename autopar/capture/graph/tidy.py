@@ -2,8 +2,9 @@
 
 Libraries concatenate an empty cache to every key, add zero positions, scale by one, cast back and forth and repeat heads
 before attention. None of it changes a value, yet a concatenation cannot be sharded, a mask is read by every layer, and heads
-that are repeated are sent as many times. Each rewrite is exact: the new node has the old one's values, bit for bit (adding 0 to
-a float is not left out: it would turn -0.0 into 0.0). Nothing in the graph writes in place, so a node may stand for its copy.
+that are repeated are sent as many times. Tensors are taken apart in the order in which they lie (`_unbound`). Each rewrite is
+exact: the new node has the old one's values, bit for bit (adding 0 to a float is not left out: it would turn -0.0 into 0.0).
+Nothing in the graph writes in place, so a node may stand for its copy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar.capture.exported import Exported
+from autopar.capture.graph.channels_last import is_kept
 from autopar.capture.graph.position_masks import without_position_masks
 from autopar.ir.types import TensorType
 
@@ -108,7 +110,7 @@ def _expanded(node: fx.Node) -> fx.Node | None:
 
 def _copied(node: fx.Node) -> fx.Node | None:
     """A copy, or a slice of the whole size."""
-    return _same_type(node, node.args[0])
+    return None if is_kept(node) else _same_type(node, node.args[0])
 
 
 def _cast(node: fx.Node) -> fx.Node | None:
@@ -137,8 +139,29 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return wide.is_floating_point and narrow.is_floating_point and torch.promote_types(wide, narrow) == wide
 
 
+def _unbound(node: fx.Node) -> None:
+    """Parts of a permuted tensor are the parts permuted. Their gradients are then joined in the tensor's own order at once,
+    where they would be joined in the other and copied."""
+    permuted = _node(node.args[0])
+    if permuted.target is not aten.permute.default:
+        return
+    order: list[Any] = list(permuted.args[1])  # type: ignore[arg-type]
+    order = [dim % len(order) for dim in order]
+    cut, whole = order.pop(node.args[1] if len(node.args) > 1 else 0), _node(permuted.args[0])  # type: ignore[arg-type]
+    order = [dim - (dim > cut) for dim in order]
+    node.args, node.meta["val"] = (whole, cut), aten.unbind.int(whole.meta["val"], cut)
+    parts = [one for one in node.graph.nodes if one in node.users] if order != sorted(order) else []
+    for part in parts:
+        part.meta["val"] = node.meta["val"][part.args[1]]  # type: ignore[index]
+        with node.graph.inserting_after(parts[-1]):  # those that take it apart stand behind it without others between
+            turned = node.graph.call_function(aten.permute.default, (part, order))
+        turned.meta = part.meta | {"val": aten.permute.default(part.meta["val"], order)}
+        part.replace_all_uses_with(turned, delete_user_cb=lambda user, turned=turned: user is not turned)
+
+
 _REWRITES: dict[Any, Callable[[fx.Node], fx.Node | None]] = {
     aten.cat.default: _concatenated,
+    aten.unbind.int: _unbound,
     aten.add.Tensor: _plus_zero,
     aten.sub.Tensor: _neutral(0),
     aten.mul.Tensor: _neutral(1),

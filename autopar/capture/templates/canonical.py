@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.graph.channels_last import is_kept
 from autopar.errors import CaptureError
 from autopar.ir.program import is_getitem, op_name
 from autopar.ir.types import TensorType
@@ -126,6 +127,8 @@ def _simplify(graph: fx.Graph, node: fx.Node) -> None:
         _replace(
             graph, node, aten.full.default, (list(type_.shape), _FILLED[node.target](node)), {"dtype": type_.dtype}
         )
+        return
+    if is_kept(node):
         return
     before = source.meta["type"]
     same = before == type_

@@ -217,7 +217,7 @@ def emptying(graph: GraphModule, compiled: Callable[..., Sequence[Tensor]]) -> C
     while inner.__name__ == "forward" and hasattr(inner, "__wrapped__"):
         inner = inner.__wrapped__
     if getattr(inner, "_boxed_call", False) and inner is not compiled and not {*graph.buffers(), *graph.parameters()}:
-        return inner  # type: ignore[no-any-return]
+        return inner
 
     def separate(tensors: list[Tensor]) -> Sequence[Tensor]:
         given = tuple(tensors)

@@ -201,9 +201,8 @@ def sumexp(x: Tensor, m: Tensor, dim: int) -> Tensor:
     if is_one_tile(x):
         return _exp_less(x, m.unsqueeze(dim)).sum(dim).to(m.dtype)
     total = torch.empty_like(m)
-    rows, of_rows, out = x.movedim(dim, -1), m.unsqueeze(-1), total.unsqueeze(-1)
-    for tile in row_tiles(rows):
-        out[tile] = _exp_less(rows[tile], of_rows[tile]).sum(-1, keepdim=True)
+    for rows, of_rows, out in row_tiles(x.movedim(dim, -1), m.unsqueeze(-1), total.unsqueeze(-1)):
+        out.copy_(_exp_less(rows, of_rows).sum(-1, keepdim=True))
     return total
 
 
@@ -271,9 +270,8 @@ def softmax_less_onehot(
     if is_one_tile(x):
         _write_softmax_less(dx, x, dim, *rows)
         return dx
-    x, made, *rows = (t.movedim(dim, -1) for t in (x, dx, *rows))
-    for tile in row_tiles(x):
-        _write_softmax_less(made[tile], x[tile], -1, *(row[tile] for row in rows))
+    for part, made, *of_rows in row_tiles(*(t.movedim(dim, -1) for t in (x, dx, *rows))):
+        _write_softmax_less(made, part, -1, *of_rows)
     return dx
 
 

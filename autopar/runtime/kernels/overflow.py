@@ -1,8 +1,9 @@
 """Rows beyond the room of a message, or of a rank, where the host does not know how many there are: the device counts them.
 
 Sizes are then those of the plan (experts/padded.py), and rows that have no room are not computed. So no step may end with
-them: what every mixture found is noted as a tensor, one message after backward tells all ranks the most, and the host reads that
-once, before the update. Every rank raises the same ExpertOverflow, and nothing is applied.
+them: what every mixture found is noted as a tensor, one message tells all ranks the most, and the host reads that once, before
+the update. Where all ranks are at the same place it goes out behind the last forward, so that the device has backward to do
+while the host waits. Every rank raises the same ExpertOverflow, and nothing is applied.
 """
 
 from __future__ import annotations
@@ -48,34 +49,32 @@ def note(loads: Tensor, room: int, site: str, say: Say) -> None:
 
 
 class Overflows:
-    """The notes of the mixtures of a step on one rank, which there are in every step or in none. mixes: any rank may have a
-    mixture; else, and on a device that the host does not run ahead of, there are none."""
+    """The notes of the mixtures of a step on one rank. has_room: mixtures of any rank have room for so many rows; else, and on a
+    device that the host does not run ahead of, there are none."""
 
-    def __init__(self, comm: Comm, mixes: bool) -> None:
-        self._comm, self._mixes = comm, mixes and comm.world_size > 1 and runs_ahead(comm.device)
-        self._agreed = False
+    def __init__(self, comm: Comm, has_room: bool) -> None:
+        self._comm, self._has_room = comm, has_room and runs_ahead(comm.device)
         self._notes: list[_Note] = []
         self._most: Arriving | None = None
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """Inside, notes of this thread are kept; then all ranks are told the most rows that any rank has beyond its room."""
-        if not self._mixes:
-            yield
-            return
-        self._notes = _OF_THREAD.notes = []
+    def noted(self) -> Iterator[None]:
+        """Inside, notes of this thread are kept."""
+        self._notes, self._most = [], None
+        _OF_THREAD.notes = self._notes if self._has_room else None
         try:
             yield
         finally:
             _OF_THREAD.notes = None
-        if not self._agreed:  # a mixture whose experts are all on its rank notes nothing
-            self._mixes, self._agreed = any(self._comm.share(bool(self._notes))), True
-        if not self._mixes:
+
+    def tell(self) -> None:
+        """Tell all ranks the most rows that any rank has beyond its room, once. All call it, after the step's last forward."""
+        if not self._has_room or self._most is not None:
             return
+        self._notes = list(self._notes)  # without those of forwards that backward makes again
         own = [one.excess for one in self._notes] or [torch.zeros((), dtype=torch.long, device=self._comm.device)]
-        most = self._comm.all_reduce(
-            torch.stack(own).amax().reshape(1), tuple(self._comm.mesh), "max", "rows with no room"
-        )
+        most = torch.stack(own).amax().reshape(1)
+        most = self._comm.all_reduce(most, tuple(self._comm.mesh), "max", "rows with no room")
         self._most = Arriving([most])
 
     def end(self) -> None:

@@ -59,11 +59,14 @@ def is_one_tile(x: torch.Tensor) -> bool:
     return x.numel() <= tile_elements(x.device)
 
 
-def row_tiles(x: torch.Tensor) -> Iterator[tuple[slice, ...]]:
-    """Tiles of a tensor whose last dim stays whole."""
-    width = max(x.shape[-1], 1)
-    for tile in tiles(x.shape[:-1], max(tile_elements(x.device) // width, 1), x.device):
-        yield (*tile, slice(None))
+def row_tiles(x: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Tiles of x, whose last dim stays whole, each with the same rows of the others."""
+    rows = max(tile_elements(x.device) // max(x.shape[-1], 1), 1)
+    if x.dim() == 2 and not x.is_meta:  # a tensor is cut by one call, where each tile would take several
+        yield from zip(*(tensor.split(rows) for tensor in (x, *others)), strict=True)
+        return
+    for tile in tiles(x.shape[:-1], rows, x.device):
+        yield tuple(tensor[(*tile, slice(None))] for tensor in (x, *others))
 
 
 def _cuts(shape: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[slice, ...]]:

@@ -93,6 +93,7 @@ class Pipeline:
             BoundaryTensor(Transfer(n, row["name"], row["kind"], row["source"], row["target"]), row, dtype)
             for n, row in enumerate(pipeline.TRANSFERS)
         ]
+        self.has_room = bool(getattr(pipeline, "HAS_ROOM", False))
         self.conditions: Conditions = getattr(pipeline, "CONDITIONS", {})
         self.shared = {name: tuple(holders) for name, holders in pipeline.SHARED.items()}
         self.groups = [tuple(group) for group in pipeline.GROUPS]
@@ -114,11 +115,6 @@ class Pipeline:
     @property
     def stages(self) -> range:
         return range(len(self.meshes))
-
-    @property
-    def mixes(self) -> bool:
-        """Whether a stage of any rank has a mixture of experts."""
-        return any(hasattr(self.tables(stage).module, "experts") for stage in self.stages)
 
     def covers(self, stage: int) -> bool:
         """Whether every rank runs this stage."""

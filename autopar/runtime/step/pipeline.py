@@ -30,6 +30,11 @@ from .stage import Inputs, Stage
 Place = tuple[int, int]
 
 
+def most_sends(groups: int) -> int:
+    """The number of actions whose sends may be under way at once in a pipeline of so many groups."""
+    return max(4, 2 * groups) if groups > 1 else 0
+
+
 @dataclass(slots=True)
 class _Step:
     """A slot bound to this rank: the stage, and channels by number. send: (place in SENDS, number, channel) by number.
@@ -56,7 +61,7 @@ class Executor:
         self.stages = stages
         self.microbatches = pipeline.microbatches
         self.recorder: Recorder | None = None
-        self.overflows = Overflows(comm, pipeline.mixes)
+        self.overflows = Overflows(comm, pipeline.has_room)
         own_tensors = [
             c for c in pipeline.boundary_tensors if c.transfer.source in stages or c.transfer.target in stages
         ]
@@ -77,7 +82,9 @@ class Executor:
             pipeline.rows, pipeline.groups, transfers, pipeline.microbatches, pipeline.training, ahead=not in_order
         )[self.group]
         self._steps = [self._bind(slot, k, slots) for k, slot in enumerate(slots)]
-        self._limit = max(4, 2 * len(pipeline.groups))
+        forwards = [k for k, step in enumerate(self._steps) if step.kind == "F"]
+        self._told_after = forwards[-1] if forwards and len(pipeline.groups) == 1 else -1  # where all ranks are at once
+        self._limit = most_sends(len(pipeline.groups))
         self._arriving: dict[Place, Arrival] = {}
         self._kept: dict[Place, Tensor] = {}
         self._sending: deque[tuple[list[Posted], list[Message]]] = deque()
@@ -87,9 +94,11 @@ class Executor:
 
     @torch.no_grad()
     def run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
-        """One step's actions: stage -> per microbatch its outputs (in training maybe Handles); then `overflows` are told."""
-        with self.overflows.told():
-            return self._run(inputs)
+        """One step's actions: stage -> per microbatch its outputs (in training maybe Handles)."""
+        with self.overflows.noted():
+            outputs = self._run(inputs)
+        self.overflows.tell()
+        return outputs
 
     def _run(self, inputs: Inputs) -> dict[int, list[list[Any]]]:
         self._outputs = {index: [[] for _ in range(self.microbatches)] for index in self.stages}
@@ -108,6 +117,8 @@ class Executor:
                 raise
             if step.last:
                 step.stage.rt.grads.flush()
+            if k == self._told_after:
+                self.overflows.tell()
         for stage in self.stages.values():
             stage.rt.end_step()
         outputs, self._outputs, self._prepared = self._outputs, {}, {}

@@ -288,7 +288,9 @@ class Session(State):
         self.guards.end_step()
         self._last.shared.spread_buffers()
         self.comm.release()
-        compile_met(region for stage in self._last.stages.values() for region in stage.regions)
+        if met := [region for stage in self._last.stages.values() for region in stage.regions if region.met]:
+            self.comm.at(self.rt.step + 1, "compile")
+            compile_met(met)
         for rt in self.rts:
             rt.step += advance
 

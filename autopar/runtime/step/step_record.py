@@ -80,7 +80,7 @@ class StepRecord(TorchDispatchMode):
     def _why_not(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], read: list[Tensor], made: list[Tensor]
     ) -> str:
-        if any(tag in func.tags for tag in _HOST_WAITS):
+        if any(tag in func.tags for tag in _HOST_WAITS) and not _indexes_by_numbers(func, args):
             return "the host waits for a number that the device computes, or a size depends on data"
         if torch.Tag.nondeterministic_seeded in func.tags and _argument(func, args, kwargs, "dropout_p") != 0:
             return "it draws random numbers of torch's generator"
@@ -108,6 +108,12 @@ def difference(first: Sequence[Asked], second: Sequence[Asked]) -> str:
         if one != other:
             return f"a number or a tensor is another one in every step, as random keys are: {one}"
     return ""
+
+
+def _indexes_by_numbers(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op takes places by their numbers, and not by a mask, whose size depends on data."""
+    indices = args[1] if func is torch.ops.aten.index.Tensor else []
+    return bool(indices) and not any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

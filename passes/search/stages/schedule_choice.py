@@ -17,6 +17,7 @@ from autopar.passes.search.task import Task
 from autopar.passes.shard.priced_plan import PricedPlan
 from autopar.passes.shard.solve import Solution
 from autopar.plan import Plan
+from autopar.runtime.step.pipeline import most_sends
 
 _FASTER = 1e-3
 """A schedule replaces a simpler one that is slower by more than this, relative."""
@@ -160,7 +161,8 @@ def _room(graph: StageGraph, counted: Account, limits: list[float]) -> MemoryRoo
                 before = others if m is memory[s].first.get(kind) else others + sums[s, kind] - max(m.sums, 0.0)
                 need = max(m.peak, m.after + m.sums + m.sent + received) + m.received
                 beside = max(beside, before + need - most_held[s][kind])
-        bound.append(limit - resting - beside)
+        sent = [m.sent for s in stages if memory[s].runs_ahead for kind in "FBW" for m in _moments(memory[s], kind)]
+        bound.append(limit - resting - beside - most_sends(len(graph.groups)) * max(sent, default=0.0))
     return MemoryRoom(tuple(bound), after_F, after_B)
 
 

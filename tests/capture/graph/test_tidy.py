@@ -267,3 +267,30 @@ def test_programs_equal_eager(make: Callable[[Tensor], Tensor]) -> None:
     model, x = Attending(make, times=2), torch.randn(B, H, S, D)
     program = autopar.compile(model, autopar.ClusterSpec.local(2), (x,), optimizer=SGD)
     assert verify(program, model, (x,)).ok
+
+
+class Unbound(nn.Module):
+    """Attention whose queries, keys and values are parts of one product, in the order of timm's ViT."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim, self.qkv, self.out = dim, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = [0, 3, 1, 4]
+        order.insert(self.dim, 2)
+        parts = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(order).unbind(self.dim - len(order))
+        q, k, v = parts
+        mixed = (q @ k.mT).softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize("dim", [0, 2, 4])
+def test_gradients_of_parts_of_a_permuted_tensor_are_joined_where_they_lie(dim: int) -> None:
+    model = Unbound(dim)
+    program, _ = capture_program(model, (torch.randn(2, 5, 8),))
+    (joined,) = [call for t in program.templates.values() for call in t.op_calls.values() if "stack" in str(call.op)]
+    shapes = {t.shape for t in joined.results if t is not None}
+    assert shapes == {(2, 5, 3, 2, 4)}
+    compiled = autopar.compile(model, autopar.ClusterSpec.local(2), (torch.randn(2, 5, 8),), optimizer=SGD)
+    assert verify(compiled, model, (torch.randn(2, 5, 8),)).ok

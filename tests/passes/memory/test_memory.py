@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.ir.actions import Table
+from autopar.ir.actions import StageGraph, Table
 from autopar.ir.lines import label
-from autopar.passes.memory.peak import group_peaks
+from autopar.passes.memory.peak import Moment, StageMemory, group_peaks
 from autopar.passes.schedule import build
 from autopar.passes.search.by_microbatch import reduced_by_microbatch
+from autopar.runtime.step.pipeline import most_sends
 from tests.zoo.models import BY_NAME, MODELS, ZooModel
 from tests.zoo.pipelined import on_ranks
 
@@ -82,3 +83,15 @@ def test_inference_holds_nothing_between_microbatches(zoo: ZooModel) -> None:
     for stage in made.account.stages:
         assert stage.memory.actions["F"].after == 0
         assert stage.memory.resting["gradients"] == stage.memory.resting["optimizer"] == 0
+
+
+def test_what_was_sent_stays_while_the_host_runs_ahead() -> None:
+    """The host starts actions before the device has run those before them, so up to `most_sends` actions' sends are there
+    beside the action with the peak."""
+    graph = StageGraph.chain(2)
+    table = build("gpipe", graph, 8)
+    actions = {"F": Moment(5.0, 2.0, sent=1.0), "B": Moment(6.0, 0.0, sent=0.5)}
+    waits, runs = (StageMemory({"parameters": 10.0}, actions, runs_ahead=ahead) for ahead in (False, True))
+    assert most_sends(2) == 4
+    assert group_peaks(graph, table, [waits] * 2)[0] == 10 + 7 * 2 + 6
+    assert group_peaks(graph, table, [runs] * 2)[0] == 10 + 7 * 2 + 6 + 4 * 1.0

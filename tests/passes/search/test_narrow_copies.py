@@ -11,6 +11,8 @@ import torch
 
 import autopar
 from autopar.plan import Plan
+from autopar.runtime.run.sdc_check import recompute
+from autopar.runtime.step.session import Session
 from tests.proof.test_memory_measured import assert_kept
 from tests.zoo.models import ADAMW, BY_NAME
 from tests.zoo.programs import compiled_zoo
@@ -58,6 +60,18 @@ def test_verify_compares_a_program_with_copies() -> None:
     assert autopar.verify(copies, LLAMA.make(), LLAMA.batch()).ok
 
 
+@pytest.mark.parametrize("way", ["dp", "zero3"])
+def test_neighbours_recompute_with_copies_of_what_they_are_sent(way: str) -> None:
+    copies = program(way).with_plan(with_copies(program(way).plan))
+    leaves = copies.leaves(LLAMA.batch())
+
+    def body(session: Session) -> None:
+        session.train_step(leaves)
+        recompute(session, leaves, 2, ["one", "other"])
+
+    copies.in_process.run(copies.weights(), copies.request.update, copies.options.seed, body)
+
+
 def on_gpus(**options: Any) -> autopar.ParallelProgram:
     cluster = autopar.ClusterSpec.homogeneous(devices=2, device="h100")
     return compiled_zoo(LLAMA, cluster, optimizer=ADAMW, options=autopar.Options(**({"strategy": "dp"} | options)))
@@ -89,3 +103,23 @@ def test_kernels_that_widen_what_they_read_give_the_same_bits() -> None:
     assert texts[0].count(".to(torch.float32)") < texts[1].count(".to(torch.float32)")
     batch = LLAMA.batch()
     assert all(map(torch.equal, gpus.run(batch, steps=3).losses, cpus.run(batch, steps=3).losses))
+
+
+def test_a_pipeline_has_copies_in_the_stages_that_have_room() -> None:
+    def pipeline(**options: Any) -> autopar.ParallelProgram:
+        return on_gpus(precision="bf16", strategy="auto", pp=2, schedule="1f1b", microbatches=4, **options)
+
+    def copying(one: autopar.ParallelProgram) -> list[bool]:
+        return [any(p.narrow for p in stage.parameters.values()) for stage in one.plan.stages]
+
+    roomy = pipeline()
+    assert copying(roomy) == [True, True]
+    peaks = roomy.account.peaks
+    assert peaks[0] != peaks[1]
+    fewer = copying(pipeline(memory_bytes=max(peaks) - 256, stage_boundaries=[boundary(roomy)]))
+    assert fewer == [peak < max(peaks) for peak in peaks]
+
+
+def boundary(one: autopar.ParallelProgram) -> str:
+    """The module at which the second of two stages begins."""
+    return one.ir.calls[one.plan.stages[1].calls[0]].path

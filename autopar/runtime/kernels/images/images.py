@@ -169,7 +169,7 @@ def _upsample(op: Any, taps: int, x: Tensor, output_size: Sequence[int], *option
     )
     for dim, rows in beyond.items():
         y = y.narrow(dim, rows, out[dim])
-    return y.contiguous()
+    return y.contiguous() if beyond else y
 
 
 def _upsample_backward(

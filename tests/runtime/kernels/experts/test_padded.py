@@ -199,8 +199,9 @@ def test_rows_with_no_room_are_named_by_every_rank_alike(mesh: dict[str, int], c
             own[0], own[5], own[6] = one.x, one.chosen, one.weights
             told = {"first": comm.rank * 2, "parts": 4}
         overflows = overflow.Overflows(comm, True)
-        with overflows.told():
+        with overflows.noted():
             local.experts(*own, *GATE, 1.25, "stop", "model.py:7", **told)  # type: ignore[arg-type]
+        overflows.tell()
         with pytest.raises(ExpertOverflow) as caught:
             overflows.end()
         overflows.end()
@@ -236,14 +237,17 @@ def steps(crowded: bool) -> list[Any]:
     def rank(comm: Comm) -> Any:
         session = made.in_process.session(comm, made.request.update, made.options.seed)
         session.load_weights(weights)
+        assert session.optimizer is not None
         before, text = state(session), ""
         try:
             for _ in range(2):
                 session.train_step(list(batch()))
         except ExpertOverflow as error:
             text = str(error)
-        assert session.optimizer is not None
-        return before, state(session), text, len(session.optimizer.state)
+        after, states = state(session), len(session.optimizer.state)
+        session.load_weights(made.weights())
+        assert session.train_step(list(batch())).isfinite()  # another batch may follow
+        return before, after, text, states
 
     return run_threads(RANKS, {"ep": RANKS}, rank)
 
@@ -269,6 +273,21 @@ def test_rows_with_no_room_end_the_step_on_all_ranks_and_nothing_is_applied() ->
             assert said in text, text
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert states == 0
+
+
+@pytest.mark.parametrize(
+    ("choice", "on_overflow", "said"),
+    [
+        ("+t0+e", "stop", True),
+        ("e", "stop", True),
+        ("t0", "stop", False),
+        ("+t0+e", "chunk", False),
+        ("f", "stop", False),
+    ],
+)
+def test_a_program_says_whether_its_ranks_have_room_for_so_many_rows(choice: str, on_overflow: str, said: bool) -> None:
+    made = program("", on_overflow=on_overflow, choice=choice)
+    assert getattr(made.in_process.pipeline, "HAS_ROOM", False) == said
 
 
 def test_steps_whose_rows_have_room_go_on() -> None:
