@@ -152,7 +152,7 @@ def _unbound(node: fx.Node) -> None:
     node.args, node.meta["val"] = (whole, cut), aten.unbind.int(whole.meta["val"], cut)
     parts = [one for one in node.graph.nodes if one in node.users] if order != sorted(order) else []
     for part in parts:
-        part.meta["val"] = node.meta["val"][part.args[1]]  # type: ignore[index]
+        part.meta["val"] = node.meta["val"][part.args[1]]
         with node.graph.inserting_after(parts[-1]):  # those that take it apart stand behind it without others between
             turned = node.graph.call_function(aten.permute.default, (part, order))
         turned.meta = part.meta | {"val": aten.permute.default(part.meta["val"], order)}
