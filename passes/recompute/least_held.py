@@ -18,10 +18,8 @@ from autopar.passes.recompute.problem import Item, RecomputeProblem
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.policies import policy_set
 from autopar.passes.rules.recomputation import made_forward
-from autopar.passes.rules.structure import view_of
+from autopar.passes.rules.structure import Root, root_of, shown_values, view_of
 
-Root = tuple[int, str]
-"""The storage of a value: (number of the call that made it, its name there); an input from another stage has -1 and its index."""
 _ROUNDING = 1e-6
 """Relative error of a minimum cut, whose bytes are integers."""
 
@@ -32,7 +30,7 @@ def least_held_bytes(program: Program, policy: str) -> float:
     kinds: Counter[tuple[str, frozenset[tuple[str, float]], frozenset[str]]] = Counter()
     for i, call in enumerate(program.calls):
         if i in program.backward_calls:
-            roots = [_root(program, ref) for ref in call.inputs]
+            roots = [root_of(program, ref) for ref in call.inputs]
             own = {
                 (v, nbytes)
                 for v, (root, nbytes) in zip(program.template_of(call).inputs, roots, strict=True)
@@ -47,38 +45,14 @@ def least_held_bytes(program: Program, policy: str) -> float:
     return least * (1 - _ROUNDING)
 
 
-def _root(program: Program, ref: ValueRef) -> tuple[Root | None, float]:
-    """The storage that a value lies in (None where that is there anyway), and the fewest bytes that can show it."""
-    nbytes = float(program.type_of(ref).nbytes)
-    if ref.kind == "input" and program.boundary_tensor(ref) is not None:
-        return (-1, str(ref.index)), nbytes
-    if ref.kind != "call":
-        return None, nbytes
-    call = program.calls[ref.index]
-    template = program.template_of(call)
-    shown = list(_shown(template, template.outputs[ref.output]))
-    nbytes = float(min(template.type_of(v).nbytes for v in shown))
-    if shown[-1] in template.inputs:
-        root, more = _root(program, call.inputs[template.inputs.index(shown[-1])])
-        return root, min(nbytes, more)
-    return (None if shown[-1] in template.params else (ref.index, shown[-1])), nbytes
-
-
 def _read_by_others(program: Program, number: int) -> Iterator[str]:
     """Values of a call whose storage other calls that have a backward are counted for."""
     template = program.template_of(program.calls[number])
     for output, value in enumerate(template.outputs):
         readers = program.readers.get(ValueRef("call", number, output), ())
         if any(reader in program.backward_calls for reader, _ in readers):
-            *_, root = _shown(template, value)
+            *_, root = shown_values(template, value)
             yield root
-
-
-def _shown(template: Template, value: str | None) -> Iterator[str]:
-    """A value, and those that it is a view of: the last is the one whose memory it lies in."""
-    while value is not None:
-        yield value
-        value = view_of(template, resolve(template.nodes[value])[0])
 
 
 def _least(template: Template, policy: str, own: Mapping[str, float], elsewhere: frozenset[str]) -> float:

@@ -7,14 +7,14 @@ priced or decided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
 from torch import fx
 
-from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_nodes
+from autopar.ir.program import Program, Template, ValueRef, is_getitem, operand_nodes, resolve
 from autopar.ops.registry import find
 from autopar.passes.rules.once import once
 
@@ -50,6 +50,37 @@ def view_of(template: Template, node: fx.Node) -> str | None:
         return None
     definition = find(template.op_calls[node.name].op)
     return value_at(node, 0) if definition is not None and definition.free else None
+
+
+def shown_values(template: Template, value: str | None) -> Iterator[str]:
+    """A value, and those that it is a view of: the last is the one whose memory it lies in."""
+    while value is not None:
+        yield value
+        value = view_of(template, resolve(template.nodes[value])[0])
+
+
+Root = tuple[int, str]
+"""The storage of a value: (number of the call that made it, its name there); an input from another stage has -1 and its index."""
+
+
+def root_of(program: Program, ref: ValueRef) -> tuple[Root | None, float]:
+    """The storage that a value lies in (None where that is there anyway), and the fewest global bytes that can show it."""
+    if ref.kind == "call":
+        return value_root(program, ref.index, program.template_of(program.calls[ref.index]).outputs[ref.output])
+    arrives = ref.kind == "input" and program.boundary_tensor(ref) is not None
+    return (-1, str(ref.index)) if arrives else None, float(program.type_of(ref).nbytes)
+
+
+def value_root(program: Program, number: int, value: str) -> tuple[Root | None, float]:
+    """The same of a value inside a call."""
+    call = program.calls[number]
+    template = program.template_of(call)
+    shown = list(shown_values(template, value))
+    nbytes = float(min(template.type_of(v).nbytes for v in shown))
+    if shown[-1] in template.inputs:
+        root, more = root_of(program, call.inputs[template.inputs.index(shown[-1])])
+        return root, min(nbytes, more)
+    return (None if shown[-1] in template.params else (number, shown[-1])), nbytes
 
 
 def value_names(node: Any) -> dict[int, str]:

@@ -17,10 +17,12 @@ from autopar.cluster import ClusterSpec
 from autopar.cluster.device import DeviceSpec
 from autopar.cluster.process import tensor_room
 from autopar.costmodel.software import Software
+from autopar.errors import NoRoomError
 from autopar.ir.lowered import LoweredProgram
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.setting import Setting
+from autopar.ir.text import size_text
 from autopar.options import Options
 from autopar.passes.account.program import Account, account, as_lowered, stage_costs
 from autopar.passes.batch.microbatches import Microbatches
@@ -142,7 +144,7 @@ class Task:
         return parameter.type, parameter.trainable, self.setting.optimizer.kind(name)
 
     def finish(self, candidate: PricedPlan) -> PricedPlan:
-        """The candidate lowered and accounted for as a whole."""
+        """The candidate lowered and accounted for as a whole. Raises NoRoomError where a memory tier is too small for it."""
         if candidate.lowered is not None:
             return candidate
         started = time.perf_counter()
@@ -152,6 +154,14 @@ class Task:
         else:
             counted = as_lowered(candidate.account, lowered, self.pricers)
         self.lowering_s += time.perf_counter() - started
+        for group, peaks in zip(counted.graph.groups, counted.tier_peaks, strict=True):
+            device = self.cluster.device(candidate.plan.stages[group[0]].mesh.offset)
+            for name, nbytes in peaks.items():
+                if nbytes > device.tier(name).capacity_bytes:
+                    raise NoRoomError(
+                        f"memory tier {name} is to hold {size_text(nbytes)} per rank and has "
+                        f"{size_text(device.tier(name).capacity_bytes)}; use more microbatches or ranks, or offload less"
+                    )
         return replace(candidate, lowered=lowered, account=counted)
 
 

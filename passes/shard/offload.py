@@ -8,6 +8,7 @@ buffers, parameters and views of these rest there anyway, and single numbers do 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from autopar.ir.setting import Setting
 from autopar.ops.registry import find
 from autopar.passes.rules.hubs import flow
 from autopar.passes.rules.recomputation import recomputation
+from autopar.passes.rules.structure import Root, value_root
 from autopar.plan import ParameterPlan, StagePlan, TemplatePlan
 
 LEAST_BYTES = 1024
@@ -34,12 +36,12 @@ def offloaded(program: Program, stage: StagePlan, device: DeviceSpec, setting: S
     tiers = device.some_tiers()
     templates, used = stage.templates, dict.fromkeys((t.name for t in tiers), 0.0)
     if "activations" in setting.offload:
-        held = _held_bytes(program, stage, setting)
+        held = least_parked_bytes(program, stage, setting)
         tier = next((t for t in tiers if held <= t.capacity_bytes), None)
         if tier is None:
             largest = max(t.capacity_bytes for t in tiers)
             raise NoRoomError(
-                f"saved values of {held / 1e9:.3g} GB per rank are to rest in one memory tier, the largest has "
+                f"saved values of {held / 1e9:.3g} GB per rank at least are to rest in one memory tier, the largest has "
                 f"{largest / 1e9:.3g} GB per rank; use more microbatches or ranks, recompute, or offload less"
             )
         used[tier.name] += held
@@ -84,22 +86,22 @@ def _views(template: Template, resting: set[str]) -> set[str]:
     return {v for v in template.nodes if resolve(template.nodes[v])[0].name in seen} | seen
 
 
-def _held_bytes(program: Program, stage: StagePlan, setting: Setting) -> float:
-    """Bytes of the parked values of all calls of the microbatches in flight, as their specs say (or whole)."""
-    total = 0.0
-    per_call: dict[str, float] = {}
+def least_parked_bytes(program: Program, stage: StagePlan, setting: Setting) -> float:
+    """Bytes that a rank parks at least of one microbatch: every storage once, as its spec says (or shared by all ranks). Where
+    other ranks run a part of the program (pipelines), nothing is known of what this one's will be."""
+    if setting.in_flight > 1:
+        return 0.0
+    parked: dict[Root, float] = {}
     for i in program.backward_calls:
-        name = program.calls[i].template
-        if name not in per_call:
-            template, plan = program.templates[name], stage.templates[name]
-            forms = recomputation(template, flow(template), plan.recompute).kept
-            per_call[name] = 0.0
-            for value in parkable(program, name, plan):
-                if value in forms:
-                    spec, type_ = plan.specs.get(forms[value]), template.type_of(value)
-                    per_call[name] += spec.local_bytes(type_, stage.mesh) if spec else type_.nbytes / stage.mesh.size
-        total += per_call[name]
-    return total * max(setting.in_flight, 1.0)
+        template, plan = program.templates[program.calls[i].template], stage.templates[program.calls[i].template]
+        forms = recomputation(template, flow(template), plan.recompute).kept
+        for value in forms.keys() & set(parkable(program, template.name, plan)):
+            type_, spec = template.type_of(value), plan.specs.get(forms[value])
+            root, shown = value_root(program, i, value)
+            nbytes = min(spec.local_bytes(type_, stage.mesh) if spec else math.inf, shown / stage.mesh.size)
+            if root is not None:
+                parked[root] = max(parked.get(root, 0.0), nbytes)
+    return float(sum(parked.values()))
 
 
 def _parameters(

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from autopar.runtime.kernels import ops
 from benchmarks.gpu_report import equality, truths
 from benchmarks.gpu_report.__main__ import left_out, told
+from benchmarks.gpu_report.machine import Machine
 from benchmarks.gpu_report.parts import BY_NAME, PARTS
 from benchmarks.gpu_report.separate import ROOT, Outcome, run_command
 from benchmarks.gpu_report.suite import files, outcomes
@@ -167,6 +170,19 @@ def test_two_draws_of_one_distribution_are_equal_however_few_their_elements() ->
             not judged(ours.tolist(), theirs.tolist(), elements)["equal"] for ours, theirs in zip(*draws, strict=True)
         ]
         assert not any(alarms)
+
+
+def test_a_gradient_that_is_off_by_a_hundred_thousandth_is_found_in_float32(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    right = ops.linear_dw
+    monkeypatch.setattr(ops, "linear_dw", lambda g, x: right(g, x) * (1 + 1e-5))
+    try:
+        found = equality.judged(Machine(tmp_path, rehearsal=True), lambda: equality.zoo_case("mlp"), None)
+    finally:
+        dist.destroy_process_group()
+    assert not found["equal"]
+    assert found["worst"].endswith(".weight")
 
 
 @pytest.mark.parametrize("path", sorted(truths.RECORDED.glob("*.json")), ids=lambda path: path.stem)

@@ -128,9 +128,9 @@ def _is_small(rows: Tensor, width: int, groups: int) -> bool:
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    """Whether torch has one kernel for all groups: in bfloat16 from sm90 on, rows of whole 16 bytes."""
+    """Whether torch has one kernel for all groups: in bfloat16 on sm90 and sm100, rows of whole 16 bytes."""
     device = device_of(a)
-    known = device.type == "rocm" or (device.type == "cuda" and device.capability >= (9, 0))
+    known = device.type == "rocm" or (device.type == "cuda" and device.capability[0] in (9, 10))
     return known and a.dtype == torch.bfloat16 and all(_aligned(t) for t in (a, b))
 
 
